@@ -1,0 +1,29 @@
+.PHONY: setup demo test lint bench bench-gpu protos clean
+.DEFAULT_GOAL := help
+
+help:            ## Lists the targets.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+setup:           ## Makes .venv and installs Tandem into it; quick when nothing changed.
+	@scripts/setup.sh
+
+demo: setup      ## Trains a small policy by reinforcement learning, on real parts. ARGS="--seed 1"
+	@.venv/bin/tandem demo $(ARGS)
+
+test: setup      ## Runs all the tests. ARGS="-k publish"
+	@.venv/bin/python -m pytest $(ARGS)
+
+lint: setup      ## ruff, mypy (strict), import-linter.
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy
+	@.venv/bin/lint-imports
+
+bench: setup     ## Measures Tandem beside its floor, in one run; writes benchmarks/results/.
+	@.venv/bin/python -m benchmarks $(ARGS)
+
+protos: setup    ## Regenerates the stubs from protos/.
+	@scripts/protos.sh
+
+clean:           ## Removes what was built and run here.
+	rm -rf .venv .tandem runs build *.egg-info

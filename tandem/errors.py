@@ -1,0 +1,260 @@
+"""Every error that Tandem tells anybody about.
+
+    TandemError
+    ├── UserError (also a ValueError): the request was wrong; repeating it is useless
+    │   ├── Unauthenticated         401
+    │   ├── UnknownModel            404
+    │   ├── UnknownSession          404
+    │   ├── UnknownRun              404
+    │   ├── UnknownSampler          404
+    │   ├── UnknownWeights          404
+    │   ├── UnknownRequest          404
+    │   ├── SessionFinished         410
+    │   ├── PayloadTooLarge         413
+    │   ├── InvalidRequest          400
+    │   │   ├── MalformedPayload
+    │   │   └── UnsupportedInput
+    │   ├── EmptyBatch
+    │   ├── TokenOutOfVocabulary
+    │   ├── SequenceTooLong
+    │   ├── LossInputMissing
+    │   ├── LossInputShape
+    │   ├── LossInputNotFinite
+    │   ├── UnknownLoss
+    │   ├── UnknownLossSetting
+    │   ├── OptimizerSetting
+    │   ├── NoGradients
+    │   ├── GradientsIncomplete
+    │   ├── NameTaken
+    │   └── SequenceGap
+    └── ServerError: the request was right; the platform failed it
+        ├── WorkerStartFailed
+        ├── WorkerDied
+        ├── OperationTimedOut
+        ├── GatewayRestarted
+        ├── StorageFull
+        ├── PublishFailed
+        ├── LoadFailed
+        ├── CheckpointDamaged
+        ├── GradientsNotFinite
+        ├── Overloaded              429
+        ├── IllegalTransition
+        └── InternalError
+
+An error crosses a process boundary as (type, message), where `type` is the snake-case name
+of its class, and `from_failure` makes the class out of it again. The status is what HTTP
+answers when a request is refused at once; an accepted operation that fails is answered with
+200 and `{"error", "category"}` instead (the SDK repeats 409, 429 and 5xx for five minutes).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar, Literal
+
+from tandem.v1 import common_pb2
+
+Category = Literal["user", "server"]
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+class TandemError(Exception):
+    """Something that a client is told.
+
+    Literal example: `UnknownLoss("unknown loss 'pppo'; known: cispo, cross_entropy")`
+    has `type == "unknown_loss"`, `category == "user"` and `status == 400`.
+    """
+
+    category: ClassVar[Category] = "server"
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "tandem_error"
+
+    def __init_subclass__(cls) -> None:
+        cls.type = _snake(cls.__name__)
+        _BY_TYPE[cls.type] = cls
+
+    @property
+    def message(self) -> str:
+        return str(self.args[0]) if self.args else self.type
+
+    def to_failure(self) -> common_pb2.Failure:
+        return common_pb2.Failure(type=self.type, message=self.message)
+
+
+_BY_TYPE: dict[str, type[TandemError]] = {}
+
+
+def from_failure(failure: common_pb2.Failure) -> TandemError:
+    """The error that a worker put into its reply. An unknown type becomes `InternalError`."""
+    return _BY_TYPE.get(failure.type, InternalError)(failure.message)
+
+
+def from_type(type_: str, message: str) -> TandemError:
+    """The error of a stored (type, message) pair."""
+    return _BY_TYPE.get(type_, InternalError)(message)
+
+
+# --- The request was wrong ---------------------------------------------------------------
+
+
+class UserError(TandemError, ValueError):
+    category: ClassVar[Category] = "user"
+    status: ClassVar[int] = 400
+
+
+class Unauthenticated(UserError):
+    status = 401
+
+
+class UnknownModel(UserError):
+    status = 404
+
+
+class UnknownSession(UserError):
+    status = 404
+
+
+class UnknownRun(UserError):
+    status = 404
+
+
+class UnknownSampler(UserError):
+    status = 404
+
+
+class UnknownWeights(UserError):
+    status = 404
+
+
+class UnknownRequest(UserError):
+    status = 404
+
+
+class SessionFinished(UserError):
+    status = 410
+
+
+class PayloadTooLarge(UserError):
+    status = 413
+
+
+class InvalidRequest(UserError):
+    """A field is missing, of the wrong type or out of its range."""
+
+
+class MalformedPayload(InvalidRequest):
+    """The body is not what its content type says."""
+
+
+class UnsupportedInput(InvalidRequest):
+    """A well-formed input of a kind that this server does not take, such as an image."""
+
+
+class EmptyBatch(UserError):
+    """No datum, or a datum without a token."""
+
+
+class TokenOutOfVocabulary(UserError):
+    pass
+
+
+class SequenceTooLong(UserError):
+    pass
+
+
+class LossInputMissing(UserError):
+    pass
+
+
+class LossInputShape(UserError):
+    pass
+
+
+class LossInputNotFinite(UserError):
+    pass
+
+
+class UnknownLoss(UserError):
+    pass
+
+
+class UnknownLossSetting(UserError):
+    pass
+
+
+class OptimizerSetting(UserError):
+    pass
+
+
+class NoGradients(UserError):
+    """optim_step without a forward_backward before it."""
+
+
+class GradientsIncomplete(UserError):
+    """optim_step after a forward_backward that was refused."""
+
+
+class NameTaken(UserError):
+    """A checkpoint or model of this name exists. (Not 409: the SDK would repeat that.)"""
+
+
+class SequenceGap(UserError):
+    """An operation waited too long for one with a smaller seq_id, which never came."""
+
+
+# --- The platform failed it --------------------------------------------------------------
+
+
+class ServerError(TandemError):
+    category: ClassVar[Category] = "server"
+
+
+class WorkerStartFailed(ServerError):
+    pass
+
+
+class WorkerDied(ServerError):
+    pass
+
+
+class OperationTimedOut(ServerError):
+    pass
+
+
+class GatewayRestarted(ServerError):
+    pass
+
+
+class StorageFull(ServerError):
+    pass
+
+
+class PublishFailed(ServerError):
+    pass
+
+
+class LoadFailed(ServerError):
+    """A version could not be put into an engine; what served before goes on serving."""
+
+
+class CheckpointDamaged(ServerError):
+    pass
+
+
+class GradientsNotFinite(ServerError):
+    pass
+
+
+class Overloaded(ServerError):
+    status = 429
+
+
+class IllegalTransition(ServerError):
+    pass
+
+
+class InternalError(ServerError):
+    pass

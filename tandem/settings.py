@@ -1,0 +1,87 @@
+"""The settings of the whole platform, from the environment (`TANDEM_*`) or the command line.
+
+`tandem config` prints the resolved values. Durations are in seconds, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class TrainerSettings(BaseSettings):
+    """How trainers run. Environment: `TANDEM_TRAINER_*`."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_TRAINER_")
+
+    ranks: int = Field(1, ge=1, description="Processes that share one training run.")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = Field(0, ge=0, description="CPU threads per rank; 0 = cores / ranks.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Compute type. auto: bfloat16 on a GPU, float32 on a CPU."
+    )
+    micro_batch_tokens: int = Field(16384, ge=1, description="Padded tokens per forward pass.")
+    shard_group_parameters: int = Field(
+        16_000_000, ge=1, description="Blocks are gathered into FSDP groups of at least this size."
+    )
+    collective_timeout: float = Field(120.0, gt=0)
+    operation_timeout: float = Field(1800.0, gt=0)
+
+
+class SamplerSettings(BaseSettings):
+    """How samplers run. Environment: `TANDEM_SAMPLER_*`."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_SAMPLER_")
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_model_len: int = Field(0, ge=0, description="0 = what the model allows, 8192 at most.")
+    max_num_seqs: int = Field(1024, ge=1)
+    kv_cache_bytes: int = Field(
+        512 * 2**20, ge=2**20, description="CPU only; a GPU uses gpu_memory_utilization."
+    )
+    gpu_memory_utilization: float = Field(0.45, gt=0, le=1)
+    canary_tolerance: float = Field(
+        0.0, ge=0, description="0 = by dtype: 1e-4 for float32, 0.5 for bfloat16."
+    )
+    version_patience: float = Field(
+        2.0, gt=0, description="How long a waiting version lets others go before it."
+    )
+    operation_timeout: float = Field(1800.0, gt=0)
+
+
+class GatewaySettings(BaseSettings):
+    """The gateway itself. Environment: `TANDEM_*`."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_")
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535, description="0 = any free port.")
+    data_dir: Path = Path(".tandem")
+    database_url: str = Field("", description="Empty: SQLite under data_dir.")
+    api_key: str = Field("", description="Empty: one is made and kept under data_dir.", repr=False)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    session_ttl: float = Field(60.0, gt=0, description="A session without heartbeat ends after.")
+    reaper_interval: float = Field(2.0, gt=0)
+    long_poll: float = Field(30.0, gt=0, le=40, description="How long retrieve_future holds on.")
+    result_ttl: float = Field(3600.0, gt=0, description="How long an unfetched result is kept.")
+    sequence_gap_timeout: float = Field(
+        60.0, gt=0, description="How long an operation waits for one with a smaller seq_id."
+    )
+    worker_start_timeout: float = Field(300.0, gt=0)
+    worker_stop_timeout: float = Field(10.0, gt=0)
+    max_payload_bytes: int = Field(64 * 2**20, ge=1)
+    max_queued_operations: int = Field(4096, ge=1, description="Per run; then 429.")
+    max_waiting_samples: int = Field(8192, ge=1, description="Per sampler; then 429.")
+    dispatch_window: int = Field(4, ge=1, description="Operations sent ahead to a trainer.")
+    sampler_idle_ttl: float = Field(
+        3600.0, gt=0, description="An ephemeral sampling session unused for this long ends."
+    )
+    min_free_bytes: int = Field(64 * 2**20, ge=0, description="Below: publish says storage_full.")
+
+    trainer: TrainerSettings = Field(default_factory=lambda: TrainerSettings())  # type: ignore[call-arg]
+    sampler: SamplerSettings = Field(default_factory=lambda: SamplerSettings())  # type: ignore[call-arg]

@@ -1,0 +1,75 @@
+"""Structured logs and metrics, the same in the gateway, the trainer and the sampler.
+
+A log line is one JSON object: `{"event": "published", "level": "info", "timestamp": …,
+"service": "trainer", "session_id": …, "run_id": …, "request_id": …, …}`. Metrics carry the
+prefix `tandem_`, base units and no label whose values are unbounded.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO, cast
+
+import orjson
+import structlog
+from prometheus_client import CollectorRegistry, start_http_server
+
+Log = structlog.stdlib.BoundLogger
+
+
+def _dumps(value: object, **_: object) -> str:
+    return orjson.dumps(value, default=str).decode()
+
+
+def configure_logging(*, service: str, level: str = "info", stream: TextIO | None = None) -> None:
+    """Sends our logs, and those of libraries from warnings on, to `stream` as JSON lines."""
+    stream = stream if stream is not None else sys.stderr
+    number = logging.getLevelNamesMapping()[level.upper()]
+    shared = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    structlog.configure(
+        processors=[
+            *shared,
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(serializer=_dumps),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.WriteLoggerFactory(file=stream),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(service=service)
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.format_exc_info,
+                structlog.processors.JSONRenderer(serializer=_dumps),
+            ],
+        )
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+
+
+def get_log(**bound: object) -> Log:
+    return cast(Log, structlog.get_logger(**bound))
+
+
+@contextmanager
+def log_context(**values: object) -> Iterator[None]:
+    """Adds ids to every log line written inside."""
+    with structlog.contextvars.bound_contextvars(**values):
+        yield
+
+
+def serve_metrics(registry: CollectorRegistry, *, host: str = "127.0.0.1") -> int:
+    """Serves /metrics from a thread on a free port, which is returned."""
+    server, _thread = start_http_server(0, addr=host, registry=registry)
+    return int(server.server_port)

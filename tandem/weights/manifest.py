@@ -1,0 +1,70 @@
+"""What a weight version says about itself: `manifest.json`, written last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import xxhash
+from pydantic import BaseModel, ConfigDict
+
+MANIFEST_NAME = "manifest.json"
+_BLOCK_BYTES = 8 * 2**20
+
+
+class FileEntry(BaseModel):
+    """One file of a version. `checksum` is XXH3-128 in hexadecimal: it finds damage, quickly;
+    it is no defence against forgery."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    bytes: int
+    checksum: str
+
+
+class Canary(BaseModel):
+    """What the trainer computed with these weights, for an engine to compute again.
+
+    `tokens` [T] and `logprobs` [T-1], where `logprobs[i]` belongs to `tokens[i + 1]`; at
+    temperature 1, in float32 from the trainer's compute type.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class Manifest(BaseModel):
+    """Literal example: `{"format": 1, "version": "s-ab12:train:0/v000003-9f2c41d0", "run_id":
+    "s-ab12:train:0", "step": 48, "parent": "s-ab12:train:0/v000002-…", "dtype": "float32",
+    "tensors": 46, "files": [{"name": "model-00001-of-00001.safetensors", …}], "canary": {…}}`.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    format: int = 1
+    version: str
+    run_id: str
+    step: int
+    parent: str = ""
+    dtype: str
+    tensors: int
+    created: str
+    files: list[FileEntry]
+    canary: Canary | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.bytes for entry in self.files)
+
+
+def checksum_file(path: Path) -> FileEntry:
+    """Reads the file once and says its size and checksum."""
+    digest = xxhash.xxh3_128()
+    size = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            size += len(block)
+    return FileEntry(name=path.name, bytes=size, checksum=digest.hexdigest())

@@ -1,0 +1,127 @@
+"""The directory of weight versions: how one comes to be, is read, and goes.
+
+Layout under a data directory: `weights/RUN/vNNNNNN-RANDOM/` for a version, where RUN is the
+run id with `:` replaced by `_`, and `weights/RUN/.partial-vNNNNNN-RANDOM/` for one in the
+making. A version's name is `RUN_ID/vNNNNNN-RANDOM`. Names are never used twice, since an
+NFS client may show a replaced file 30 s late; nothing here polls or lists for the newest.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from tandem.errors import LoadFailed
+from tandem.weights.manifest import MANIFEST_NAME, Manifest, checksum_file
+
+_PARTIAL_PREFIX = ".partial-"
+
+
+def new_version_name(*, run_id: str, number: int) -> str:
+    """A name never used before, such as `s-ab12:train:0/v000003-9f2c41d0`."""
+    return f"{run_id}/v{number:06d}-{secrets.token_hex(4)}"
+
+
+def version_path(data_dir: Path, name: str) -> Path:
+    """Where the version of this name lies: `DATA/weights/s-ab12_train_0/v000003-9f2c41d0`."""
+    run_id, _, leaf = name.rpartition("/")
+    return data_dir / "weights" / run_id.replace(":", "_") / leaf
+
+
+def fsync_path(path: Path) -> None:
+    """Makes a file's or a directory's content survive a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class PartialVersion:
+    """A version in the making. Every rank may write files into `path`; one rank commits.
+
+    Literal use: `partial = PartialVersion(final); partial.create(); …write into
+    partial.path…; partial.commit(manifest)`. On any failure call `discard()`.
+    """
+
+    def __init__(self, final: Path) -> None:
+        self.final = final
+        self.path = final.parent / f"{_PARTIAL_PREFIX}{final.name}"
+
+    def create(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=False)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Writes the manifest, makes everything durable and gives the version its name.
+
+        Writers fsync their own files; the manifest, the directory and the rename are synced here.
+        """
+        target = self.path / MANIFEST_NAME
+        with target.open("w", encoding="utf-8") as file:
+            file.write(manifest.model_dump_json(indent=1))
+            file.flush()
+            os.fsync(file.fileno())
+        fsync_path(self.path)
+        self.path.rename(self.final)
+        fsync_path(self.final.parent)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def open_version(path: Path, *, name: str = "", checksums: bool = True) -> Manifest:
+    """Reads and verifies a version before anything is loaded from it.
+
+    Raises `LoadFailed` when the manifest is missing, is of another version than `name`, or
+    when a file is missing, of another size or (unless `checksums` is off) damaged.
+    """
+    try:
+        manifest = Manifest.model_validate_json((path / MANIFEST_NAME).read_bytes())
+    except OSError as error:
+        raise LoadFailed(f"{path.name} is not a published weight version: {error}") from error
+    except ValidationError as error:
+        raise LoadFailed(f"the manifest of {path.name} is damaged: {error}") from error
+    if name and manifest.version != name:
+        raise LoadFailed(f"{path.name} holds {manifest.version}, not {name}")
+    for entry in manifest.files:
+        file = path / entry.name
+        try:
+            size = file.stat().st_size
+        except OSError as error:
+            raise LoadFailed(f"{manifest.version} lacks {entry.name}: {error}") from error
+        if size != entry.bytes:
+            raise LoadFailed(
+                f"{manifest.version}: {entry.name} has {size} bytes, not {entry.bytes}"
+            )
+        if checksums and checksum_file(file).checksum != entry.checksum:
+            raise LoadFailed(f"{manifest.version}: {entry.name} is damaged (wrong checksum)")
+    return manifest
+
+
+def collect(data_dir: Path, *, run_id: str, keep: Collection[str]) -> list[str]:
+    """Removes the versions of a run that `keep` does not name; returns their names."""
+    directory = version_path(data_dir, f"{run_id}/x").parent
+    if not directory.is_dir():
+        return []
+    removed = []
+    for child in sorted(directory.iterdir()):
+        name = f"{run_id}/{child.name}"
+        if child.name.startswith(_PARTIAL_PREFIX) or name in keep:
+            continue
+        shutil.rmtree(child, ignore_errors=True)
+        removed.append(name)
+    return removed
+
+
+def sweep_partials(data_dir: Path, *, run_id: str) -> int:
+    """Removes what an interrupted publish left behind. Only when the run's trainer is gone."""
+    directory = version_path(data_dir, f"{run_id}/x").parent
+    partials = list(directory.glob(f"{_PARTIAL_PREFIX}*")) if directory.is_dir() else []
+    for partial in partials:
+        shutil.rmtree(partial, ignore_errors=True)
+    return len(partials)

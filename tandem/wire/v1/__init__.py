@@ -1,0 +1,1 @@
+"""The binary messages of the `tinker` SDK, described by ourselves in protos/tandem/wire."""
