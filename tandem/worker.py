@@ -12,6 +12,7 @@ start, the error. From then on readiness is what its gRPC health service says.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
 import sys
@@ -31,6 +32,7 @@ MAX_MESSAGE_BYTES = 2**31 - 1
 GRPC_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),  # the environment's proxy is not for our own workers
 ]
 
 
@@ -42,7 +44,8 @@ class WorkerSpec(BaseModel):
     "s-ab12:train:0", "session_id": "s-ab12", "fencing_token": 1}`.
     """
 
-    model_config = ConfigDict(frozen=True)
+    # An error must not quote its input: the secret would be in the log.
+    model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
 
     worker_id: str
     kind: WorkerKind
@@ -78,26 +81,66 @@ def read_spec(stream: BinaryIO | None = None) -> WorkerSpec:
 
 
 def send_report(fd: int, report: WorkerReport) -> None:
-    os.write(fd, report.model_dump_json().encode() + b"\n")
+    line = report.model_dump_json().encode() + b"\n"
+    while line:  # a signal can cut a write to a pipe short
+        line = line[os.write(fd, line) :]
 
 
-def die_with_parent() -> None:
-    """Asks the kernel to kill this process when the thread that started it ends (Linux)."""
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Asks the kernel to kill this process when the thread that started it ends (Linux).
+
+    For the processes that a worker starts, such as ranks: its first act, with the pid of the
+    worker, because a worker that ended before the request was made gives no signal any more.
+    Not for the worker's own first process: killed before its lifeline could act, it would
+    leave its children behind.
+    """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hold_lifeline(fd: int = 0) -> None:
     """Kills our whole process group once the launcher's end of standard input has closed.
 
-    Call it after `read_spec`. It covers the children of libraries, too (vLLM's engine
-    processes), which a parent-death signal on one process would leave behind.
+    Call it after `read_spec` and before any slow import. It covers the children of libraries,
+    too (vLLM's engine processes), which a parent-death signal on one process would leave
+    behind. In a process that does not lead its group, such as one started by hand in a
+    script, it ends that process alone.
     """
+    leads = os.getpgrp() == os.getpid()
+    if leads:
+        _arm_kernel(fd)
 
     def wait() -> None:
-        while os.read(fd, 4096):  # not sys.stdin: its lock would get in the way of a normal exit
+        try:
+            while os.read(fd, 4096):  # not sys.stdin: its lock gets in the way of a normal exit
+                pass
+        except OSError:  # a reset socket, a hung-up terminal: the launcher is as gone as at an end
             pass
-        os.killpg(os.getpgid(0), signal.SIGKILL)
+        if leads:
+            os.killpg(os.getpid(), signal.SIGKILL)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+def _arm_kernel(fd: int) -> None:
+    """Lets the kernel itself kill the group when the pipe closes (Linux, see fcntl(2)).
+
+    The thread needs Python's interpreter lock for that, which a native call may hold for long
+    or, in a deadlock, for ever. The thread stays for the other systems, and for a pipe that
+    had closed before this call, which causes no event.
+    """
+    if sys.platform != "linux":
+        return
+    f_setsig = 10
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(fd, f_setsig, signal.SIGKILL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+    except OSError:  # standard input is of a kind without such events: the thread is enough
+        return

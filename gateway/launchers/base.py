@@ -68,7 +68,7 @@ class Launcher(Protocol):
         ...
 
     def watch(self) -> AsyncIterator[WorkerExit]:
-        """The ends that were not asked for with `stop`, of workers that `start` returned.
+        """The ends that nobody asked for, and that no call to `start` or `wait_ready` told.
 
         Each end goes to every iterator; an iterator sees those after its creation, and
         finishes when the launcher is closed.
