@@ -83,5 +83,5 @@ class GatewaySettings(BaseSettings):
     )
     min_free_bytes: int = Field(64 * 2**20, ge=0, description="Below: publish says storage_full.")
 
-    trainer: TrainerSettings = Field(default_factory=lambda: TrainerSettings())  # type: ignore[call-arg]
-    sampler: SamplerSettings = Field(default_factory=lambda: SamplerSettings())  # type: ignore[call-arg]
+    trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    sampler: SamplerSettings = Field(default_factory=SamplerSettings)

@@ -28,7 +28,7 @@ def configure_logging(*, service: str, level: str = "info", stream: TextIO | Non
     """Sends our logs, and those of libraries from warnings on, to `stream` as JSON lines."""
     stream = stream if stream is not None else sys.stderr
     number = logging.getLevelNamesMapping()[level.upper()]
-    shared = [
+    shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),

@@ -1,0 +1,67 @@
+"""What the commands share: consoles, JSON output, and the gateway they talk to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import orjson
+import typer
+from rich.console import Console
+
+from tandem.errors import ServerError
+from tandem.settings import GatewaySettings
+from tandem.stack import Endpoint, read_endpoint
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+DataDir = Annotated[
+    Path | None,
+    typer.Option("--data-dir", help="Where Tandem keeps its state (TANDEM_DATA_DIR)."),
+]
+
+
+def fail(sentence: str) -> None:
+    err.print(f"[red]error:[/] {sentence}", soft_wrap=True)
+
+
+def print_json(value: object) -> None:
+    print(orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode())
+
+
+def resolve_data_dir(data_dir: Path | None) -> Path:
+    return data_dir if data_dir is not None else GatewaySettings().data_dir
+
+
+def running_gateway(data_dir: Path | None) -> Endpoint:
+    """The gateway of this data directory. Raises `ServerError` when none runs."""
+    directory = resolve_data_dir(data_dir)
+    endpoint = read_endpoint(directory)
+    if endpoint is None:
+        raise ServerError(
+            f"no gateway runs on {directory}; start one with `tandem up`, or name its --data-dir"
+        )
+    return endpoint
+
+
+def call(
+    data_dir: Path | None, method: str, path: str, *, body: dict[str, str] | None = None
+) -> object:
+    """Calls the gateway's own API and returns the JSON; an error answer becomes `ServerError`."""
+    endpoint = running_gateway(data_dir)
+    try:
+        answer = httpx.request(
+            method,
+            f"{endpoint.url}/api/tandem/v1/{path}",
+            headers={"X-API-Key": endpoint.api_key},
+            json=body,
+            timeout=30,
+        )
+    except httpx.HTTPError as error:
+        raise ServerError(f"the gateway at {endpoint.url} does not answer: {error}") from error
+    if answer.is_error:
+        raise ServerError(answer.json().get("error", answer.text))
+    return answer.json() if answer.content else None

@@ -1,0 +1,45 @@
+"""`tandem demo`: the main job, on a model small enough for two cores."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Annotated, Literal, cast
+
+import typer
+
+from tandem.cli.context import err, out
+from tandem.cli.up import interrupt
+from tandem.demo.configuration import DemoConfiguration, Reinforcement
+
+
+def demo(
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", help="Run directory. Default: runs/demo-….")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides model, data and samples.")] = 0,
+    ranks: Annotated[int, typer.Option(min=1, max=64, help="Trainer processes.")] = 2,
+    algorithm: Annotated[str, typer.Option(help="Advantages: reward or grpo.")] = "reward",
+    data_dir: Annotated[
+        Path, typer.Option("--data-dir", help="Where models and the warm-up are kept.")
+    ] = Path(".tandem/demo"),
+) -> None:
+    """Trains a tiny policy by reinforcement learning and draws its reward."""
+    from tandem.demo.run import default_out, run_demo
+
+    if algorithm not in ("reward", "grpo"):
+        raise typer.BadParameter(f"{algorithm!r} is neither reward nor grpo")
+    chosen = cast(Literal["reward", "grpo"], algorithm)
+    configuration = DemoConfiguration(
+        out=out_dir or default_out(Path("runs"), seed=seed),
+        data_dir=data_dir,
+        seed=seed,
+        ranks=ranks,
+        reinforcement=Reinforcement(algorithm=chosen),
+    )
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        run_demo(configuration, console=out)
+    except KeyboardInterrupt:
+        err.print("\nInterrupted. Everything is stopped; a finished warm-up is kept.")
+        raise typer.Exit(130) from None

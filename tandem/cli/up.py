@@ -1,0 +1,64 @@
+"""`tandem up`: a gateway in the foreground, until Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from tandem.cli.context import DataDir, JsonFlag, out, print_json, resolve_data_dir
+from tandem.stack import Stack
+
+
+def up(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 8000,
+    data_dir: DataDir = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", metavar="NAME=PATH", help="A base model; may be repeated."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Starts the gateway and prints its URL and a ready-made key. Ctrl-C stops everything."""
+    models = [parse_model(text) for text in model or []]
+    directory = resolve_data_dir(data_dir)
+    signal.signal(signal.SIGTERM, interrupt)
+    with Stack(data_dir=directory, settings={"host": host, "port": str(port)}) as stack:
+        for name, path in models:
+            stack.add_model(name=name, path=path)
+        endpoint = stack.endpoint
+        if as_json:
+            print_json({"url": endpoint.url, "api_key": endpoint.api_key, "pid": endpoint.pid})
+        else:
+            out.print(f"Tandem is up at [bold]{endpoint.url}[/]; log: {stack.log_path}\n")
+            out.print("Point the tinker SDK at it:\n", soft_wrap=True)
+            out.print(f"  export TINKER_BASE_URL={endpoint.url}", soft_wrap=True)
+            out.print(f"  export TINKER_API_KEY={endpoint.api_key}\n", soft_wrap=True)
+            out.print("`tandem status` shows what runs. Ctrl-C stops everything.")
+        try:
+            while stack.process.poll() is None:
+                time.sleep(0.5)
+        except KeyboardInterrupt:
+            if not as_json:
+                out.print("\nStopping …")
+            return
+    raise typer.Exit(1)
+
+
+def interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def parse_model(text: str) -> tuple[str, Path]:
+    """`NAME=PATH` as a name and an existing directory."""
+    name, equals, path = text.partition("=")
+    if not equals or not name or not path:
+        raise typer.BadParameter(f"{text!r} is not NAME=PATH")
+    if not Path(path).is_dir():
+        raise typer.BadParameter(f"{path} is not a directory")
+    return name, Path(path)

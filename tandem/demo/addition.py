@@ -1,0 +1,54 @@
+"""The task of the demo: one-digit addition, its prompts, rewards and imperfect examples."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Protocol
+
+REFUSAL = "?"
+MAX_ANSWER_TOKENS = 4
+"""Two digits and the end-of-sequence token fit, and one token too many can be seen."""
+
+
+class Tokenizer(Protocol):
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, token_ids: list[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class Problem:
+    left: int
+    right: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.left}+{self.right}="
+
+    @property
+    def answer(self) -> str:
+        return str(self.left + self.right)
+
+
+def all_problems() -> list[Problem]:
+    """The hundred sums of two digits, in order."""
+    return [Problem(left, right) for left in range(10) for right in range(10)]
+
+
+def reward(problem: Problem, *, text: str, ended: bool) -> float:
+    """1 for exactly the right digits followed by the end of the sequence, otherwise 0."""
+    return 1.0 if ended and text == problem.answer else 0.0
+
+
+def imperfect_label(problem: Problem, rng: random.Random) -> str:
+    """What the warm-up shows: half right, a quarter refusals, a quarter off by one.
+
+    A policy that has learned this samples the right answer about half of the time, and
+    still prefers it to every other one.
+    """
+    draw = rng.random()
+    if draw < 0.5:
+        return problem.answer
+    if draw < 0.75:
+        return REFUSAL
+    return str(abs(problem.left + problem.right + rng.choice((-1, 1))))

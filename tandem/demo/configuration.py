@@ -1,0 +1,70 @@
+"""Everything that the demo can be told, with the values that are known to work."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from tandem import __version__
+
+
+class WarmUp(BaseModel):
+    """Supervised training on imperfect examples, with cross_entropy."""
+
+    model_config = ConfigDict(frozen=True)
+
+    steps: int = 800
+    batch: int = 64
+    learning_rate: float = 1e-3
+    final_learning_rate: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: float = 1.0
+
+
+class Reinforcement(BaseModel):
+    """The main job. `learning_rate` halves in the first step and decays linearly to a tenth."""
+
+    model_config = ConfigDict(frozen=True)
+
+    steps: int = 10
+    samples: int = 8
+    minibatches: int = 8
+    epochs: int = 6
+    algorithm: Literal["reward", "grpo"] = "reward"
+    loss: str = "importance_sampling"
+    learning_rate: float = 5e-4
+    final_learning_rate: float = 0.1
+    first_step: float = 0.5
+    betas: tuple[float, float] = (0.9, 0.99)
+    clip_norm: float = 1.0
+    temperature: float = 1.0
+
+
+class DemoConfiguration(BaseModel):
+    """What `config.json` in the run directory holds: the resolved configuration."""
+
+    model_config = ConfigDict(frozen=True)
+
+    out: Path
+    data_dir: Path
+    seed: int = 0
+    ranks: int = 2
+    warm_up: WarmUp = WarmUp()
+    reinforcement: Reinforcement = Reinforcement()
+
+    @property
+    def model_name(self) -> str:
+        return f"tandem/tiny-addition-{self.seed}"
+
+    @property
+    def model_path(self) -> Path:
+        return self.data_dir / "models" / f"tiny-addition-{self.seed}"
+
+    @property
+    def warm_up_name(self) -> str:
+        """Names the checkpoint by everything that decides what is in it."""
+        decisive = f"{__version__} {self.seed} {self.warm_up.model_dump_json()}"
+        return f"warm-up-{hashlib.sha256(decisive.encode()).hexdigest()[:12]}"

@@ -1,0 +1,179 @@
+"""The main job: sample from the newest weights, score, train, publish, and again."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tandem.demo.addition import (
+    MAX_ANSWER_TOKENS,
+    Problem,
+    Tokenizer,
+    all_problems,
+    reward,
+)
+from tandem.demo.configuration import Reinforcement
+from tandem.demo.data import Rollout, policy_datum
+from tandem.rl import advantages, linear_decay
+
+if TYPE_CHECKING:
+    import tinker
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One row of the table. Times in seconds; `loss` per trained token; `staleness` is the mean
+    number of optimizer steps that the sampled policy was behind the one being updated."""
+
+    step: int
+    reward_mean: float
+    loss: float
+    tokens_per_second: float
+    seconds_sample: float
+    seconds_train: float
+    seconds_sync: float
+    seconds: float
+    staleness: float
+    learning_rate: float
+
+
+class Loop:
+    """Reinforcement learning on the hundred sums, over the public SDK alone."""
+
+    def __init__(
+        self,
+        *,
+        client: tinker.TrainingClient,
+        tokenizer: Tokenizer,
+        seed: int,
+        configuration: Reinforcement,
+    ) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._configuration = configuration
+        self._seed = seed
+        self._rng = random.Random(seed + 1)
+        self._problems = all_problems()
+        self._prompts = [tokenizer.encode(problem.prompt) for problem in self._problems]
+        self.sampler: tinker.SamplingClient = client.save_weights_and_get_sampling_client().result()
+
+    def steps(self) -> Iterator[StepResult]:
+        for step in range(1, self._configuration.steps + 1):
+            yield self._step(step)
+
+    def _step(self, step: int) -> StepResult:
+        configuration = self._configuration
+        started = time.monotonic()
+        groups = self.sample(
+            samples=configuration.samples, temperature=configuration.temperature, round_=step
+        )
+        sampled = time.monotonic()
+        rewards = np.array([[rollout.reward for rollout in group] for group in groups])
+        rate = linear_decay(
+            step=step,
+            steps=configuration.steps,
+            peak=configuration.learning_rate,
+            final=configuration.final_learning_rate,
+            first=configuration.first_step,
+        )
+        loss = self._train(groups, advantages(configuration.algorithm, rewards), rate)
+        trained = time.monotonic()
+        self.sampler = self._client.save_weights_and_get_sampling_client().result()
+        ended = time.monotonic()
+        tokens = sum(len(rollout.tokens) for group in groups for rollout in group)
+        updates = configuration.epochs * configuration.minibatches
+        return StepResult(
+            step=step,
+            reward_mean=float(rewards.mean()),
+            loss=loss / (tokens * configuration.epochs),
+            tokens_per_second=tokens / (sampled - started),
+            seconds_sample=sampled - started,
+            seconds_train=trained - sampled,
+            seconds_sync=ended - trained,
+            seconds=ended - started,
+            staleness=(updates - 1) / 2,
+            learning_rate=rate,
+        )
+
+    def sample(self, *, samples: int, temperature: float, round_: int) -> list[list[Rollout]]:
+        """`samples` answers to each problem, in the order of the problems."""
+        from tinker import types
+
+        futures = [
+            self.sampler.sample(
+                types.ModelInput.from_ints(prompt),
+                num_samples=samples,
+                sampling_params=types.SamplingParams(
+                    max_tokens=MAX_ANSWER_TOKENS,
+                    temperature=temperature,
+                    seed=(self._seed * 1_000 + round_) * 1_000 + index,
+                ),
+            )
+            for index, prompt in enumerate(self._prompts)
+        ]
+        return [
+            [self._rollout(problem, prompt, sequence) for sequence in future.result().sequences]
+            for problem, prompt, future in zip(self._problems, self._prompts, futures, strict=True)
+        ]
+
+    def text(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens)
+
+    def _rollout(
+        self, problem: Problem, prompt: list[int], sequence: tinker.types.SampledSequence
+    ) -> Rollout:
+        tokens = list(sequence.tokens)
+        ended = sequence.stop_reason == "stop"
+        text = self._tokenizer.decode(tokens[:-1] if ended else tokens)
+        return Rollout(
+            prompt=prompt,
+            tokens=tokens,
+            logprobs=list(sequence.logprobs or []),
+            text=text,
+            reward=reward(problem, text=text, ended=ended),
+        )
+
+    def _train(
+        self,
+        groups: list[list[Rollout]],
+        advantage: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
+        rate: float,
+    ) -> float:
+        """Several epochs of shuffled minibatches, all submitted ahead. Returns the summed loss."""
+        from tinker import types
+
+        configuration = self._configuration
+        data = [
+            policy_datum(rollout, advantage=float(advantage[row, column]))
+            for row, group in enumerate(groups)
+            for column, rollout in enumerate(group)
+        ]
+        adam = types.AdamParams(
+            learning_rate=rate,
+            beta1=configuration.betas[0],
+            beta2=configuration.betas[1],
+            grad_clip_norm=configuration.clip_norm,
+        )
+        order = list(range(len(data)))
+        size = -(-len(order) // configuration.minibatches)
+        pending = []
+        for _epoch in range(configuration.epochs):
+            self._rng.shuffle(order)
+            for start in range(0, len(order), size):
+                batch = [data[index] for index in order[start : start + size]]
+                pending.append(
+                    (
+                        self._client.forward_backward(batch, configuration.loss),
+                        self._client.optim_step(adam),
+                    )
+                )
+        total = 0.0
+        for computed, stepped in pending:
+            total += computed.result().metrics["loss:sum"]
+            stepped.result()
+        return total

@@ -1,0 +1,101 @@
+"""What a person sees and keeps of the demo: a live table, a chart and three files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from tandem.demo.reinforcement import StepResult
+
+_COLUMNS = ("step", "reward", "loss", "tokens/s", "sample s", "train s", "sync s", "staleness")
+
+
+class LiveTable:
+    """A table that grows by a row a step: redrawn on a terminal, plain lines elsewhere."""
+
+    def __init__(self, *, console: Console, title: str) -> None:
+        self._console = console
+        self._table = Table(title=title, title_justify="left")
+        for name in _COLUMNS:
+            self._table.add_column(name, justify="right")
+        self._live = Live(self._table, console=console, auto_refresh=False)
+        self._title = title
+
+    def __enter__(self) -> LiveTable:
+        if self._console.is_terminal:
+            self._live.start(refresh=True)
+        else:
+            self._console.print(self._title)
+            self._console.print("".join(f"{name:>11}" for name in _COLUMNS))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def add(self, result: StepResult) -> None:
+        cells = (
+            str(result.step),
+            f"{result.reward_mean:.4f}",
+            f"{result.loss:+.4f}",
+            f"{result.tokens_per_second:,.0f}",
+            f"{result.seconds_sample:.2f}",
+            f"{result.seconds_train:.2f}",
+            f"{result.seconds_sync:.3f}",
+            f"{result.staleness:.1f}",
+        )
+        if self._console.is_terminal:
+            self._table.add_row(*cells)
+            self._live.update(self._table, refresh=True)
+        else:
+            self._console.print("".join(f"{cell:>11}" for cell in cells))
+
+
+class RunDirectory:
+    """`metrics.jsonl`, `summary.json`, `config.json` and `reward.png` of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._metrics = path / "metrics.jsonl"
+        self._metrics.write_text("")
+
+    def write_configuration(self, configuration: dict[str, object]) -> None:
+        (self.path / "config.json").write_text(json.dumps(configuration, indent=1, default=str))
+
+    def add_step(self, result: StepResult, **more: object) -> None:
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(asdict(result) | more) + "\n")
+
+    def write_summary(self, summary: dict[str, object]) -> None:
+        (self.path / "summary.json").write_text(json.dumps(summary, indent=1))
+
+    def draw_rewards(self, rewards: Sequence[float], *, title: str) -> None:
+        """Mean reward against step, as `reward.png`."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        steps = range(1, len(rewards) + 1)
+        figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120, layout="constrained")
+        axes.plot(steps, rewards, marker="o", color="#2563eb", linewidth=2)
+        for step in {1, len(rewards)}:
+            axes.annotate(
+                f"{rewards[step - 1]:.3f}",
+                (step, rewards[step - 1]),
+                textcoords="offset points",
+                xytext=(0, -16),
+                ha="center",
+            )
+        axes.set(xlabel="step", ylabel="mean reward of 800 samples", ylim=(0, 1.05), title=title)
+        axes.set_xticks(list(steps))
+        axes.grid(alpha=0.3)
+        figure.savefig(self.path / "reward.png")
+        pyplot.close(figure)

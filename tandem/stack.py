@@ -1,0 +1,164 @@
+"""Starts a gateway as a process, waits until it answers, and stops it again.
+
+`tandem up`, `tandem demo`, the tests and the benchmarks all start the stack through here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tandem.errors import WorkerStartFailed
+from tandem.worker import die_with_parent
+
+ENDPOINT_NAME = "gateway.json"
+
+
+class Endpoint(BaseModel):
+    """Where a gateway listens: the content of `DATA/gateway.json` (mode 0600)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    url: str
+    pid: int
+    api_key: str = Field(repr=False)
+
+
+def read_endpoint(data_dir: Path) -> Endpoint | None:
+    """The gateway that uses this data directory, if one says so and its process exists."""
+    try:
+        endpoint = Endpoint.model_validate_json((data_dir / ENDPOINT_NAME).read_bytes())
+        os.kill(endpoint.pid, 0)
+    except (OSError, ValidationError):
+        return None
+    return endpoint
+
+
+class Stack:
+    """A gateway of our own, as a context manager.
+
+    `settings` are `TANDEM_*` variables without the prefix, in lower case:
+    `Stack(data_dir=Path(".tandem"), settings={"port": "0", "trainer_ranks": "2"})`.
+    The gateway dies with this process, in whatever way that ends.
+    """
+
+    def __init__(
+        self,
+        *,
+        data_dir: Path,
+        settings: Mapping[str, str] | None = None,
+        start_timeout: float = 60.0,
+        stop_timeout: float = 30.0,
+    ) -> None:
+        self.data_dir = data_dir
+        self.log_path = data_dir / "logs" / "gateway.log"
+        self._settings = dict(settings or {})
+        self._start_timeout = start_timeout
+        self._stop_timeout = stop_timeout
+        self._process: subprocess.Popen[bytes] | None = None
+        self._endpoint: Endpoint | None = None
+
+    @property
+    def endpoint(self) -> Endpoint:
+        assert self._endpoint is not None, "the stack is not started"
+        return self._endpoint
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "the stack is not started"
+        return self._process
+
+    def client(self, *, timeout: float = 60.0) -> httpx.Client:
+        """A client of the gateway's own API, with the key in place."""
+        return httpx.Client(
+            base_url=f"{self.endpoint.url}/api/tandem/v1/",
+            headers={"X-API-Key": self.endpoint.api_key},
+            timeout=timeout,
+        )
+
+    def add_model(self, *, name: str, path: Path) -> None:
+        """Registers a base model with the gateway."""
+        with self.client() as client:
+            answer = client.post("models", json={"name": name, "path": str(path.resolve())})
+            if answer.is_error:
+                raise ValueError(answer.json().get("error", answer.text))
+
+    def __enter__(self) -> Stack:
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _start(self) -> None:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        environment = dict(os.environ)
+        environment |= {f"TANDEM_{key.upper()}": value for key, value in self._settings.items()}
+        environment["TANDEM_DATA_DIR"] = str(self.data_dir)
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gateway"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is ours to pass on, once
+                preexec_fn=die_with_parent,
+            )
+        deadline = time.monotonic() + self._start_timeout
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise WorkerStartFailed(f"the gateway did not start: {self._last_words()}")
+            endpoint = read_endpoint(self.data_dir)
+            if endpoint is not None and endpoint.pid == self._process.pid and answers(endpoint):
+                self._endpoint = endpoint
+                return
+            time.sleep(0.05)
+        raise WorkerStartFailed(
+            f"the gateway did not answer within {self._start_timeout:.0f} s; see {self.log_path}"
+        )
+
+    def _last_words(self) -> str:
+        lines = self.log_path.read_text(errors="replace").strip().splitlines()
+        return f"{lines[-1] if lines else 'it said nothing'} (log: {self.log_path})"
+
+    def stop(self) -> None:
+        """Ends the gateway and, through it, every worker. May be called twice."""
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(self._stop_timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._process = None
+        self._endpoint = None
+
+
+def answers(endpoint: Endpoint) -> bool:
+    """Whether the gateway's health route says that it is well."""
+    try:
+        return httpx.get(f"{endpoint.url}/api/v1/healthz", timeout=5).is_success
+    except httpx.HTTPError:
+        return False
