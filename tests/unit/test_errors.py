@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from tandem import errors
+from tandem.errors import InternalError, ServerError, TandemError, UserError
+from tandem.v1 import common_pb2
+
+
+def descendants(cls: type[TandemError]) -> list[type[TandemError]]:
+    return [found for child in cls.__subclasses__() for found in (child, *descendants(child))]
+
+
+CLASSES = [cls for cls in descendants(TandemError) if cls.__module__ == errors.__name__]
+USER = [cls for cls in CLASSES if issubclass(cls, UserError)]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_an_error_survives_the_way_through_a_failure(cls):
+    failure = common_pb2.Failure.FromString(cls("what was wrong").to_failure().SerializeToString())
+    back = errors.from_failure(failure)
+    assert type(back) is cls
+    assert back.message == str(back) == "what was wrong"
+    again = errors.from_type(failure.type, failure.message)
+    assert (type(again), again.message) == (cls, back.message)
+
+
+def test_types_are_unique_and_in_snake_case():
+    types = [cls.type for cls in CLASSES]
+    assert len(set(types)) == len(types)
+    assert all(type_.replace("_", "").isalpha() and type_.islower() for type_ in types)
+    assert errors.TokenOutOfVocabulary.type == "token_out_of_vocabulary"
+
+
+def test_an_unknown_type_becomes_an_internal_error_with_the_message_kept():
+    error = errors.from_failure(common_pb2.Failure(type="of_a_newer_worker", message="so it is"))
+    assert type(error) is InternalError
+    assert error.message == "so it is"
+
+
+@pytest.mark.parametrize("cls", USER)
+def test_a_user_s_mistake_never_gets_a_status_that_the_sdk_repeats(cls):
+    assert 400 <= cls.status < 500
+    assert cls.status not in (408, 409, 429)
+    assert cls.category == "user"
+    assert issubclass(cls, ValueError)
+
+
+def test_every_error_is_either_the_user_s_or_the_server_s():
+    for cls in CLASSES:
+        assert issubclass(cls, UserError) != issubclass(cls, ServerError)
+    assert all(cls.category == "server" for cls in CLASSES if cls not in USER)
+
+
+def test_the_tree_in_the_docstring_names_every_class():
+    words = (errors.__doc__ or "").replace(":", " ").split()
+    assert [cls.__name__ for cls in CLASSES if cls.__name__ not in words] == []
+
+
+def test_an_error_without_a_message_says_its_type():
+    assert errors.StorageFull().message == "storage_full"
+    assert errors.from_failure(errors.StorageFull().to_failure()).message == "storage_full"

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tandem.errors import LoadFailed
+from tandem.weights import (
+    Canary,
+    Manifest,
+    PartialVersion,
+    checksum_file,
+    collect,
+    new_version_name,
+    open_version,
+    sweep_partials,
+    version_path,
+)
+from tandem.weights.manifest import MANIFEST_NAME
+
+RUN = "s-ab12:train:0"
+SHARDS = {
+    "model-00001-of-00002.safetensors": b"\x00\x01" * 5000,
+    "model-00002-of-00002.safetensors": b"",
+}
+
+
+def write(data_dir: Path, *, number: int = 1) -> tuple[PartialVersion, Manifest]:
+    """All that a publish does, except for the commit."""
+    name = new_version_name(run_id=RUN, number=number)
+    partial = PartialVersion(version_path(data_dir, name))
+    partial.create()
+    for file, content in SHARDS.items():
+        (partial.path / file).write_bytes(content)
+    manifest = Manifest(
+        version=name,
+        run_id=RUN,
+        step=number,
+        dtype="float32",
+        tensors=2,
+        created="2025-01-01T00:00:00Z",
+        files=[checksum_file(partial.path / file) for file in SHARDS],
+        canary=Canary(tokens=[1, 2, 3], logprobs=[-0.1, -2.5]),
+    )
+    return partial, manifest
+
+
+def publish(data_dir: Path, *, number: int = 1) -> tuple[Path, Manifest]:
+    partial, manifest = write(data_dir, number=number)
+    partial.commit(manifest)
+    return partial.final, manifest
+
+
+def test_a_published_version_is_read_back_as_it_was_written(tmp_path):
+    path, manifest = publish(tmp_path)
+    assert open_version(path, name=manifest.version) == manifest
+    assert manifest.bytes == 10_000
+    assert path.parent == tmp_path / "weights" / "s-ab12_train_0"
+    assert {file.name for file in path.iterdir()} == {*SHARDS, MANIFEST_NAME}
+
+
+def test_nothing_has_the_final_name_before_the_rename_and_everything_has_it_after(
+    tmp_path, monkeypatch
+):
+    partial, manifest = write(tmp_path)
+    seen = []
+    rename = Path.rename
+
+    def watched(self: Path, target: Path) -> Path:
+        seen.append((partial.final.exists(), open_version(self, name=manifest.version)))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    assert not partial.final.exists()
+    partial.commit(manifest)
+    assert seen == [(False, manifest)]  # what gets the name is whole, the manifest included
+    assert open_version(partial.final) == manifest
+    assert not partial.path.exists()
+
+
+def test_a_commit_makes_the_manifest_durable_before_the_rename_and_the_name_after(
+    tmp_path, monkeypatch
+):
+    partial, manifest = write(tmp_path)
+    acts = []
+    fsync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: (acts.append("fsync"), fsync(fd)))
+    monkeypatch.setattr(Path, "rename", lambda *args: (acts.append("rename"), rename(*args)))
+    partial.commit(manifest)
+    assert acts == ["fsync", "fsync", "rename", "fsync"]
+
+
+def test_a_commit_that_fails_publishes_nothing_and_is_discarded(tmp_path, monkeypatch):
+    partial, manifest = write(tmp_path)
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(os, "fsync", full)
+        partial.commit(manifest)
+    assert not partial.final.exists()
+    partial.discard()
+    assert list(partial.path.parent.iterdir()) == []
+    partial.discard()  # a second time, or by another rank: no error
+
+
+def test_a_name_cannot_be_taken_twice(tmp_path):
+    partial, manifest = write(tmp_path)
+    with pytest.raises(FileExistsError):
+        PartialVersion(partial.final).create()
+    partial.commit(manifest)
+    again = PartialVersion(partial.final)
+    again.create()
+    with pytest.raises(OSError, match=r"not empty|exists"):
+        again.commit(manifest)
+    assert open_version(partial.final) == manifest
+
+
+def test_a_missing_file_is_found(tmp_path):
+    path, _ = publish(tmp_path)
+    (path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(LoadFailed, match="lacks model-00002"):
+        open_version(path)
+
+
+def test_a_truncated_file_is_found_even_without_checksums(tmp_path):
+    path, _ = publish(tmp_path)
+    os.truncate(path / "model-00001-of-00002.safetensors", 9_999)
+    with pytest.raises(LoadFailed, match="9999 bytes, not 10000"):
+        open_version(path, checksums=False)
+
+
+def test_one_flipped_bit_is_found(tmp_path):
+    path, _ = publish(tmp_path)
+    file = path / "model-00001-of-00002.safetensors"
+    content = bytearray(file.read_bytes())
+    content[7000] ^= 0x10
+    file.write_bytes(content)
+    with pytest.raises(LoadFailed, match="wrong checksum"):
+        open_version(path)
+    open_version(path, checksums=False)
+
+
+def test_a_version_under_another_s_name_is_found(tmp_path):
+    path, manifest = publish(tmp_path)
+    other = new_version_name(run_id=RUN, number=1)
+    with pytest.raises(LoadFailed, match=f"holds {manifest.version}, not {other}"):
+        open_version(path, name=other)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"format": 1}', b"\xff\xfe"])
+def test_a_damaged_manifest_is_found(tmp_path, content):
+    path, _ = publish(tmp_path)
+    (path / MANIFEST_NAME).write_bytes(content)
+    with pytest.raises(LoadFailed, match=r"manifest of .* is damaged"):
+        open_version(path)
+
+
+def test_a_version_in_the_making_cannot_be_opened(tmp_path):
+    partial, _ = write(tmp_path)
+    for path in (partial.path, partial.final):
+        with pytest.raises(LoadFailed, match="not a published weight version"):
+            open_version(path)
+
+
+def test_collection_keeps_what_is_named_and_what_is_in_the_making(tmp_path):
+    versions = [publish(tmp_path, number=number) for number in range(1, 5)]
+    partial, _ = write(tmp_path, number=5)
+    names = [manifest.version for _, manifest in versions]
+    assert collect(tmp_path, run_id=RUN, keep={names[1], names[3]}) == [names[0], names[2]]
+    assert [path.exists() for path, _ in versions] == [False, True, False, True]
+    assert partial.path.exists()
+    assert collect(tmp_path, run_id=RUN, keep={names[1], names[3]}) == []
+    assert open_version(versions[3][0], name=names[3])
+
+
+def test_collection_touches_no_other_run(tmp_path):
+    path, _ = publish(tmp_path)
+    assert collect(tmp_path, run_id="s-ab12:train:1", keep=()) == []
+    assert collect(tmp_path, run_id="s-ab12:train", keep=()) == []
+    assert path.exists()
+
+
+def test_sweeping_removes_only_what_an_interrupted_publish_left(tmp_path):
+    path, manifest = publish(tmp_path)
+    partial, _ = write(tmp_path, number=2)
+    assert sweep_partials(tmp_path, run_id=RUN) == 1
+    assert not partial.path.exists()
+    assert open_version(path) == manifest
+    assert sweep_partials(tmp_path, run_id="never:train:0") == 0
+
+
+def test_names_never_repeat_and_sort_by_number():
+    names = [new_version_name(run_id=RUN, number=7) for _ in range(100)]
+    assert len(set(names)) == 100
+    assert new_version_name(run_id=RUN, number=9) < new_version_name(run_id=RUN, number=10)
+    assert names[0].startswith(f"{RUN}/v000007-")
