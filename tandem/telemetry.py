@@ -24,9 +24,28 @@ def _dumps(value: object, **_: object) -> str:
     return orjson.dumps(value, default=str).decode()
 
 
+class _Forgiving:
+    """A stream that drops what cannot be written: a full disk costs log lines, not operations."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:  # there is no other place left to tell of it
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            return
+
+
 def configure_logging(*, service: str, level: str = "info", stream: TextIO | None = None) -> None:
     """Sends our logs, and those of libraries from warnings on, to `stream` as JSON lines."""
-    stream = stream if stream is not None else sys.stderr
+    stream = cast(TextIO, _Forgiving(stream if stream is not None else sys.stderr))
     number = logging.getLevelNamesMapping()[level.upper()]
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
