@@ -1,0 +1,183 @@
+"""The floor: the demo's RL step in one process, with plain torch and vLLM and nothing between.
+
+Run as a process of its own (`python -m benchmarks.floor MODEL THREADS STEPS`); prints one JSON
+object. The step is the demo's: 100 prompts × 8 samples of at most 4 tokens, 48 updates of 100
+sequences, new weights into the engine. Nothing is done here that the demo does not do, and
+nothing is left out that it does: the same loss, optimizer, clipping, shuffling and rewards.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+os.environ |= {key: value for key, value in _ENVIRONMENT.items() if key not in os.environ}
+
+import json
+import random
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from tandem.demo.addition import MAX_ANSWER_TOKENS, all_problems, reward
+
+GROUP, MINIBATCHES, EPOCHS, EOS = 8, 8, 6, 1
+
+
+@dataclass(frozen=True)
+class Sample:
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    reward: float
+
+
+class OneProcess:
+    """A policy that trains and samples in this process."""
+
+    def __init__(self, model: Path, *, threads: int) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=str(model),
+                dtype="float32",
+                enforce_eager=True,
+                disable_log_stats=True,
+                max_model_len=512,
+                max_num_seqs=1024,
+                max_num_batched_tokens=8192,
+                distributed_executor_backend="uni",
+                logprobs_mode="processed_logprobs",
+            )
+        )
+        # vLLM pins its process to one core; the training half wants them all.
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        self.threads = threads
+        torch.set_num_threads(threads)
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=5e-4, betas=(0.9, 0.99), weight_decay=0.0, fused=True
+        )
+        self.problems = all_problems()
+        self.prompts = [self.tokenizer.encode(problem.prompt) for problem in self.problems]
+        self.random = random.Random(0)
+        self.directory = tempfile.TemporaryDirectory()
+
+    def sample(self, round_: int) -> list[Sample]:
+        torch.set_num_threads(1)  # two contend in the engine's small operations
+        for index, prompt in enumerate(self.prompts):
+            params = SamplingParams(
+                n=GROUP,
+                max_tokens=MAX_ANSWER_TOKENS,
+                temperature=1.0,
+                seed=round_ * 1000 + index,
+                logprobs=0,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            self.engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+        found: dict[int, list[Sample]] = {}
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if output.finished:
+                    index = int(output.request_id)
+                    found[index] = [self._score(index, answer) for answer in output.outputs]
+        torch.set_num_threads(self.threads)
+        return [sample for index in range(len(self.prompts)) for sample in found[index]]
+
+    def _score(self, index: int, answer) -> Sample:
+        tokens = list(answer.token_ids)
+        ended = tokens[-1] == EOS
+        text = self.tokenizer.decode(tokens[:-1] if ended else tokens)
+        logprobs = [
+            step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)
+        ]
+        value = reward(self.problems[index], text=text, ended=ended)
+        return Sample(self.prompts[index], tokens, logprobs, value)
+
+    def train(self, samples: list[Sample]) -> None:
+        order = list(range(len(samples)))
+        size = len(order) // MINIBATCHES
+        for _epoch in range(EPOCHS):
+            self.random.shuffle(order)
+            for start in range(0, len(order), size):
+                self._update([samples[index] for index in order[start : start + size]])
+
+    def _update(self, batch: list[Sample]) -> None:
+        length = max(len(sample.prompt) + len(sample.tokens) for sample in batch) - 1
+        inputs = np.zeros((len(batch), length), dtype=np.int64)
+        targets = np.zeros_like(inputs)
+        old = np.zeros(inputs.shape, dtype=np.float32)
+        advantages = np.zeros_like(old)
+        for row, sample in enumerate(batch):
+            sequence = sample.prompt + sample.tokens
+            start, end = len(sample.prompt) - 1, len(sequence) - 1
+            inputs[row, :end] = sequence[:-1]
+            targets[row, :end] = sequence[1:]
+            old[row, start:end] = sample.logprobs
+            advantages[row, start:end] = sample.reward
+        logits = self.model(input_ids=torch.from_numpy(inputs), use_cache=False).logits
+        logprobs = logits.log_softmax(-1)
+        picked = logprobs.gather(-1, torch.from_numpy(targets)[..., None])[..., 0]
+        ratio = (picked - torch.from_numpy(old)).exp()
+        loss = -(ratio * torch.from_numpy(advantages)).sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss.item()
+
+    def synchronise(self) -> None:
+        """New weights into the engine, by its own in-place reload from a file."""
+        state = self.model.state_dict()
+        if self.model.config.tie_word_embeddings:
+            state.pop("lm_head.weight", None)
+        path = Path(self.directory.name)
+        save_file(state, str(path / "model.safetensors"), metadata={"format": "pt"})
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+        assert self.engine.reset_prefix_cache()
+
+    def step(self, round_: int) -> dict[str, float]:
+        started = time.perf_counter()
+        samples = self.sample(round_)
+        sampled = time.perf_counter()
+        self.train(samples)
+        trained = time.perf_counter()
+        self.synchronise()
+        ended = time.perf_counter()
+        return {
+            "sample": sampled - started,
+            "train": trained - sampled,
+            "sync": ended - trained,
+            "seconds": ended - started,
+        }
+
+
+def main() -> None:
+    model, threads, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    policy = OneProcess(model, threads=threads)
+    policy.step(0)
+    print(json.dumps([policy.step(round_) for round_ in range(1, steps + 1)]))
+
+
+if __name__ == "__main__":
+    main()
