@@ -3,3 +3,16 @@
 `base` is the seam that the rest of the gateway codes against. `process` implements it with
 processes on this machine; `backoff` says how long to wait before a worker is started again.
 """
+
+from gateway.launchers.backoff import Backoff, BackoffPolicy
+from gateway.launchers.base import Launcher, WorkerExit, WorkerHandle
+from gateway.launchers.process import ProcessLauncher
+
+__all__ = [
+    "Backoff",
+    "BackoffPolicy",
+    "Launcher",
+    "ProcessLauncher",
+    "WorkerExit",
+    "WorkerHandle",
+]

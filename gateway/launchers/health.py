@@ -10,10 +10,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY
 
 _RETRY_SECONDS = 0.1
+_FINAL = frozenset(
+    {
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+"""Answers that no waiting turns into another."""
 
 
 async def serving(*, address: str, secret: str, timeout: float) -> str:
-    """Returns "" when the worker says SERVING, or after `timeout` seconds what it said last.
+    """Returns "" when the worker says SERVING, or what it said instead.
+
+    That is so after `timeout` seconds, or at once where waiting cannot help (a wrong secret).
 
     It watches rather than asks again and again, so that a worker which loads a model on all
     cores is left alone.
@@ -39,6 +49,8 @@ async def serving(*, address: str, secret: str, timeout: float) -> str:
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                     last = f"its health service answered {error.code().name}: {error.details()}"
+                if error.code() in _FINAL:
+                    return last
             # The stream ended early: the worker's servers are restarting or it is on its way out.
             await asyncio.sleep(min(_RETRY_SECONDS, max(0.0, deadline - loop.time())))
     return last

@@ -105,8 +105,8 @@ class ProcessLauncher:
                 raise worker.start_failure()
             if answer := check.result():
                 raise WorkerStartFailed(
-                    f"the {handle.kind} was not ready within {self._start_timeout:g} s: "
-                    f"{answer}; its log is {handle.log_path}"
+                    f"the {handle.kind} did not become ready ({answer}; it had "
+                    f"{self._start_timeout:g} s to start); its log is {handle.log_path}"
                 )
         except WorkerStartFailed:
             await worker.kill(self._stop_timeout)

@@ -26,10 +26,13 @@ async def serve(spec: WorkerSpec, report_fd: int, *, ready: bool) -> None:
     import grpc
     from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+    async def refuse(request, context):
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the call lacks the secret")
+
     class AsksForSecret(grpc.aio.ServerInterceptor):
         async def intercept_service(self, continuation, details):
             if (SECRET_METADATA_KEY, spec.secret) not in details.invocation_metadata:
-                raise PermissionError("the call lacks the secret")
+                return grpc.unary_stream_rpc_method_handler(refuse)
             return await continuation(details)
 
     status = health_pb2.HealthCheckResponse
