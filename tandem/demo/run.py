@@ -118,7 +118,7 @@ def _prepare(
         _remember(configuration, path)
     else:
         console.print("Warm-up found: the policy of an earlier demo is used.")
-        _wait_ready(stack, timing=timing, console=console)
+        _note_ready(stack, timing=timing, console=console)
     loop = Loop(
         client=client,
         tokenizer=client.get_tokenizer(),
@@ -128,16 +128,20 @@ def _prepare(
     return loop, reused
 
 
-def _wait_ready(stack: Stack, *, timing: Timing, console: Console, deadline: float = 300) -> None:
-    """Waits until every worker of the session is ready, the sampler's engine included."""
+def wait_ready(stack: Stack, *, timeout: float = 300) -> None:
+    """Waits until every worker of the stack is ready, the sampler's engine included."""
+    deadline = time.monotonic() + timeout
     with stack.client() as client:
-        while timing.since_start() < deadline:
+        while time.monotonic() < deadline:
             workers = client.get("status").json()["workers"]
             if workers and all(worker["state"] == "ready" for worker in workers):
-                break
+                return
             time.sleep(0.1)
-        else:
-            raise WorkerStartFailed(f"the workers were not ready within {deadline:.0f} s")
+    raise WorkerStartFailed(f"the workers were not ready within {timeout:.0f} s")
+
+
+def _note_ready(stack: Stack, *, timing: Timing, console: Console) -> None:
+    wait_ready(stack)
     timing.ready = timing.since_start()
     console.print(f"Trainer and sampler are ready after {timing.ready:.1f} s.")
 
@@ -167,7 +171,7 @@ def _warm_up(
 ) -> str:
     """Trains the imperfect policy, saves it and returns its tinker:// path."""
     client = service.create_lora_training_client(f"{configuration.model_name}:full").result()
-    _wait_ready(stack, timing=timing, console=console)
+    _note_ready(stack, timing=timing, console=console)
     tokenizer = client.get_tokenizer()
     columns = (
         TextColumn("Warm-up on imperfect examples"),

@@ -1,0 +1,148 @@
+"""`make bench`: every measurement, one after the other, side by side with its floor."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import tinker
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine, overhead, publish, rl_step, sampling
+from tandem.demo.run import wait_ready
+from tandem.demo.tiny_model import write_tiny_model
+from tandem.stack import Stack
+
+SECTIONS = ("sampling", "publish", "overhead", "rl_step")
+_RESULTS = Path(__file__).parent / "results"
+
+
+class Bench:
+    """One run: a working directory, the results so far, and the console."""
+
+    def __init__(self, *, work: Path, quick: bool, console: Console) -> None:
+        self.work = work
+        self.rounds = 3 if quick else 7
+        self.console = console
+        self.results: dict[str, object] = {"machine": machine.describe()}
+        self.model = work / "models" / "tiny"
+        write_tiny_model(self.model, seed=0)
+
+    @contextmanager
+    def stack(self, model: Path, *, ranks: int) -> Iterator[tuple[Stack, tinker.ServiceClient]]:
+        """A stack of its own, as `tandem up` would start it."""
+        directory = self.work / f"data-{time.monotonic_ns()}"
+        settings = {"port": "0", "trainer_ranks": str(ranks)}
+        with Stack(data_dir=directory, settings=settings) as stack:
+            stack.add_model(name="bench/model", path=model)
+            endpoint = stack.endpoint
+            with tinker.ServiceClient(base_url=endpoint.url, api_key=endpoint.api_key) as service:
+                yield stack, service
+
+    def show(self, title: str, rows: list[dict[str, object]]) -> None:
+        self.results[title] = rows
+        table = Table(*rows[0], title=title, title_justify="left")
+        for row in rows:
+            table.add_row(*(str(value) for value in row.values()))
+        self.console.print(table)
+
+    def sampling(self) -> None:
+        engine = sampling.direct(self.model, rounds=self.rounds)
+        started = time.perf_counter()
+        with self.stack(self.model, ranks=1) as (stack, service):
+            client = service.create_lora_training_client("bench/model:full").result()
+            wait_ready(stack)
+            ready = time.perf_counter() - started
+            sampler = client.save_weights_and_get_sampling_client().result()
+            gateway = sampling.through_gateway(sampler, rounds=self.rounds)
+        self.show("sampling", sampling.compare(engine, gateway))
+        self.show(
+            "start",
+            [
+                {
+                    "engine alone, process start to ready, s": round(engine["engine_start"][0], 1),
+                    "tandem up to trainer and sampler ready, s": round(ready, 1),
+                }
+            ],
+        )
+
+    def publish(self) -> None:
+        rows = []
+        for size, shape in publish.SHAPES.items():
+            model = self.work / "models" / size.replace(" ", "")
+            write_tiny_model(model, seed=0, shape=shape)
+            for ranks in (1, 2):
+                with self.stack(model, ranks=ranks) as (_stack, service):
+                    client = service.create_lora_training_client("bench/model:full").result()
+                    measured = publish.publish_to_served(client, model=model, rounds=self.rounds)
+                rows.append({"parameters": size, "ranks": ranks, **measured})
+        self.show("publish", rows)
+
+    def overhead(self) -> None:
+        with self.stack(self.model, ranks=1) as (stack, service):
+            client = service.create_lora_training_client("bench/model:full").result()
+            wait_ready(stack)
+            run_id = client.get_info().model_id
+            rows = overhead.empty_operation(stack, run_id=run_id, rounds=100 * self.rounds)
+        self.show("empty operation", [dict(rows)])
+
+    def rl_step(self) -> None:
+        steps = max(3, self.rounds)
+        rows: list[dict[str, object]] = []
+        floors = [self._floor(threads=threads, steps=steps) for threads in (1, 2)]
+        floor = min(floors, key=lambda row: row["seconds"])
+        for threads, measured in zip((1, 2), floors, strict=True):
+            rows.append(_row(f"one process, {threads} thread(s)", measured, floor, {}))
+        for ranks in (1, 2):
+            with self.stack(self.model, ranks=ranks) as (stack, service):
+                client = service.create_lora_training_client("bench/model:full").result()
+                wait_ready(stack)
+                results, busy = rl_step.tandem_steps(stack, client, steps=steps)
+            rows.append(_row(f"tandem, {ranks} rank(s)", rl_step.medians(results), floor, busy))
+        self.show("rl step", rows)
+
+    def _floor(self, *, threads: int, steps: int) -> dict[str, float]:
+        answer = sampling.run_module("benchmarks.floor", str(self.model), str(threads), str(steps))
+        return rl_step.floor_medians(answer)  # type: ignore[arg-type]
+
+
+def _row(
+    name: str, measured: dict[str, float], floor: dict[str, float], busy: dict[str, float]
+) -> dict[str, object]:
+    """Medians in seconds; `busy` is what trainer and sampler themselves computed."""
+    return {
+        "what": name,
+        **{key: round(value, 3) for key, value in measured.items()},
+        "× floor": round(measured["seconds"] / floor["seconds"], 3),
+        "trainer busy": round(busy["trainer"], 3) if busy else "",
+        "sampler busy": round(busy["sampler"], 3) if busy else "",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
+    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help="default: all")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--no-save", action="store_true", help="only print")
+    arguments = parser.parse_args()
+    console = Console(width=160)
+    with tempfile.TemporaryDirectory() as work:
+        bench = Bench(work=Path(work), quick=arguments.quick, console=console)
+        for section in arguments.sections or SECTIONS:
+            console.rule(section)
+            getattr(bench, section)()
+    if not arguments.no_save:
+        _RESULTS.mkdir(exist_ok=True)
+        path = _RESULTS / f"{time.strftime('%Y-%m-%d')}-{len(list(_RESULTS.iterdir())):03d}.json"
+        path.write_text(json.dumps(bench.results, indent=1, ensure_ascii=False) + "\n")
+        console.print(f"Written to {path.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Tokens per second of vLLM called directly: `python -m benchmarks.direct_engine MODEL ROUNDS`.
+
+A process of its own; prints one JSON object {workload: [tokens/s of each round]}, and the
+seconds from the start of the process to an engine that is ready, as "engine_start".
+"""
+
+from __future__ import annotations
+
+import time
+
+_STARTED = time.perf_counter()
+
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.floor import OneProcess
+from benchmarks.workloads import WORKLOADS, Workload, prompts
+
+
+def run(policy: OneProcess, workload: Workload, round_: int) -> float:
+    """Tokens per second of one round."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    started = time.perf_counter()
+    for index, prompt in enumerate(prompts(workload)):
+        params = SamplingParams(
+            n=workload.samples,
+            max_tokens=workload.max_tokens,
+            temperature=1.0,
+            seed=round_ * 1000 + index,
+            logprobs=0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        policy.engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+    tokens = 0
+    while policy.engine.has_unfinished_requests():
+        for output in policy.engine.step():
+            if output.finished:
+                tokens += sum(len(answer.token_ids) for answer in output.outputs)
+    return tokens / (time.perf_counter() - started)
+
+
+def main() -> None:
+    policy = OneProcess(Path(sys.argv[1]), threads=1)
+    results: dict[str, list[float]] = {"engine_start": [time.perf_counter() - _STARTED]}
+    for name, workload in WORKLOADS.items():
+        run(policy, workload, 0)
+        results[name] = [run(policy, workload, round_ + 1) for round_ in range(int(sys.argv[2]))]
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

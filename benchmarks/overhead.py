@@ -1,0 +1,44 @@
+"""What the gateway and the wire add to an operation that does nothing.
+
+The operation is an optim_step without gradients: accepted, logged, sent to the trainer, refused
+there at once, stored and fetched. Two HTTP requests, one gRPC call, one commit.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import httpx
+
+from tandem.stack import Stack
+
+
+def empty_operation(stack: Stack, *, run_id: str, rounds: int) -> dict[str, float]:
+    """p50 and p95 in milliseconds, one after the other, by a plain HTTP client.
+
+    The run must be fresh: its seq_ids are used from 1 on.
+    """
+    headers = {"X-API-Key": stack.endpoint.api_key}
+    samples = []
+    with httpx.Client(base_url=f"{stack.endpoint.url}/api/v1", headers=headers) as client:
+        for seq_id in range(1, rounds + 21):
+            started = time.perf_counter()
+            accepted = client.post(
+                "optim_step",
+                json={
+                    "model_id": run_id,
+                    "seq_id": seq_id,
+                    "adam_params": {"learning_rate": 1e-4},
+                    "type": "optim_step",
+                },
+            ).raise_for_status()
+            client.post(
+                "retrieve_future", json={"request_id": accepted.json()["request_id"]}, timeout=60
+            ).raise_for_status()
+            samples.append(time.perf_counter() - started)
+    counted = sorted(samples[20:])
+    return {
+        "p50_ms": round(statistics.median(counted) * 1e3, 2),
+        "p95_ms": round(counted[int(len(counted) * 0.95)] * 1e3, 2),
+    }
