@@ -1,0 +1,104 @@
+"""The sampler's metrics, `tandem_sampler_*`, in a registry of their own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from sampler_service.engine import EngineResult
+from sampler_service.reload import LoadOutcome, Version
+from sampler_service.states import State
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class SamplerMetrics:
+    """Literal use: `metrics = SamplerMetrics(CollectorRegistry())`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self._requests = Counter(
+            "tandem_sampler_requests_total",
+            "Sample requests, by outcome.",
+            ["outcome"],
+            registry=registry,
+        )
+        tokens = Counter(
+            "tandem_sampler_tokens_total",
+            "Tokens of answered requests.",
+            ["kind"],
+            registry=registry,
+        )
+        self._prompt, self._cached, self._sampled = (
+            tokens.labels(kind) for kind in ("prompt", "prompt_cached", "sampled")
+        )
+        self._request_seconds = Histogram(
+            "tandem_sampler_request_seconds",
+            "From arrival to answer.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._running = Gauge(
+            "tandem_sampler_running", "Requests in the engine.", registry=registry
+        )
+        self._waiting = Gauge("tandem_sampler_waiting", "Requests that wait.", registry=registry)
+        self._load_seconds = Histogram(
+            "tandem_sampler_load_seconds",
+            "Loads that succeeded.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._load_bytes = Counter(
+            "tandem_sampler_load_bytes_total", "Bytes of weights loaded.", registry=registry
+        )
+        self._load_failures = Counter(
+            "tandem_sampler_load_failures_total", "Loads that failed.", registry=registry
+        )
+        self._canary = Gauge(
+            "tandem_sampler_canary_difference",
+            "Largest logprob difference of the last canary.",
+            registry=registry,
+        )
+        self._step = Gauge(
+            "tandem_sampler_version_step",
+            "The optimizer step that the loaded weights are from.",
+            registry=registry,
+        )
+        self._state = Gauge(
+            "tandem_sampler_state",
+            "1 for the state that the engine is in.",
+            ["state"],
+            registry=registry,
+        )
+
+    def state(self, state: State) -> None:
+        for each in State:
+            self._state.labels(each.value).set(each is state)
+
+    def version(self, version: Version) -> None:
+        self._step.set(version.step)
+
+    def queue(self, *, running: int, waiting: int) -> None:
+        self._running.set(running)
+        self._waiting.set(waiting)
+
+    def loaded(self, outcome: LoadOutcome) -> None:
+        self._load_seconds.observe(outcome.seconds)
+        self._load_bytes.inc(outcome.bytes)
+        self._canary.set(outcome.canary_difference)
+        self.version(outcome.version)
+
+    def load_failed(self) -> None:
+        self._load_failures.inc()
+
+    def answered(self, result: EngineResult, *, prompt_tokens: int, seconds: float) -> int:
+        """Counts an answer; returns how many tokens were sampled."""
+        sampled = sum(len(sample.tokens) for sample in result.samples)
+        self._requests.labels("ok").inc()
+        self._prompt.inc(prompt_tokens)
+        self._cached.inc(result.cached_tokens)
+        self._sampled.inc(sampled)
+        self._request_seconds.observe(seconds)
+        return sampled
+
+    def refused(self, error_type: str) -> None:
+        self._requests.labels(error_type).inc()

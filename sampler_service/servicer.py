@@ -1,0 +1,206 @@
+"""The gRPC face of the sampler: who may call, which token is current, and what is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+
+from sampler_service.engine import EngineFacts
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.reload import Version
+from sampler_service.response import encode_response
+from sampler_service.sampling import engine_request
+from sampler_service.scheduler import Sampled, SampleJob, Scheduler
+from tandem.errors import InvalidRequest, OperationTimedOut, TandemError
+from tandem.telemetry import get_log
+from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
+from tandem.worker import SECRET_METADATA_KEY
+
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
+
+_STATES = {
+    "awake": sampler_pb2.SAMPLER_STATE_AWAKE,
+    "loading": sampler_pb2.SAMPLER_STATE_LOADING,
+    "asleep": sampler_pb2.SAMPLER_STATE_ASLEEP,
+    "waking": sampler_pb2.SAMPLER_STATE_WAKING,
+    "failed": sampler_pb2.SAMPLER_STATE_FAILED,
+}
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What there is once the engine is ready."""
+
+    facts: EngineFacts
+    scheduler: Scheduler
+
+
+class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
+    """Answers from the moment the port is bound; `ready` gives it the engine.
+
+    Before, and with a wrong secret or an old fencing token, a call ends with a gRPC status;
+    a user's mistake is a `Failure` in the reply.
+    """
+
+    def __init__(
+        self, *, secret: str, fencing_token: int, timeout: float, metrics: SamplerMetrics
+    ) -> None:
+        self._secret = secret.encode()
+        self._newest_token = fencing_token
+        self._timeout = timeout
+        self._metrics = metrics
+        self._serving: Serving | None = None
+        self._numbers = count()
+        self._log = get_log()
+
+    def ready(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def Describe(
+        self,
+        request: sampler_pb2.DescribeSamplerRequest,
+        context: grpc.aio.ServicerContext[
+            sampler_pb2.DescribeSamplerRequest, sampler_pb2.DescribeSamplerReply
+        ],
+    ) -> sampler_pb2.DescribeSamplerReply:
+        serving = await self._admit(context)
+        facts, status = serving.facts, serving.scheduler.status
+        return sampler_pb2.DescribeSamplerReply(
+            state=_STATES[status.state.value],
+            version=_version_message(status.version),
+            vocabulary=facts.vocabulary,
+            max_length=facts.max_length,
+            dtype=facts.dtype,
+            device=facts.device,
+            engine=facts.name,
+            running=status.running,
+            waiting=status.waiting,
+        )
+
+    async def Load(
+        self,
+        request: sampler_pb2.LoadRequest,
+        context: grpc.aio.ServicerContext[sampler_pb2.LoadRequest, sampler_pb2.LoadReply],
+    ) -> sampler_pb2.LoadReply:
+        scheduler = (await self._admit(context, request.fencing_token)).scheduler
+        try:
+            version = _version(request.version)
+            future = asyncio.wrap_future(scheduler.load(version))
+            outcome = await asyncio.wait_for(future, self._time_left(context))
+        except TimeoutError:
+            error: TandemError = OperationTimedOut(f"{request.version.name} was not loaded in time")
+        except TandemError as raised:
+            error = raised
+        else:
+            return sampler_pb2.LoadReply(
+                version=_version_message(version),
+                bytes=outcome.bytes,
+                seconds=outcome.seconds,
+                canary_difference=outcome.canary_difference,
+            )
+        self._log.warning("load_refused", version=request.version.name, error=error.message)
+        return sampler_pb2.LoadReply(
+            failure=error.to_failure(), version=_version_message(scheduler.status.version)
+        )
+
+    async def Sample(
+        self,
+        request: sampler_pb2.SampleRequest,
+        context: grpc.aio.ServicerContext[sampler_pb2.SampleRequest, sampler_pb2.SampleReply],
+    ) -> sampler_pb2.SampleReply:
+        serving = await self._admit(context, request.fencing_token)
+        started = time.monotonic()
+        try:
+            sampled = await self._sample(request, serving, self._time_left(context))
+        except TandemError as error:
+            self._metrics.refused(error.type)
+            self._log.info(
+                "sample_refused",
+                operation_id=request.operation_id,
+                session_id=request.session_id,
+                version=request.version.name,
+                error_type=error.type,
+                error=error.message,
+            )
+            return sampler_pb2.SampleReply(failure=error.to_failure(), version=request.version)
+        response = encode_response(
+            sampled.result, version=sampled.version.name, prompt_logprobs=request.prompt_logprobs
+        )
+        prompt_tokens = len(request.prompt_tokens) // 4
+        return sampler_pb2.SampleReply(
+            response=response,
+            version=_version_message(sampled.version),
+            prompt_tokens=prompt_tokens,
+            sampled_tokens=self._metrics.answered(
+                sampled.result,
+                prompt_tokens=prompt_tokens,
+                seconds=time.monotonic() - started,
+            ),
+        )
+
+    async def _sample(
+        self, request: sampler_pb2.SampleRequest, serving: Serving, timeout: float
+    ) -> Sampled:
+        """One request through the scheduler; forgotten there if its caller goes or time is up."""
+        wanted = engine_request(request, serving.facts)
+        # An operation that its caller sends again may meet its first call still running.
+        job = SampleJob(
+            request=replace(wanted, id=f"{wanted.id}#{next(self._numbers)}"),
+            version=_version(request.version),
+            session_id=request.session_id,
+            seq_id=request.seq_id,
+        )
+        future = asyncio.wrap_future(serving.scheduler.submit(job))
+        try:
+            return await asyncio.wait_for(future, timeout)
+        except asyncio.CancelledError:
+            serving.scheduler.cancel(job.request.id)
+            raise
+        except TimeoutError as error:
+            serving.scheduler.cancel(job.request.id)
+            raise OperationTimedOut(f"no sample within {timeout:.0f} s") from error
+
+    async def _admit(
+        self, context: grpc.aio.ServicerContext[_Request, _Reply], fencing_token: int | None = None
+    ) -> Serving:
+        """Checks secret, fencing token and readiness, and aborts the call if one is wrong."""
+        offered = dict(context.invocation_metadata() or ()).get(SECRET_METADATA_KEY, "")
+        if not hmac.compare_digest(str(offered).encode(), self._secret):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the worker's secret is wrong")
+        if fencing_token is not None:
+            if fencing_token < self._newest_token:
+                await context.abort(
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    f"fencing token {fencing_token} is older than {self._newest_token}",
+                )
+            self._newest_token = fencing_token
+        if self._serving is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is still starting")
+        assert self._serving is not None
+        return self._serving
+
+    def _time_left(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> float:
+        left = context.time_remaining()
+        return self._timeout if left is None else min(self._timeout, float(left))
+
+
+def _version(message: common_pb2.WeightVersion) -> Version:
+    if not message.name or not message.path:
+        raise InvalidRequest("the request names no weight version, or not where it lies")
+    return Version(
+        name=message.name, path=Path(message.path), run_id=message.run_id, step=message.step
+    )
+
+
+def _version_message(version: Version) -> common_pb2.WeightVersion:
+    return common_pb2.WeightVersion(
+        name=version.name, path=str(version.path), run_id=version.run_id, step=version.step
+    )

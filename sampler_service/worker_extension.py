@@ -1,0 +1,95 @@
+"""What we add to vLLM's worker: loading weights in place so that nothing old stays behind.
+
+vLLM mixes this class into its own worker (`worker_extension_cls`), so `self.model_runner` is
+vLLM's. Written against vLLM 0.32 (CPU) and 0.28 (CUDA). Two things are missing there on a CPU:
+
+- Linears keep a packed copy of their weight. A reload packs every layer that it loads, but
+  an output head tied to the embeddings is not loaded by name, and would keep its old copy.
+- oneDNN's float32 kernel for a single row may add in another order than that for several (seen
+  from 4864 inputs on, not below), so a sequence's logprobs would depend on whether others run
+  beside it. A single row is padded to two; from two on each row is the same bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+MIN_ROWS = 2
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of every safetensors file of a directory, by name, one at a time."""
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                yield name, tensors.get_tensor(name)
+
+
+class PaddedLinear:
+    """A linear whose inputs [rows, in] are padded to at least `MIN_ROWS` rows."""
+
+    def __init__(self, inner: Linear) -> None:
+        self.inner = inner
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        rows = x.shape[0]
+        if rows >= MIN_ROWS or x.dim() != 2:
+            return self.inner(x, weight, bias)
+        padded = x.new_zeros((MIN_ROWS, x.shape[1]))
+        padded[:rows] = x
+        return self.inner(padded, weight, bias)[:rows]
+
+
+class WeightsExtension:
+    """Methods for `collective_rpc`. All names begin with `tandem_`, as vLLM forbids clashes."""
+
+    model_runner: GPUModelRunner
+
+    def tandem_prepare(self) -> None:
+        """Once, after the engine was made."""
+        self._tandem_pad_linears()
+
+    def tandem_load(self, directory: str) -> tuple[set[str], set[str]]:
+        """Loads a directory of safetensors in place. Returns (loaded, all) parameter names."""
+        model = self.model_runner.get_model()
+        everything = {name for name, _ in model.named_parameters()}
+        loaded: set[str] = set()
+        load_weights = model.load_weights
+
+        def recording(weights: Iterator[tuple[str, torch.Tensor]]) -> set[str] | None:
+            names = load_weights(weights)
+            loaded.update(names or ())
+            return names  # type: ignore[no-any-return]
+
+        model.load_weights = recording
+        try:
+            self.model_runner.reload_weights(weights_iterator=read_tensors(Path(directory)))
+        finally:
+            del model.load_weights
+        self._tandem_repack_heads()
+        self._tandem_pad_linears()
+        return loaded, everything
+
+    def _tandem_repack_heads(self) -> None:
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        for module in self.model_runner.get_model().modules():
+            if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)
+
+    def _tandem_pad_linears(self) -> None:
+        for module in self.model_runner.get_model().modules():
+            inner = getattr(module, "cpu_linear", None)
+            if inner is not None and not isinstance(inner, PaddedLinear):
+                module.cpu_linear = PaddedLinear(inner)
