@@ -18,6 +18,7 @@ class TrainerSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TANDEM_TRAINER_")
 
     ranks: int = Field(1, ge=1, description="Processes that share one training run.")
+    backend: str = Field("fsdp2", description="A name registered in tandem.trainer_backends.")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = Field(0, ge=0, description="CPU threads per rank; 0 = cores / ranks.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(

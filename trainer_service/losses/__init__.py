@@ -1,0 +1,22 @@
+"""The losses: one file each, pure functions of tensors, with formula and paper.
+
+`LOSSES` maps the name a client gives to the loss. All are sums over tokens and datums, as
+the Tinker protocol defines them; none knows about padding, ranks or micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from trainer_service.losses.base import Loss, LossResult
+from trainer_service.losses.cispo import CISPO
+from trainer_service.losses.cross_entropy import CROSS_ENTROPY
+from trainer_service.losses.importance_sampling import IMPORTANCE_SAMPLING
+from trainer_service.losses.ppo import PPO
+
+LOSSES: Mapping[str, Loss] = MappingProxyType(
+    {loss.name: loss for loss in (CROSS_ENTROPY, IMPORTANCE_SAMPLING, PPO, CISPO)}
+)
+
+__all__ = ["LOSSES", "Loss", "LossResult"]

@@ -1,0 +1,233 @@
+"""Starts a real trainer process and speaks gRPC with it, for tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tandem.settings import TrainerSettings
+from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
+from tandem.weights import version_path
+from tandem.wire.v1 import tinker_pb2 as wire
+from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerReport, WorkerSpec
+
+SECRET = "a secret of this test"
+SESSION = "s-0123456789ab"
+RUN = f"{SESSION}:train:0"
+START_SECONDS = 120.0
+CALL_SECONDS = 60.0
+
+
+def dense(values: object, dtype: str) -> wire.Tensor:
+    """A dense wire tensor of type "<f4" or "<i8"."""
+    array = np.asarray(values, dtype)
+    kind = {"<f4": wire.DTYPE_FLOAT32, "<i8": wire.DTYPE_INT64}[dtype]
+    return wire.Tensor(dense=array.tobytes(), dtype=kind, shape=array.shape)
+
+
+def datum(tokens: Sequence[int], *, targets: object = None, **inputs: object) -> wire.Datum:
+    """One datum; without `targets` each token's target is the next one (the last one's: 3)."""
+    if targets is None:
+        targets = [*tokens[1:], 3]
+    made = wire.Datum()
+    made.model_input.add().encoded_text.tokens = np.asarray(tokens, "<i4").tobytes()
+    made.loss_fn_inputs["target_tokens"].CopyFrom(dense(targets, "<i8"))
+    for name, values in inputs.items():
+        made.loss_fn_inputs[name].CopyFrom(dense(values, "<f4"))
+    return made
+
+
+def request(
+    data: Sequence[wire.Datum],
+    loss: str = "cross_entropy",
+    *,
+    forward_only: bool = False,
+    settings: Mapping[str, float] | None = None,
+) -> wire.ForwardBackwardRequest:
+    return wire.ForwardBackwardRequest(
+        model_id=RUN,
+        data=data,
+        loss_fn=loss,
+        forward_only=forward_only,
+        loss_fn_config=settings or {},
+    )
+
+
+def logprobs_of(output: wire.ForwardBackwardOutput) -> list[np.ndarray]:
+    """The `logprobs` of each datum, in the shape of its targets."""
+    found = []
+    for record in output.loss_fn_outputs:
+        field = record.fields["logprobs"]
+        offsets = np.frombuffer(field.offsets, "<i8")
+        values = np.frombuffer(field.data, "<f4")
+        for start, end in zip(offsets // 4, offsets[1:] // 4, strict=False):
+            found.append(values[start:end].reshape(-1, *field.trailing_shape))
+    return found
+
+
+class TrainerClient:
+    """Calls in log order, with the next `seq_id` each time."""
+
+    def __init__(self, process: subprocess.Popen[bytes], reports: Any, address: str) -> None:
+        self.process = process
+        self.reports = reports
+        self.channel = grpc.insecure_channel(address, options=GRPC_OPTIONS)
+        self.stub = trainer_pb2_grpc.TrainerStub(self.channel)
+        self.metadata = ((SECRET_METADATA_KEY, SECRET),)
+        self.seq_id = 0
+
+    def header(self) -> common_pb2.OperationHeader:
+        self.seq_id += 1
+        return common_pb2.OperationHeader(
+            operation_id=f"op-{self.seq_id}",
+            session_id=SESSION,
+            run_id=RUN,
+            seq_id=self.seq_id,
+            previous_seq_id=self.seq_id - 1,
+            fencing_token=1,
+        )
+
+    def wait_until_serving(self) -> None:
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        for reply in stub.Watch(
+            health_pb2.HealthCheckRequest(), timeout=START_SECONDS, wait_for_ready=True
+        ):
+            if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+
+    def next_report(self) -> WorkerReport:
+        """The next line on the report descriptor. Blocks until there is one."""
+        return WorkerReport.model_validate_json(self.reports.readline())
+
+    def describe(self) -> trainer_pb2.DescribeTrainerReply:
+        return self.stub.Describe(
+            trainer_pb2.DescribeTrainerRequest(), metadata=self.metadata, timeout=CALL_SECONDS
+        )
+
+    def forward_backward(
+        self, message: wire.ForwardBackwardRequest | bytes
+    ) -> trainer_pb2.ForwardBackwardReply:
+        payload = message if isinstance(message, bytes) else message.SerializeToString()
+        return self.stub.ForwardBackward(
+            trainer_pb2.ForwardBackwardRequest(header=self.header(), payload=payload),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
+
+    def output(self, message: wire.ForwardBackwardRequest) -> wire.ForwardBackwardOutput:
+        """A forward_backward that must succeed."""
+        reply = self.forward_backward(message)
+        assert not reply.HasField("failure"), reply.failure
+        return wire.ForwardBackwardOutput.FromString(reply.output)
+
+    def optim_step(
+        self, *, lr: float = 1e-3, clip: float = 0.0, incomplete: str = ""
+    ) -> trainer_pb2.OptimStepReply:
+        return self.stub.OptimStep(
+            trainer_pb2.OptimStepRequest(
+                header=self.header(),
+                adamw=trainer_pb2.AdamWParams(
+                    learning_rate=lr, beta1=0.9, beta2=0.95, eps=1e-12, grad_clip_norm=clip
+                ),
+                gradients_incomplete=incomplete,
+            ),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
+
+    def publish(self, data_dir: Path, number: int = 1) -> tuple[trainer_pb2.PublishReply, Path]:
+        name = f"{RUN}/v{number:06d}-{os.urandom(4).hex()}"
+        path = version_path(data_dir, name)
+        reply = self.stub.Publish(
+            trainer_pb2.PublishRequest(
+                header=self.header(),
+                version=common_pb2.WeightVersion(name=name, path=str(path), run_id=RUN),
+            ),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
+        return reply, path
+
+    def save(self, path: Path) -> trainer_pb2.SaveCheckpointReply:
+        return self.stub.SaveCheckpoint(
+            trainer_pb2.SaveCheckpointRequest(header=self.header(), path=str(path)),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
+
+    def load(self, path: Path, *, optimizer: bool) -> trainer_pb2.LoadCheckpointReply:
+        return self.stub.LoadCheckpoint(
+            trainer_pb2.LoadCheckpointRequest(
+                header=self.header(), path=str(path), optimizer=optimizer
+            ),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
+
+
+def group_members(process_group: int) -> list[int]:
+    """The pids of a process group that have not ended."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[2]) == process_group and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+@contextmanager
+def trainer_process(
+    model: Path, data_dir: Path, *, wait: bool = True, **settings: Any
+) -> Iterator[TrainerClient]:
+    """A trainer in a process group of its own, killed whatever happens.
+
+    `settings` are those of `TrainerSettings`.
+    """
+    spec = WorkerSpec(
+        worker_id="trainer-test",
+        kind="trainer",
+        secret=SECRET,
+        model_name="tiny",
+        model_path=str(model),
+        data_dir=str(data_dir),
+        session_id=SESSION,
+        run_id=RUN,
+        trainer=TrainerSettings(**{"device": "cpu", "threads": 1, **settings}),
+    )
+    read, write = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer_service", "--report-fd", str(write)],
+        stdin=subprocess.PIPE,
+        pass_fds=(write,),
+        start_new_session=True,
+    )
+    os.close(write)
+    assert process.stdin is not None
+    try:
+        process.stdin.write(spec.model_dump_json().encode() + b"\n")
+        process.stdin.flush()
+        with os.fdopen(read, "rb") as reports:
+            first = WorkerReport.model_validate_json(reports.readline())
+            client = TrainerClient(process, reports, first.address)
+            if wait:
+                client.wait_until_serving()
+            yield client
+    finally:
+        if group_members(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
+        process.stdin.close()

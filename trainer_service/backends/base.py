@@ -1,0 +1,62 @@
+"""What a backend does for a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from tandem.settings import TrainerSettings
+from trainer_service.microbatch import MicroBatch
+from trainer_service.model import ModelFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer_service.optimizer import AdamW
+
+
+@dataclass(frozen=True)
+class World:
+    """A rank's place: `device` is "cpu" or "cuda", the rank's own one being set already."""
+
+    rank: int
+    size: int
+    device: str
+
+
+class TrainerBackend(Protocol):
+    """One rank's share of a model. Each method is called on all ranks in the same order."""
+
+    facts: ModelFacts
+    dtype: str
+    device: str
+    optimizer: AdamW
+
+    def __init__(self, *, model_path: Path, settings: TrainerSettings, world: World) -> None: ...
+
+    def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> Tensor:
+        """Log probabilities of the targets, float32 [e]; ready for `backward` if asked for."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of a rank's own loss; what is held is the sum over ranks."""
+        ...
+
+    def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """The loss inputs of a micro-batch on the backend's device."""
+        ...
+
+    def collect(self, *, dtype: str, owned_by_me: Callable[[str], bool]) -> dict[str, Tensor]:
+        """Whole tensors that this rank owns, on the CPU, under the names of the model's own
+        files. `owned_by_me` is asked with the names of `tensor_sizes`."""
+        ...
+
+    def tensor_sizes(self) -> Mapping[str, int]:
+        """Units that one rank must own as a whole, with their number of elements."""
+        ...
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The live parameters by name, perhaps sharded: what a checkpoint holds."""
+        ...

@@ -1,0 +1,45 @@
+"""CISPO: clipped importance weights, unclipped gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from trainer_service.losses.base import Loss, LossResult
+from trainer_service.losses.policy import (
+    CLIPPED_POLICY_SUMS,
+    POLICY_INPUTS,
+    policy_metrics,
+    policy_sums,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def cispo(
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]
+) -> LossResult:
+    """-Σ sg(clamp(r, low, high))·p·A with r = exp(p - q), sg stopping the gradient. All [E].
+
+    Every token keeps its gradient; the clamp bounds its weight alone (MiniMax-M1, arXiv
+    2506.13585). The default bounds on the ratio, 0 and 4, are those of the Tinker protocol.
+    """
+    advantages = inputs["advantages"]
+    log_ratio = logprobs - inputs["logprobs"]
+    ratio = log_ratio.detach().exp()
+    bounded = ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
+    return LossResult(
+        loss=-(bounded * logprobs * advantages).sum(),
+        sums=policy_sums(log_ratio=log_ratio, advantages=advantages, clipped=bounded != ratio),
+    )
+
+
+CISPO = Loss(
+    name="cispo",
+    compute=cispo,
+    required=POLICY_INPUTS,
+    settings={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    sum_names=CLIPPED_POLICY_SUMS,
+    metrics=policy_metrics,
+)

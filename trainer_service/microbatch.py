@@ -1,0 +1,58 @@
+"""A micro-batch: some datums of a batch, padded on the right into one rectangle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer_service.batch import Batch, Float32Array, Int64Array, ranges, starts_of
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """B datums of at most T tokens with at most K targets each; e entries that are not padding.
+
+    `tokens` [B, T], `targets` [B, T, K]; `select` [e] picks the real entries out of the flat
+    [B·T·K] (None: all are real); `entries` [e] says where they lie in the batch's [E];
+    `inputs` are the loss inputs, [e] each.
+    """
+
+    tokens: Int64Array
+    targets: Int64Array
+    select: Int64Array | None
+    entries: Int64Array
+    inputs: Mapping[str, Float32Array]
+
+
+def make_micro_batch(batch: Batch, datums: Sequence[int]) -> MicroBatch:
+    """Padding is token 0 on the right: in a causal model no real token sees it."""
+    chosen = np.array(datums, np.int64)
+    lengths, widths = batch.lengths[chosen], batch.widths[chosen]
+    rows, longest, widest = len(chosen), int(lengths.max()), int(widths.max())
+    sizes = lengths * widths
+    token_places = ranges(starts=starts_of(batch.lengths)[chosen], sizes=lengths)
+    entries = ranges(starts=starts_of(batch.sizes)[chosen], sizes=sizes)
+    inputs = {name: values[entries] for name, values in batch.inputs.items()}
+    if len(entries) == rows * longest * widest:
+        return MicroBatch(
+            tokens=batch.tokens[token_places].reshape(rows, longest),
+            targets=batch.targets[entries].reshape(rows, longest, widest),
+            select=None,
+            entries=entries,
+            inputs=inputs,
+        )
+    real = np.arange(longest) < lengths[:, None]
+    wanted = real[:, :, None] & (np.arange(widest) < widths[:, None, None])
+    tokens = np.zeros((rows, longest), np.int64)
+    tokens[real] = batch.tokens[token_places]
+    targets = np.zeros((rows, longest, widest), np.int64)
+    targets[wanted] = batch.targets[entries]
+    return MicroBatch(
+        tokens=tokens,
+        targets=targets,
+        select=np.flatnonzero(wanted).astype(np.int64, copy=False),
+        entries=entries,
+        inputs=inputs,
+    )

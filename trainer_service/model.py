@@ -1,0 +1,95 @@
+"""Loads any Hugging Face causal language model and says what the trainer needs to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """`max_length` is in tokens, 0 where the model names no limit."""
+
+    architecture: str
+    parameters: int
+    vocabulary: int
+    max_length: int
+
+
+def load_model(path: Path) -> nn.Module:
+    """The model in float32 on the CPU. No list of architectures: what AutoModelForCausalLM takes.
+
+    It stays in eval mode, also for training: dropout would make the logprobs of the trainer
+    differ from those of the sampler.
+    """
+    from transformers import AutoModelForCausalLM
+
+    # The name of a model that is not here must not send anybody to the hub.
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, local_files_only=True
+    )
+    model.eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    return model
+
+
+def facts_of(model: nn.Module) -> ModelFacts:
+    config = model.config.get_text_config()
+    return ModelFacts(
+        architecture=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        vocabulary=int(config.vocab_size),
+        max_length=int(getattr(config, "max_position_embeddings", 0) or 0),
+    )
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks in order: the `ModuleList` that holds most of the parameters.
+
+    Works for any architecture, since all of them keep their repeated blocks in one.
+    """
+    best: list[nn.Module] = []
+    most = 0
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module):
+            size = sum(parameter.numel() for parameter in module.parameters())
+            if size > most:
+                best, most = list(module), size
+    return best
+
+
+def group_blocks(blocks: Sequence[nn.Module], *, minimum: int) -> list[list[nn.Module]]:
+    """Consecutive blocks in groups of at least `minimum` parameters.
+
+    What is left over at the end, and everything of a model smaller than that, belongs to the
+    root group, with embeddings and head: for a small model one large collective beats many.
+    """
+    groups: list[list[nn.Module]] = []
+    current: list[nn.Module] = []
+    size = 0
+    for block in blocks:
+        current.append(block)
+        size += sum(parameter.numel() for parameter in block.parameters())
+        if size >= minimum:
+            groups.append(current)
+            current, size = [], 0
+    return groups
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that belong into a state dict, by name."""
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found

@@ -1,0 +1,153 @@
+"""One rank's part in every operation. All ranks run this same code on the same operation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tandem.v1 import trainer_pb2
+from tandem.weights import Manifest
+from trainer_service.backends.base import TrainerBackend
+from trainer_service.batch import Batch, Float32Array, Int64Array, ranges, starts_of
+from trainer_service.checkpoint import CheckpointRecord, Counters, load, save
+from trainer_service.control import Control
+from trainer_service.losses import LOSSES
+from trainer_service.microbatch import make_micro_batch
+from trainer_service.optimizer import AdamWSettings
+from trainer_service.plan import RankPlan, plan_batch
+from trainer_service.publish import VersionRequest, publish
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a forward_backward gave, on rank 0: `logprobs` [E] and the loss's metrics."""
+
+    logprobs: Float32Array
+    metrics: dict[str, float]
+
+
+class RankTrainer:
+    """`step` counts the optimizer steps applied, on every rank alike."""
+
+    def __init__(
+        self,
+        *,
+        backend: TrainerBackend,
+        control: Control,
+        micro_batch_tokens: int,
+        model_path: Path,
+    ) -> None:
+        self.backend = backend
+        self.control = control
+        self.step = 0
+        self._model_path = model_path
+        self._micro_batch_tokens = micro_batch_tokens
+
+    def forward_backward(self, batch: Batch) -> Computed | None:
+        """Computes this rank's share and adds its gradients; rank 0 gets everybody's results."""
+        plan = plan_batch(
+            batch.lengths.tolist(),
+            ranks=self.control.size,
+            micro_batch_tokens=self._micro_batch_tokens,
+        )
+        sums, logprobs = self._compute(batch, plan[self.control.rank])
+        loss = LOSSES[batch.loss]
+        width = 8 * (1 + len(loss.sum_names))
+        counts = [int(sum(batch.sizes[list(part)].sum() for part in share)) for share in plan]
+        received = self.control.gather_known(
+            sums.tobytes() + logprobs.tobytes(), sizes=[width + 4 * count for count in counts]
+        )
+        if not received:
+            return None
+        whole = np.empty(int(batch.sizes.sum()), np.float32)
+        total = np.zeros(1 + len(loss.sum_names))
+        for share, part in zip(plan, received, strict=True):
+            total += np.frombuffer(part, np.float64, count=len(total))
+            whole[_entries(batch, share)] = np.frombuffer(part, np.float32, offset=width)
+        named = dict(zip(loss.sum_names, total[1:].tolist(), strict=True))
+        metrics = {
+            "loss:sum": float(total[0]),
+            "tokens:sum": float(batch.lengths.sum()),
+            **loss.metrics(named),
+        }
+        return Computed(logprobs=whole, metrics=metrics)
+
+    def _compute(self, batch: Batch, share: RankPlan) -> tuple[NDArray[np.float64], Float32Array]:
+        """The loss and its sums, float64 [1 + s], and this rank's logprobs in plan order."""
+        loss = LOSSES[batch.loss]
+        gradients = not batch.forward_only
+        chosen: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []
+        for datums in share:
+            # A rank that has run out of datums computes one with weight zero, so that its
+            # collectives match those of the others.
+            micro_batch = make_micro_batch(batch, datums or (0,))
+            logprobs = self.backend.logprobs(micro_batch, gradients=gradients)
+            if not datums:
+                if gradients:
+                    self.backend.backward(logprobs.sum() * 0.0)
+                continue
+            result = loss.compute(logprobs, self.backend.inputs(micro_batch), batch.settings)
+            if gradients:
+                self.backend.backward(result.loss)
+            chosen.append(logprobs.detach())
+            sums.append(torch.stack([result.loss.detach(), *result.sums]).double())
+        if not chosen:
+            return np.zeros(1 + len(loss.sum_names)), np.zeros(0, np.float32)
+        return torch.stack(sums).sum(0).cpu().numpy(), torch.cat(chosen).cpu().numpy()
+
+    def optim_step(self, settings: AdamWSettings) -> dict[str, float]:
+        """One step. `GradientsNotFinite` is raised on all ranks alike."""
+        metrics = self.backend.optimizer.step(settings)
+        self.step += 1
+        return metrics
+
+    def publish(self, request: trainer_pb2.PublishRequest) -> Manifest | None:
+        """Rank 0 gets the manifest, or `StorageFull` or `PublishFailed`."""
+        return publish(
+            version_request(request, step=self.step),
+            backend=self.backend,
+            control=self.control,
+            model_path=self._model_path,
+        )
+
+    def save(self, request: trainer_pb2.SaveCheckpointRequest) -> CheckpointRecord | None:
+        """Rank 0 gets the record, or `StorageFull` or `PublishFailed`."""
+        counters = Counters(
+            run_id=request.header.run_id, step=self.step, last_seq_id=request.header.seq_id
+        )
+        path = Path(request.path)
+        return save(path, backend=self.backend, control=self.control, counters=counters)
+
+    def load(self, request: trainer_pb2.LoadCheckpointRequest) -> None:
+        """Gradients held are dropped; the step counter is that of the checkpoint."""
+        record = load(
+            Path(request.path),
+            optimizer=request.optimizer,
+            backend=self.backend,
+            control=self.control,
+        )
+        self.step = record.step
+
+    def drop_gradients(self) -> None:
+        self.backend.optimizer.drop_gradients()
+
+
+def version_request(request: trainer_pb2.PublishRequest, *, step: int) -> VersionRequest:
+    return VersionRequest(
+        name=request.version.name,
+        path=Path(request.version.path),
+        run_id=request.version.run_id or request.header.run_id,
+        parent=request.parent,
+        step=step,
+    )
+
+
+def _entries(batch: Batch, share: RankPlan) -> Int64Array:
+    """Where the logprobs of a rank, in plan order, belong in the batch's [E]."""
+    datums = np.array([datum for part in share for datum in part], np.int64)
+    return ranges(starts=starts_of(batch.sizes)[datums], sizes=batch.sizes[datums])
