@@ -7,7 +7,9 @@ will step it; gRPC health says NOT_SERVING until it is ready.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
+import logging
 import os
 import signal
 import threading
@@ -76,8 +78,8 @@ class _Process:
             loop.add_signal_handler(number, end, None)
         server = await self._bind()
         threading.Thread(
-            target=self._run_engine,
-            args=(loop, lambda error: loop.call_soon_threadsafe(end, error)),
+            target=contextvars.copy_context().run,  # with it go the ids of log lines
+            args=(self._run_engine, loop, lambda error: loop.call_soon_threadsafe(end, error)),
             name="engine",
             daemon=True,
         ).start()
@@ -133,7 +135,14 @@ class _Process:
 
         imported = time.monotonic()
         gc.freeze()
+        # vLLM warns of each of our settings; from the first request on its warnings count.
+        logging.getLogger("vllm").setLevel(logging.ERROR)
         engine = VllmEngine(model, self._settings)
+        # Some models are refused by a kernel only when it runs: better now than at a request.
+        engine.score([0, 0])
+        logging.getLogger("vllm").setLevel(logging.WARNING)
+        # It names the modules without tensors of their own at each load; `reload.py` checks.
+        logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
         loader = Loader(
             engine,
             base=model,

@@ -12,17 +12,27 @@ VOCABULARY = 96
 MAX_LENGTH = 64
 
 
-def write_tiny_model(path: Path, *, architecture: Architecture = "qwen3", seed: int = 0) -> Path:
+def write_tiny_model(
+    path: Path,
+    *,
+    architecture: Architecture = "qwen3",
+    seed: int = 0,
+    head_dim: int = 16,
+    max_length: int = MAX_LENGTH,
+) -> Path:
     """A model of some ten thousand parameters with a tokenizer of one character per token.
 
     `qwen3` ties its embeddings; `llama` and `gpt_neox` do not; `qwen3_moe` has files laid out
     otherwise than its modules. Weights are larger than usual, so that predictions are not flat.
+    vLLM on a CPU needs a `head_dim` of 32.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(_config(architecture)).float()
+    model = AutoModelForCausalLM.from_config(
+        _config(architecture, head_dim=head_dim, max_length=max_length)
+    ).float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -32,7 +42,7 @@ def write_tiny_model(path: Path, *, architecture: Architecture = "qwen3", seed: 
     return path
 
 
-def _config(architecture: Architecture):
+def _config(architecture: Architecture, *, head_dim: int, max_length: int):
     from transformers import GPTNeoXConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
     common = {
@@ -41,25 +51,29 @@ def _config(architecture: Architecture):
         "intermediate_size": 64,
         "num_hidden_layers": 3,
         "num_attention_heads": 2,
-        "max_position_embeddings": MAX_LENGTH,
+        "max_position_embeddings": max_length,
         "bos_token_id": None,
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
     if architecture == "qwen3":
-        return Qwen3Config(**common, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True)
+        return Qwen3Config(
+            **common, num_key_value_heads=1, head_dim=head_dim, tie_word_embeddings=True
+        )
     if architecture == "qwen3_moe":
         return Qwen3MoeConfig(
             **common,
             num_key_value_heads=1,
-            head_dim=16,
+            head_dim=head_dim,
             tie_word_embeddings=False,
             num_experts=4,
             num_experts_per_tok=2,
             moe_intermediate_size=16,
         )
     if architecture == "llama":
-        return LlamaConfig(**common, num_key_value_heads=2, tie_word_embeddings=False)
+        return LlamaConfig(
+            **common, num_key_value_heads=2, head_dim=head_dim, tie_word_embeddings=False
+        )
     return GPTNeoXConfig(**common, tie_word_embeddings=False)
 
 

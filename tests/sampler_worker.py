@@ -1,0 +1,264 @@
+"""Starts a real sampler process and speaks gRPC with it, and publishes versions for it to load."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tandem.settings import SamplerSettings
+from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
+from tandem.weights import (
+    Canary,
+    Manifest,
+    PartialVersion,
+    checksum_file,
+    new_version_name,
+    version_path,
+)
+from tandem.wire.v1 import tinker_pb2 as wire
+from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerReport, WorkerSpec
+
+SECRET = "a secret of this test"
+SESSION = "s-0123456789ab"
+RUN = f"{SESSION}:train:0"
+START_SECONDS = 120.0
+CALL_SECONDS = 60.0
+
+
+def plain_logprobs(model: Path, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+    """Logprobs [T-1] of tokens[1:] by a plain transformers forward in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = network(torch.tensor([list(tokens)])).logits[0, :-1] / temperature
+    picked = torch.tensor(list(tokens[1:])).unsqueeze(1)
+    return logits.log_softmax(-1).gather(1, picked).squeeze(1).numpy()
+
+
+def publish(
+    weights_of: Path, data_dir: Path, *, number: int, canary: Sequence[int] = (5, 9, 7, 20, 33, 4)
+) -> common_pb2.WeightVersion:
+    """The weights of a model directory as a version, as a trainer with two ranks writes it."""
+    from safetensors.torch import load_file, save_file
+
+    name = new_version_name(run_id=RUN, number=number)
+    partial = PartialVersion(version_path(data_dir, name))
+    partial.create()
+    tensors = {
+        k: v for file in weights_of.glob("*.safetensors") for k, v in load_file(file).items()
+    }
+    names = sorted(tensors)
+    files = []
+    for rank in range(2):
+        file = partial.path / f"model-{rank + 1:05d}-of-00002.safetensors"
+        save_file({key: tensors[key] for key in names[rank::2]}, file)
+        files.append(checksum_file(file))
+    logprobs = plain_logprobs(weights_of, canary).tolist()
+    manifest = Manifest(
+        version=name,
+        run_id=RUN,
+        step=number,
+        dtype="float32",
+        tensors=len(tensors),
+        created="2026-01-01T00:00:00Z",
+        files=files,
+        canary=Canary(tokens=list(canary), logprobs=logprobs),
+    )
+    partial.commit(manifest)
+    return common_pb2.WeightVersion(name=name, path=str(partial.final), run_id=RUN, step=number)
+
+
+def rewrite_manifest(version: common_pb2.WeightVersion, **changes: object) -> None:
+    """Changes fields of a manifest and makes its checksums those of the files that are there."""
+    path = Path(version.path)
+    manifest = Manifest.model_validate_json((path / "manifest.json").read_bytes())
+    files = [checksum_file(file) for file in sorted(path.glob("*.safetensors"))]
+    changed = manifest.model_copy(update={"files": files, **changes})
+    (path / "manifest.json").write_text(changed.model_dump_json())
+
+
+@dataclass(frozen=True)
+class Sample:
+    tokens: list[int]
+    logprobs: np.ndarray
+    stopped: bool
+    topk: wire.TopkLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A decoded answer."""
+
+    version: str
+    samples: list[Sample]
+    prompt_logprobs: np.ndarray | None
+    message: wire.SampleResponse
+
+
+def decoded(reply: sampler_pb2.SampleReply) -> Sampled:
+    assert not reply.HasField("failure"), reply.failure
+    message = wire.SampleResponse.FromString(reply.response)
+    return Sampled(
+        version=message.tandem_weight_version,
+        samples=[
+            Sample(
+                tokens=np.frombuffer(each.tokens, "<i4").tolist(),
+                logprobs=np.frombuffer(each.logprobs, "<f4"),
+                stopped=each.stop_reason == wire.STOP_REASON_STOP,
+                topk=each.topk_sampled_logprobs if each.HasField("topk_sampled_logprobs") else None,
+            )
+            for each in message.sequences
+        ],
+        prompt_logprobs=(
+            np.frombuffer(message.prompt_logprobs, "<f4")
+            if message.HasField("prompt_logprobs")
+            else None
+        ),
+        message=message,
+    )
+
+
+class SamplerClient:
+    def __init__(self, process: subprocess.Popen[bytes], report: WorkerReport, model: Path) -> None:
+        self.process = process
+        self.report = report
+        self.base = common_pb2.WeightVersion(name="base/tiny", path=str(model))
+        self.channel = grpc.insecure_channel(report.address, options=GRPC_OPTIONS)
+        self.stub = sampler_pb2_grpc.SamplerStub(self.channel)
+        self.metadata = ((SECRET_METADATA_KEY, SECRET),)
+        self.numbers = itertools.count()
+
+    def wait_until_serving(self) -> None:
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        for reply in stub.Watch(
+            health_pb2.HealthCheckRequest(), timeout=START_SECONDS, wait_for_ready=True
+        ):
+            if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+
+    def describe(self) -> sampler_pb2.DescribeSamplerReply:
+        return self.stub.Describe(
+            sampler_pb2.DescribeSamplerRequest(), metadata=self.metadata, timeout=CALL_SECONDS
+        )
+
+    def load(self, version: common_pb2.WeightVersion) -> sampler_pb2.LoadReply:
+        return self.stub.Load(
+            sampler_pb2.LoadRequest(version=version, fencing_token=1),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        *,
+        version: common_pb2.WeightVersion | None = None,
+        n: int = 1,
+        max_tokens: int | None = 8,
+        temperature: float = 1.0,
+        top_k: int = -1,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] | Sequence[int] | None = None,
+        prompt_logprobs: bool = False,
+        topk: int = 0,
+        prompt_topk: int = 0,
+    ) -> sampler_pb2.SampleRequest:
+        """As the gateway makes it. `stop` None, [] or a list means what it does in the SDK."""
+        number = next(self.numbers)
+        return sampler_pb2.SampleRequest(
+            operation_id=f"op-{number}",
+            session_id=SESSION,
+            seq_id=number,
+            version=version or self.base,
+            prompt_tokens=np.asarray(prompt, "<i4").tobytes(),
+            num_samples=n,
+            params=sampler_pb2.SamplingParams(
+                max_tokens=max_tokens,
+                seed=seed,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                stop_given=stop is not None,
+                stop_strings=[s for s in stop or () if isinstance(s, str)],
+                stop_token_ids=[s for s in stop or () if isinstance(s, int)],
+            ),
+            prompt_logprobs=prompt_logprobs,
+            topk_sample_logprobs=topk,
+            topk_prompt_logprobs=prompt_topk,
+            fencing_token=1,
+        )
+
+    def send(self, request: sampler_pb2.SampleRequest) -> Any:
+        """The call as a future."""
+        return self.stub.Sample.future(request, metadata=self.metadata, timeout=CALL_SECONDS)
+
+    def sample_all(self, requests: Sequence[sampler_pb2.SampleRequest]) -> list[Sampled]:
+        """Sends all at once and waits for all."""
+        return [decoded(call.result()) for call in [self.send(each) for each in requests]]
+
+    def sample(self, prompt: Sequence[int], **arguments: Any) -> Sampled:
+        return decoded(self.send(self.request(prompt, **arguments)).result())
+
+    def refusal(self, request: sampler_pb2.SampleRequest) -> common_pb2.Failure:
+        reply = self.send(request).result()
+        assert reply.HasField("failure"), "the request was answered"
+        return reply.failure
+
+    @property
+    def resident_bytes(self) -> int:
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def sampler_process(model: Path, *, wait: bool = True, **settings: Any) -> Iterator[SamplerClient]:
+    """A sampler in a process group of its own, killed whatever happens."""
+    spec = WorkerSpec(
+        worker_id="sampler-test",
+        kind="sampler",
+        secret=SECRET,
+        model_name="tiny",
+        model_path=str(model),
+        data_dir=str(model.parent),
+        session_id=SESSION,
+        sampler=SamplerSettings(**{"device": "cpu", "kv_cache_bytes": 64 * 2**20, **settings}),
+    )
+    read, write = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sampler_service", "--report-fd", str(write)],
+        stdin=subprocess.PIPE,
+        pass_fds=(write,),
+        start_new_session=True,
+    )
+    os.close(write)
+    assert process.stdin is not None
+    try:
+        process.stdin.write(spec.model_dump_json().encode() + b"\n")
+        process.stdin.flush()
+        with os.fdopen(read, "rb") as reports:
+            report = WorkerReport.model_validate_json(reports.readline())
+            client = SamplerClient(process, report, model)
+            client.reports = reports
+            if wait:
+                client.wait_until_serving()
+            yield client
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
+        process.stdin.close()
