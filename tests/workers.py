@@ -131,13 +131,18 @@ class TrainerClient:
         return wire.ForwardBackwardOutput.FromString(reply.output)
 
     def optim_step(
-        self, *, lr: float = 1e-3, clip: float = 0.0, incomplete: str = ""
+        self,
+        *,
+        lr: float = 1e-3,
+        eps: float = 1e-8,
+        clip: float = 0.0,
+        incomplete: str = "",
     ) -> trainer_pb2.OptimStepReply:
         return self.stub.OptimStep(
             trainer_pb2.OptimStepRequest(
                 header=self.header(),
                 adamw=trainer_pb2.AdamWParams(
-                    learning_rate=lr, beta1=0.9, beta2=0.95, eps=1e-12, grad_clip_norm=clip
+                    learning_rate=lr, beta1=0.9, beta2=0.95, eps=eps, grad_clip_norm=clip
                 ),
                 gradients_incomplete=incomplete,
             ),

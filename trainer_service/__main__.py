@@ -33,6 +33,7 @@ from trainer_service.engine_thread import EngineThread
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.ranks import Ranks
 from trainer_service.servicer import TrainerServicer
+from trainer_service.waiting import first_of
 
 if TYPE_CHECKING:
     from trainer_service.operations import Operations
@@ -70,7 +71,11 @@ class _Worker:
         broken: asyncio.Future[str] = loop.create_future()
 
         def break_with(sentence: str) -> None:
-            loop.call_soon_threadsafe(lambda: broken.done() or broken.set_result(sentence))
+            def settle() -> None:
+                if not broken.done():
+                    broken.set_result(sentence)
+
+            loop.call_soon_threadsafe(settle)
 
         ranks = Ranks(size=self._settings.ranks, on_death=break_with)
         registry = CollectorRegistry()
@@ -119,7 +124,7 @@ class _Worker:
     ) -> int:
         stopping = asyncio.create_task(stop.wait())
         started = asyncio.wrap_future(engine.started)
-        await asyncio.wait({stopping, started, broken}, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(stopping, started, broken)
         if stopping.done():
             return 0
         if broken.done():
@@ -132,7 +137,7 @@ class _Worker:
             return self._fail(WorkerStartFailed(f"{type(error).__name__}: {error}"))
         await health_servicer.set("", _SERVING)
         self._log.info("ready", ranks=self._settings.ranks)
-        await asyncio.wait({stopping, broken}, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(stopping, broken)
         await health_servicer.set("", _NOT_SERVING)
         if broken.done():
             return self._fail(WorkerDied(broken.result()))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,12 +94,13 @@ def save(
 
     def write() -> list[dict[str, str | int]]:
         try:
-            dcp.save(
-                state,
-                checkpoint_id=partial,
-                process_group=control.group,
-                no_dist=control.size == 1,
-            )
+            with _quiet():
+                dcp.save(
+                    state,
+                    checkpoint_id=partial,
+                    process_group=control.group,
+                    no_dist=control.size == 1,
+                )
         except CheckpointException as error:
             # It comes on every rank when any failed, and holds the failures by rank.
             raise _os_error_in(error) from error
@@ -107,7 +110,7 @@ def save(
         agree(control, write, what=what, path=path, needed=needed)
         if control.rank:
             return None
-        return _commit(path, backend=backend, counters=counters, state=state)
+        return _commit(path, backend=backend, control=control, counters=counters, state=state)
     except ServerError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -117,13 +120,19 @@ def save(
 
 
 def _commit(
-    path: Path, *, backend: TrainerBackend, counters: Counters, state: Mapping[str, Tensor]
+    path: Path,
+    *,
+    backend: TrainerBackend,
+    control: Control,
+    counters: Counters,
+    state: Mapping[str, Tensor],
 ) -> CheckpointRecord:
     partial = partial_path(path)
     entries = []
     for file in sorted(partial.iterdir()):
         fsync_path(file)
         entries.append(checksum_file(file))
+        control.beat()  # the other ranks are idle meanwhile
     record = CheckpointRecord(
         run_id=counters.run_id,
         step=counters.step,
@@ -144,7 +153,7 @@ def _commit(
     return record
 
 
-def check(path: Path, *, backend: TrainerBackend) -> CheckpointRecord:
+def check(path: Path, *, backend: TrainerBackend, control: Control) -> CheckpointRecord:
     """Verifies a checkpoint before it is loaded. Raises `CheckpointDamaged`, or `InvalidRequest`
     when it is of another model."""
     try:
@@ -152,6 +161,7 @@ def check(path: Path, *, backend: TrainerBackend) -> CheckpointRecord:
         for entry in record.files:
             if checksum_file(path / entry.name) != entry:
                 raise CheckpointDamaged(f"checkpoint {path.name}: {entry.name} is damaged")
+            control.beat()  # the other ranks are idle meanwhile
     except OSError as error:
         raise CheckpointDamaged(f"checkpoint {path.name} cannot be read: {error}") from error
     except ValidationError as error:
@@ -186,7 +196,8 @@ def load(
     backend.optimizer.reset()
     with_moments = optimizer and record.optimizer
     state = _state(backend, optimizer=with_moments, create=with_moments)
-    dcp.load(state, checkpoint_id=path, process_group=control.group, no_dist=control.size == 1)
+    with _quiet():
+        dcp.load(state, checkpoint_id=path, process_group=control.group, no_dist=control.size == 1)
     return record
 
 
@@ -196,6 +207,14 @@ def _state(backend: TrainerBackend, *, optimizer: bool, create: bool) -> dict[st
         moments = backend.optimizer.state(create=create)
         state.update({f"optimizer.{name}": tensor for name, tensor in moments.items()})
     return state
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch warns on every call that one process is alone, which is what we ask for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _bytes_needed(backend: TrainerBackend) -> int:

@@ -31,6 +31,9 @@ def load_model(path: Path) -> nn.Module:
     differ from those of the sampler.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # logs are JSON lines
 
     # The name of a model that is not here must not send anybody to the hub.
     model: nn.Module = AutoModelForCausalLM.from_pretrained(

@@ -138,7 +138,7 @@ class Operations:
     ) -> trainer_pb2.LoadCheckpointReply:
         trainer, began = self._trainer, time.perf_counter()
         try:
-            checkpoint.check(Path(request.path), backend=trainer.backend)
+            checkpoint.check(Path(request.path), backend=trainer.backend, control=trainer.control)
         except TandemError as error:
             return trainer_pb2.LoadCheckpointReply(failure=error.to_failure(), step=trainer.step)
         trainer.control.broadcast(Op.LOAD_CHECKPOINT, request.SerializeToString())

@@ -74,8 +74,10 @@ class Ranks:
 
     def verdict(self, *, timeout: float) -> str:
         """Why the process group broke, if within `timeout` seconds a rank is seen to have died."""
+        if not self._processes:
+            return ""
         with self._changed:
-            self._changed.wait_for(lambda: self._deaths, timeout)
+            self._changed.wait_for(lambda: bool(self._deaths), timeout)
             if not self._deaths:
                 return ""
         return self._settled()

@@ -16,6 +16,7 @@ from tandem.worker import SECRET_METADATA_KEY
 from trainer_service.engine_thread import EngineThread
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.sequence import OperationSequence
+from trainer_service.waiting import first_of
 
 if TYPE_CHECKING:
     from trainer_service.operations import Operations
@@ -193,16 +194,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         return self._operation_timeout if left is None else min(left, self._operation_timeout)
 
     async def _or_broken(self, task: asyncio.Future[T], context: Context, timeout: float) -> T:
-        await asyncio.wait(
-            {task, self._broken}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
-        )
+        await first_of(task, self._broken, timeout=timeout)
         if task.done() and task.exception() is None:
             return task.result()
         if task.done() and isinstance(task.exception(), TimeoutError):
             await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, str(task.exception()))
         if task.done() and not self._broken.done():
             # The operation broke the group; who did it will be known in a moment.
-            await asyncio.wait({self._broken}, timeout=5)
+            await first_of(self._broken, timeout=5)
         if self._broken.done():
             await _abort(context, grpc.StatusCode.ABORTED, self._broken.result())
         if task.done():

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer_service.ownership import assign_owners
+from trainer_service.plan import plan_batch
+
+lengths = st.lists(st.integers(1, 40), min_size=1, max_size=60)
+ranks = st.integers(1, 5)
+limits = st.integers(1, 200)
+
+
+@given(lengths, ranks, limits)
+def test_every_datum_is_computed_once(lengths, ranks, limit):
+    plan = plan_batch(lengths, ranks=ranks, micro_batch_tokens=limit)
+    computed = [datum for share in plan for part in share for datum in part]
+    assert sorted(computed) == list(range(len(lengths)))
+
+
+@given(lengths, ranks, limits)
+def test_all_ranks_have_as_many_micro_batches(lengths, ranks, limit):
+    plan = plan_batch(lengths, ranks=ranks, micro_batch_tokens=limit)
+    assert len(plan) == ranks
+    assert len({len(share) for share in plan}) == 1
+
+
+@given(lengths, ranks, limits)
+def test_no_micro_batch_exceeds_the_limit_unless_it_is_one_datum(lengths, ranks, limit):
+    for share in plan_batch(lengths, ranks=ranks, micro_batch_tokens=limit):
+        for part in share:
+            padded = len(part) * max((lengths[datum] for datum in part), default=0)
+            assert padded <= limit or len(part) == 1
+
+
+@given(lengths, ranks)
+def test_loads_differ_by_one_datum_at_most(lengths, ranks):
+    plan = plan_batch(lengths, ranks=ranks, micro_batch_tokens=10**6)
+    loads = [sum(lengths[datum] for part in share for datum in part) for share in plan]
+    assert max(loads) - min(loads) <= max(lengths)
+
+
+def test_a_rank_without_datums_gets_empty_micro_batches():
+    assert plan_batch([5], ranks=2, micro_batch_tokens=8) == (((0,),), ((),))
+
+
+def test_equal_datums_are_split_evenly():
+    first, second = plan_batch([8] * 100, ranks=2, micro_batch_tokens=10**6)
+    assert len(first[0]) == len(second[0]) == 50
+
+
+@given(st.dictionaries(st.text(min_size=1), st.integers(1, 10**6), min_size=1), ranks)
+def test_owners_are_balanced_by_size(sizes, ranks):
+    owners = assign_owners(sizes, ranks=ranks)
+    assert owners.keys() == sizes.keys()
+    loads = [0] * ranks
+    for name, owner in owners.items():
+        loads[owner] += sizes[name]
+    assert max(loads) - min(loads) <= max(sizes.values())
