@@ -1,0 +1,130 @@
+"""The FastAPI application."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.core import Gateway
+from gateway.edge import Edge
+from gateway.fleet import ChannelFactory, open_channel
+from gateway.launchers.base import Launcher
+from gateway.launchers.process import ProcessLauncher
+from gateway.reaper import Reaper
+from gateway.routes import admin, futures, sampling, service, training
+from gateway.routes.wire import error_response, gateway_of, json_response
+from tandem.errors import TandemError
+from tandem.settings import GatewaySettings
+
+
+def create_app(
+    settings: GatewaySettings,
+    *,
+    launcher: Launcher | None = None,
+    channel_factory: ChannelFactory = open_channel,
+) -> FastAPI:
+    """The gateway as an application; its life is that of the lifespan.
+
+    `launcher` starts the workers (processes on this machine by default), `channel_factory`
+    opens the channels to them. The `Gateway` is `app.state.gateway`.
+    """
+    gateway = Gateway(
+        settings=settings,
+        launcher=launcher
+        or ProcessLauncher(
+            data_dir=settings.data_dir,
+            start_timeout=settings.worker_start_timeout,
+            stop_timeout=settings.worker_stop_timeout,
+        ),
+        channel_factory=channel_factory,
+    )
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        try:
+            await gateway.open()
+        except TandemError as error:
+            app.state.start_error = error.message
+            raise
+        reaper = Reaper(gateway)
+        reaper.start()
+        try:
+            yield
+        finally:
+            await reaper.stop()
+            await gateway.close()
+
+    app = FastAPI(
+        title="Tandem", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
+    )
+    app.state.gateway = gateway
+    app.state.start_error = ""
+    app.add_middleware(Edge, gateway=gateway)
+    app.add_exception_handler(TandemError, _tandem_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.router.routes.extend(_routes())
+    return app
+
+
+def _routes() -> list[Route]:
+    """In the order of how often they are called: routes are tried one after the other."""
+    api = "/api/v1"
+    own = "/api/tandem/v1"
+    return [
+        Route(f"{api}/retrieve_future", futures.retrieve_future, methods=["POST"]),
+        Route(f"{api}/asample", sampling.asample, methods=["POST"]),
+        Route(f"{api}/forward_backward", training.forward_backward, methods=["POST"]),
+        Route(f"{api}/optim_step", training.optim_step, methods=["POST"]),
+        Route(f"{api}/session_heartbeat", service.session_heartbeat, methods=["POST"]),
+        Route(
+            f"{api}/save_weights_for_sampler", training.save_weights_for_sampler, methods=["POST"]
+        ),
+        Route(f"{api}/save_weights", training.save_weights, methods=["POST"]),
+        Route(f"{api}/load_weights", training.load_weights, methods=["POST"]),
+        Route(f"{api}/create_model", training.create_model, methods=["POST"]),
+        Route(f"{api}/get_info", training.get_info, methods=["POST"]),
+        Route(f"{api}/create_sampling_session", sampling.create_sampling_session, methods=["POST"]),
+        Route(f"{api}/samplers/{{sampler_id}}", sampling.get_sampler),
+        Route(f"{api}/create_session", service.create_session, methods=["POST"]),
+        Route(f"{api}/sessions/{{session_id}}/finish", service.finish_session, methods=["POST"]),
+        Route(f"{api}/telemetry", service.telemetry, methods=["POST"]),
+        Route(f"{api}/client/config", service.client_config, methods=["POST"]),
+        Route(f"{api}/client/dynamic_config", service.dynamic_config, methods=["POST"]),
+        Route(f"{api}/get_server_capabilities", service.capabilities),
+        Route(f"{api}/healthz", service.healthz),
+        Route(f"{api}/weights_info", training.weights_info, methods=["POST"]),
+        Route(f"{api}/training_runs/{{run_id}}", training.training_run),
+        Route(f"{api}/training_runs/{{run_id}}/checkpoints", training.run_checkpoints),
+        Route(f"{own}/status", admin.status),
+        Route(f"{own}/models", admin.list_models),
+        Route(f"{own}/models", admin.add_model, methods=["POST"]),
+        Route(f"{own}/models/{{name:path}}", admin.remove_model, methods=["DELETE"]),
+        Route(f"{own}/config", admin.config),
+        Route(f"{own}/version", admin.get_version),
+        Route("/metrics", _metrics),
+    ]
+
+
+async def _metrics(request: Request) -> Response:
+    registry = gateway_of(request).metrics.registry
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _tandem_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, TandemError)
+    return error_response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What the router refuses: an unknown path, or another method."""
+    assert isinstance(error, HTTPException)
+    sentence = f"{request.method} {request.url.path}: {error.detail}"
+    body = {"error": sentence, "type": "unknown_endpoint", "category": "user"}
+    return json_response(body, status=error.status_code)

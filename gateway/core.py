@@ -1,0 +1,226 @@
+"""The gateway as a whole: its parts, put together, and what concerns all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import secrets
+import time
+from pathlib import Path
+
+from gateway.database import Database
+from gateway.fleet import ChannelFactory, Fleet, open_channel
+from gateway.futures import Futures
+from gateway.launchers.base import Launcher
+from gateway.metrics import Metrics
+from gateway.models import Models
+from gateway.oplog import OperationLog
+from gateway.runs import Runs
+from gateway.samplers import Samplers
+from gateway.sampling import SamplingSessions
+from gateway.sessions import Sessions
+from gateway.versions import Versions
+from tandem.errors import InvalidRequest, SessionFinished
+from tandem.settings import GatewaySettings
+from tandem.telemetry import get_log
+
+
+class Gateway:
+    """Owns every part. `await open()` before use; `await close()` stops all workers."""
+
+    def __init__(
+        self,
+        *,
+        settings: GatewaySettings,
+        launcher: Launcher,
+        channel_factory: ChannelFactory = open_channel,
+    ) -> None:
+        self.settings = settings
+        self.launcher = launcher
+        self.started_at = time.time()
+        self.api_key = settings.api_key
+        self.metrics = Metrics()
+        self.database = Database.at(url=settings.database_url, data_dir=settings.data_dir)
+        self.models = Models(database=self.database)
+        self.sessions = Sessions(database=self.database, ttl=settings.session_ttl)
+        self.futures = Futures(result_ttl=settings.result_ttl)
+        self.oplog = OperationLog(
+            database=self.database, data_dir=settings.data_dir, result_ttl=settings.result_ttl
+        )
+        self.versions = Versions(
+            database=self.database,
+            data_dir=settings.data_dir,
+            min_free_bytes=settings.min_free_bytes,
+        )
+        self.sampling = SamplingSessions(
+            database=self.database,
+            models=self.models,
+            versions=self.versions,
+            idle_ttl=settings.sampler_idle_ttl,
+        )
+        self.fleet = Fleet(
+            settings=settings,
+            database=self.database,
+            launcher=launcher,
+            metrics=self.metrics,
+            channel_factory=channel_factory,
+        )
+        self.samplers = Samplers(settings=settings, fleet=self.fleet, metrics=self.metrics)
+        self.runs = Runs(
+            settings=settings,
+            database=self.database,
+            log=self.oplog,
+            futures=self.futures,
+            fleet=self.fleet,
+            samplers=self.samplers,
+            sampling=self.sampling,
+            versions=self.versions,
+            metrics=self.metrics,
+        )
+        self._lock = DataDirectoryLock(settings.data_dir)
+        self._ending: dict[str, asyncio.Task[None]] = {}
+        self._log = get_log()
+        self._watch()
+
+    async def open(self) -> None:
+        """Takes the data directory, and clears up what an earlier gateway left in it.
+
+        Raises `InvalidRequest` when another gateway uses it.
+        """
+        self._lock.take()
+        try:
+            if not self.api_key:
+                self.api_key = keep_api_key(self.settings.data_dir)
+            await self.database.open()
+            await self.models.open()
+            await self.fleet.open()
+            lost = await self.oplog.abandon()
+            lost_runs = await self.runs.open()
+            await self.sessions.open()
+            await self.sampling.open()
+            for run_id in lost_runs:
+                await self.versions.sweep_run(run_id)
+            if lost or lost_runs:
+                self._log.warning("restarted", operations_failed=lost, runs_ended=lost_runs)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    async def close(self) -> None:
+        """Stops everything that runs. Sessions stay: clients come back to the next gateway."""
+        self.futures.release_waiters()
+        await asyncio.gather(*self._ending.values(), return_exceptions=True)
+        await self.runs.close()
+        await self.samplers.close()
+        await self.fleet.close()
+        await self.database.close()
+        self._lock.release()
+
+    async def end_session(self, *, session_id: str, state: str, reason: str, detail: str) -> None:
+        """Ends a session; returns when its workers are stopped and its unnamed files are gone.
+
+        Asked twice, both wait for the one end, and the first reason counts.
+        """
+        if await self.sessions.end(
+            session_id=session_id, state=state, reason=reason, detail=detail
+        ):
+            self._log.info(
+                "session_ended", session_id=session_id, state=state, reason=reason, detail=detail
+            )
+            self._ending[session_id] = asyncio.create_task(self._clear(session_id, reason))
+        if (task := self._ending.get(session_id)) is not None:
+            await asyncio.shield(task)
+
+    async def collect(self, run_id: str) -> None:
+        """Removes the run's versions that nothing names or uses."""
+        keep = self.runs.versions_in_use(run_id) | self.samplers.versions_in_use()
+        removed = await self.versions.collect(run_id=run_id, keep=keep)
+        if removed:
+            self._log.info("collected", run_id=run_id, versions=len(removed))
+
+    async def _clear(self, session_id: str, reason: str) -> None:
+        error = SessionFinished(f"session {session_id} has ended ({reason})")
+        try:
+            run_ids, _ = await asyncio.gather(
+                self.runs.end_session(session_id), self.samplers.end_session(session_id, error)
+            )
+            named = self.sampling.end_session(session_id)
+            for run_id in sorted({*run_ids, *named}):
+                await self.collect(run_id)
+                await self.versions.sweep_run(run_id)
+        finally:
+            self._ending.pop(session_id, None)
+
+    def _watch(self) -> None:
+        watch = self.metrics.watch
+        watch(
+            name="sessions",
+            help_text="Active sessions.",
+            value=lambda: len(self.sessions.all()),
+        )
+        watch(
+            name="runs",
+            help_text="Training runs that have not ended.",
+            value=lambda: sum(1 for run in self.runs.all() if run.state != "ended"),
+        )
+        watch(
+            name="workers",
+            help_text="Workers that start or serve.",
+            value=lambda: len(self.fleet.all()),
+        )
+        watch(
+            name="queued_operations",
+            help_text="Operations that have not ended.",
+            value=lambda: sum(run.dispatcher.queued for run in self.runs.all()),
+        )
+        watch(
+            name="waiting_samples",
+            help_text="Samples that have not ended.",
+            value=lambda: sum(sampler.waiting for sampler in self.samplers.all()),
+        )
+        watch(
+            name="futures",
+            help_text="Results and promises in memory.",
+            value=lambda: len(self.futures),
+        )
+
+
+class DataDirectoryLock:
+    """One gateway for each data directory."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._path = data_dir / "gateway.lock"
+        self._fd: int | None = None
+
+    def take(self) -> None:
+        """Raises `InvalidRequest` when another process holds it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            raise InvalidRequest(
+                f"another gateway uses the data directory {self._path.parent}; stop it, or "
+                "choose another directory with --data-dir (TANDEM_DATA_DIR)"
+            ) from error
+        self._fd = fd
+
+    def release(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def keep_api_key(data_dir: Path) -> str:
+    """The key of this data directory, made on first use. The SDK wants the `tml-` in front."""
+    path = data_dir / "api_key"
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        key = f"tml-{secrets.token_hex(24)}"
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "w", encoding="ascii") as file:
+            file.write(key + "\n")
+        return key

@@ -1,0 +1,208 @@
+"""The database: SQLite by default, and one task that writes.
+
+Every write goes through a queue to a single writer, which puts all that waits into one
+transaction (group commit): under load, a hundred requests share one commit, and SQLite never
+sees two writers. Reads use connections of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import Connection, Executable, RowMapping, event, make_url
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from gateway.migrations import upgrade
+from tandem.telemetry import get_log
+
+_BUSY_TIMEOUT_MS = 10_000
+_MAX_BATCH = 512
+
+Row = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class _Write:
+    statement: Executable | None
+    rows: Sequence[Row]
+    before: Callable[[], None] | None
+    after: Callable[[], None] | None
+    done: asyncio.Future[None] | None
+
+
+def _prepare_sqlite(connection: object, _record: object) -> None:
+    cursor = connection.cursor()  # type: ignore[attr-defined]
+    for pragma in (
+        "journal_mode=WAL",
+        "synchronous=NORMAL",
+        f"busy_timeout={_BUSY_TIMEOUT_MS}",
+        "foreign_keys=ON",
+    ):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+class Database:
+    """Open it with `await open()`, end it with `await close()`, which writes what waits."""
+
+    def __init__(self, *, url: str) -> None:
+        self._url = url
+        self._engine: AsyncEngine | None = None
+        self._queue: asyncio.Queue[_Write | None] = asyncio.Queue()
+        self._writer: asyncio.Task[None] | None = None
+        self._log = get_log()
+
+    @classmethod
+    def at(cls, *, url: str, data_dir: Path) -> Database:
+        """`url` empty: SQLite under the data directory."""
+        return cls(url=url or f"sqlite+aiosqlite:///{data_dir / 'tandem.db'}")
+
+    async def open(self) -> None:
+        engine = create_async_engine(self._url)
+        if make_url(self._url).get_backend_name() == "sqlite":
+            event.listen(engine.sync_engine, "connect", _prepare_sqlite)
+        self._engine = engine
+        async with engine.connect() as connection:
+            await connection.run_sync(_upgrade)
+        self._writer = asyncio.create_task(self._write_all(), name="database-writer")
+
+    async def close(self) -> None:
+        if self._writer is not None:
+            self._queue.put_nowait(None)
+            await self._writer
+            self._writer = None
+        if self._engine is not None:
+            await self._engine.dispose()
+            self._engine = None
+
+    async def write(
+        self,
+        statement: Executable,
+        *rows: Row,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        """Returns when the statement is committed, executed once for each of the rows.
+
+        `before` is file work that has to be done first; it runs in a thread, and when it
+        raises, nothing is written and the error is raised here.
+        """
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(_Write(statement, rows, before, None, done))
+        await done
+
+    def write_soon(
+        self,
+        statement: Executable | None,
+        *rows: Row,
+        before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        """As `write`, without waiting; a failure is logged. `after` is file work that may only
+        be done once the rest is committed."""
+        self._queue.put_nowait(_Write(statement, rows, before, after, None))
+
+    async def flush(self) -> None:
+        """Returns when all that was handed over before is committed."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(_Write(None, (), None, None, done))
+        await done
+
+    async def read(self, statement: Executable) -> Sequence[RowMapping]:
+        assert self._engine is not None
+        async with self._engine.connect() as connection:
+            return (await connection.execute(statement)).mappings().all()
+
+    async def read_one(self, statement: Executable) -> RowMapping | None:
+        rows = await self.read(statement)
+        return rows[0] if rows else None
+
+    async def _write_all(self) -> None:
+        assert self._engine is not None
+        ended = False
+        async with self._engine.connect() as connection:
+            while not ended:
+                batch = [await self._queue.get()]
+                while len(batch) < _MAX_BATCH and not self._queue.empty():
+                    batch.append(self._queue.get_nowait())
+                writes = [write for write in batch if write is not None]
+                ended = len(writes) < len(batch)
+                await self._write_batch(connection, writes)
+
+    async def _write_batch(self, connection: AsyncConnection, batch: list[_Write]) -> None:
+        batch = await self._files_first(batch)
+        try:
+            await self._transact(connection, batch)
+        except SQLAlchemyError:
+            # One bad row must not fail the others: each is tried alone.
+            for write in batch:
+                try:
+                    await self._transact(connection, [write])
+                except SQLAlchemyError as error:
+                    self._fail(write, error)
+        for write in batch:
+            if write.done is not None and not write.done.done():
+                write.done.set_result(None)
+        later = [write.after for write in batch if write.after is not None]
+        if later:
+            await asyncio.to_thread(_run_each, later)
+
+    async def _files_first(self, batch: list[_Write]) -> list[_Write]:
+        work = [write.before for write in batch if write.before is not None]
+        if not work:
+            return batch
+        errors = await asyncio.to_thread(_run_each, work)
+        kept = []
+        for write in batch:
+            error = errors.get(write.before) if write.before is not None else None
+            if error is None:
+                kept.append(write)
+            else:
+                self._fail(write, error)
+        return kept
+
+    async def _transact(self, connection: AsyncConnection, batch: list[_Write]) -> None:
+        try:
+            index = 0
+            while index < len(batch):
+                statement, rows = batch[index].statement, list(batch[index].rows)
+                index += 1
+                if statement is None:
+                    continue
+                # Neighbours with the same statement become one executemany.
+                while rows and index < len(batch) and batch[index].statement is statement:
+                    rows.extend(batch[index].rows)
+                    index += 1
+                if rows:
+                    await connection.execute(statement, [dict(row) for row in rows])
+                else:
+                    await connection.execute(statement)
+            await connection.commit()
+        except BaseException:
+            with suppress(SQLAlchemyError):
+                await connection.rollback()
+            raise
+
+    def _fail(self, write: _Write, error: Exception) -> None:
+        if write.done is not None and not write.done.done():
+            write.done.set_exception(error)
+        else:
+            self._log.error("write_failed", error=str(error), statement=str(write.statement))
+
+
+def _run_each(work: list[Callable[[], None]]) -> dict[Callable[[], None], Exception]:
+    errors: dict[Callable[[], None], Exception] = {}
+    for call in work:
+        try:
+            call()
+        except OSError as error:
+            errors[call] = error
+    return errors
+
+
+def _upgrade(connection: Connection) -> None:
+    upgrade(connection)

@@ -1,0 +1,131 @@
+"""Promises: what a client has been given a request_id for, and what came of it.
+
+A future lives in memory from its acceptance until its result has been fetched (and a little
+longer, since the answer may be lost on its way). Operations can be recalled from the operation
+log after that; samples cannot, and the SDK asks for those again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.errors import TandemError
+
+Media = Literal["json", "protobuf"]
+Source = Literal["operation", "sample"]
+
+FETCHED_GRACE = 30.0
+"""Seconds for which a fetched result can be fetched again."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The body of a successful answer. `weight_version` is that of a sample."""
+
+    media: Media
+    body: bytes
+    weight_version: str = ""
+
+
+Outcome = Result | TandemError
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Why a future has not ended. `paused`: nothing moves until something else has started."""
+
+    reason: str
+    paused: bool = False
+
+
+class Future:
+    """One promise. `describe` says what it is waiting for."""
+
+    def __init__(
+        self, *, request_id: str, source: Source, kind: str, describe: Callable[[], Waiting]
+    ) -> None:
+        self.request_id = request_id
+        self.source: Source = source
+        self.kind = kind
+        self.describe = describe
+        self.accepted_at = time.monotonic()
+        self.ended_at: float | None = None
+        self.fetched_at: float | None = None
+        self._outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+
+    @property
+    def ended(self) -> bool:
+        return self._outcome.done()
+
+    def resolve(self, outcome: Outcome) -> None:
+        """The first outcome counts."""
+        if not self._outcome.done():
+            self.ended_at = time.monotonic()
+            self._outcome.set_result(outcome)
+
+    async def wait(self, *, timeout: float) -> Outcome | None:
+        """The outcome, or None when it has not come within `timeout` seconds."""
+        if not self._outcome.done():
+            await asyncio.wait((self._outcome,), timeout=timeout)
+        return self._outcome.result() if self._outcome.done() else None
+
+
+class Futures:
+    """All promises of this gateway, by request_id."""
+
+    def __init__(self, *, result_ttl: float) -> None:
+        self._result_ttl = result_ttl
+        self._futures: dict[str, Future] = {}
+        self._closing = asyncio.Event()
+
+    def add(self, future: Future) -> Future:
+        self._futures[future.request_id] = future
+        return future
+
+    def get(self, request_id: str) -> Future | None:
+        return self._futures.get(request_id)
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    async def wait(self, future: Future, *, timeout: float) -> Outcome | None:
+        """As `Future.wait`, and cut short when the gateway shuts down."""
+        if future.ended:
+            outcome = await future.wait(timeout=0)
+        else:
+            closing = asyncio.ensure_future(self._closing.wait())
+            waiting = asyncio.ensure_future(future.wait(timeout=timeout))
+            try:
+                await asyncio.wait((closing, waiting), return_when=asyncio.FIRST_COMPLETED)
+                outcome = waiting.result() if waiting.done() else None
+            finally:
+                closing.cancel()
+                waiting.cancel()
+        if outcome is not None:
+            future.fetched_at = time.monotonic()
+        return outcome
+
+    def release_waiters(self) -> None:
+        """Ends all long polls: the gateway is shutting down."""
+        self._closing.set()
+
+    def sweep(self) -> list[Future]:
+        """Forgets what was fetched, or has not been for `result_ttl`; returns what it forgot."""
+        now = time.monotonic()
+        gone = [f for f in self._futures.values() if self._is_over(f, now)]
+        for future in gone:
+            del self._futures[future.request_id]
+        return gone
+
+    def _is_over(self, future: Future, now: float) -> bool:
+        if future.ended_at is None:
+            return False
+        if future.fetched_at is not None:
+            return now - future.fetched_at > FETCHED_GRACE
+        # The log has the results of operations, so that memory need not.
+        limit = FETCHED_GRACE if future.source == "operation" else self._result_ttl
+        return now - future.ended_at > limit

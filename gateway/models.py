@@ -1,0 +1,87 @@
+"""The base models that clients may ask for, by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import delete, insert, select, update
+
+from gateway.database import Database
+from gateway.names import check_model_name
+from gateway.tables import models
+from tandem.errors import InvalidRequest, UnknownModel
+
+
+@dataclass(frozen=True)
+class BaseModelEntry:
+    """`path` is a folder in the Hugging Face layout; `max_length` is in tokens, if it says so."""
+
+    name: str
+    path: str
+    max_length: int | None
+
+
+class Models:
+    def __init__(self, *, database: Database) -> None:
+        self._database = database
+        self._entries: dict[str, BaseModelEntry] = {}
+
+    async def open(self) -> None:
+        for row in await self._database.read(select(models).order_by(models.c.name)):
+            self._entries[row["name"]] = BaseModelEntry(
+                name=row["name"], path=row["path"], max_length=row["max_length"]
+            )
+
+    def all(self) -> list[BaseModelEntry]:
+        return list(self._entries.values())
+
+    def get(self, name: str) -> BaseModelEntry:
+        """Raises `UnknownModel`, which names those that are known."""
+        entry = self._entries.get(name)
+        if entry is None:
+            known = ", ".join(sorted(self._entries)) or "none yet; add one with `tandem models add`"
+            raise UnknownModel(f"unknown model {name!r}; known: {known}")
+        return entry
+
+    async def add(self, *, name: str, path: str) -> BaseModelEntry:
+        """Registers a model, or gives a registered name another path. Raises `InvalidRequest`."""
+        check_model_name(name)
+        max_length = await asyncio.to_thread(_read_max_length, Path(path))
+        entry = BaseModelEntry(name=name, path=path, max_length=max_length)
+        row = {"path": path, "max_length": max_length, "added_at": time.time()}
+        if name in self._entries:
+            await self._database.write(update(models).where(models.c.name == name).values(**row))
+        else:
+            await self._database.write(insert(models), {"name": name, **row})
+        self._entries[name] = entry
+        return entry
+
+    async def remove(self, name: str) -> None:
+        """Forgets a name; what runs with the model goes on. Raises `UnknownModel`."""
+        self.get(name)
+        del self._entries[name]
+        await self._database.write(delete(models).where(models.c.name == name))
+
+
+def _read_max_length(path: Path) -> int | None:
+    if not path.is_absolute():
+        raise InvalidRequest(f"the path of a model must be absolute, not {str(path)!r}")
+    config = path / "config.json"
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidRequest(
+            f"{path} is not a model in the Hugging Face layout: {error.strerror or error}"
+        ) from error
+    except ValueError as error:
+        raise InvalidRequest(f"{config} is not JSON: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("architectures"), list):
+        raise InvalidRequest(f"{config} names no architecture")
+    nested = content.get("text_config")
+    source = nested if isinstance(nested, dict) else content
+    length = source.get("max_position_embeddings")
+    return length if isinstance(length, int) else None

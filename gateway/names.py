@@ -1,0 +1,120 @@
+"""How sessions, runs, checkpoints and requests are named, and how names are read."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tandem.errors import InvalidRequest, UnknownWeights, UnsupportedInput
+
+CheckpointKind = Literal["weights", "sampler_weights"]
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_MODEL_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._/-]{0,199}")
+FULL_SUFFIX = "full"
+
+
+@dataclass(frozen=True)
+class CheckpointPath:
+    """Literal example: `tinker://s-ab12:train:0/weights/warm-up`."""
+
+    run_id: str
+    kind: CheckpointKind
+    name: str
+
+    def __str__(self) -> str:
+        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+
+
+def new_session_id() -> str:
+    return f"s-{secrets.token_hex(6)}"
+
+
+def run_id_of(*, session_id: str, model_seq_id: int) -> str:
+    return f"{session_id}:train:{model_seq_id}"
+
+
+def sampling_session_id_of(*, session_id: str, number: int) -> str:
+    return f"{session_id}:sample:{number}"
+
+
+def request_id_of(*, owner: str, seq_id: int) -> str:
+    """The request of a run or of a sampling session: `s-ab12:train:0:17`."""
+    return f"{owner}:{seq_id}"
+
+
+def split_request_id(request_id: str) -> tuple[str, int] | None:
+    """The owner and the seq_id, or None for what was never a request id of ours."""
+    owner, _, number = request_id.rpartition(":")
+    return (owner, int(number)) if owner and number.isdigit() and len(number) < 20 else None
+
+
+def check_name(name: str) -> str:
+    """A checkpoint's name becomes a folder's: raises `InvalidRequest` where it cannot."""
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"the name {name[:140]!r} is not allowed: 1 to 128 of A-Z a-z 0-9 . _ -, "
+            "and no dot in front"
+        )
+    return name
+
+
+def check_model_name(name: str) -> str:
+    """Raises `InvalidRequest` for a name that a client could not ask for."""
+    if not _MODEL_NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"the model name {name[:210]!r} is not allowed: 1 to 200 of A-Z a-z 0-9 . _ - /"
+        )
+    return name
+
+
+def split_model_name(name: str) -> tuple[str, bool]:
+    """The registered name and whether full-parameter training is asked for.
+
+    Literal example: `"tiny:full"` gives `("tiny", True)`. Raises `UnsupportedInput` for
+    another suffix.
+    """
+    base, colon, suffix = name.partition(":")
+    if colon and suffix != FULL_SUFFIX:
+        raise UnsupportedInput(
+            f"the suffix {suffix!r} of the model name {name!r} is unknown; "
+            f"known: {FULL_SUFFIX} (full-parameter training)"
+        )
+    return base, bool(colon)
+
+
+def parse_checkpoint_path(path: str) -> CheckpointPath:
+    """Raises `InvalidRequest` for what is no such path, `UnknownWeights` for an unknown kind."""
+    parts = path.removeprefix("tinker://").split("/")
+    if not path.startswith("tinker://") or len(parts) != 3 or not all(parts):
+        raise InvalidRequest(
+            f"{path!r} is not a checkpoint path; it should look like tinker://RUN/weights/NAME"
+        )
+    run_id, kind, name = parts
+    if kind == "weights":
+        return CheckpointPath(run_id=run_id, kind="weights", name=name)
+    if kind == "sampler_weights":
+        return CheckpointPath(run_id=run_id, kind="sampler_weights", name=name)
+    raise UnknownWeights(f"{path!r}: there are no {kind!r}; known: weights, sampler_weights")
+
+
+def folder_of(run_id: str) -> str:
+    """A run id as the name of a folder: `s-ab12_train_0`."""
+    return run_id.replace(":", "_")
+
+
+def operation_blob(data_dir: Path, *, run_id: str, seq_id: int) -> Path:
+    return data_dir / "operations" / folder_of(run_id) / str(seq_id)
+
+
+def result_blob(data_dir: Path, *, request_id: str) -> Path:
+    return data_dir / "results" / folder_of(request_id)
+
+
+def checkpoint_folder(data_dir: Path, *, run_id: str, name: str) -> Path:
+    """A new folder for a checkpoint. Its end is random: a name that is overwritten keeps the
+    old folder until the new one is complete."""
+    return data_dir / "checkpoints" / folder_of(run_id) / f"{name}-{secrets.token_hex(4)}"

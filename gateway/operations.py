@@ -1,0 +1,106 @@
+"""What an operation is, and the bodies of those that come as JSON."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gateway.futures import Future
+from tandem.errors import TandemError
+
+Kind = Literal[
+    "create_model",
+    "forward",
+    "forward_backward",
+    "optim_step",
+    "save_weights",
+    "save_weights_for_sampler",
+    "load_weights",
+]
+
+
+class AdamParams(BaseModel):
+    """The defaults are those of the SDK, which always sends all of them."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    learning_rate: float = Field(1e-4, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-12, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip_norm: float = Field(0.0, ge=0)
+
+
+class OptimStep(BaseModel):
+    adam_params: AdamParams
+
+
+class SaveWeights(BaseModel):
+    path: str
+    ttl_seconds: int | None = Field(None, ge=1)
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveWeightsForSampler(BaseModel):
+    """Named by `path`, or ephemeral by `sampling_session_seq_id`."""
+
+    path: str | None = None
+    sampling_session_seq_id: int | None = Field(None, ge=0)
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: int | None = Field(None, ge=1)
+    user_metadata: dict[str, str] | None = None
+
+
+class LoadWeights(BaseModel):
+    path: str
+    optimizer: bool = False
+
+
+Body = OptimStep | SaveWeights | SaveWeightsForSampler | LoadWeights
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One entry of a run's log, while it has not ended.
+
+    `payload` or `blob` has the protobuf of a forward_backward: small ones stay in memory,
+    others are read again when their turn comes. `refused`: it only takes its place in the log.
+    """
+
+    run_id: str
+    seq_id: int
+    kind: Kind
+    future: Future
+    body: Body | None = None
+    payload: bytes | None = None
+    blob: Path | None = None
+    refused: TandemError | None = None
+    accepted_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def changes_gradients(self) -> bool:
+        return self.kind == "forward_backward"
+
+    @property
+    def alone(self) -> bool:
+        """Named saves and loads look at what the saves before them left, so that these must
+        have ended."""
+        match self.body:
+            case SaveWeights() | LoadWeights():
+                return True
+            case SaveWeightsForSampler():
+                return self.body.path is not None
+            case _:
+                return False
+
+    def read_payload(self) -> bytes:
+        if self.payload is not None:
+            return self.payload
+        assert self.blob is not None
+        return self.blob.read_bytes()

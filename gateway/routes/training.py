@@ -1,0 +1,334 @@
+"""Training runs and the operations of their logs."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable
+
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel, Field
+from sqlalchemy import select
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.execute import check_names
+from gateway.names import CheckpointPath, run_id_of, split_model_name
+from gateway.operations import (
+    AdamParams,
+    Body,
+    Kind,
+    LoadWeights,
+    OptimStep,
+    SaveWeights,
+    SaveWeightsForSampler,
+)
+from gateway.routes.prefix import read_routing_prefix
+from gateway.routes.wire import (
+    BodyTooLarge,
+    gateway_of,
+    json_response,
+    parse,
+    promise,
+    read_body,
+    require_run,
+)
+from gateway.tables import runs
+from tandem.errors import (
+    MalformedPayload,
+    OptimizerSetting,
+    UnknownRun,
+    UnsupportedInput,
+    UserError,
+)
+from tandem.wire.v1 import tinker_pb2
+
+TRAINING_KEY = "tandem.training"
+"""The key of `user_metadata` that chooses the kind of training; its only value is `full`."""
+
+
+class OptimizerConfig(BaseModel):
+    type: str = "adamw"
+
+
+class LoraConfig(BaseModel):
+    rank: int
+
+
+class CreateModel(BaseModel):
+    session_id: str
+    model_seq_id: int = Field(ge=0)
+    base_model: str
+    user_metadata: dict[str, object] | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class CreateViaLoad(BaseModel):
+    session_id: str
+    model_seq_id: int = Field(ge=0)
+    base_model: str | None = None
+    user_metadata: dict[str, object] | None = None
+    optimizer_config: OptimizerConfig | None = None
+
+
+class Addressing(BaseModel):
+    session_id: str | None = None
+
+
+class Place(BaseModel):
+    """Which run, and which place in its log."""
+
+    model_id: str
+    seq_id: int = Field(ge=1, le=2**53)
+
+
+class OptimStepFields(BaseModel):
+    adam_params: dict[str, object] | None = None
+    optimizer_params: OptimizerConfig | None = None
+
+
+class ModelId(BaseModel):
+    model_id: str
+
+
+class TinkerPath(BaseModel):
+    tinker_path: str
+
+
+async def forward_backward(request: Request) -> Response:
+    """The body goes into the log as it is; the gateway reads the routing fields alone."""
+    gateway = gateway_of(request)
+    try:
+        payload = await read_body(request)
+    except BodyTooLarge as error:
+        return await _refuse(request, error.prefix, error)
+    try:
+        routing = tinker_pb2.ForwardBackwardRouting.FromString(payload)
+    except DecodeError:
+        return await _refuse(
+            request,
+            payload[:4096],
+            MalformedPayload("the body is not a protobuf ForwardBackwardRequest"),
+        )
+    if not routing.model_id or routing.seq_id < 1:
+        raise MalformedPayload(
+            "the body is not a ForwardBackwardRequest: model_id or seq_id is missing"
+        )
+    await require_run(gateway, routing.model_id)
+    await gateway.runs.submit(
+        run_id=routing.model_id,
+        seq_id=routing.seq_id,
+        kind="forward" if routing.forward_only else "forward_backward",
+        payload=payload,
+    )
+    return promise(routing.model_id, routing.seq_id, model_id=routing.model_id)
+
+
+async def optim_step(request: Request) -> Response:
+    return await _submit(request, "optim_step", _optim_step_body)
+
+
+async def save_weights(request: Request) -> Response:
+    return await _submit(request, "save_weights", lambda raw: parse(SaveWeights, raw))
+
+
+async def save_weights_for_sampler(request: Request) -> Response:
+    return await _submit(
+        request, "save_weights_for_sampler", lambda raw: parse(SaveWeightsForSampler, raw)
+    )
+
+
+async def load_weights(request: Request) -> Response:
+    """Into a new run (`session_id`, `model_seq_id`), or into one that is there (`model_id`)."""
+    raw = await read_body(request)
+    if parse(Addressing, raw).session_id is None:
+        return await _submit(request, "load_weights", lambda body: parse(LoadWeights, body))
+    gateway = gateway_of(request)
+    body = parse(CreateViaLoad, raw)
+    load = parse(LoadWeights, raw)
+    await gateway.sessions.require(body.session_id)
+    _check_optimizer(body.optimizer_config)
+    checkpoint = await gateway.versions.training_checkpoint(load.path)
+    name, _full = split_model_name(body.base_model or checkpoint.base_model)
+    await gateway.runs.create(
+        session_id=body.session_id,
+        model_seq_id=body.model_seq_id,
+        model=gateway.models.get(name),
+        load=load,
+        user_metadata=body.user_metadata,
+        request=raw,
+    )
+    run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
+    return promise(run_id, 0, model_id=run_id)
+
+
+async def create_model(request: Request) -> Response:
+    """A user's mistake is answered at once, so that the SDK raises its typed error at once."""
+    gateway = gateway_of(request)
+    raw = await read_body(request)
+    body = parse(CreateModel, raw)
+    await gateway.sessions.require(body.session_id)
+    _check_optimizer(body.optimizer_config)
+    name, full = split_model_name(body.base_model)
+    model = gateway.models.get(name)
+    full = full or (body.user_metadata or {}).get(TRAINING_KEY) == "full"
+    if body.lora_config is not None and not full:
+        raise UnsupportedInput(
+            f"LoRA training is not there yet; ask for full-parameter training with the model "
+            f"name {name + ':full'!r}, or with user_metadata={{{TRAINING_KEY!r}: 'full'}}"
+        )
+    await gateway.runs.create(
+        session_id=body.session_id,
+        model_seq_id=body.model_seq_id,
+        model=model,
+        load=None,
+        user_metadata=body.user_metadata,
+        request=raw,
+    )
+    run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
+    return promise(run_id, 0, model_id=run_id)
+
+
+async def get_info(request: Request) -> Response:
+    gateway = gateway_of(request)
+    body = parse(ModelId, await read_body(request))
+    await require_run(gateway, body.model_id)
+    run = gateway.runs.get(body.model_id)
+    if run is None:
+        raise UnknownRun(f"training run {body.model_id!r} does not run on this server")
+    return json_response(
+        {
+            "type": "get_info",
+            "model_id": run.id,
+            "model_name": run.model.name,
+            "is_lora": False,
+            "model_data": {
+                "arch": run.architecture or None,
+                "model_name": run.model.name,
+                "tokenizer_id": run.model.path,
+            },
+            "optimizer_config": {"type": "adamw"},
+        }
+    )
+
+
+async def training_run(request: Request) -> Response:
+    gateway = gateway_of(request)
+    run_id = request.path_params["run_id"]
+    row = await gateway.database.read_one(select(runs).where(runs.c.id == run_id))
+    if row is None:
+        raise UnknownRun(f"there is no training run {run_id!r} on this server")
+    metadata = row["user_metadata"]
+    return json_response(
+        {
+            "training_run_id": run_id,
+            "base_model": row["base_model"],
+            "model_owner": "local",
+            "is_lora": False,
+            "corrupted": False,
+            "last_request_time": _iso(row["ended_at"] or row["created_at"]),
+            "user_metadata": {k: str(v) for k, v in metadata.items()} if metadata else None,
+        }
+    )
+
+
+async def weights_info(request: Request) -> Response:
+    gateway = gateway_of(request)
+    body = parse(TinkerPath, await read_body(request))
+    checkpoint = await gateway.versions.checkpoint(body.tinker_path)
+    return json_response(
+        {
+            "base_model": checkpoint.base_model,
+            "is_lora": False,
+            "optimizer_config": {"type": "adamw"},
+        }
+    )
+
+
+async def run_checkpoints(request: Request) -> Response:
+    gateway = gateway_of(request)
+    run_id = request.path_params["run_id"]
+    return json_response(
+        {
+            "checkpoints": [
+                {
+                    "checkpoint_id": _checkpoint_id(checkpoint.path),
+                    "checkpoint_type": "training"
+                    if checkpoint.path.kind == "weights"
+                    else "sampler",
+                    "time": _iso(checkpoint.created_at),
+                    "tinker_path": str(checkpoint.path),
+                    "size_bytes": checkpoint.bytes,
+                    "public": False,
+                }
+                for checkpoint in await gateway.versions.list_checkpoints(run_id=run_id)
+            ]
+        }
+    )
+
+
+async def _submit(request: Request, kind: Kind, read: Callable[[bytes], Body]) -> Response:
+    """A body with wrong fields still takes its place in the log, and fails at its turn."""
+    gateway = gateway_of(request)
+    raw = await read_body(request)
+    place = parse(Place, raw)
+    await require_run(gateway, place.model_id)
+    body: Body | None = None
+    refused: UserError | None = None
+    try:
+        body = read(raw)
+        check_names(body)
+    except UserError as error:
+        refused = error
+    await gateway.runs.submit(
+        run_id=place.model_id,
+        seq_id=place.seq_id,
+        kind=kind,
+        body=body,
+        request=raw,
+        refused=refused,
+    )
+    return promise(place.model_id, place.seq_id, model_id=place.model_id)
+
+
+async def _refuse(request: Request, prefix: bytes, error: UserError) -> Response:
+    """Refuses a forward_backward whose body cannot be taken. Where its first bytes say which
+    place in the log it has, it takes that place, so that those behind it do not wait."""
+    routing = read_routing_prefix(prefix)
+    if routing is None:
+        raise error
+    gateway = gateway_of(request)
+    await require_run(gateway, routing.run_id)
+    await gateway.runs.submit(
+        run_id=routing.run_id, seq_id=routing.seq_id, kind="forward_backward", refused=error
+    )
+    raise error
+
+
+def _optim_step_body(raw: bytes) -> OptimStep:
+    fields = parse(OptimStepFields, raw)
+    _check_optimizer(fields.optimizer_params)
+    if fields.adam_params is None:
+        raise OptimizerSetting("adam_params is missing")
+    try:
+        return OptimStep(adam_params=AdamParams.model_validate(fields.adam_params))
+    except ValueError as error:
+        raise OptimizerSetting(_first_line(error)) from error
+
+
+def _check_optimizer(config: OptimizerConfig | None) -> None:
+    if config is not None and config.type != "adamw":
+        raise OptimizerSetting(f"the optimizer {config.type!r} is not there; known: adamw")
+
+
+def _first_line(error: ValueError) -> str:
+    parts = [line.strip() for line in str(error).splitlines()[1:3]]
+    return "adam_params: " + ": ".join(parts) if parts else str(error)
+
+
+def _checkpoint_id(path: CheckpointPath) -> str:
+    return f"{path.kind}/{path.name}"
+
+
+def _iso(seconds: float) -> str:
+    return dt.datetime.fromtimestamp(seconds, tz=dt.UTC).isoformat()

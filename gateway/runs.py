@@ -1,0 +1,457 @@
+"""Training runs: from `starting` over `ready` to `ended`, and the way of operations into them.
+
+A run has one trainer. It ends with its session, or when the trainer dies; it is never started
+again, since the trainer's state is gone: the client makes a new run, from a checkpoint if there
+is one. What is asked of an ended run is accepted and fails with what ended it, so that the SDK
+shows the reason at once (a status of 5xx it would repeat for minutes).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Literal
+
+from sqlalchemy import insert, select, update
+
+from gateway.clients import TrainerClient, WorkerUnavailable
+from gateway.database import Database
+from gateway.dispatch import Call, Dispatcher, EndsRun, Prepare, Send
+from gateway.execute import Executor, RunFacts, json_result
+from gateway.fleet import Fleet, Worker
+from gateway.futures import Future, Futures, Outcome, Waiting
+from gateway.metrics import Metrics
+from gateway.models import BaseModelEntry
+from gateway.names import request_id_of, run_id_of
+from gateway.operations import Body, Kind, LoadWeights, Operation
+from gateway.oplog import OperationLog
+from gateway.samplers import Samplers
+from gateway.sampling import SamplingSessions
+from gateway.tables import runs
+from gateway.versions import Versions
+from tandem.errors import (
+    GatewayRestarted,
+    Overloaded,
+    SessionFinished,
+    TandemError,
+    UnknownRun,
+    WorkerDied,
+)
+from tandem.settings import GatewaySettings
+from tandem.telemetry import get_log
+
+RunState = Literal["starting", "ready", "ended"]
+
+_EXIT_REPORT_PATIENCE = 3.0
+"""Seconds to wait for the launcher's word after the connection to a trainer broke."""
+_SMALL_PAYLOAD = 64 * 1024
+
+
+class Run:
+    """One training run while its session is active."""
+
+    def __init__(self, *, facts: RunFacts, model: BaseModelEntry, dispatcher: Dispatcher) -> None:
+        self.facts = facts
+        self.model = model
+        self.dispatcher = dispatcher
+        self.state: RunState = "starting"
+        self.error: TandemError | None = None
+        self.created_at = time.time()
+        self.worker: Worker | None = None
+        self.prepare: Prepare | None = None
+        self.architecture = ""
+        self.parameters = 0
+        self.ranks = 0
+        self.arriving: dict[int, asyncio.Future[None]] = {}
+        self.ended = asyncio.Event()
+        self.bring_up: asyncio.Task[None] | None = None
+
+    @property
+    def id(self) -> str:
+        return self.facts.run_id
+
+    @property
+    def session_id(self) -> str:
+        return self.facts.session_id
+
+
+class Runs:
+    def __init__(
+        self,
+        *,
+        settings: GatewaySettings,
+        database: Database,
+        log: OperationLog,
+        futures: Futures,
+        fleet: Fleet,
+        samplers: Samplers,
+        sampling: SamplingSessions,
+        versions: Versions,
+        metrics: Metrics,
+    ) -> None:
+        self._settings = settings
+        self._database = database
+        self._oplog = log
+        self._futures = futures
+        self._fleet = fleet
+        self._samplers = samplers
+        self._sampling = sampling
+        self._versions = versions
+        self._metrics = metrics
+        self._runs: dict[str, Run] = {}
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._log = get_log()
+
+    async def open(self) -> list[str]:
+        """Marks the runs of an earlier gateway ended; returns their ids."""
+        open_runs = await self._database.read(select(runs.c.id).where(runs.c.state != "ended"))
+        if open_runs:
+            await self._database.write(
+                update(runs)
+                .where(runs.c.state != "ended")
+                .values(
+                    state="ended",
+                    error_type=GatewayRestarted.type,
+                    reason="the gateway restarted, and the trainer ended with it; create the "
+                    "run again, from a checkpoint if there is one",
+                    ended_at=time.time(),
+                )
+            )
+        return [row["id"] for row in open_runs]
+
+    def all(self) -> list[Run]:
+        return list(self._runs.values())
+
+    def get(self, run_id: str) -> Run | None:
+        return self._runs.get(run_id)
+
+    def versions_in_use(self, run_id: str) -> set[str]:
+        """Versions that are being published, and the newest."""
+        run = self._runs.get(run_id)
+        if run is None:
+            return set()
+        return run.facts.busy_versions | ({run.facts.parent} if run.facts.parent else set())
+
+    async def create(
+        self,
+        *,
+        session_id: str,
+        model_seq_id: int,
+        model: BaseModelEntry,
+        load: LoadWeights | None,
+        user_metadata: Mapping[str, object] | None,
+        request: bytes,
+    ) -> str:
+        """Begins to start a run and returns the request_id of its creation, which ends when
+        the trainer is ready and, if asked, has loaded a checkpoint. Its place in the log is 0."""
+        run_id = run_id_of(session_id=session_id, model_seq_id=model_seq_id)
+        request_id = request_id_of(owner=run_id, seq_id=0)
+        existing = self._runs.get(run_id)
+        if existing is not None:
+            await self._arrived(existing, 0)
+            return request_id
+        if await self._database.read_one(select(runs.c.id).where(runs.c.id == run_id)):
+            return request_id  # of before a restart: the log says what became of it
+        run = self._new_run(session_id=session_id, run_id=run_id, model=model)
+        self._runs[run_id] = run
+        future = Future(
+            request_id=request_id,
+            source="operation",
+            kind="create_model" if load is None else "load_weights",
+            describe=lambda: Waiting(self._not_ready(run), paused=True),
+        )
+        operation = Operation(
+            run_id=run_id,
+            seq_id=0,
+            kind="create_model" if load is None else "load_weights",
+            future=future,
+            body=load,
+        )
+        arrival = run.arriving[0] = asyncio.get_running_loop().create_future()
+        try:
+            await self._database.write(
+                insert(runs),
+                {
+                    "id": run_id,
+                    "session_id": session_id,
+                    "base_model": model.name,
+                    "state": "starting",
+                    "error_type": "",
+                    "reason": "",
+                    "user_metadata": user_metadata,
+                    "created_at": run.created_at,
+                },
+            )
+            await self._oplog.accept(
+                run_id=run_id, seq_id=0, kind=operation.kind, request=request, payload=None
+            )
+        except BaseException:
+            del self._runs[run_id]
+            raise
+        finally:
+            del run.arriving[0]
+            arrival.set_result(None)
+        self._futures.add(future)
+        # Engine and trainer start side by side: the loop will need both.
+        self._samplers.ensure(session_id=session_id, model=model)
+        run.bring_up = asyncio.create_task(self._bring_up(run, operation), name=f"start-{run_id}")
+        return request_id
+
+    async def submit(
+        self,
+        *,
+        run_id: str,
+        seq_id: int,
+        kind: Kind,
+        body: Body | None = None,
+        request: bytes = b"",
+        payload: bytes | None = None,
+        refused: TandemError | None = None,
+    ) -> str:
+        """Takes an operation into the log and returns its request_id.
+
+        A `seq_id` seen before gives the request_id of then. `refused` makes an operation that
+        takes its place and fails at its turn. Raises `UnknownRun`, `SessionFinished` or
+        `Overloaded`, which take no place.
+        """
+        run = self._runs.get(run_id)
+        request_id = request_id_of(owner=run_id, seq_id=seq_id)
+        if run is None:
+            return await self._submit_to_lost(run_id=run_id, seq_id=seq_id, kind=kind)
+        if seq_id in run.arriving:
+            await self._arrived(run, seq_id)
+            return request_id
+        # In an ended run, whatever still has a future (or a row) was accepted before.
+        if self._futures.get(request_id) is not None or run.dispatcher.consumed(seq_id):
+            return request_id
+        if run.dispatcher.queued >= self._settings.max_queued_operations:
+            raise Overloaded(f"{run.dispatcher.queued} operations of this run wait already")
+        future = Future(
+            request_id=request_id,
+            source="operation",
+            kind=kind,
+            describe=lambda: run.dispatcher.describe(seq_id),
+        )
+        arrival = run.arriving[seq_id] = asyncio.get_running_loop().create_future()
+        try:
+            blob = await self._oplog.accept(
+                run_id=run_id, seq_id=seq_id, kind=kind, request=request, payload=payload
+            )
+        finally:
+            del run.arriving[seq_id]
+            arrival.set_result(None)
+        self._futures.add(future)
+        run.dispatcher.put(
+            Operation(
+                run_id=run_id,
+                seq_id=seq_id,
+                kind=kind,
+                future=future,
+                body=body,
+                payload=payload if payload and len(payload) <= _SMALL_PAYLOAD else None,
+                blob=blob,
+                refused=refused,
+            )
+        )
+        return request_id
+
+    async def end_session(self, session_id: str) -> list[str]:
+        """Ends the session's runs and stops their trainers; returns their ids."""
+        ending = [run for run in self._runs.values() if run.session_id == session_id]
+        error = SessionFinished(f"session {session_id} has ended")
+        for run in ending:
+            self._end(run, error)
+        await asyncio.gather(*(self._stop_trainer(run, error.message) for run in ending))
+        for run in ending:
+            del self._runs[run.id]
+        return [run.id for run in ending]
+
+    async def close(self) -> None:
+        """The gateway stops: nothing is failed (the next one does that), all is cancelled."""
+        for run in self._runs.values():
+            run.dispatcher.abandon()
+            if run.bring_up is not None:
+                run.bring_up.cancel()
+        tasks = [run.bring_up for run in self._runs.values() if run.bring_up is not None]
+        await asyncio.gather(*tasks, *self._stopping, return_exceptions=True)
+
+    def _new_run(self, *, session_id: str, run_id: str, model: BaseModelEntry) -> Run:
+        facts = RunFacts(run_id=run_id, session_id=session_id, base_model=model.name)
+
+        async def prepare(operation: Operation, /) -> Send:
+            assert run.prepare is not None, "the dispatcher starts when the trainer is ready"
+            return await run.prepare(operation)
+
+        dispatcher = Dispatcher(
+            window=self._settings.dispatch_window,
+            gap_timeout=self._settings.sequence_gap_timeout,
+            prepare=prepare,
+            on_outcome=self._on_outcome,
+            on_broken=lambda error: self._broken(run, error),
+            not_ready=lambda: self._not_ready(run),
+        )
+        run = Run(facts=facts, model=model, dispatcher=dispatcher)
+        return run
+
+    async def _bring_up(self, run: Run, creation: Operation) -> None:
+        outcome: Outcome
+        try:
+            worker = run.worker = await self._fleet.start(
+                kind="trainer",
+                session_id=run.session_id,
+                run_id=run.id,
+                model=run.model,
+                on_exit=lambda reason: self._broken(run, WorkerDied(_died(reason))),
+            )
+            client = TrainerClient(worker, timeout=self._settings.trainer.operation_timeout)
+            about = await client.describe()
+            run.architecture = about.architecture
+            run.parameters = about.parameters
+            run.ranks = about.ranks
+            executor = run.prepare = self._executor(run, client)
+            if creation.body is not None:
+                send = await executor(creation)
+                call = Call(previous_seq_id=-1, gradients_incomplete="", release=lambda: None)
+                outcome = await send(call)
+            else:
+                outcome = json_result(type="create_model", model_id=run.id)
+        except WorkerUnavailable as error:
+            outcome = await self._fate(run) or WorkerDied(f"the trainer is gone: {error}")
+        except EndsRun as ending:
+            outcome = ending.error
+        except TandemError as error:
+            outcome = error
+        if run.error is not None:  # it ended while it started, and its creation with it
+            outcome = run.error
+        self._on_outcome(creation, outcome)
+        if isinstance(outcome, TandemError):
+            self._broken(run, outcome)
+            return
+        run.state = "ready"
+        self._database.write_soon(update(runs).where(runs.c.id == run.id).values(state="ready"))
+        run.dispatcher.start(sent=0 if creation.body is not None else -1)
+
+    def _executor(self, run: Run, client: TrainerClient) -> Executor:
+        return Executor(
+            facts=run.facts,
+            client=client,
+            sampler=lambda: self._samplers.ensure(session_id=run.session_id, model=run.model),
+            sampling=self._sampling,
+            versions=self._versions,
+            metrics=self._metrics,
+            settings=self._settings,
+            fate=lambda: self._fate(run),
+        )
+
+    async def _fate(self, run: Run) -> TandemError | None:
+        """What ended the run, if the launcher says so soon."""
+        try:
+            async with asyncio.timeout(_EXIT_REPORT_PATIENCE):
+                await run.ended.wait()
+        except TimeoutError:
+            return None
+        return run.error
+
+    def _broken(self, run: Run, error: TandemError) -> None:
+        """The trainer is of no use any more: ends the run, and the trainer if it still runs."""
+        self._end(run, error)
+        task = asyncio.create_task(self._stop_trainer(run, error.message))
+        self._stopping.add(task)
+        task.add_done_callback(self._stopping.discard)
+
+    def _end(self, run: Run, error: TandemError) -> None:
+        """Fails what has not ended. The first error counts."""
+        if run.error is not None:
+            return
+        run.error = error
+        run.state = "ended"
+        run.ended.set()
+        self._log.warning(
+            "run_ended",
+            run_id=run.id,
+            session_id=run.session_id,
+            type=error.type,
+            reason=error.message,
+        )
+        run.dispatcher.end(error)
+        creation = self._futures.get(request_id_of(owner=run.id, seq_id=0))
+        if creation is not None and not creation.ended:
+            creation.resolve(error)
+            self._oplog.end(run_id=run.id, seq_id=0, outcome=error, blob=None)
+        self._database.write_soon(
+            update(runs)
+            .where(runs.c.id == run.id)
+            .values(
+                state="ended", error_type=error.type, reason=error.message, ended_at=time.time()
+            )
+        )
+
+    async def _stop_trainer(self, run: Run, reason: str) -> None:
+        if run.bring_up is not None and run.bring_up is not asyncio.current_task():
+            run.bring_up.cancel()
+            await asyncio.gather(run.bring_up, return_exceptions=True)
+        worker, run.worker = run.worker, None
+        if worker is not None:
+            await self._fleet.stop(worker, reason=reason)
+        await self._versions.sweep_run(run.id)
+
+    def _on_outcome(self, operation: Operation, outcome: Outcome) -> None:
+        if operation.future.ended:
+            return
+        failed = isinstance(outcome, TandemError)
+        self._metrics.operations.labels(
+            kind=operation.kind,
+            outcome=outcome.type if isinstance(outcome, TandemError) else "done",
+        ).inc()
+        self._metrics.operation_seconds.labels(kind=operation.kind).observe(
+            time.monotonic() - operation.accepted_at
+        )
+        operation.future.resolve(outcome)
+        self._oplog.end(
+            run_id=operation.run_id,
+            seq_id=operation.seq_id,
+            outcome=outcome,
+            blob=operation.blob,
+        )
+        if failed:
+            assert isinstance(outcome, TandemError)
+            self._log.info(
+                "operation_failed",
+                run_id=operation.run_id,
+                request_id=operation.future.request_id,
+                kind=operation.kind,
+                type=outcome.type,
+                reason=outcome.message,
+            )
+
+    def _not_ready(self, run: Run) -> str:
+        return f"the trainer is starting ({time.time() - run.created_at:.0f} s)"
+
+    async def _arrived(self, run: Run, seq_id: int) -> None:
+        if seq_id in run.arriving:
+            await asyncio.shield(run.arriving[seq_id])
+
+    async def _submit_to_lost(self, *, run_id: str, seq_id: int, kind: Kind) -> str:
+        """For a run that memory does not hold: one that a restart of the gateway ended."""
+        row = await self._database.read_one(select(runs).where(runs.c.id == run_id))
+        if row is None:
+            raise UnknownRun(f"there is no training run {run_id!r} on this server")
+        if row["error_type"] != GatewayRestarted.type:
+            raise SessionFinished(f"training run {run_id} has ended: {row['reason']}")
+        request_id = request_id_of(owner=run_id, seq_id=seq_id)
+        if await self._oplog.recall(request_id) is None:
+            await self._oplog.accept(
+                run_id=run_id, seq_id=seq_id, kind=kind, request=b"", payload=None
+            )
+            self._oplog.end(
+                run_id=run_id,
+                seq_id=seq_id,
+                outcome=GatewayRestarted(row["reason"]),
+                blob=None,
+            )
+        return request_id
+
+
+def _died(reason: str) -> str:
+    return f"the trainer died: {reason}; create the run again, from a checkpoint if there is one"

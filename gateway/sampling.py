@@ -1,0 +1,238 @@
+"""Sampling sessions: what a SamplingClient samples from.
+
+Four kinds: `base` (a base model), `named` (a checkpoint for sampling), and the two ephemeral
+ones that a run's save makes: `snapshot` (its weights stay) and `inflight` (it follows the
+newest inflight save of its run).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+from sqlalchemy import RowMapping, insert, select, update
+
+from gateway.database import Database
+from gateway.models import BaseModelEntry, Models
+from gateway.names import sampling_session_id_of, split_model_name
+from gateway.tables import sampling_sessions
+from gateway.versions import Version, Versions
+from tandem.errors import InvalidRequest, UnknownSampler, UnknownWeights
+
+SamplingKind = Literal["base", "named", "snapshot", "inflight"]
+
+
+@dataclass
+class SamplingSession:
+    """`version` is what it samples from now; `model_path` what the client named, if anything."""
+
+    id: str
+    session_id: str
+    kind: SamplingKind
+    base_model: str
+    model_path: str
+    version: Version
+    used_at: float = field(default_factory=time.monotonic)
+
+
+class SamplingSessions:
+    def __init__(
+        self, *, database: Database, models: Models, versions: Versions, idle_ttl: float
+    ) -> None:
+        self._database = database
+        self._models = models
+        self._versions = versions
+        self._idle_ttl = idle_ttl
+        self._active: dict[str, SamplingSession] = {}
+
+    async def open(self) -> None:
+        """Those that an earlier gateway left, as far as their model and weights are there."""
+        for row in await self._database.read(
+            select(sampling_sessions).where(sampling_sessions.c.state == "active")
+        ):
+            try:
+                self._active[row["id"]] = await self._restore(row)
+            except (UnknownSampler, UnknownWeights, InvalidRequest):
+                self._note_end([row["id"]])
+
+    def all(self) -> list[SamplingSession]:
+        return list(self._active.values())
+
+    async def create(
+        self, *, session_id: str, number: int, base_model: str | None, model_path: str | None
+    ) -> SamplingSession:
+        """For a base model or a checkpoint; asked again for the same number, the first answer.
+
+        Raises `UnknownModel`, `UnknownWeights` or `InvalidRequest`.
+        """
+        existing = self._active.get(sampling_session_id_of(session_id=session_id, number=number))
+        if existing is not None:
+            return existing
+        if model_path:
+            version = await self._named_version(model_path)
+            kind: SamplingKind = "named"
+        elif base_model:
+            name, _full = split_model_name(base_model)
+            version = base_version(self._models.get(name))
+            kind = "base"
+        else:
+            raise InvalidRequest("a sampling session needs a base_model or a model_path")
+        return await self._add(
+            session_id=session_id,
+            number=number,
+            kind=kind,
+            model_path=model_path or "",
+            version=version,
+        )
+
+    async def create_ephemeral(
+        self,
+        *,
+        session_id: str,
+        number: int,
+        kind: Literal["snapshot", "inflight"],
+        version: Version,
+    ) -> SamplingSession:
+        """For the weights that a run has just published. Earlier inflight ones of the run
+        follow an inflight save."""
+        session = await self._add(
+            session_id=session_id, number=number, kind=kind, model_path="", version=version
+        )
+        if kind == "inflight":
+            for other in self._active.values():
+                if other.kind == "inflight" and other.version.run_id == version.run_id:
+                    other.version = version
+            self._database.write_soon(
+                update(sampling_sessions)
+                .where(
+                    sampling_sessions.c.kind == "inflight",
+                    sampling_sessions.c.run_id == version.run_id,
+                )
+                .values(version=version.name)
+            )
+        return session
+
+    async def require(self, sampling_session_id: str) -> SamplingSession:
+        """Raises `UnknownSampler`, which says whether it never was or has ended."""
+        session = self._active.get(sampling_session_id)
+        if session is not None:
+            session.used_at = time.monotonic()
+            return session
+        row = await self._database.read_one(
+            select(sampling_sessions.c.id).where(sampling_sessions.c.id == sampling_session_id)
+        )
+        if row is None:
+            raise UnknownSampler(f"there is no sampling session {sampling_session_id!r}")
+        raise UnknownSampler(
+            f"sampling session {sampling_session_id} has ended, because its session has or "
+            f"because it was not used for {self._idle_ttl:g} s"
+        )
+
+    async def known(self, sampling_session_id: str) -> bool:
+        """Whether there is, or ever was, such a sampling session."""
+        if sampling_session_id in self._active:
+            return True
+        row = await self._database.read_one(
+            select(sampling_sessions.c.id).where(sampling_sessions.c.id == sampling_session_id)
+        )
+        return row is not None
+
+    def end_session(self, session_id: str) -> list[str]:
+        """Ends a session's sampling sessions; returns the runs whose versions they named."""
+        return self._end([s for s in self._active.values() if s.session_id == session_id])
+
+    def expire_idle(self, *, in_use: set[str]) -> list[str]:
+        """Ends the ephemeral ones that nobody used for `idle_ttl`, but the newest of each run
+        and those whose version is in use; returns the runs whose versions they named."""
+        now = time.monotonic()
+        newest: dict[str, SamplingSession] = {}
+        for session in self._active.values():
+            if session.kind in ("snapshot", "inflight"):
+                newest[session.version.run_id] = session  # in the order of their creation
+        idle = [
+            s
+            for s in self._active.values()
+            if s.kind in ("snapshot", "inflight")
+            and newest[s.version.run_id] is not s
+            and now - s.used_at > self._idle_ttl
+            and s.version.name not in in_use
+        ]
+        return self._end(idle)
+
+    async def _add(
+        self,
+        *,
+        session_id: str,
+        number: int,
+        kind: SamplingKind,
+        model_path: str,
+        version: Version,
+    ) -> SamplingSession:
+        session = SamplingSession(
+            id=sampling_session_id_of(session_id=session_id, number=number),
+            session_id=session_id,
+            kind=kind,
+            base_model=version.base_model,
+            model_path=model_path,
+            version=version,
+        )
+        if session.id in self._active:
+            raise InvalidRequest(f"there is a sampling session {session.id} already")
+        self._active[session.id] = session
+        await self._database.write(
+            insert(sampling_sessions),
+            {
+                "id": session.id,
+                "session_id": session_id,
+                "kind": kind,
+                "base_model": version.base_model,
+                "model_path": model_path,
+                "run_id": version.run_id,
+                "version": version.name,
+                "state": "active",
+                "created_at": time.time(),
+            },
+        )
+        return session
+
+    async def _named_version(self, model_path: str) -> Version:
+        checkpoint = await self._versions.checkpoint(model_path)
+        if checkpoint.path.kind != "sampler_weights":
+            raise UnknownWeights(
+                f"{model_path!r} holds a trainer's state; sample from what "
+                "save_weights_for_sampler wrote (tinker://RUN/sampler_weights/NAME)"
+            )
+        return await self._versions.version(checkpoint.version)
+
+    async def _restore(self, row: RowMapping) -> SamplingSession:
+        if row["kind"] == "base":
+            version = base_version(self._models.get(row["base_model"]))
+        else:
+            version = await self._versions.version(row["version"])
+        return SamplingSession(
+            id=row["id"],
+            session_id=row["session_id"],
+            kind=cast(SamplingKind, row["kind"]),
+            base_model=row["base_model"],
+            model_path=row["model_path"],
+            version=version,
+        )
+
+    def _end(self, ended: list[SamplingSession]) -> list[str]:
+        for session in ended:
+            del self._active[session.id]
+        if ended:
+            self._note_end([session.id for session in ended])
+        return sorted({s.version.run_id for s in ended if s.version.run_id})
+
+    def _note_end(self, ids: list[str]) -> None:
+        self._database.write_soon(
+            update(sampling_sessions).where(sampling_sessions.c.id.in_(ids)).values(state="ended")
+        )
+
+
+def base_version(model: BaseModelEntry) -> Version:
+    return Version(
+        name=f"base/{model.name}", path=model.path, run_id="", step=0, base_model=model.name
+    )

@@ -1,0 +1,97 @@
+"""The gateway as a process: one uvicorn server, announced in `gateway.json` while it listens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import orjson
+import uvicorn
+from fastapi import FastAPI
+
+from gateway.app import create_app
+from gateway.core import Gateway
+from tandem.settings import GatewaySettings
+from tandem.telemetry import configure_logging, get_log
+
+ENDPOINT_NAME = "gateway.json"
+_GRACEFUL_SECONDS = 5
+
+
+class GatewayServer(uvicorn.Server):
+    """Announces itself when it listens, and ends the long polls when it is to stop."""
+
+    def __init__(self, config: uvicorn.Config, *, gateway: Gateway) -> None:
+        super().__init__(config)
+        self._gateway = gateway
+        self._endpoint = gateway.settings.data_dir / ENDPOINT_NAME
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            write_endpoint(
+                self._endpoint, url=self.url, pid=os.getpid(), api_key=self._gateway.api_key
+            )
+            get_log().info("listening", url=self.url)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._endpoint.unlink(missing_ok=True)
+        self._gateway.futures.release_waiters()
+        await super().shutdown(sockets)
+
+    @property
+    def url(self) -> str:
+        """Where clients reach it; a server on all addresses is reached on this one."""
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def write_endpoint(path: Path, *, url: str, pid: int, api_key: str) -> None:
+    """Writes `{"url", "pid", "api_key"}`, readable by its owner alone, in one step."""
+    partial = path.with_name(f".{path.name}.{pid}")
+    partial.unlink(missing_ok=True)
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(orjson.dumps({"url": url, "pid": pid, "api_key": api_key}))
+    partial.rename(path)
+
+
+def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
+    """A server that is not running yet, for an application of `create_app`."""
+    gateway: Gateway = app.state.gateway
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        server_header=False,
+        log_config=None,
+        backlog=4096,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=_GRACEFUL_SECONDS,
+    )
+    return GatewayServer(config, gateway=gateway)
+
+
+def run(settings: GatewaySettings) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status."""
+    configure_logging(service="gateway", level=settings.log_level)
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    # uvicorn handles these signals while it serves and raises them once more afterwards; by
+    # then everything is stopped, and there is nothing left to do.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    app = create_app(settings)
+    server = make_server(app, settings)
+    server.run()
+    if app.state.start_error:
+        print(f"tandem gateway: {app.state.start_error}", file=sys.stderr)
+    return 0 if server.started else 1

@@ -1,0 +1,99 @@
+"""Sessions: one client's connection, alive while its heartbeats come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sqlalchemy import insert, select, update
+
+from gateway.database import Database
+from gateway.names import new_session_id
+from gateway.tables import sessions
+from tandem.errors import SessionFinished, UnknownSession
+
+
+@dataclass
+class Session:
+    id: str
+    created_at: float
+    display_name: str | None
+    seen_at: float = field(default_factory=time.monotonic)
+
+
+class Sessions:
+    """`ttl` in seconds. Sessions outlive a restart of the gateway: their clocks start anew."""
+
+    def __init__(self, *, database: Database, ttl: float) -> None:
+        self._database = database
+        self._ttl = ttl
+        self._active: dict[str, Session] = {}
+
+    async def open(self) -> None:
+        for row in await self._database.read(select(sessions).where(sessions.c.state == "active")):
+            self._active[row["id"]] = Session(
+                id=row["id"], created_at=row["created_at"], display_name=row["display_name"]
+            )
+
+    def all(self) -> list[Session]:
+        return list(self._active.values())
+
+    async def create(
+        self, *, display_name: str | None, user_metadata: Mapping[str, object] | None
+    ) -> Session:
+        session = Session(id=new_session_id(), created_at=time.time(), display_name=display_name)
+        await self._database.write(
+            insert(sessions),
+            {
+                "id": session.id,
+                "state": "active",
+                "reason": "",
+                "detail": "",
+                "display_name": display_name,
+                "user_metadata": user_metadata,
+                "created_at": session.created_at,
+            },
+        )
+        self._active[session.id] = session
+        return session
+
+    def touch(self, session_id: str) -> Session | None:
+        """Notes a sign of life; None for a session that is not active."""
+        session = self._active.get(session_id)
+        if session is not None:
+            session.seen_at = time.monotonic()
+        return session
+
+    async def require(self, session_id: str) -> Session:
+        """The active session. Raises `SessionFinished` or `UnknownSession`."""
+        session = self.touch(session_id)
+        if session is not None:
+            return session
+        row = await self._database.read_one(select(sessions).where(sessions.c.id == session_id))
+        if row is None:
+            raise UnknownSession(f"there is no session {session_id!r} on this server")
+        raise SessionFinished(_why(session_id=session_id, reason=row["reason"]))
+
+    def overdue(self) -> list[Session]:
+        """Those whose last sign of life is older than the ttl."""
+        now = time.monotonic()
+        return [s for s in self._active.values() if now - s.seen_at > self._ttl]
+
+    async def end(self, *, session_id: str, state: str, reason: str, detail: str) -> bool:
+        """Marks the end. False where it had ended before: the first reason counts."""
+        if self._active.pop(session_id, None) is None:
+            return False
+        await self._database.write(
+            update(sessions)
+            .where(sessions.c.id == session_id)
+            .values(state=state, reason=reason, detail=detail, ended_at=time.time())
+        )
+        return True
+
+    def expired_reason(self) -> str:
+        return f"no heartbeat for {self._ttl:g} s"
+
+
+def _why(*, session_id: str, reason: str) -> str:
+    return f"session {session_id} has ended ({reason}); make a new ServiceClient"
