@@ -3,7 +3,7 @@
 Most are read when a library is imported or loaded, so the process replaces itself once, with
 the right environment, before it reads its specification (`restart_with_environment`).
 Measured with vLLM 0.32 on two cores: an engine of its own process, compiled kernels and two
-OpenMP threads cost 20 s at the start and a factor of 15 in speed; see docs/architecture.md.
+OpenMP threads cost 20 s at the start and a factor of 15 in speed.
 """
 
 from __future__ import annotations

@@ -110,13 +110,16 @@ def _read_header(file: Path) -> Inventory:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > _MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {length} bytes")
-            header = json.loads(stream.read(length))
-            return {
-                name: TensorEntry(dtype=str(entry["dtype"]), shape=tuple(entry["shape"]))
-                for name, entry in header.items()
-                if name != "__metadata__"
-            }
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            header = dict(json.loads(stream.read(length)))
+        header.pop("__metadata__", None)
+        end = 8 + length + max((int(e["data_offsets"][1]) for e in header.values()), default=0)
+        if file.stat().st_size != end:
+            raise ValueError(f"it has {file.stat().st_size} bytes, not {end}")
+        return {
+            name: TensorEntry(dtype=str(entry["dtype"]), shape=tuple(entry["shape"]))
+            for name, entry in header.items()
+        }
+    except (OSError, ValueError, LookupError, TypeError, struct.error) as error:
         raise LoadFailed(f"{file.parent.name}/{file.name} is not safetensors: {error}") from error
 
 

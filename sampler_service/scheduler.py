@@ -30,7 +30,7 @@ from tandem.errors import LoadFailed, TandemError, WorkerDied
 from tandem.telemetry import get_log
 
 _GATHER_QUIET = 0.001
-_GATHER_MOST = 0.010
+_GATHER_MOST = 0.050
 
 
 @dataclass(frozen=True)
@@ -198,11 +198,11 @@ class Scheduler:
 
     def _take(self) -> bool:
         """Moves the inbox into the waiting list; with nothing to do, waits for something."""
-        with self._condition:
-            idle = not self._running and not self._waiting
-            if idle:
+        if not self._running and not self._waiting:
+            with self._condition:
                 self._condition.wait_for(lambda: self._inbox or self._cancelled or self._stopped)
-                self._gather()
+            self._gather()
+        with self._condition:
             if self._stopped:
                 return False
             arrived, self._inbox = self._inbox, []
@@ -214,12 +214,12 @@ class Scheduler:
 
     def _gather(self) -> None:
         """Lets a burst of requests arrive before the first step of an idle engine: a step costs
-        nearly the same for one request and for fifty."""
+        nearly the same for one request and for fifty. Sleeps, so as not to be woken by each."""
         until = time.monotonic() + _GATHER_MOST
-        seen = -1
-        while seen != len(self._inbox) and time.monotonic() < until and not self._stopped:
+        seen = 0
+        while seen != len(self._inbox) and time.monotonic() < until:
             seen = len(self._inbox)
-            self._condition.wait(_GATHER_QUIET)
+            time.sleep(_GATHER_QUIET)
 
     def _forget(self, ids: frozenset[str]) -> None:
         self._waiting = [w for w in self._waiting if w.job is None or w.job.request.id not in ids]

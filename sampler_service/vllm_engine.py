@@ -233,6 +233,7 @@ class VllmEngine:
             if scored or (request.prompt_topk and index == 0)
             else None,
             flat_logprobs=True,
+            skip_clone=True,
             detokenize=bool(request.stop_strings),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

@@ -133,8 +133,11 @@ def decoded(reply: sampler_pb2.SampleReply) -> Sampled:
 
 
 class SamplerClient:
-    def __init__(self, process: subprocess.Popen[bytes], report: WorkerReport, model: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], reports: Any, report: WorkerReport, model: Path
+    ) -> None:
         self.process = process
+        self.reports = reports
         self.report = report
         self.base = common_pb2.WeightVersion(name="base/tiny", path=str(model))
         self.channel = grpc.insecure_channel(report.address, options=GRPC_OPTIONS)
@@ -149,6 +152,10 @@ class SamplerClient:
         ):
             if reply.status == health_pb2.HealthCheckResponse.SERVING:
                 return
+
+    def next_report(self) -> WorkerReport:
+        """The next line on the report descriptor. Blocks until there is one."""
+        return WorkerReport.model_validate_json(self.reports.readline())
 
     def describe(self) -> sampler_pb2.DescribeSamplerReply:
         return self.stub.Describe(
@@ -252,8 +259,7 @@ def sampler_process(model: Path, *, wait: bool = True, **settings: Any) -> Itera
         process.stdin.flush()
         with os.fdopen(read, "rb") as reports:
             report = WorkerReport.model_validate_json(reports.readline())
-            client = SamplerClient(process, report, model)
-            client.reports = reports
+            client = SamplerClient(process, reports, report, model)
             if wait:
                 client.wait_until_serving()
             yield client

@@ -1,0 +1,131 @@
+"""What a client may get wrong in a sample request, what stops mean, and how answers are encoded."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from sampler_service.engine import EngineFacts, EngineResult, SampledTokens, TopK
+from sampler_service.response import encode_response
+from sampler_service.sampling import engine_request
+from tandem.errors import (
+    EmptyBatch,
+    InvalidRequest,
+    MalformedPayload,
+    SequenceTooLong,
+    TokenOutOfVocabulary,
+)
+from tandem.v1 import sampler_pb2
+from tandem.wire.v1 import tinker_pb2 as wire
+
+FACTS = EngineFacts(
+    vocabulary=100, max_length=16, dtype="float32", device="cpu", name="x", end_tokens=(1, 2)
+)
+
+
+def message(prompt=(5, 6, 7), *, num_samples=1, payload=None, topk=0, **params):
+    return sampler_pb2.SampleRequest(
+        operation_id="op",
+        prompt_tokens=np.asarray(prompt, "<i4").tobytes() if payload is None else payload,
+        num_samples=num_samples,
+        topk_sample_logprobs=topk,
+        params=sampler_pb2.SamplingParams(
+            **{"max_tokens": 4, "temperature": 1.0, "top_k": -1, "top_p": 1.0, **params}
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (message(prompt=()), EmptyBatch),
+        (message(payload=b"abc"), MalformedPayload),
+        (message(prompt=(5, 100)), TokenOutOfVocabulary),
+        (message(prompt=(5, -1)), TokenOutOfVocabulary),
+        (message(prompt=[5] * 16), SequenceTooLong),
+        (message(prompt=[5] * 13), SequenceTooLong),
+        (message(num_samples=0), InvalidRequest),
+        (message(num_samples=-3), InvalidRequest),
+        (message(num_samples=10**6), InvalidRequest),
+        (message(max_tokens=0), InvalidRequest),
+        (message(temperature=-0.5), InvalidRequest),
+        (message(temperature=math.nan), InvalidRequest),
+        (message(temperature=math.inf), InvalidRequest),
+        (message(temperature=0.001), InvalidRequest),
+        (message(top_p=0.0), InvalidRequest),
+        (message(top_p=1.5), InvalidRequest),
+        (message(top_p=math.nan), InvalidRequest),
+        (message(top_k=-2), InvalidRequest),
+        (message(topk=101), InvalidRequest),
+        (message(stop_given=True, stop_token_ids=[100]), TokenOutOfVocabulary),
+        (message(stop_given=True, stop_strings=[""]), InvalidRequest),
+    ],
+)
+def test_a_mistake_is_a_typed_error_with_a_sentence(request_, error):
+    with pytest.raises(error) as raised:
+        engine_request(request_, FACTS)
+    assert raised.value.category == "user"
+    assert len(raised.value.message.split()) > 4
+
+
+def test_without_max_tokens_as_many_as_fit_are_sampled():
+    request = message()
+    request.params.ClearField("max_tokens")
+    assert engine_request(request, FACTS).max_tokens == 13
+
+
+def test_a_prompt_that_just_fits_is_taken():
+    assert len(engine_request(message(prompt=[5] * 12), FACTS).prompt) == 12
+
+
+def test_no_stop_means_the_end_tokens_and_an_empty_list_means_none():
+    assert engine_request(message(), FACTS).stop_token_ids == (1, 2)
+    assert engine_request(message(stop_given=True), FACTS).stop_token_ids == ()
+    given = engine_request(message(stop_given=True, stop_token_ids=[9]), FACTS)
+    assert given.stop_token_ids == (9,)
+    strings = engine_request(message(stop_given=True, stop_strings=["ab"]), FACTS)
+    assert (strings.stop_strings, strings.stop_token_ids) == (("ab",), ())
+
+
+def test_a_seed_of_zero_is_a_seed_and_no_seed_is_none():
+    assert engine_request(message(seed=0), FACTS).seed == 0
+    assert engine_request(message(), FACTS).seed is None
+
+
+def test_an_answer_is_encoded_as_the_client_reads_it():
+    topk = TopK(np.array([[3, 0]], np.int32), np.array([[-0.5, -99999.0]], np.float32))
+    result = EngineResult(
+        id="op",
+        samples=(
+            SampledTokens(
+                np.array([7, 1], np.int32), np.array([-1.5, -0.25], np.float32), stopped=True
+            ),
+            SampledTokens(
+                np.array([8], np.int32), np.array([-2.0], np.float32), stopped=False, topk=topk
+            ),
+        ),
+        prompt_logprobs=np.array([np.nan, -3.0], np.float32),
+        cached_tokens=32,
+    )
+    answer = wire.SampleResponse.FromString(
+        encode_response(result, version="run/v1", prompt_logprobs=True)
+    )
+    first, second = answer.sequences
+    assert first.tokens == b"\x07\0\0\0\x01\0\0\0"
+    assert np.frombuffer(first.logprobs, "<f4").tolist() == [-1.5, -0.25]
+    assert (first.stop_reason, second.stop_reason) == (wire.STOP_REASON_STOP, 1)
+    assert not first.HasField("topk_sampled_logprobs")
+    assert (second.topk_sampled_logprobs.k, second.topk_sampled_logprobs.length) == (2, 1)
+    assert np.isnan(np.frombuffer(answer.prompt_logprobs, "<f4")).tolist() == [True, False]
+    assert answer.prompt_cache_hit_tokens == 32
+    assert answer.tandem_weight_version == "run/v1"
+
+
+def test_prompt_logprobs_are_sent_only_when_asked_for():
+    result = EngineResult(id="op", samples=(), prompt_logprobs=np.zeros(2, np.float32))
+    answer = wire.SampleResponse.FromString(
+        encode_response(result, version="v", prompt_logprobs=False)
+    )
+    assert not answer.HasField("prompt_logprobs")
