@@ -142,7 +142,9 @@ async def load_weights(request: Request) -> Response:
     """Into a new run (`session_id`, `model_seq_id`), or into one that is there (`model_id`)."""
     raw = await read_body(request)
     if parse(Addressing, raw).session_id is None:
-        return await _submit(request, "load_weights", lambda body: parse(LoadWeights, body))
+        return await _submit(
+            request, "load_weights", lambda body: parse(LoadWeights, body), raw=raw
+        )
     gateway = gateway_of(request)
     body = parse(CreateViaLoad, raw)
     load = parse(LoadWeights, raw)
@@ -267,10 +269,16 @@ async def run_checkpoints(request: Request) -> Response:
     )
 
 
-async def _submit(request: Request, kind: Kind, read: Callable[[bytes], Body]) -> Response:
-    """A body with wrong fields still takes its place in the log, and fails at its turn."""
+async def _submit(
+    request: Request, kind: Kind, read: Callable[[bytes], Body], *, raw: bytes | None = None
+) -> Response:
+    """A body with wrong fields still takes its place in the log, and fails at its turn.
+
+    `raw` is the body where it was read already: it can be read only once.
+    """
     gateway = gateway_of(request)
-    raw = await read_body(request)
+    if raw is None:
+        raw = await read_body(request)
     place = parse(Place, raw)
     await require_run(gateway, place.model_id)
     body: Body | None = None
