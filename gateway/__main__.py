@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
-from gateway.server import run
-from tandem.settings import GatewaySettings
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when grpc is imported
+
+from gateway.server import run  # noqa: E402
+from tandem.settings import GatewaySettings  # noqa: E402
 
 if __name__ == "__main__":
     settings = GatewaySettings()

@@ -13,6 +13,7 @@ import orjson
 
 from gateway.clients import TrainerClient, WorkerUnavailable
 from gateway.dispatch import Call, EndsRun, Send
+from gateway.fleet import FENCING_TOKEN
 from gateway.futures import Outcome, Result
 from gateway.metrics import Metrics
 from gateway.names import CheckpointPath, check_name, checkpoint_folder, parse_checkpoint_path
@@ -43,8 +44,6 @@ from tandem.weights import new_version_name
 Reply = TypeVar("Reply")
 
 _REDELIVERIES = 2
-FENCING_TOKEN = 1
-"""Every worker has its device for itself as long as it lives; leases will change this."""
 
 
 @dataclass
@@ -152,8 +151,8 @@ class Executor:
         await self._versions.check_space(
             expected_bytes=facts.version_bytes, what="publish the weights"
         )
-        name = new_version_name(run_id=facts.run_id, number=facts.published)
         facts.published += 1
+        name = new_version_name(run_id=facts.run_id, number=facts.published)
 
         async def send(call: Call) -> Outcome:
             facts.busy_versions.add(name)

@@ -22,6 +22,9 @@ from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerKind, WorkerSpec
 
+FENCING_TOKEN = 1
+"""Every worker has its device for itself as long as it lives; leases will change this."""
+
 ChannelFactory = Callable[[str], grpc.aio.Channel]
 
 
@@ -157,6 +160,7 @@ class Fleet:
             data_dir=str(self._settings.data_dir),
             session_id=session_id,
             run_id=run_id,
+            fencing_token=FENCING_TOKEN,
             log_level=self._settings.log_level,
             trainer=self._settings.trainer if kind == "trainer" else None,
             sampler=self._settings.sampler if kind == "sampler" else None,
@@ -194,8 +198,8 @@ class Fleet:
         """Ends a worker; returns when nothing of it is left."""
         if self._workers.pop(worker.worker_id, None) is not None:
             self._note_end(worker.worker_id, reason)
-        await self._launcher.stop(worker.worker_id)
         await worker.channel.close()
+        await self._launcher.stop(worker.worker_id)
 
     def forget_rows_before(self, cutoff: float) -> None:
         """Drops the rows of workers that ended before."""

@@ -367,7 +367,8 @@ class Runs:
         run.error = error
         run.state = "ended"
         run.ended.set()
-        self._log.warning(
+        note = self._log.info if isinstance(error, SessionFinished) else self._log.error
+        note(
             "run_ended",
             run_id=run.id,
             session_id=run.session_id,

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Literal
 
 from gateway.clients import SamplerClient, WorkerUnavailable
-from gateway.fleet import Fleet, Worker
+from gateway.fleet import FENCING_TOKEN, Fleet, Worker
 from gateway.futures import Future, Outcome, Result, Waiting
 from gateway.launchers.backoff import Backoff
 from gateway.metrics import Metrics
@@ -106,7 +106,9 @@ class Sampler:
         the engine goes on serving what it served before."""
         self._versions[version.name] += 1
         try:
-            reply = await self._load_twice(sampler_pb2.LoadRequest(version=version.to_proto()))
+            reply = await self._load_twice(
+                sampler_pb2.LoadRequest(version=version.to_proto(), fencing_token=FENCING_TOKEN)
+            )
         finally:
             self._drop(version)
         if reply.HasField("failure"):

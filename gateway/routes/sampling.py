@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.fleet import FENCING_TOKEN
 from gateway.futures import Future
 from gateway.names import request_id_of
 from gateway.routes.wire import gateway_of, json_response, parse, promise, read_body
@@ -94,6 +95,7 @@ async def asample(request: Request) -> Response:
         version = session.version
         message = _sample_request(body)
         message.operation_id = request_id
+        message.fencing_token = FENCING_TOKEN
         message.session_id = session.session_id
         message.version.CopyFrom(version.to_proto())
         future = Future(
