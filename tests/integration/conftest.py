@@ -1,0 +1,70 @@
+"""One stack, one session and a training run per model for all tests that can share them."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ["TINKER_TELEMETRY"] = "0"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+from support.models import LLAMA, TIED, UNTIED, write_llama, write_qwen
+from support.processes import marked
+from support.runs import rewind, start_runs
+from support.stacks import TestStack, running
+from support.waiting import wait_until
+from tinker import ServiceClient, TrainingClient
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_left_running() -> Iterator[None]:
+    mark = f"session-{uuid.uuid4().hex}"
+    os.environ["TEST_SESSION_MARK"] = mark
+    yield
+    del os.environ["TEST_SESSION_MARK"]
+    wait_until(lambda: not marked(mark), what="every process of the tests has ended")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        TIED: write_qwen(folder / "tied", tied=True, seed=1),
+        UNTIED: write_qwen(folder / "untied", tied=False, seed=2),
+        LLAMA: write_llama(folder / "llama", seed=3),
+    }
+
+
+@pytest.fixture(scope="session")
+def stack(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestStack]:
+    """One rank; the payload limit is low, so that a test can be over it."""
+    settings = {"trainer_ranks": "1", "max_payload_bytes": str(2**20)}
+    with running(tmp_path_factory.mktemp("data"), models=models, settings=settings) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def service(stack: TestStack) -> Iterator[ServiceClient]:
+    with stack.service() as service:
+        yield service
+
+
+@pytest.fixture(scope="session")
+def runs(service: ServiceClient) -> dict[str, TrainingClient]:
+    """A training run for each model, with a checkpoint of its beginning."""
+    return start_runs(service, TIED, UNTIED, LLAMA)
+
+
+@pytest.fixture(params=[TIED, UNTIED, LLAMA])
+def any_run(request: pytest.FixtureRequest, runs: dict[str, TrainingClient]) -> TrainingClient:
+    """Each of the models in turn, at its beginning."""
+    return rewind(runs[request.param])
+
+
+@pytest.fixture
+def run(runs: dict[str, TrainingClient]) -> TrainingClient:
+    """The tied model at its beginning, with an optimizer that has not stepped yet."""
+    return rewind(runs[TIED])

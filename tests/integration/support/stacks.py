@@ -1,0 +1,106 @@
+"""Stacks for tests, and what their gateways and data directories say."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tinker
+from safetensors.numpy import load_file
+from tinker import TrainingClient
+
+from support.processes import Process, group_of, marked
+from support.waiting import wait_until
+from tandem.stack import Stack
+from tandem.weights import version_path
+
+SMALL = {
+    "port": "0",
+    "sampler_kv_cache_bytes": str(32 * 2**20),
+    "sampler_max_num_seqs": "64",
+    "trainer_threads": "1",
+}
+
+
+@dataclass(frozen=True)
+class TestStack:
+    """A running stack; all its processes, children's children included, carry `mark`."""
+
+    __test__ = False
+
+    stack: Stack
+    mark: str
+
+    @property
+    def data_dir(self) -> Path:
+        return self.stack.data_dir
+
+    def service(self, **arguments) -> tinker.ServiceClient:
+        """The unmodified SDK, pointed at this gateway."""
+        endpoint = self.stack.endpoint
+        return tinker.ServiceClient(
+            **{"base_url": endpoint.url, "api_key": endpoint.api_key, **arguments}
+        )
+
+    def status(self) -> dict[str, list[dict]]:
+        with self.stack.client() as client:
+            answer = client.get("status")
+            answer.raise_for_status()
+            return answer.json()
+
+    def worker(self, kind: str, *, session_id: str) -> dict:
+        """The session's ready worker of a kind, once there is exactly one."""
+
+        def one() -> dict | None:
+            ready = [
+                worker
+                for worker in self.status()["workers"]
+                if worker["kind"] == kind
+                and session_id in worker["id"]
+                and worker["state"] == "ready"
+            ]
+            return ready[0] if len(ready) == 1 else None
+
+        return wait_until(one, what=f"session {session_id} has one ready {kind}")
+
+    def processes(self) -> list[Process]:
+        return marked(self.mark)
+
+    def processes_of(self, worker: dict) -> list[Process]:
+        return group_of(worker["pid"], mark=self.mark)
+
+    def run(self, training: TrainingClient) -> dict:
+        run_id = training.model_id
+        return next(run for run in self.status()["runs"] if run["id"] == run_id)
+
+    def newest_version(self, training: TrainingClient) -> Path:
+        """Where the version lies that the run published last."""
+        return version_path(self.data_dir, self.run(training)["weight_version"])
+
+    def published(self, training: TrainingClient) -> dict[str, np.ndarray]:
+        """The tensors of the newest version, from its files."""
+        tensors: dict[str, np.ndarray] = {}
+        for file in sorted(self.newest_version(training).glob("*.safetensors")):
+            tensors |= load_file(file)
+        return tensors
+
+
+@contextmanager
+def running(
+    data_dir: Path, *, models: dict[str, Path], settings: dict[str, str] | None = None
+) -> Iterator[TestStack]:
+    mark = f"test-{uuid.uuid4().hex}"
+    stack = Stack(data_dir=data_dir, settings={**SMALL, **(settings or {}), "test_mark": mark})
+    with stack:
+        for name, path in models.items():
+            stack.add_model(name=name, path=path)
+        yield TestStack(stack=stack, mark=mark)
+    wait_until(lambda: not marked(mark), what="the stack's processes have ended")
+
+
+def session_of(training: TrainingClient) -> str:
+    return training.model_id.partition(":")[0]

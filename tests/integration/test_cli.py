@@ -1,0 +1,165 @@
+"""The `tandem` command against a running stack, as a person or a script uses it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from support.models import LLAMA, TIED
+from support.processes import marked
+from support.stacks import TestStack
+from support.waiting import wait_until
+from tinker import TrainingClient
+
+TANDEM = str(Path(sys.executable).parent / "tandem")
+
+
+def tandem(*arguments: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([TANDEM, *arguments], capture_output=True, text=True, timeout=60)
+    assert (done.returncode == 0) == ok, (done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@dataclass
+class Command:
+    """A `tandem` command that goes on running, and the mark that its processes carry."""
+
+    process: subprocess.Popen[str]
+    mark: str
+
+    def interrupt(self) -> int:
+        """Ctrl-C; the exit status. Nothing may be left."""
+        self.process.send_signal(signal.SIGINT)
+        status = self.process.wait(timeout=60)
+        wait_until(lambda: not marked(self.mark), what="the command's processes have ended")
+        return status
+
+
+def start(*arguments: str) -> Command:
+    mark = f"command-{uuid.uuid4().hex}"
+    process = subprocess.Popen(
+        [TANDEM, *arguments],
+        env={**os.environ, "TEST_COMMAND_MARK": mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    return Command(process, mark)
+
+
+@pytest.fixture
+def up(models: dict[str, Path], tmp_path: Path) -> Iterator[tuple[Command, dict, Path]]:
+    """`tandem up --json` with one model; what it printed, and its data directory."""
+    command = start(
+        *("up", "--json", "--port", "0", "--data-dir", str(tmp_path)),
+        *("--model", f"{TIED}={models[TIED]}"),
+    )
+    assert command.process.stdout is not None
+    text = ""
+    while not text.rstrip().endswith("}"):
+        line = command.process.stdout.readline()
+        assert line, "tandem up ended early"
+        text += line
+    yield command, json.loads(text), tmp_path
+    if command.process.poll() is None:
+        command.interrupt()
+
+
+def test_up_prints_a_url_and_a_key_that_work_and_ctrl_c_ends_it(
+    up: tuple[Command, dict, Path],
+) -> None:
+    command, printed, _data_dir = up
+    assert printed["api_key"].startswith("tml-")
+    answer = httpx.get(
+        f"{printed['url']}/api/v1/get_server_capabilities",
+        headers={"X-API-Key": printed["api_key"]},
+    )
+    assert [model["model_name"] for model in answer.json()["supported_models"]] == [TIED]
+    assert command.interrupt() == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{printed['url']}/api/v1/healthz")
+
+
+def test_models_are_added_and_listed(
+    up: tuple[Command, dict, Path], models: dict[str, Path]
+) -> None:
+    at = ("--data-dir", str(up[2]))
+    added = json.loads(tandem("models", "add", LLAMA, str(models[LLAMA]), "--json", *at).stdout)
+    assert added["name"] == LLAMA
+    listed = json.loads(tandem("models", "list", "--json", *at).stdout)["models"]
+    assert {model["name"]: model["path"] for model in listed} == {
+        TIED: str(models[TIED]),
+        LLAMA: str(models[LLAMA]),
+    }
+    assert LLAMA in tandem("models", "list", *at).stdout
+    refused = tandem("models", "add", "x", str(models[LLAMA].parent), *at, ok=False)
+    assert "config.json" in refused.stderr
+
+
+def test_status_shows_sessions_runs_samplers_and_workers(
+    stack: TestStack, run: TrainingClient
+) -> None:
+    at = ("--data-dir", str(stack.data_dir))
+    status = json.loads(tandem("status", "--json", *at).stdout)
+    mine = next(row for row in status["runs"] if row["id"] == run.model_id)
+    assert (mine["state"], mine["base_model"], mine["queued"]) == ("ready", TIED, 0)
+    assert status["sessions"] and status["samplers"]
+    assert {worker["kind"] for worker in status["workers"]} == {"trainer", "sampler"}
+    assert "workers" in tandem("status", *at).stdout
+
+
+def test_logs_lists_and_prints_the_logs_of_workers(stack: TestStack, run: TrainingClient) -> None:
+    at = ("--data-dir", str(stack.data_dir))
+    names = tandem("logs", *at).stdout.split()
+    assert "gateway" in names
+    trainer = next(name for name in names if name.startswith("trainer-"))
+    lines = tandem("logs", trainer, "-n", "3", *at).stdout.splitlines()
+    assert 1 <= len(lines) <= 3
+    assert all(json.loads(line)["event"] for line in lines)
+    assert "no log of" in tandem("logs", "../tandem.db", *at, ok=False).stderr
+
+
+def test_config_and_version_are_json_and_hold_no_secret(monkeypatch) -> None:
+    monkeypatch.setenv("TANDEM_API_KEY", "tml-very-secret")
+    monkeypatch.setenv("TANDEM_TRAINER_RANKS", "3")
+    text = tandem("config", "--json").stdout
+    assert json.loads(text)["trainer"]["ranks"] == 3
+    assert "very-secret" not in text
+    versions = json.loads(tandem("version", "--json").stdout)
+    assert versions["tandem"]
+
+
+@pytest.mark.parametrize("command", [("status",), ("models", "list"), ("models", "add", "x", ".")])
+def test_without_a_gateway_the_command_says_how_to_start_one(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    refused = tandem(*command, "--data-dir", str(tmp_path), ok=False)
+    assert "tandem up" in refused.stderr
+
+
+def test_ctrl_c_of_the_demo_leaves_nothing_running(tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    command = start(
+        *("demo", "--ranks", "1", "--out", str(tmp_path / "out")), "--data-dir", str(data_dir)
+    )
+
+    def services() -> int:
+        names = ("-m gateway", "-m trainer_service", "-m sampler_service")
+        commands = [process.command for process in marked(command.mark)]
+        return sum(any(name in each for each in commands) for name in names)
+
+    wait_until(lambda: services() == 3, what="gateway, trainer and sampler run")
+    assert command.interrupt() == 130
+    assert command.process.stderr is not None
+    assert "Interrupted" in command.process.stderr.read()

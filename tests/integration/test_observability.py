@@ -1,0 +1,50 @@
+"""Metrics and logs of all three services, from a stack that has done some work."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+from support.data import train
+from support.sampling import sample
+from support.stacks import TestStack
+from tinker import TrainingClient
+
+
+def names(text: str) -> set[str]:
+    return {
+        line.split("{")[0].split()[0]
+        for line in text.splitlines()
+        if line and not line.startswith("#")
+    }
+
+
+def test_metrics_of_gateway_trainer_and_sampler_answer(
+    stack: TestStack, run: TrainingClient
+) -> None:
+    train(run, seed=211, steps=1)
+    sample(run.save_weights_and_get_sampling_client().result(timeout=120), [7, 8, 9])
+    gateway = httpx.get(f"{stack.stack.endpoint.url}/metrics")
+    assert any(name.startswith("tandem_") for name in names(gateway.text))
+    kinds = set()
+    for worker in stack.status()["workers"]:
+        answer = httpx.get(f"http://127.0.0.1:{worker['metrics_port']}/metrics")
+        assert any(name.startswith(f"tandem_{worker['kind']}_") for name in names(answer.text))
+        kinds.add(worker["kind"])
+    assert kinds == {"trainer", "sampler"}
+
+
+def test_log_lines_are_json_with_the_ids_of_session_run_and_request(
+    stack: TestStack, run: TrainingClient
+) -> None:
+    run.save_weights_and_get_sampling_client().result(timeout=120)
+    keys: dict[str, set[str]] = {}
+    for path in (stack.data_dir / "logs").glob("*.log"):
+        service = path.name.split("-")[0].removesuffix(".log")
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            assert {"event", "level", "timestamp"} <= entry.keys(), (path.name, line)
+            keys.setdefault(service, set()).update(entry)
+    assert keys.keys() == {"gateway", "trainer", "sampler"}
+    for service, found in keys.items():
+        assert {"service", "session_id", "run_id", "request_id"} <= found, (service, found)
