@@ -124,7 +124,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             self._metrics.refused(error.type)
             self._log.info(
                 "sample_refused",
-                operation_id=request.operation_id,
+                request_id=request.operation_id,
                 session_id=request.session_id,
                 version=request.version.name,
                 error_type=error.type,

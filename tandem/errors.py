@@ -73,6 +73,8 @@ class TandemError(Exception):
     type: ClassVar[str] = "tandem_error"
 
     def __init_subclass__(cls) -> None:
+        if "type" in cls.__dict__:  # it carries more, and is told as the error that it names
+            return
         cls.type = _snake(cls.__name__)
         _BY_TYPE[cls.type] = cls
 

@@ -75,6 +75,7 @@ def configure_logging(*, service: str, level: str = "info", stream: TextIO | Non
         )
     )
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.captureWarnings(True)
 
 
 def get_log(**bound: object) -> Log:

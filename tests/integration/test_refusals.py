@@ -177,7 +177,7 @@ def test_full_parameter_training_may_be_asked_for_by_metadata(
 ) -> None:
     with stack.service() as other:
         training = other.create_lora_training_client(
-            TIED, user_metadata={"training": "full"}
+            TIED, user_metadata={"tandem.training": "full"}
         ).result(timeout=120)
         assert training.get_info().model_data.model_name == TIED
 
@@ -223,7 +223,7 @@ SAMPLES: dict[str, tuple[str, Callable[[], dict]]] = {
         "sequence_too_long",
         lambda: {"prompt": [7] * 100, "sampling_params": params(tokens=MAX_LENGTH)},
     ),
-    "an empty prompt": ("invalid_request", lambda: {"prompt": [], "sampling_params": params()}),
+    "an empty prompt": ("empty_batch", lambda: {"prompt": [], "sampling_params": params()}),
     "a negative temperature": (
         "invalid_request",
         lambda: {"prompt": [7], "sampling_params": params(temperature=-1.0)},
