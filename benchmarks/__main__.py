@@ -127,7 +127,7 @@ def _row(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
-    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help="default: all")
+    parser.add_argument("sections", nargs="*", help="default: all")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--no-save", action="store_true", help="only print")
     arguments = parser.parse_args()

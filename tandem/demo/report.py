@@ -31,8 +31,8 @@ class LiveTable:
         if self._console.is_terminal:
             self._live.start(refresh=True)
         else:
-            self._console.print(self._title)
-            self._console.print("".join(f"{name:>11}" for name in _COLUMNS))
+            self._console.print(self._title, soft_wrap=True)
+            self._print_line(_COLUMNS)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -54,7 +54,10 @@ class LiveTable:
             self._table.add_row(*cells)
             self._live.update(self._table, refresh=True)
         else:
-            self._console.print("".join(f"{cell:>11}" for cell in cells))
+            self._print_line(cells)
+
+    def _print_line(self, cells: Sequence[str]) -> None:
+        self._console.print("".join(f"{cell:>10}" for cell in cells), soft_wrap=True)
 
 
 class RunDirectory:

@@ -79,7 +79,8 @@ def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str,
         f"Mean reward {results[0].reward_mean:.3f} → [bold]{results[-1].reward_mean:.4f}[/], "
         f"greedy {greedy:.2f}, in {timing.since_start():.0f} s "
         f"(stack ready after {timing.ready:.0f} s). Everything is stopped.\n"
-        f"Chart, metrics and configuration: [bold]{configuration.out}[/]"
+        f"Chart, metrics and configuration: [bold]{configuration.out}[/]",
+        soft_wrap=True,
     )
     return summary
 
@@ -192,7 +193,7 @@ def _warm_up(
         )
     path = str(client.save_state(configuration.warm_up_name, overwrite=True).result().path)
     timing.warm_up = time.monotonic() - started
-    console.print(f"Warm-up took {timing.warm_up:.0f} s and is kept as {path}")
+    console.print(f"Warm-up took {timing.warm_up:.0f} s and is kept as {path}", soft_wrap=True)
     return path
 
 
