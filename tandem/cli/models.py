@@ -36,12 +36,7 @@ def list_models(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
     if as_json:
         print_json(answer)
         return
-    table = Table("name", "architecture", "max length", "path")
+    table = Table("name", "max length", "path")
     for model in answer["models"]:
-        table.add_row(
-            str(model["name"]),
-            str(model.get("architecture", "")),
-            str(model.get("max_length", "")),
-            str(model["path"]),
-        )
+        table.add_row(str(model["name"]), str(model["max_length"] or ""), str(model["path"]))
     out.print(table)

@@ -19,10 +19,10 @@ from tandem.settings import GatewaySettings
 Rows = list[dict[str, object]]
 
 _TABLES: dict[str, tuple[str, ...]] = {
-    "sessions": ("session_id", "state", "age_seconds", "runs", "samplers"),
-    "runs": ("run_id", "state", "base_model", "step", "weight_version", "queued", "reason"),
-    "samplers": ("worker_id", "state", "base_model", "weight_version", "running", "waiting"),
-    "workers": ("worker_id", "kind", "state", "pid", "age_seconds"),
+    "sessions": ("id", "display_name", "idle_seconds"),
+    "runs": ("id", "state", "base_model", "step", "weight_version", "queued", "reason"),
+    "samplers": ("worker", "state", "base_model", "weight_version", "waiting", "reason"),
+    "workers": ("id", "kind", "state", "pid", "age_seconds"),
 }
 
 
