@@ -7,8 +7,8 @@ import sys
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when grpc is imported
 
-from gateway.server import run  # noqa: E402
-from tandem.settings import GatewaySettings  # noqa: E402
+from gateway.server import run
+from tandem.settings import GatewaySettings
 
 if __name__ == "__main__":
     settings = GatewaySettings()

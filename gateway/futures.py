@@ -67,10 +67,16 @@ class Future:
             self.ended_at = time.monotonic()
             self._outcome.set_result(outcome)
 
-    async def wait(self, *, timeout: float) -> Outcome | None:
-        """The outcome, or None when it has not come within `timeout` seconds."""
+    async def wait(
+        self, *, timeout: float, closing: asyncio.Future[None] | None = None
+    ) -> Outcome | None:
+        """The outcome, or None when it has not come within `timeout` seconds, or before
+        `closing` is done."""
         if not self._outcome.done():
-            await asyncio.wait((self._outcome,), timeout=timeout)
+            either: list[asyncio.Future[Outcome] | asyncio.Future[None]] = [self._outcome]
+            if closing is not None:
+                either.append(closing)
+            await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         return self._outcome.result() if self._outcome.done() else None
 
 
@@ -80,7 +86,7 @@ class Futures:
     def __init__(self, *, result_ttl: float) -> None:
         self._result_ttl = result_ttl
         self._futures: dict[str, Future] = {}
-        self._closing = asyncio.Event()
+        self._closing: asyncio.Future[None] | None = None
 
     def add(self, future: Future) -> Future:
         self._futures[future.request_id] = future
@@ -94,24 +100,17 @@ class Futures:
 
     async def wait(self, future: Future, *, timeout: float) -> Outcome | None:
         """As `Future.wait`, and cut short when the gateway shuts down."""
-        if future.ended:
-            outcome = await future.wait(timeout=0)
-        else:
-            closing = asyncio.ensure_future(self._closing.wait())
-            waiting = asyncio.ensure_future(future.wait(timeout=timeout))
-            try:
-                await asyncio.wait((closing, waiting), return_when=asyncio.FIRST_COMPLETED)
-                outcome = waiting.result() if waiting.done() else None
-            finally:
-                closing.cancel()
-                waiting.cancel()
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_future()
+        outcome = await future.wait(timeout=timeout, closing=self._closing)
         if outcome is not None:
             future.fetched_at = time.monotonic()
         return outcome
 
     def release_waiters(self) -> None:
         """Ends all long polls: the gateway is shutting down."""
-        self._closing.set()
+        if self._closing is not None and not self._closing.done():
+            self._closing.set_result(None)
 
     def sweep(self) -> list[Future]:
         """Forgets what was fetched, or has not been for `result_ttl`; returns what it forgot."""

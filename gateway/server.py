@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import orjson
@@ -91,7 +92,8 @@ def run(settings: GatewaySettings) -> int:
         signal.signal(number, lambda *_: None)
     app = create_app(settings)
     server = make_server(app, settings)
-    server.run()
+    with suppress(SystemExit):  # of uvicorn, when it cannot start
+        server.run()
     if app.state.start_error:
         print(f"tandem gateway: {app.state.start_error}", file=sys.stderr)
     return 0 if server.started else 1

@@ -64,10 +64,10 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
             self._done = request.header.seq_id
             self._turn.notify_all()
 
-    async def Describe(self, request, context):  # noqa: N802
+    async def Describe(self, request, context):
         return trainer_pb2.DescribeTrainerReply(architecture="Fake", parameters=7, ranks=1)
 
-    async def ForwardBackward(self, request, context):  # noqa: N802
+    async def ForwardBackward(self, request, context):
         error = await self._admit(context, request.header)
         await self._apply("forward_backward", request)
         if error is not None:
@@ -83,7 +83,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
         output.metrics["loss:sum"] = float(len(lengths))
         return trainer_pb2.ForwardBackwardReply(output=output.SerializeToString())
 
-    async def OptimStep(self, request, context):  # noqa: N802
+    async def OptimStep(self, request, context):
         error = await self._admit(context, request.header)
         await self._apply("optim_step", request)
         if error is not None:
@@ -91,7 +91,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
         self.step += 1
         return trainer_pb2.OptimStepReply(step=self.step, metrics={"grad_norm": 1.5})
 
-    async def Publish(self, request, context):  # noqa: N802
+    async def Publish(self, request, context):
         error = await self._admit(context, request.header)
         await self._apply("publish", request)
         if error is not None:
@@ -103,16 +103,16 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
         version.step = self.step
         return trainer_pb2.PublishReply(version=version, bytes=7)
 
-    async def SaveCheckpoint(self, request, context):  # noqa: N802
+    async def SaveCheckpoint(self, request, context):
         await self._admit(context, request.header)
         await self._apply("save", request)
-        Path(request.path).mkdir(parents=True)
+        Path(request.path).mkdir(parents=True)  # noqa: ASYNC240
         return trainer_pb2.SaveCheckpointReply(step=self.step, bytes=21)
 
-    async def LoadCheckpoint(self, request, context):  # noqa: N802
+    async def LoadCheckpoint(self, request, context):
         await self._admit(context, request.header)
         await self._apply("load", request)
-        assert Path(request.path).is_dir()
+        assert Path(request.path).is_dir()  # noqa: ASYNC240
         self.step = 3
         return trainer_pb2.LoadCheckpointReply(step=3)
 
@@ -128,13 +128,13 @@ class FakeSampler(sampler_pb2_grpc.SamplerServicer):
         self.gate.set()
         self.load_error: TandemError | None = None
 
-    async def Load(self, request, context):  # noqa: N802
+    async def Load(self, request, context):
         if self.load_error is not None:
             return sampler_pb2.LoadReply(failure=self.load_error.to_failure())
         self.loaded.append(request.version.name)
         return sampler_pb2.LoadReply(version=request.version, bytes=7)
 
-    async def Sample(self, request, context):  # noqa: N802
+    async def Sample(self, request, context):
         assert dict(context.invocation_metadata())[SECRET_METADATA_KEY] == self.spec.secret
         self.requests.append(request)
         await self.gate.wait()
@@ -316,7 +316,7 @@ def running_gateway(tmp_path: Path, **changes) -> Iterator[Gate]:
         server.config.load()
         server.capture_signals = _no_signals  # we are not in the main thread
         task = asyncio.create_task(server.serve())
-        while not server.started and not task.done():
+        while not server.started and not task.done():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         if task.done():
             ready.set_exception(AssertionError("the gateway did not start"))
