@@ -78,7 +78,9 @@ def logprobs_of(output: wire.ForwardBackwardOutput) -> list[np.ndarray]:
 class TrainerClient:
     """Calls in log order, with the next `seq_id` each time."""
 
-    def __init__(self, process: subprocess.Popen[bytes], reports: Any, address: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], reports: Any, first: WorkerReport) -> None:
+        address = first.address
+        self.metrics_port = first.metrics_port
         self.process = process
         self.reports = reports
         self.channel = grpc.insecure_channel(address, options=GRPC_OPTIONS)
@@ -227,7 +229,7 @@ def trainer_process(
         process.stdin.flush()
         with os.fdopen(read, "rb") as reports:
             first = WorkerReport.model_validate_json(reports.readline())
-            client = TrainerClient(process, reports, first.address)
+            client = TrainerClient(process, reports, first)
             if wait:
                 client.wait_until_serving()
             yield client

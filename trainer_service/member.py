@@ -22,6 +22,9 @@ from trainer_service.optimizer import AdamWSettings
 from trainer_service.rank_trainer import RankTrainer
 from trainer_service.validate import Limits, validate
 
+START_TIMEOUT = timedelta(minutes=10)
+"""For ranks to find each other and to load the model. A launcher gives up sooner."""
+
 
 class Assignment(BaseModel):
     """What a rank is told: its place, where the ranks meet, and the model."""
@@ -50,8 +53,9 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
         if store is None:
             store = dist.TCPStore(
-                "127.0.0.1", assignment.store_port, is_master=False, timeout=timeout
+                "127.0.0.1", assignment.store_port, is_master=False, timeout=START_TIMEOUT
             )
+        _meet(store, "arrived", rank=rank, size=size)
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         if size > 1:
@@ -61,12 +65,23 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
         settings=settings,
         world=World(rank=rank, size=size, device=device),
     )
+    if size > 1 and store is not None:
+        _meet(store, "loaded", rank=rank, size=size)
     return RankTrainer(
         backend=made,
         control=Control(rank=rank, size=size, group=group),
         micro_batch_tokens=settings.micro_batch_tokens,
         model_path=assignment.model_path,
     )
+
+
+def _meet(store: dist.Store, stage: str, *, rank: int, size: int) -> None:
+    """Waits until all ranks are at the same stage of starting.
+
+    Imports and loading differ in time by more than a collective may take.
+    """
+    store.set(f"tandem/{stage}/{rank}", "1")
+    store.wait([f"tandem/{stage}/{other}" for other in range(size)], START_TIMEOUT)
 
 
 def _cores() -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import shutil
 import struct
 from collections.abc import Mapping
@@ -129,15 +131,13 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str |
     except SafetensorError as error:
         # The library reports the kernel's error as text alone.
         raise _as_os_error(error) from error
+    path.chmod(0o644)  # the library makes it for its owner alone; a sampler may be another user
     fsync_path(path)
     entry = checksum_file(path)
     return {**entry.model_dump(), "tensors": json.dumps(sorted(tensors))}
 
 
 def _as_os_error(error: Exception) -> OSError:
-    import errno
-    import re
-
     found = re.search(r"os error (\d+)", str(error))
     return OSError(int(found.group(1)) if found else errno.EIO, str(error))
 

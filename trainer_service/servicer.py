@@ -48,7 +48,7 @@ R = TypeVar(
 
 T = TypeVar("T")
 
-KEPT_RESULTS = 64
+KEPT_RESULTS = 32
 """More than the gateway ever sends ahead, so that what it sends again is remembered."""
 
 
@@ -254,7 +254,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             seconds=round(seconds, 6),
             session_id=header.session_id,
             run_id=header.run_id,
-            operation_id=header.operation_id,
+            request_id=header.operation_id,
             seq_id=header.seq_id,
         )
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
 from tandem.settings import TrainerSettings
 from tandem.worker import WorkerSpec
-from trainer_service.member import Assignment, join
+from trainer_service.member import START_TIMEOUT, Assignment, join
 from trainer_service.operations import Operations
 from trainer_service.ranks import Ranks
 
@@ -29,7 +28,7 @@ def bring_up(spec: WorkerSpec, *, settings: TrainerSettings, ranks: Ranks) -> Op
             port,
             world_size=size,
             is_master=True,
-            timeout=timedelta(seconds=settings.collective_timeout),
+            timeout=START_TIMEOUT,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )

@@ -98,7 +98,7 @@ def test_the_gradient_of_cispo_is_that_of_its_weights_held_fixed():
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_at_the_sampling_policy_every_gradient_is_minus_the_advantage(name):
     loss = LOSSES[name]
-    logprobs, inputs = golden_tensors("old")
+    _, inputs = golden_tensors("old")
     leaf = inputs["logprobs"].clone().requires_grad_(True)
     loss.compute(leaf, inputs, loss.settings).loss.backward()
     assert torch.allclose(leaf.grad, -inputs["advantages"])

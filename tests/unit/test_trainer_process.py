@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import httpx
 import numpy as np
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -268,6 +271,20 @@ def test_an_old_fencing_token_is_refused(one):
     assert "fencing token 0" in caught.value.details()
 
 
+def test_metrics_count_operations_and_steps(two):
+    two.output(request(mixed_data()))
+    step = two.optim_step()
+    page = httpx.get(f"http://127.0.0.1:{two.metrics_port}/metrics").text
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+    assert samples["tandem_trainer_step",] == step.step
+    assert samples["tandem_trainer_operations_total", "OptimStep", "ok"] >= 1
+    assert samples["tandem_trainer_tokens_total",] > 0
+
+
 # --- Death -----------------------------------------------------------------------------------
 
 
@@ -291,6 +308,26 @@ def test_a_rank_killed_in_the_middle_of_an_operation_is_named_and_nothing_is_lef
         assert report.error == "rank 1 was killed by SIGKILL"
         assert client.process.wait(timeout=10) == 1
         assert group_members(client.process.pid) == []
+
+
+def test_a_rank_that_hangs_is_given_up_after_the_timeout(models, tmp_path):
+    with trainer_process(models["qwen3"], tmp_path, ranks=2, collective_timeout=3.0) as client:
+        (rank_1,) = set(group_members(client.process.pid)) - {client.process.pid}
+        os.kill(rank_1, signal.SIGSTOP)
+        with pytest.raises(grpc.RpcError) as caught:
+            client.forward_backward(request(mixed_data()))
+        assert caught.value.code() is grpc.StatusCode.ABORTED
+        assert "imed out" in caught.value.details()
+        assert client.next_report().error_type == "worker_died"
+        assert client.process.wait(timeout=10) == 1
+        assert group_members(client.process.pid) == []
+
+
+def test_idle_ranks_outlive_the_collective_timeout(models, tmp_path):
+    with trainer_process(models["qwen3"], tmp_path, ranks=2, collective_timeout=1.5) as client:
+        with pytest.raises(subprocess.TimeoutExpired):
+            client.process.wait(timeout=4)
+        assert not client.forward_backward(request(mixed_data())).HasField("failure")
 
 
 def test_when_rank_0_is_killed_its_ranks_end(models, tmp_path):
