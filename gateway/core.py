@@ -9,6 +9,7 @@ import secrets
 import time
 from pathlib import Path
 
+from gateway.admission import Admission
 from gateway.database import Database
 from gateway.fleet import ChannelFactory, Fleet, open_channel
 from gateway.futures import Futures
@@ -19,7 +20,7 @@ from gateway.oplog import OperationLog
 from gateway.runs import Runs
 from gateway.samplers import Samplers
 from gateway.sampling import SamplingSessions
-from gateway.sessions import Sessions
+from gateway.sessions import Sessions, why_ended
 from gateway.versions import Versions
 from tandem.errors import InvalidRequest, SessionFinished
 from tandem.settings import GatewaySettings
@@ -78,6 +79,13 @@ class Gateway:
             versions=self.versions,
             metrics=self.metrics,
         )
+        self.admission = Admission(
+            database=self.database,
+            log=self.oplog,
+            futures=self.futures,
+            runs=self.runs,
+            max_queued=settings.max_queued_operations,
+        )
         self._lock = DataDirectoryLock(settings.data_dir)
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._log = get_log()
@@ -128,7 +136,9 @@ class Gateway:
             self._log.info(
                 "session_ended", session_id=session_id, state=state, reason=reason, detail=detail
             )
-            self._ending[session_id] = asyncio.create_task(self._clear(session_id, reason))
+            self._ending[session_id] = asyncio.create_task(
+                self._clear(session_id, why_ended(session_id, reason=reason, detail=detail))
+            )
         if (task := self._ending.get(session_id)) is not None:
             await asyncio.shield(task)
 
@@ -139,11 +149,12 @@ class Gateway:
         if removed:
             self._log.info("collected", run_id=run_id, versions=len(removed))
 
-    async def _clear(self, session_id: str, reason: str) -> None:
-        error = SessionFinished(f"session {session_id} has ended ({reason})")
+    async def _clear(self, session_id: str, why: str) -> None:
+        error = SessionFinished(why)
         try:
             run_ids, _ = await asyncio.gather(
-                self.runs.end_session(session_id), self.samplers.end_session(session_id, error)
+                self.runs.end_session(session_id, error),
+                self.samplers.end_session(session_id, error),
             )
             named = self.sampling.end_session(session_id)
             for run_id in sorted({*run_ids, *named}):

@@ -24,7 +24,7 @@ from gateway.futures import Future, Futures, Outcome, Waiting
 from gateway.metrics import Metrics
 from gateway.models import BaseModelEntry
 from gateway.names import request_id_of, run_id_of
-from gateway.operations import Body, Kind, LoadWeights, Operation
+from gateway.operations import LoadWeights, Operation
 from gateway.oplog import OperationLog
 from gateway.samplers import Samplers
 from gateway.sampling import SamplingSessions
@@ -32,10 +32,8 @@ from gateway.tables import runs
 from gateway.versions import Versions
 from tandem.errors import (
     GatewayRestarted,
-    Overloaded,
     SessionFinished,
     TandemError,
-    UnknownRun,
     WorkerDied,
 )
 from tandem.settings import GatewaySettings
@@ -45,7 +43,6 @@ RunState = Literal["starting", "ready", "ended"]
 
 _EXIT_REPORT_PATIENCE = 3.0
 """Seconds to wait for the launcher's word after the connection to a trainer broke."""
-_SMALL_PAYLOAD = 64 * 1024
 
 
 class Run:
@@ -74,6 +71,11 @@ class Run:
     @property
     def session_id(self) -> str:
         return self.facts.session_id
+
+    async def arrived(self, seq_id: int) -> None:
+        """Returns when the operation that is on its way into the log has got there."""
+        if seq_id in self.arriving:
+            await asyncio.shield(self.arriving[seq_id])
 
 
 class Runs:
@@ -149,7 +151,7 @@ class Runs:
         request_id = request_id_of(owner=run_id, seq_id=0)
         existing = self._runs.get(run_id)
         if existing is not None:
-            await self._arrived(existing, 0)
+            await existing.arrived(0)
             return request_id
         if await self._database.read_one(select(runs.c.id).where(runs.c.id == run_id)):
             return request_id  # of before a restart: the log says what became of it
@@ -187,84 +189,28 @@ class Runs:
                 run_id=run_id, seq_id=0, kind=operation.kind, request=request, payload=None
             )
         except BaseException:
-            del self._runs[run_id]
+            self._runs.pop(run_id, None)
             raise
         finally:
             del run.arriving[0]
             arrival.set_result(None)
         self._futures.add(future)
+        if run.error is not None:  # its session has ended meanwhile
+            self._on_outcome(operation, run.error)
+            return request_id
         # Engine and trainer start side by side: the loop will need both.
         self._samplers.ensure(session_id=session_id, model=model)
         run.bring_up = asyncio.create_task(self._bring_up(run, operation), name=f"start-{run_id}")
         return request_id
 
-    async def submit(
-        self,
-        *,
-        run_id: str,
-        seq_id: int,
-        kind: Kind,
-        body: Body | None = None,
-        request: bytes = b"",
-        payload: bytes | None = None,
-        refused: TandemError | None = None,
-    ) -> str:
-        """Takes an operation into the log and returns its request_id.
-
-        A `seq_id` seen before gives the request_id of then. `refused` makes an operation that
-        takes its place and fails at its turn. Raises `UnknownRun`, `SessionFinished` or
-        `Overloaded`, which take no place.
-        """
-        run = self._runs.get(run_id)
-        request_id = request_id_of(owner=run_id, seq_id=seq_id)
-        if run is None:
-            return await self._submit_to_lost(run_id=run_id, seq_id=seq_id, kind=kind)
-        if seq_id in run.arriving:
-            await self._arrived(run, seq_id)
-            return request_id
-        # In an ended run, whatever still has a future (or a row) was accepted before.
-        if self._futures.get(request_id) is not None or run.dispatcher.consumed(seq_id):
-            return request_id
-        if run.dispatcher.queued >= self._settings.max_queued_operations:
-            raise Overloaded(f"{run.dispatcher.queued} operations of this run wait already")
-        future = Future(
-            request_id=request_id,
-            source="operation",
-            kind=kind,
-            describe=lambda: run.dispatcher.describe(seq_id),
-        )
-        arrival = run.arriving[seq_id] = asyncio.get_running_loop().create_future()
-        try:
-            blob = await self._oplog.accept(
-                run_id=run_id, seq_id=seq_id, kind=kind, request=request, payload=payload
-            )
-        finally:
-            del run.arriving[seq_id]
-            arrival.set_result(None)
-        self._futures.add(future)
-        run.dispatcher.put(
-            Operation(
-                run_id=run_id,
-                seq_id=seq_id,
-                kind=kind,
-                future=future,
-                body=body,
-                payload=payload if payload and len(payload) <= _SMALL_PAYLOAD else None,
-                blob=blob,
-                refused=refused,
-            )
-        )
-        return request_id
-
-    async def end_session(self, session_id: str) -> list[str]:
+    async def end_session(self, session_id: str, error: TandemError) -> list[str]:
         """Ends the session's runs and stops their trainers; returns their ids."""
         ending = [run for run in self._runs.values() if run.session_id == session_id]
-        error = SessionFinished(f"session {session_id} has ended")
         for run in ending:
             self._end(run, error)
         await asyncio.gather(*(self._stop_trainer(run, error.message) for run in ending))
         for run in ending:
-            del self._runs[run.id]
+            self._runs.pop(run.id, None)
         return [run.id for run in ending]
 
     async def close(self) -> None:
@@ -428,30 +374,6 @@ class Runs:
 
     def _not_ready(self, run: Run) -> str:
         return f"the trainer is starting ({time.time() - run.created_at:.0f} s)"
-
-    async def _arrived(self, run: Run, seq_id: int) -> None:
-        if seq_id in run.arriving:
-            await asyncio.shield(run.arriving[seq_id])
-
-    async def _submit_to_lost(self, *, run_id: str, seq_id: int, kind: Kind) -> str:
-        """For a run that memory does not hold: one that a restart of the gateway ended."""
-        row = await self._database.read_one(select(runs).where(runs.c.id == run_id))
-        if row is None:
-            raise UnknownRun(f"there is no training run {run_id!r} on this server")
-        if row["error_type"] != GatewayRestarted.type:
-            raise SessionFinished(f"training run {run_id} has ended: {row['reason']}")
-        request_id = request_id_of(owner=run_id, seq_id=seq_id)
-        if await self._oplog.recall(request_id) is None:
-            await self._oplog.accept(
-                run_id=run_id, seq_id=seq_id, kind=kind, request=b"", payload=None
-            )
-            self._oplog.end(
-                run_id=run_id,
-                seq_id=seq_id,
-                outcome=GatewayRestarted(row["reason"]),
-                blob=None,
-            )
-        return request_id
 
 
 def _died(reason: str) -> str:

@@ -73,7 +73,7 @@ class Sessions:
         row = await self._database.read_one(select(sessions).where(sessions.c.id == session_id))
         if row is None:
             raise UnknownSession(f"there is no session {session_id!r} on this server")
-        raise SessionFinished(_why(session_id=session_id, reason=row["reason"]))
+        raise SessionFinished(why_ended(session_id, reason=row["reason"], detail=row["detail"]))
 
     def overdue(self) -> list[Session]:
         """Those whose last sign of life is older than the ttl."""
@@ -95,5 +95,7 @@ class Sessions:
         return f"no heartbeat for {self._ttl:g} s"
 
 
-def _why(*, session_id: str, reason: str) -> str:
-    return f"session {session_id} has ended ({reason}); make a new ServiceClient"
+def why_ended(session_id: str, *, reason: str, detail: str) -> str:
+    """Literal example: "session s-ab12 has ended (expired: no heartbeat for 60 s); make a …"."""
+    more = f": {detail}" if detail else ""
+    return f"session {session_id} has ended ({reason}{more}); make a new ServiceClient"
