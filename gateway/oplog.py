@@ -17,7 +17,7 @@ from gateway.database import Database
 from gateway.futures import Outcome, Result
 from gateway.names import operation_blob, request_id_of, result_blob, split_request_id
 from gateway.tables import operations
-from tandem.errors import GatewayRestarted, TandemError, UnknownRequest, from_type
+from tandem.errors import GatewayRestarted, StorageFull, TandemError, UnknownRequest, from_type
 
 _INLINE_RESULT_BYTES = 64 * 1024
 
@@ -49,7 +49,10 @@ class OperationLog:
     async def accept(
         self, *, run_id: str, seq_id: int, kind: str, request: bytes, payload: bytes | None
     ) -> Path | None:
-        """Returns once the operation would survive us; says where its payload lies."""
+        """Returns once the operation would survive us; says where its payload lies.
+
+        Raises `StorageFull`, or sqlalchemy's `IntegrityError` for a place that is taken.
+        """
         blob = operation_blob(self._data_dir, run_id=run_id, seq_id=seq_id)
 
         def write_payload() -> None:
@@ -57,21 +60,22 @@ class OperationLog:
             blob.parent.mkdir(parents=True, exist_ok=True)
             blob.write_bytes(payload)
 
-        await self._database.write(
-            _ACCEPT,
-            {
-                "run_id": run_id,
-                "seq_id": seq_id,
-                "kind": kind,
-                "state": "accepted",
-                "request": request,
-                "accepted_at": time.time(),
-                "error_type": "",
-                "error": "",
-                "media": "",
-            },
-            before=write_payload if payload is not None else None,
-        )
+        row = {
+            "run_id": run_id,
+            "seq_id": seq_id,
+            "kind": kind,
+            "state": "accepted",
+            "request": request,
+            "accepted_at": time.time(),
+            "error_type": "",
+            "error": "",
+            "media": "",
+        }
+        before = write_payload if payload is not None else None
+        try:
+            await self._database.write(_ACCEPT, row, before=before)
+        except OSError as error:
+            raise StorageFull(f"the payload could not be written: {error.strerror}") from error
         return blob if payload is not None else None
 
     def end(self, *, run_id: str, seq_id: int, outcome: Outcome, blob: Path | None) -> None:

@@ -270,6 +270,9 @@ class Samplers:
     def all(self) -> list[Sampler]:
         return list(self._samplers.values())
 
+    def get(self, *, session_id: str, model_name: str) -> Sampler | None:
+        return self._samplers.get((session_id, model_name))
+
     def ensure(self, *, session_id: str, model: BaseModelEntry) -> Sampler:
         """The session's sampler for this base model; its engine begins to start."""
         key = (session_id, model.name)

@@ -8,10 +8,13 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.core import Gateway
 from gateway.fleet import FENCING_TOKEN
 from gateway.futures import Future
 from gateway.names import request_id_of
 from gateway.routes.wire import gateway_of, json_response, parse, promise, read_body
+from gateway.samplers import Sampler
+from gateway.sampling import SamplingSession
 from tandem.errors import EmptyBatch, InvalidRequest, TokenOutOfVocabulary, UnsupportedInput
 from tandem.v1 import sampler_pb2
 
@@ -66,9 +69,8 @@ async def create_sampling_session(request: Request) -> Response:
         base_model=body.base_model,
         model_path=body.model_path,
     )
-    gateway.samplers.ensure(
-        session_id=session.session_id, model=gateway.models.get(session.base_model)
-    )
+    await gateway.sessions.require(body.session_id)  # it may have ended meanwhile
+    _sampler_of(gateway, session)
     return json_response({"type": "create_sampling_session", "sampling_session_id": session.id})
 
 
@@ -90,8 +92,7 @@ async def asample(request: Request) -> Response:
     await gateway.sessions.require(session.session_id)
     request_id = request_id_of(owner=session.id, seq_id=body.seq_id)
     if gateway.futures.get(request_id) is None:
-        model = gateway.models.get(session.base_model)
-        sampler = gateway.samplers.ensure(session_id=session.session_id, model=model)
+        sampler = _sampler_of(gateway, session)
         version = session.version
         message = _sample_request(body)
         message.operation_id = request_id
@@ -108,6 +109,14 @@ async def asample(request: Request) -> Response:
         body.seq_id,
         # The SDK wants one identity for each sample before there is one.
         sample_sequence_ids=[f"{request_id}:{i}" for i in range(body.num_samples)],
+    )
+
+
+def _sampler_of(gateway: Gateway, session: SamplingSession) -> Sampler:
+    """One that runs goes on when its model's name is no longer registered."""
+    sampler = gateway.samplers.get(session_id=session.session_id, model_name=session.base_model)
+    return sampler or gateway.samplers.ensure(
+        session_id=session.session_id, model=gateway.models.get(session.base_model)
     )
 
 

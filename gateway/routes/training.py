@@ -115,7 +115,7 @@ async def forward_backward(request: Request) -> Response:
             "the body is not a ForwardBackwardRequest: model_id or seq_id is missing"
         )
     await require_run(gateway, routing.model_id)
-    await gateway.runs.submit(
+    await gateway.admission.submit(
         run_id=routing.model_id,
         seq_id=routing.seq_id,
         kind="forward" if routing.forward_only else "forward_backward",
@@ -288,7 +288,7 @@ async def _submit(
         check_names(body)
     except UserError as error:
         refused = error
-    await gateway.runs.submit(
+    await gateway.admission.submit(
         run_id=place.model_id,
         seq_id=place.seq_id,
         kind=kind,
@@ -307,7 +307,7 @@ async def _refuse(request: Request, prefix: bytes, error: UserError) -> Response
         raise error
     gateway = gateway_of(request)
     await require_run(gateway, routing.run_id)
-    await gateway.runs.submit(
+    await gateway.admission.submit(
         run_id=routing.run_id, seq_id=routing.seq_id, kind="forward_backward", refused=error
     )
     raise error

@@ -21,7 +21,7 @@ def test_the_sdk_trains_publishes_and_samples(gate):
         step = training.optim_step(types.AdamParams(learning_rate=0.1))
         assert backward.result().metrics["loss:sum"] == 1.0
         assert step.result().metrics == {"grad_norm": 1.5}
-        sampling = training.save_weights_and_get_sampling_client()
+        sampling = training.save_weights_and_get_sampling_client().result()
         answer = sampling.sample(
             types.ModelInput.from_ints([5, 6, 7]), 2, types.SamplingParams(max_tokens=3, seed=1)
         ).result()

@@ -1,0 +1,123 @@
+"""How an operation gets into the log of its run: each place once, and logged before promised."""
+
+from __future__ import annotations
+
+import asyncio
+
+from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
+
+from gateway.database import Database
+from gateway.futures import Future, Futures
+from gateway.names import request_id_of
+from gateway.operations import Body, Kind, Operation
+from gateway.oplog import OperationLog
+from gateway.runs import Runs
+from gateway.tables import runs
+from tandem.errors import (
+    GatewayRestarted,
+    Overloaded,
+    SessionFinished,
+    TandemError,
+    UnknownRun,
+)
+
+_SMALL_PAYLOAD = 64 * 1024
+"""Payloads up to this size stay in memory; others are read again when their turn comes."""
+
+
+class Admission:
+    def __init__(
+        self,
+        *,
+        database: Database,
+        log: OperationLog,
+        futures: Futures,
+        runs: Runs,
+        max_queued: int,
+    ) -> None:
+        self._database = database
+        self._oplog = log
+        self._futures = futures
+        self._runs = runs
+        self._max_queued = max_queued
+
+    async def submit(
+        self,
+        *,
+        run_id: str,
+        seq_id: int,
+        kind: Kind,
+        body: Body | None = None,
+        request: bytes = b"",
+        payload: bytes | None = None,
+        refused: TandemError | None = None,
+    ) -> str:
+        """Takes an operation into the log and returns its request_id.
+
+        A `seq_id` seen before gives the request_id of then. `refused` makes an operation that
+        takes its place and fails at its turn. Raises `UnknownRun`, `SessionFinished` or
+        `Overloaded`, which take no place.
+        """
+        run = self._runs.get(run_id)
+        request_id = request_id_of(owner=run_id, seq_id=seq_id)
+        if run is None:
+            return await self._submit_to_lost(run_id=run_id, seq_id=seq_id, kind=kind)
+        if seq_id in run.arriving:
+            await run.arrived(seq_id)
+            return request_id
+        # In an ended run, whatever still has a future (or a row) was accepted before.
+        if self._futures.get(request_id) is not None or run.dispatcher.consumed(seq_id):
+            return request_id
+        if run.dispatcher.queued >= self._max_queued:
+            raise Overloaded(f"{run.dispatcher.queued} operations of this run wait already")
+        future = Future(
+            request_id=request_id,
+            source="operation",
+            kind=kind,
+            describe=lambda: run.dispatcher.describe(seq_id),
+        )
+        arrival = run.arriving[seq_id] = asyncio.get_running_loop().create_future()
+        try:
+            blob = await self._oplog.accept(
+                run_id=run_id, seq_id=seq_id, kind=kind, request=request, payload=payload
+            )
+        except IntegrityError:  # the log has this place, of longer ago than memory goes
+            return request_id
+        finally:
+            del run.arriving[seq_id]
+            arrival.set_result(None)
+        self._futures.add(future)
+        run.dispatcher.put(
+            Operation(
+                run_id=run_id,
+                seq_id=seq_id,
+                kind=kind,
+                future=future,
+                body=body,
+                payload=payload if payload and len(payload) <= _SMALL_PAYLOAD else None,
+                blob=blob,
+                refused=refused,
+            )
+        )
+        return request_id
+
+    async def _submit_to_lost(self, *, run_id: str, seq_id: int, kind: Kind) -> str:
+        """For a run that memory does not hold: one that a restart of the gateway ended."""
+        row = await self._database.read_one(select(runs).where(runs.c.id == run_id))
+        if row is None:
+            raise UnknownRun(f"there is no training run {run_id!r} on this server")
+        if row["error_type"] != GatewayRestarted.type:
+            raise SessionFinished(f"training run {run_id} has ended: {row['reason']}")
+        request_id = request_id_of(owner=run_id, seq_id=seq_id)
+        if await self._oplog.recall(request_id) is None:
+            await self._oplog.accept(
+                run_id=run_id, seq_id=seq_id, kind=kind, request=b"", payload=None
+            )
+            self._oplog.end(
+                run_id=run_id,
+                seq_id=seq_id,
+                outcome=GatewayRestarted(row["reason"]),
+                blob=None,
+            )
+        return request_id
