@@ -1,6 +1,6 @@
-"""kill -9 of each process, and what its client learns, and what still works afterwards.
+"""kill -9 of each process, a full disk, what the client learns, and what works afterwards.
 
-The tests of this file share a stack of two ranks; each begins with what the one before left.
+Most tests of this file share a stack of two ranks; each begins with what the one before left.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 from support.data import adam, largest_difference, logprobs, sequences, supervised, train
+from support.disk import fill, small_disk
 from support.models import TIED
 from support.plain import PlainClient, message
 from support.processes import Process
@@ -25,29 +27,34 @@ from tinker import ServiceClient, TrainingClient
 DATA = [supervised(tokens) for tokens in sequences(4, seed=191)]
 
 
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults")
+@dataclass
+class Faulty:
+    """A stack of two ranks, one session on it, and the run that has outlived the last test."""
+
+    stack: TestStack
+    service: ServiceClient
+    state: str
+    run: TrainingClient
+    has_own_disk: bool
+
+    def create_again(self) -> TrainingClient:
+        self.run = self.service.create_training_client_from_state(self.state).result(timeout=120)
+        return self.run
 
 
 @pytest.fixture(scope="module")
-def faulty(models: dict[str, Path], data_dir: Path) -> Iterator[TestStack]:
-    with running(data_dir, models=models, settings={"trainer_ranks": "2"}) as stack:
-        yield stack
-
-
-@pytest.fixture(scope="module")
-def other_service(faulty: TestStack) -> Iterator[ServiceClient]:
-    with faulty.service() as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def state(other_service: ServiceClient) -> str:
-    """A checkpoint of a run that has learned something."""
-    run = other_service.create_lora_training_client(f"{TIED}:full").result(timeout=240)
-    train(run, seed=192)
-    return run.save_state("before").result(timeout=60).path
+def faulty(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
+    data_dir = tmp_path_factory.mktemp("faults")
+    settings = {"trainer_ranks": "2", "min_free_bytes": "0"}
+    with (
+        small_disk(data_dir / "weights", megabytes=8) as mounted,
+        running(data_dir, models=models, settings=settings) as stack,
+        stack.service() as service,
+    ):
+        run = service.create_lora_training_client(f"{TIED}:full").result(timeout=240)
+        train(run, seed=192)
+        state = run.save_state("before").result(timeout=60).path
+        yield Faulty(stack, service, state, run, mounted)
 
 
 def trainer_of(stack: TestStack, run: TrainingClient) -> dict:
@@ -73,19 +80,17 @@ def gone(stack: TestStack, pids: set[int]) -> Callable[[], bool]:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_killed_rank_ends_the_run_with_a_typed_error_and_the_run_can_be_created_again(
-    faulty: TestStack, other_service: ServiceClient, state: str, number: int
+    faulty: Faulty, number: int
 ) -> None:
-    run = other_service.create_training_client_from_state(state).result(timeout=120)
-    probes = sequences(2, seed=193)
-    then = logprobs(run, probes)
-    worker = trainer_of(faulty, run)
-    pids = {process.pid for process in faulty.processes_of(worker)}
-    victim = rank(faulty, worker, number)
+    stack, run = faulty.stack, faulty.run
+    worker = trainer_of(stack, run)
+    pids = {process.pid for process in stack.processes_of(worker)}
+    victim = rank(stack, worker, number)
 
     os.kill(victim.pid, signal.SIGSTOP)  # so that it dies in the middle of an operation
     computed = run.forward_backward(DATA, "cross_entropy")
     stepped = run.optim_step(adam())
-    wait_until(lambda: faulty.run(run)["queued"] >= 2, what="the operations are under way")
+    wait_until(lambda: stack.run(run)["queued"] >= 2, what="the operations are under way")
     os.kill(victim.pid, signal.SIGKILL)
 
     for future in (computed, stepped):
@@ -94,36 +99,59 @@ def test_a_killed_rank_ends_the_run_with_a_typed_error_and_the_run_can_be_create
         assert f"rank {number}" in refused.message or (number == 0 and "trainer" in refused.message)
     later = refusal(lambda: run.forward(DATA, "cross_entropy").result(timeout=TIMEOUT))
     assert later.type == "worker_died", "also what is asked afterwards is told"
-    assert faulty.run(run)["state"] == "ended"
-    assert "signal 9" in faulty.run(run)["reason"] or "killed" in faulty.run(run)["reason"].lower()
-    wait_until(gone(faulty, pids), what="no rank of the run is left")
+    assert stack.run(run)["state"] == "ended"
+    assert "SIGKILL" in stack.run(run)["reason"] or "signal 9" in stack.run(run)["reason"]
+    wait_until(gone(stack, pids), what="no rank of the run is left")
 
-    again = other_service.create_training_client_from_state(state).result(timeout=120)
-    assert largest_difference(then, logprobs(again, probes)) == 0
+    again = faulty.create_again()
     again.forward_backward(DATA, "cross_entropy").result(timeout=TIMEOUT)
     again.optim_step(adam()).result(timeout=TIMEOUT)
 
 
-def test_a_killed_sampler_comes_back_with_the_weights_it_had(
-    faulty: TestStack, other_service: ServiceClient, state: str
-) -> None:
-    run = other_service.create_training_client_from_state(state).result(timeout=120)
+def test_a_killed_sampler_comes_back_with_the_weights_it_had(faulty: Faulty) -> None:
+    stack, run = faulty.stack, faulty.run
     tokens = sequences(2, seed=194)
     sampler = run.save_weights_and_get_sampling_client().result(timeout=120)
     then = logprobs(run, tokens)
     assert largest_difference(then, prompt_logprobs(sampler, tokens)) < 1e-4
-    worker = faulty.worker("sampler", session_id=session_of(run))
-    pids = {process.pid for process in faulty.processes_of(worker)}
+    worker = stack.worker("sampler", session_id=session_of(run))
+    pids = {process.pid for process in stack.processes_of(worker)}
 
     os.kill(worker["pid"], signal.SIGKILL)
-    wait_until(gone(faulty, pids), what="nothing of the old engine is left")
+    wait_until(gone(stack, pids), what="nothing of the old engine is left")
     assert largest_difference(then, prompt_logprobs(sampler, tokens)) < 1e-4
-    again = faulty.worker("sampler", session_id=session_of(run))
+    again = stack.worker("sampler", session_id=session_of(run))
     assert again["pid"] != worker["pid"]
     train(run, seed=195)
     newer = run.save_weights_and_get_sampling_client().result(timeout=120)
     assert largest_difference(logprobs(run, tokens), prompt_logprobs(newer, tokens)) < 1e-4
-    assert faulty.run(run)["state"] == "ready", "the run did not notice"
+    assert stack.run(run)["state"] == "ready", "the run did not notice"
+
+
+def test_a_publish_on_a_full_disk_fails_and_the_old_version_goes_on_serving(
+    faulty: Faulty,
+) -> None:
+    if not faulty.has_own_disk:
+        pytest.skip("a small disk can be made only where mounting is allowed")
+    run, weights = faulty.run, faulty.stack.data_dir / "weights"
+    tokens = sequences(3, seed=201)
+    train(run, seed=202)
+    old = run.save_weights_and_get_sampling_client().result(timeout=120)
+    then = logprobs(run, tokens)
+    train(run, seed=203)
+    now = logprobs(run, tokens)
+    fill(weights / "filler")
+
+    refused = refusal(lambda: run.save_weights_and_get_sampling_client().result(timeout=TIMEOUT))
+    assert (refused.type, refused.category) == ("storage_full", "server"), refused
+    assert largest_difference(then, prompt_logprobs(old, tokens)) < 1e-4
+    assert largest_difference(now, logprobs(run, tokens)) == 0, "the run lives on"
+    assert not list(weights.glob("*/.partial-*"))
+
+    (weights / "filler").unlink()
+    new = run.save_weights_and_get_sampling_client().result(timeout=120)
+    assert largest_difference(now, prompt_logprobs(new, tokens)) < 1e-4
+    assert largest_difference(then, prompt_logprobs(old, tokens)) < 1e-4
 
 
 def test_a_killed_gateway_leaves_no_process_and_the_next_one_tells_what_was_lost(

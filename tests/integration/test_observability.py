@@ -28,12 +28,11 @@ def test_metrics_of_gateway_trainer_and_sampler_answer(
     sample(run.save_weights_and_get_sampling_client().result(timeout=120), [7, 8, 9])
     gateway = httpx.get(f"{stack.stack.endpoint.url}/metrics")
     assert any(name.startswith("tandem_") for name in names(gateway.text))
-    kinds = set()
-    for worker in stack.status()["workers"]:
+    ready = [worker for worker in stack.status()["workers"] if worker["state"] == "ready"]
+    for worker in ready:
         answer = httpx.get(f"http://127.0.0.1:{worker['metrics_port']}/metrics")
         assert any(name.startswith(f"tandem_{worker['kind']}_") for name in names(answer.text))
-        kinds.add(worker["kind"])
-    assert kinds == {"trainer", "sampler"}
+    assert {worker["kind"] for worker in ready} == {"trainer", "sampler"}
 
 
 def test_log_lines_are_json_with_the_ids_of_session_run_and_request(

@@ -19,6 +19,7 @@ from support.data import (
     train,
 )
 from support.models import MAX_LENGTH, TIED, VOCABULARY
+from support.plain import PlainClient
 from support.refusal import TIMEOUT, refusal
 from support.sampling import params, sample
 from support.stacks import TestStack
@@ -172,14 +173,19 @@ def test_lora_is_refused_with_the_way_to_full_parameter_training(service: Servic
     assert ":full" in refused.message
 
 
-def test_full_parameter_training_may_be_asked_for_by_metadata(
-    stack: TestStack, service: ServiceClient
-) -> None:
-    with stack.service() as other:
-        training = other.create_lora_training_client(
-            TIED, user_metadata={"tandem.training": "full"}
-        ).result(timeout=120)
-        assert training.get_info().model_data.model_name == TIED
+def test_full_parameter_training_may_be_asked_for_by_metadata(stack: TestStack) -> None:
+    client = PlainClient(stack.stack.endpoint)
+    session_id = client.create_session()
+    body = {
+        "session_id": session_id,
+        "model_seq_id": 0,
+        "base_model": TIED,
+        "lora_config": {"rank": 32},
+    }
+    assert client.http.post("create_model", json=body).status_code == 400
+    body["user_metadata"] = {"tandem.training": "full"}
+    assert client.post("create_model", body) == f"{session_id}:train:0:0"
+    client.finish(session_id)
 
 
 def test_weights_that_do_not_exist_are_refused(service: ServiceClient, run: TrainingClient) -> None:

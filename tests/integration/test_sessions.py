@@ -11,7 +11,7 @@ from support.plain import PlainClient, message
 from support.refusal import TIMEOUT, refusal
 from support.stacks import TestStack, running, session_of
 from support.waiting import wait_until
-from tinker import ServiceClient, TrainingClient
+from tinker import ServiceClient
 
 from tandem.weights import version_path
 
@@ -29,23 +29,27 @@ def test_a_finished_session_leaves_no_worker_and_no_unnamed_version_but_its_chec
     stack: TestStack, service: ServiceClient
 ) -> None:
     tokens = sequences(2, seed=181)
-    with stack.service() as other:
-        run = other.create_lora_training_client(f"{TIED}:full").result(timeout=120)
-        session_id = session_of(run)
-        train(run, seed=182)
-        saved = logprobs(run, tokens)
-        for _ in range(3):
-            run.save_weights_and_get_sampling_client().result(timeout=120)
-        run.save_weights_for_sampler("kept").result(timeout=60)
-        path = run.save_state("kept").result(timeout=60).path
-        folder = version_path(stack.data_dir, f"{run.model_id}/x").parent
-        partial = folder / ".partial-v000099-00000000"  # as a publish that was cut off leaves it
-        partial.mkdir()
-        workers = of_session(stack, session_id)
-        processes = [p for worker in workers for p in stack.processes_of(worker)]
-        assert {worker["kind"] for worker in workers} == {"trainer", "sampler"}
-        assert len(weights_of(stack, run.model_id)) == 5
+    other = stack.service()
+    run = other.create_lora_training_client(f"{TIED}:full").result(timeout=120)
+    session_id = session_of(run)
+    train(run, seed=182)
+    saved = logprobs(run, tokens)
+    for _ in range(3):
+        run.save_weights_and_get_sampling_client().result(timeout=120)
+    run.save_weights_for_sampler("kept").result(timeout=60)
+    path = run.save_state("kept").result(timeout=60).path
+    folder = version_path(stack.data_dir, f"{run.model_id}/x").parent
+    partial = folder / ".partial-v000099-00000000"  # as a publish that was cut off leaves it
+    partial.mkdir()
+    workers = of_session(stack, session_id)
+    processes = [p for worker in workers for p in stack.processes_of(worker)]
+    assert {worker["kind"] for worker in workers} == {"trainer", "sampler"}
+    assert len(weights_of(stack, run.model_id)) == 5
+    PlainClient(stack.stack.endpoint).finish(session_id)
 
+    refused = refusal(lambda: run.save_state("too-late").result(timeout=TIMEOUT))
+    assert refused.type == "session_finished", "what a client still asks is refused"
+    other.close("success").result(timeout=TIMEOUT)
     wait_until(lambda: not of_session(stack, session_id), what="the session's workers stopped")
     pids = {process.pid for process in processes}
     wait_until(
@@ -127,18 +131,3 @@ def kind_of(command: str) -> str:
         (k for k in ("gateway", "trainer_service", "sampler_service") if f"-m {k}" in command),
         command,
     )
-
-
-def test_what_a_client_still_asks_of_a_finished_session_is_refused(
-    stack: TestStack,
-) -> None:
-    other = stack.service()
-    run: TrainingClient = other.create_lora_training_client(f"{TIED}:full").result(timeout=120)
-    with stack.stack.client() as client:
-        client.post(
-            f"{stack.stack.endpoint.url}/api/v1/sessions/{session_of(run)}/finish",
-            json={"reason": {"type": "success"}, "detail": ""},
-        ).raise_for_status()
-    refused = refusal(lambda: run.save_state("too-late").result(timeout=TIMEOUT))
-    assert refused.type == "session_finished"
-    other.close().result(timeout=TIMEOUT)

@@ -13,7 +13,8 @@ import tinker
 from support.models import TIED
 from support.plain import PROTOBUF, PlainClient, message, optim_step
 from support.refusal import TIMEOUT, refusal_of
-from support.stacks import TestStack
+from support.stacks import TestStack, session_of
+from tinker import TrainingClient
 
 TOKENS = [11, 22, 33, 44, 55]
 
@@ -35,20 +36,13 @@ class PlainRun:
 
 
 @pytest.fixture(scope="module")
-def plain(stack: TestStack) -> Iterator[PlainRun]:
+def plain(stack: TestStack, runs: dict[str, TrainingClient]) -> PlainRun:
+    """A run of the SDK's session, whose operations are sent without the SDK."""
     client = PlainClient(stack.stack.endpoint)
-    session_id = client.create_session()
-    model_id = client.create_model(session_id, f"{TIED}:full")
-    assert model_id == f"{session_id}:train:0"
-    yield PlainRun(client, session_id, model_id, count(1))
-    client.http.post(
-        f"sessions/{session_id}/finish", json={"reason": {"type": "success"}, "detail": ""}
-    )
-
-
-@pytest.fixture(autouse=True)
-def _alive(plain: PlainRun) -> None:
-    assert plain.client.heartbeat(plain.session_id).status_code == 200
+    session_id = session_of(runs[TIED])
+    model_id = client.create_model(session_id, f"{TIED}:full", number=1000)
+    assert model_id == f"{session_id}:train:1000"
+    return PlainRun(client, session_id, model_id, count(1))
 
 
 def test_operations_that_arrive_out_of_order_run_in_order(plain: PlainRun) -> None:
@@ -198,8 +192,7 @@ def test_a_run_of_a_foreign_session_is_refused(plain: PlainRun) -> None:
 
 def test_a_finished_session_is_refused_with_410(plain: PlainRun) -> None:
     session_id = plain.client.create_session()
-    finish = {"reason": {"type": "success"}, "detail": ""}
-    assert plain.client.http.post(f"sessions/{session_id}/finish", json=finish).is_success
+    plain.client.finish(session_id)
     refused = refusal_of(plain.client.heartbeat(session_id))
     assert (refused.type, refused.status) == ("session_finished", 410)
 

@@ -45,6 +45,10 @@ class PlainClient:
     def heartbeat(self, session_id: str) -> httpx.Response:
         return self.http.post("session_heartbeat", json={"session_id": session_id})
 
+    def finish(self, session_id: str) -> None:
+        body = {"reason": {"type": "success"}, "detail": ""}
+        self.http.post(f"sessions/{session_id}/finish", json=body).raise_for_status()
+
     def create_model(self, session_id: str, base_model: str, *, number: int = 0) -> str:
         answer = self.http.post(
             "create_model",
