@@ -12,7 +12,11 @@ from tandem.demo.configuration import Reinforcement
 from tandem.demo.reinforcement import Loop, StepResult
 from tandem.stack import Stack
 
-_BUSY = re.compile(r"^tandem_(trainer|sampler)_busy_seconds_total(?:\{[^}]*\})? (\S+)$", re.M)
+_BUSY = re.compile(
+    r"^tandem_(?:(trainer)_operation_seconds_sum\{[^}]*\}|(sampler)_engine_seconds_total) (\S+)$",
+    re.M,
+)
+"""Seconds that a worker computed: a sample for each kind of operation, and one of the engine."""
 
 
 def tandem_steps(
@@ -40,7 +44,8 @@ def busy_seconds(stack: Stack) -> dict[str, float]:
         workers = client.get("status").json()["workers"]
     for worker in workers:
         text = httpx.get(f"http://127.0.0.1:{worker['metrics_port']}/metrics", timeout=10).text
-        for kind, value in _BUSY.findall(text):
+        for trainer, sampler, value in _BUSY.findall(text):
+            kind = trainer or sampler
             totals[kind] = totals.get(kind, 0.0) + float(value)
     return totals
 

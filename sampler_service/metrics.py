@@ -37,6 +37,11 @@ class SamplerMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self._engine_seconds = Counter(
+            "tandem_sampler_engine_seconds_total",
+            "Time in the engine's steps.",
+            registry=registry,
+        )
         self._running = Gauge(
             "tandem_sampler_running", "Requests in the engine.", registry=registry
         )
@@ -76,6 +81,9 @@ class SamplerMetrics:
 
     def version(self, version: Version) -> None:
         self._step.set(version.step)
+
+    def stepped(self, *, seconds: float) -> None:
+        self._engine_seconds.inc(seconds)
 
     def queue(self, *, running: int, waiting: int) -> None:
         self._running.set(running)

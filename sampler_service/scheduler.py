@@ -254,7 +254,10 @@ class Scheduler:
             self._running[waiter.job.request.id] = waiter
 
     def _step(self) -> None:
-        for result in self._engine.step():
+        began = time.perf_counter()
+        results = self._engine.step()
+        self._metrics.stepped(seconds=time.perf_counter() - began)
+        for result in results:
             waiter = self._running.pop(result.id)
             waiter.sampled.set_result(Sampled(result=result, version=self._version))
 
