@@ -6,7 +6,7 @@ import numpy as np
 from support.data import largest_difference, logprobs, sequences, train
 from support.sampling import TIMEOUT, params, prompt_logprobs, sample
 from support.stacks import TestStack, session_of
-from tinker import TrainingClient, types
+from tinker import SamplingClient, TrainingClient, types
 
 
 def test_an_old_sampling_client_keeps_serving_its_own_version(run: TrainingClient) -> None:
@@ -58,6 +58,31 @@ def test_interleaved_requests_to_two_versions_never_mix(run: TrainingClient) -> 
     for version, client in enumerate(clients):
         scored = [each[-6:] for each in prompt_logprobs(client, wholes[version])]
         assert largest_difference(scored, sampled[version]) < 1e-4
+
+
+def test_a_prompt_cached_under_the_old_weights_is_computed_anew(run: TrainingClient) -> None:
+    prompt = sequences(1, seed=145, shortest=200, longest=200)[0]
+
+    def ask(client: SamplingClient) -> tuple[int, list[int], list[np.ndarray]]:
+        answer = client.sample(
+            types.ModelInput.from_ints(prompt), num_samples=1, sampling_params=params(seed=1)
+        ).result(timeout=TIMEOUT)
+        sequence = answer.sequences[0]
+        return (
+            answer.prompt_cache_hit_tokens,
+            prompt + list(sequence.tokens),
+            [np.array(sequence.logprobs, np.float32)],
+        )
+
+    train(run, seed=146)
+    old = run.save_weights_and_get_sampling_client().result(timeout=120)
+    ask(old)
+    assert ask(old)[0] > 0, "the prompt is in the engine's cache"
+    train(run, seed=147)
+    new = run.save_weights_and_get_sampling_client().result(timeout=120)
+    hits, whole, sampled = ask(new)
+    assert hits == 0
+    assert largest_difference([each[-8:] for each in logprobs(run, [whole])], sampled) < 1e-4
 
 
 def test_a_named_version_can_be_sampled_by_its_path(

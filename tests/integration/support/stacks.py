@@ -20,6 +20,10 @@ from tandem.weights import version_path
 
 SMALL = {
     "port": "0",
+    # What these tests compare is float32 to 1e-4; and on a GPU several engines share one.
+    "trainer_dtype": "float32",
+    "sampler_dtype": "float32",
+    "sampler_gpu_memory_utilization": "0.08",
     "sampler_kv_cache_bytes": str(32 * 2**20),
     "sampler_max_num_seqs": "64",
     "trainer_threads": "1",
