@@ -21,6 +21,12 @@ class TrainerSettings(BaseSettings):
     backend: str = Field("fsdp2", description="A name registered in tandem.trainer_backends.")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = Field(0, ge=0, description="CPU threads per rank; 0 = cores / ranks.")
+    lanes: int = Field(
+        0,
+        ge=0,
+        description="Micro-batches that a single CPU rank computes side by side, each with "
+        "gradients of its own; 0 = 2, or 1 with one thread.",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Compute type. auto: bfloat16 on a GPU, float32 on a CPU."
     )

@@ -49,6 +49,9 @@ def main() -> None:
     spec = read_spec()
     hold_lifeline()
     configure_logging(service="trainer", level=spec.log_level)
+    # OpenMP threads that wait must sleep: spinning ones take the cores from the gateway, the
+    # sampler and each other. Read when torch is first imported, by the other ranks, too.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     code = asyncio.run(_Worker(spec, report_fd).run())
     sys.stdout.flush()
     sys.stderr.flush()

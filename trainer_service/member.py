@@ -17,6 +17,7 @@ from tandem.v1 import trainer_pb2
 from trainer_service.backends import World, backend_named
 from trainer_service.batch import parse
 from trainer_service.control import Control, Op
+from trainer_service.lanes import Lanes
 from trainer_service.losses import LOSSES
 from trainer_service.optimizer import AdamWSettings
 from trainer_service.rank_trainer import RankTrainer
@@ -45,7 +46,8 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
     if rank:
         configure_logging(service="trainer", level=assignment.log_level)
     device = _take_device(settings, rank)
-    torch.set_num_threads(settings.threads or max(1, _cores() // size))
+    threads = settings.threads or max(1, _cores() // size)
+    torch.set_num_threads(threads)
     timeout = timedelta(seconds=settings.collective_timeout)
     needs_group = size > 1 or device == "cuda" or settings.dtype == "bfloat16"
     group = None
@@ -72,7 +74,13 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
         control=Control(rank=rank, size=size, group=group),
         micro_batch_tokens=settings.micro_batch_tokens,
         model_path=assignment.model_path,
+        lanes=_lanes(settings, threads) if made.threadsafe else None,
     )
+
+
+def _lanes(settings: TrainerSettings, threads: int) -> Lanes | None:
+    count = min(settings.lanes or 2, threads)
+    return Lanes(count=count, threads=threads // count) if count > 1 else None
 
 
 def _meet(store: dist.Store, stage: str, *, rank: int, size: int) -> None:

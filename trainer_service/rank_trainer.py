@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from trainer_service.backends.base import TrainerBackend
 from trainer_service.batch import Batch, Float32Array, Int64Array, ranges, starts_of
 from trainer_service.checkpoint import CheckpointRecord, Counters, load, save
 from trainer_service.control import Control
+from trainer_service.lanes import LaneGradients, Lanes
 from trainer_service.losses import LOSSES
 from trainer_service.microbatch import make_micro_batch
 from trainer_service.optimizer import AdamWSettings
@@ -30,6 +33,14 @@ class Computed:
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Part:
+    """What one share of a plan gave: the loss and its sums [1 + s], and logprobs in plan order."""
+
+    sums: NDArray[np.float64]
+    logprobs: Float32Array
+
+
 class RankTrainer:
     """`step` counts the optimizer steps applied, on every rank alike."""
 
@@ -40,10 +51,12 @@ class RankTrainer:
         control: Control,
         micro_batch_tokens: int,
         model_path: Path,
+        lanes: Lanes | None = None,
     ) -> None:
         self.backend = backend
         self.control = control
         self.step = 0
+        self._lanes = lanes
         self._model_path = model_path
         self._micro_batch_tokens = micro_batch_tokens
 
@@ -51,23 +64,18 @@ class RankTrainer:
         """Computes this rank's share and adds its gradients; rank 0 gets everybody's results."""
         plan = plan_batch(
             batch.lengths.tolist(),
-            ranks=self.control.size,
+            ranks=self._lanes.count if self._lanes else self.control.size,
             micro_batch_tokens=self._micro_batch_tokens,
         )
-        sums, logprobs = self._compute(batch, plan[self.control.rank])
-        loss = LOSSES[batch.loss]
-        width = 8 * (1 + len(loss.sum_names))
-        counts = [int(sum(batch.sizes[list(part)].sum() for part in share)) for share in plan]
-        received = self.control.gather_known(
-            sums.tobytes() + logprobs.tobytes(), sizes=[width + 4 * count for count in counts]
-        )
-        if not received:
+        parts = self._in_lanes(batch, plan) if self._lanes else self._on_ranks(batch, plan)
+        if not parts:
             return None
+        loss = LOSSES[batch.loss]
         whole = np.empty(int(batch.sizes.sum()), np.float32)
         total = np.zeros(1 + len(loss.sum_names))
-        for share, part in zip(plan, received, strict=True):
-            total += np.frombuffer(part, np.float64, count=len(total))
-            whole[_entries(batch, share)] = np.frombuffer(part, np.float32, offset=width)
+        for share, part in zip(plan, parts, strict=True):
+            total += part.sums
+            whole[_entries(batch, share)] = part.logprobs
         named = dict(zip(loss.sum_names, total[1:].tolist(), strict=True))
         metrics = {
             "loss:sum": float(total[0]),
@@ -76,29 +84,65 @@ class RankTrainer:
         }
         return Computed(logprobs=whole, metrics=metrics)
 
-    def _compute(self, batch: Batch, share: RankPlan) -> tuple[NDArray[np.float64], Float32Array]:
-        """The loss and its sums, float64 [1 + s], and this rank's logprobs in plan order."""
+    def _on_ranks(self, batch: Batch, plan: Sequence[RankPlan]) -> list[Part]:
+        """This rank's share, and on rank 0 those of all others, in the order of the plan."""
+        mine = self._compute(batch, plan[self.control.rank], keep=self.backend.backward)
+        width = 8 * len(mine.sums)
+        counts = [int(sum(batch.sizes[list(part)].sum() for part in share)) for share in plan]
+        received = self.control.gather_known(
+            mine.sums.tobytes() + mine.logprobs.tobytes(),
+            sizes=[width + 4 * count for count in counts],
+        )
+        return [
+            Part(
+                sums=np.frombuffer(part, np.float64, count=len(mine.sums)),
+                logprobs=np.frombuffer(part, np.float32, offset=width),
+            )
+            for part in received
+        ]
+
+    def _in_lanes(self, batch: Batch, plan: Sequence[RankPlan]) -> list[Part]:
+        """All shares in this process, side by side; gradients are added in the plan's order, so
+        that the sum does not depend on which lane was quicker."""
+        assert self._lanes is not None
+        held = [LaneGradients(self.backend.gradients) for _ in plan]
+        parts = self._lanes.map(
+            [
+                functools.partial(self._compute, batch, share, keep=mine.add)
+                for share, mine in zip(plan, held, strict=True)
+            ]
+        )
+        for mine in held:
+            self.backend.accumulate(mine.total)
+        return parts
+
+    def _compute(
+        self, batch: Batch, share: RankPlan, *, keep: Callable[[torch.Tensor], None]
+    ) -> Part:
+        """One share of the plan; `keep` is given each loss to take the gradients of."""
         loss = LOSSES[batch.loss]
         gradients = not batch.forward_only
         chosen: list[torch.Tensor] = []
         sums: list[torch.Tensor] = []
         for datums in share:
+            if not datums and self._lanes:
+                continue
             # A rank that has run out of datums computes one with weight zero, so that its
             # collectives match those of the others.
             micro_batch = make_micro_batch(batch, datums or (0,))
             logprobs = self.backend.logprobs(micro_batch, gradients=gradients)
             if not datums:
                 if gradients:
-                    self.backend.backward(logprobs.sum() * 0.0)
+                    keep(logprobs.sum() * 0.0)
                 continue
             result = loss.compute(logprobs, self.backend.inputs(micro_batch), batch.settings)
             if gradients:
-                self.backend.backward(result.loss)
+                keep(result.loss)
             chosen.append(logprobs.detach())
             sums.append(torch.stack([result.loss.detach(), *result.sums]).double())
         if not chosen:
-            return np.zeros(1 + len(loss.sum_names)), np.zeros(0, np.float32)
-        return torch.stack(sums).sum(0).cpu().numpy(), torch.cat(chosen).cpu().numpy()
+            return Part(np.zeros(1 + len(loss.sum_names)), np.zeros(0, np.float32))
+        return Part(torch.stack(sums).sum(0).cpu().numpy(), torch.cat(chosen).cpu().numpy())
 
     def optim_step(self, settings: AdamWSettings) -> dict[str, float]:
         """One step. `GradientsNotFinite` is raised on all ranks alike."""

@@ -14,6 +14,7 @@ from trainer_service.model import ModelFacts
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from trainer_service.lanes import Gradients
     from trainer_service.optimizer import AdamW
 
 
@@ -42,6 +43,19 @@ class TrainerBackend(Protocol):
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of a rank's own loss; what is held is the sum over ranks."""
+        ...
+
+    def gradients(self, loss: Tensor) -> Gradients:
+        """The gradients of a loss alone, added to nothing: for lanes, side by side in threads."""
+        ...
+
+    def accumulate(self, gradients: Gradients) -> None:
+        """Adds what `gradients` returned to what is held."""
+        ...
+
+    @property
+    def threadsafe(self) -> bool:
+        """Whether `logprobs`, `inputs` and `gradients` may run in several threads at once."""
         ...
 
     def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:

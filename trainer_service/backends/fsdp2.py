@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from tandem.settings import TrainerSettings
 from trainer_service.backends.base import World
 from trainer_service.backends.registry import trainer_backend
+from trainer_service.lanes import added
 from trainer_service.microbatch import MicroBatch
 from trainer_service.model import (
     facts_of,
@@ -27,6 +28,8 @@ from trainer_service.optimizer import AdamW
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from trainer_service.lanes import Gradients
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -146,6 +149,21 @@ class Fsdp2Backend:
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
+
+    def gradients(self, loss: Tensor) -> Gradients:
+        return list(torch.autograd.grad(loss, list(self._model.parameters()), allow_unused=True))
+
+    def accumulate(self, gradients: Gradients) -> None:
+        if not gradients:
+            return
+        parameters = list(self._model.parameters())
+        total = added([parameter.grad for parameter in parameters], gradients)
+        for parameter, gradient in zip(parameters, total, strict=True):
+            parameter.grad = gradient
+
+    @property
+    def threadsafe(self) -> bool:
+        return not self._sharded and self.device == "cpu"
 
     # --- Handing out -----------------------------------------------------------------------
 
