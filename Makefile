@@ -1,4 +1,4 @@
-.PHONY: setup demo test lint bench bench-gpu protos clean
+.PHONY: setup demo test lint bench protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
