@@ -17,13 +17,18 @@ from benchmarks.workloads import WORKLOADS, Workload, prompts
 
 
 def direct(model: Path, *, rounds: int) -> dict[str, list[float]]:
-    """vLLM alone, in a process of its own."""
-    return run_module("benchmarks.direct_engine", str(model), str(rounds))  # type: ignore[return-value]
+    """vLLM alone, in a process of its own, with the one thread that a sampler's engine has."""
+    return run_module("benchmarks.direct_engine", str(model), str(rounds), threads=1)  # type: ignore[return-value]
 
 
-def run_module(module: str, *arguments: str) -> object:
-    """Runs one of our measuring processes as its floor deserves: with libiomp5 preloaded."""
+def run_module(module: str, *arguments: str, threads: int = 0) -> object:
+    """Runs one of our measuring processes as its floor deserves: with libiomp5 preloaded.
+
+    `threads` of OpenMP; 0 leaves it to the libraries, which take every core.
+    """
     environment = dict(os.environ)
+    if threads:
+        environment |= {"OMP_NUM_THREADS": str(threads)}
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.exists():
         environment |= {"LD_PRELOAD": str(openmp)}

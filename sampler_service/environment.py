@@ -30,8 +30,12 @@ _ALWAYS = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _CPU = {
-    # More OpenMP threads than one spin against each other inside one engine process.
+    # More OpenMP threads than one spin against each other inside one engine process; and with
+    # two, a sequence's logprobs depend on what is batched with it, so that the same seeds no
+    # longer give the same samples.
     "OMP_NUM_THREADS": "1",
+    # Left to itself, vLLM pins the whole process, our servicer included, to one core.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # One small function would be compiled at the first token, for seconds.
     "TORCHDYNAMO_DISABLE": "1",
 }
