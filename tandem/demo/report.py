@@ -1,4 +1,4 @@
-"""What a person sees and keeps of the demo: a live table, a chart and three files."""
+"""What a person sees and keeps of the demo: a live table, a chart and four files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class LiveTable:
 
 
 class RunDirectory:
-    """`metrics.jsonl`, `summary.json`, `config.json` and `reward.png` of one run."""
+    """`metrics.jsonl`, `summary.json`, `config.json`, `answers.json` and `reward.png` of a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,6 +75,9 @@ class RunDirectory:
     def add_step(self, result: StepResult, **more: object) -> None:
         with self._metrics.open("a") as file:
             file.write(json.dumps(asdict(result) | more) + "\n")
+
+    def write_answers(self, answers: list[dict[str, object]]) -> None:
+        (self.path / "answers.json").write_text(json.dumps(answers, indent=1))
 
     def write_summary(self, summary: dict[str, object]) -> None:
         (self.path / "summary.json").write_text(json.dumps(summary, indent=1))

@@ -55,7 +55,7 @@ def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str,
         with _service(stack) as service:
             loop, reused = _prepare(service, stack, configuration, timing=timing, console=console)
             results = _train(loop, stack, configuration, directory=directory, console=console)
-            greedy = _evaluate(loop, console=console)
+            greedy = _evaluate(loop, directory=directory, console=console)
     summary: dict[str, object] = {
         "reward_first": results[0].reward_mean,
         "reward_last": results[-1].reward_mean,
@@ -241,13 +241,18 @@ def newest_version(status: dict[str, list[dict[str, str]]]) -> str:
     return versions_[-1] if versions_ else ""
 
 
-def _evaluate(loop: Loop, *, console: Console) -> float:
-    """Greedy answers to all problems: prints a few, returns the share that is right."""
+def _evaluate(loop: Loop, *, directory: RunDirectory, console: Console) -> float:
+    """Greedy answers to all problems: keeps them, prints a few, returns the share of right ones."""
     answers = [group[0] for group in loop.sample(samples=1, temperature=0.0, round_=0)]
-    shown = [
-        f"{loop.text(answers[index].prompt)}{answers[index].text}" for index in (1, 37, 55, 68, 99)
-    ]
-    console.print(f"Greedy answers of the trained policy: {', '.join(shown)}")
+    prompts = [loop.text(rollout.prompt) for rollout in answers]
+    directory.write_answers(
+        [
+            {"prompt": prompt, "answer": rollout.text, "reward": rollout.reward}
+            for prompt, rollout in zip(prompts, answers, strict=True)
+        ]
+    )
+    shown = [f"{prompts[index]}{answers[index].text}" for index in (1, 37, 55, 68, 99)]
+    console.print(f"Greedy answers of the trained policy: {', '.join(shown)}", soft_wrap=True)
     return sum(rollout.reward for rollout in answers) / len(answers)
 
 
