@@ -12,6 +12,10 @@ from tandem.cli.context import err, out
 from tandem.cli.up import interrupt
 from tandem.demo.configuration import DemoConfiguration, Reinforcement
 
+LOSS_OF = {"reward": "importance_sampling", "grpo": "ppo"}
+"""Advantages of both signs need the clipped ratio: without it, pushing answers down goes on
+without a bound over the 48 updates of a step."""
+
 
 def demo(
     out_dir: Annotated[
@@ -19,7 +23,9 @@ def demo(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides model, data and samples.")] = 0,
     ranks: Annotated[int, typer.Option(min=1, max=64, help="Trainer processes.")] = 2,
-    algorithm: Annotated[str, typer.Option(help="Advantages: reward or grpo.")] = "reward",
+    algorithm: Annotated[
+        str, typer.Option(help="Advantages: reward, or grpo (with the clipped loss ppo).")
+    ] = "reward",
     data_dir: Annotated[
         Path, typer.Option("--data-dir", help="Where models and the warm-up are kept.")
     ] = Path(".tandem/demo"),
@@ -35,7 +41,7 @@ def demo(
         data_dir=data_dir,
         seed=seed,
         ranks=ranks,
-        reinforcement=Reinforcement(algorithm=chosen),
+        reinforcement=Reinforcement(algorithm=chosen, loss=LOSS_OF[chosen]),
     )
     signal.signal(signal.SIGTERM, interrupt)
     try:
