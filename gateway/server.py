@@ -16,9 +16,9 @@ from fastapi import FastAPI
 from gateway.app import create_app
 from gateway.core import Gateway
 from tandem.settings import GatewaySettings
+from tandem.stack import ENDPOINT_NAME
 from tandem.telemetry import configure_logging, get_log
 
-ENDPOINT_NAME = "gateway.json"
 _GRACEFUL_SECONDS = 5
 
 

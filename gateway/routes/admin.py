@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from importlib.metadata import PackageNotFoundError, version
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -15,6 +14,7 @@ from starlette.responses import Response
 
 from gateway.models import BaseModelEntry
 from gateway.routes.wire import gateway_of, json_response, parse, read_body
+from tandem import __version__
 
 
 class AddModel(BaseModel):
@@ -35,7 +35,7 @@ async def status(request: Request) -> Response:
     return json_response(
         {
             "gateway": {
-                "version": tandem_version(),
+                "version": __version__,
                 "pid": os.getpid(),
                 "started_at": gateway.started_at,
                 "data_dir": str(gateway.settings.data_dir),
@@ -136,14 +136,7 @@ async def config(request: Request) -> Response:
 
 async def get_version(_request: Request) -> Response:
     """`{"version": "0.1.0"}`"""
-    return json_response({"version": tandem_version()})
-
-
-def tandem_version() -> str:
-    try:
-        return version("tandem")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "unknown"
+    return json_response({"version": __version__})
 
 
 def _model(entry: BaseModelEntry) -> dict[str, object]:

@@ -111,7 +111,7 @@ def _prepare(
     The reinforcement always starts from the checkpoint, also right after it was made, so that
     the first demo and later ones compute the same.
     """
-    client = _resume(service, configuration)
+    client = _resume(service, configuration, console=console)
     reused = client is not None
     if client is None:
         path = _warm_up(service, stack, configuration, timing=timing, console=console)
@@ -148,7 +148,7 @@ def _note_ready(stack: Stack, *, timing: Timing, console: Console) -> None:
 
 
 def _resume(
-    service: tinker.ServiceClient, configuration: DemoConfiguration
+    service: tinker.ServiceClient, configuration: DemoConfiguration, *, console: Console
 ) -> tinker.TrainingClient | None:
     """The run that continues the warm-up checkpoint, or None when there is no usable one."""
     from tinker import APIStatusError, RequestFailedError
@@ -158,7 +158,8 @@ def _resume(
         return None
     try:
         return service.create_training_client_from_state(path).result()
-    except (APIStatusError, RequestFailedError):
+    except (APIStatusError, RequestFailedError) as error:
+        console.print(f"The warm-up of an earlier demo is not usable, a new one is made: {error}")
         return None
 
 
@@ -208,7 +209,9 @@ def _known(configuration: DemoConfiguration) -> dict[str, str]:
 
 def _remember(configuration: DemoConfiguration, path: str) -> None:
     file = configuration.data_dir / _WARM_UPS
-    file.write_text(json.dumps(_known(configuration) | {configuration.warm_up_name: path}))
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(_known(configuration) | {configuration.warm_up_name: path}))
+    partial.rename(file)  # a demo that is interrupted here leaves the old list, not half a one
 
 
 def _train(
