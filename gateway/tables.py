@@ -40,9 +40,15 @@ sessions = Table(
     Column("detail", Text, nullable=False, default=""),
     Column("display_name", Text),
     Column("user_metadata", JSON),
+    Column("tags", JSON),
+    Column("project_id", String(200), nullable=False, default=""),
+    Column("owner", String(100), nullable=False, default="local"),
+    Column("sdk_version", String(64), nullable=False, default=""),
     Column("created_at", Float, nullable=False),
     Column("ended_at", Float),
     Index("sessions_by_state", "state"),
+    Index("sessions_by_owner", "owner", "created_at"),
+    Index("sessions_by_project", "project_id"),
 )
 
 runs = Table(
@@ -51,13 +57,18 @@ runs = Table(
     Column("id", String(100), primary_key=True),
     Column("session_id", String(64), nullable=False),
     Column("base_model", String(200), nullable=False),
+    Column("training", JSON),  # a tandem.worker.TrainingSpec
+    Column("owner", String(100), nullable=False, default="local"),
+    Column("project_id", String(200), nullable=False, default=""),
     Column("state", String(16), nullable=False),  # starting, ready, ended
     Column("error_type", String(64), nullable=False, default=""),
     Column("reason", Text, nullable=False, default=""),
     Column("user_metadata", JSON),
     Column("created_at", Float, nullable=False),
+    Column("last_request_at", Float),
     Column("ended_at", Float),
     Index("runs_by_session", "session_id"),
+    Index("runs_by_owner", "owner", "created_at"),
     Index("runs_by_state", "state"),
 )
 
@@ -105,6 +116,7 @@ weight_versions = Table(
     Column("parent", String(200), nullable=False, default=""),
     Column("step", BigInteger, nullable=False),
     Column("bytes", BigInteger, nullable=False),
+    Column("adapter", Boolean, nullable=False, default=False),
     Column("created_at", Float, nullable=False),
     Column("collected_at", Float),
     Index("weight_versions_by_run", "run_id"),
@@ -115,17 +127,21 @@ checkpoints = Table(
     metadata,
     Column("path", String(300), primary_key=True),  # tinker://RUN/KIND/NAME
     Column("run_id", String(100), nullable=False),
-    Column("kind", String(32), nullable=False),  # weights, sampler_weights
+    Column("kind", String(32), nullable=False),  # weights, sampler_weights, external_weights
     Column("base_model", String(200), nullable=False),
     Column("folder", Text, nullable=False, default=""),  # of kind weights
-    Column("version", String(200), nullable=False, default=""),  # of kind sampler_weights
+    Column("version", String(200), nullable=False, default=""),  # of the two others
     Column("step", BigInteger, nullable=False),
     Column("bytes", BigInteger, nullable=False),
     Column("optimizer", Boolean, nullable=False),
+    Column("owner", String(100), nullable=False, default="local"),
+    Column("public", Boolean, nullable=False, default=False),
     Column("user_metadata", JSON),
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float),
     Index("checkpoints_by_run", "run_id"),
+    Index("checkpoints_by_owner", "owner", "created_at"),
+    Index("checkpoints_by_expiry", "expires_at"),
 )
 
 workers = Table(
@@ -141,4 +157,50 @@ workers = Table(
     Column("started_at", Float, nullable=False),
     Column("ended_at", Float),
     Index("workers_by_state", "state"),
+)
+
+# Losses that a client has traced and handed over; `definition` is the JSON of create_custom_loss.
+custom_losses = Table(
+    "custom_losses",
+    metadata,
+    Column("id", String(100), primary_key=True),  # SESSION:loss:NUMBER
+    Column("session_id", String(64), nullable=False),
+    Column("name", String(200), nullable=False),
+    Column("definition", LargeBinary, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Index("custom_losses_by_session", "session_id"),
+)
+
+# What was used, added up by hour: one row for each hour, run or sampler, and kind of event.
+usage = Table(
+    "usage",
+    metadata,
+    Column("hour", BigInteger, primary_key=True, autoincrement=False),  # seconds since 1970
+    Column("event", String(32), primary_key=True),
+    Column("subject", String(100), primary_key=True),  # a run, or a sampling session
+    Column("session_id", String(64), nullable=False),
+    Column("project_id", String(200), nullable=False, default=""),
+    Column("owner", String(100), nullable=False, default="local"),
+    Column("base_model", String(200), nullable=False),
+    Column("count", BigInteger, nullable=False),
+    Column("input_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),
+    Column("output_tokens", BigInteger, nullable=False),
+    Column("accelerator_seconds", Float, nullable=False),
+    Index("usage_by_session", "session_id"),
+)
+
+# Every state-changing request: who, what, on what, from where, and what came of it.
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("at", Float, nullable=False),
+    Column("actor", String(100), nullable=False),
+    Column("action", String(64), nullable=False),
+    Column("target", String(300), nullable=False, default=""),
+    Column("address", String(64), nullable=False, default=""),
+    Column("status", Integer, nullable=False),
+    Column("detail", Text, nullable=False, default=""),
+    Index("audit_by_time", "at"),
 )

@@ -54,6 +54,16 @@ class SamplerSettings(BaseSettings):
     canary_tolerance: float = Field(
         0.0, ge=0, description="0 = by dtype: 1e-4 for float32, 0.5 for bfloat16."
     )
+    max_lora_rank: int = Field(
+        0,
+        ge=0,
+        le=512,
+        description="The largest rank of adapters served; 0: no adapters. The "
+        "gateway sets it for the samplers of LoRA runs.",
+    )
+    max_adapters: int = Field(
+        4, ge=1, description="Adapters that one engine computes with at once; it holds more."
+    )
     version_patience: float = Field(
         2.0, gt=0, description="How long a waiting version lets others go before it."
     )

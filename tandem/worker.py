@@ -36,12 +36,36 @@ GRPC_OPTIONS: list[tuple[str, int]] = [
 ]
 
 
+class LoraSpec(BaseModel):
+    """Low-rank adapters (Hu et al., arXiv 2106.09685) on the chosen kinds of layers: the update
+    of a matrix is alpha / rank times B·A, with A from the seed and B zero at the start."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rank: int = Field(32, ge=1, le=512)
+    alpha: float = Field(32.0, gt=0)
+    seed: int = 0
+    attention: bool = True
+    mlp: bool = True
+    unembedding: bool = True
+
+
+class TrainingSpec(BaseModel):
+    """What a run trains, fixed when it is created. `lora` None: all parameters."""
+
+    model_config = ConfigDict(frozen=True)
+
+    lora: LoraSpec | None = None
+    optimizer: Literal["adamw", "dimuon"] = "adamw"
+
+
 class WorkerSpec(BaseModel):
     """What a launcher is to start, and all that the worker is told.
 
     Literal example: `{"worker_id": "trainer-s-ab12-0", "kind": "trainer", "secret": "…",
     "model_name": "tiny", "model_path": "models/tiny", "data_dir": ".tandem", "run_id":
-    "s-ab12:train:0", "session_id": "s-ab12", "fencing_token": 1}`.
+    "s-ab12:train:0", "session_id": "s-ab12", "fencing_token": 1}`. `training` is for a
+    trainer, and None there means all parameters by AdamW.
     """
 
     # An error must not quote its input: the secret would be in the log.
@@ -55,6 +79,7 @@ class WorkerSpec(BaseModel):
     data_dir: str
     session_id: str
     run_id: str = ""
+    training: TrainingSpec | None = None
     fencing_token: int = 1
     host: str = "127.0.0.1"
     log_level: str = "info"

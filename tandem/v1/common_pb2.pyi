@@ -88,6 +88,7 @@ class WeightVersion(google.protobuf.message.Message):
     PATH_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Unique for ever, such as "s-ab12:train:0/v000003-9f2c41d0"; "base/NAME" for a base model."""
     path: builtins.str
@@ -95,6 +96,10 @@ class WeightVersion(google.protobuf.message.Message):
     run_id: builtins.str
     step: builtins.int
     """Optimizer steps applied before it was published."""
+    adapter: builtins.bool
+    """A LoRA adapter, in PEFT's layout, upon the base model that the sampler was started
+    with; else all weights of the model.
+    """
     def __init__(
         self,
         *,
@@ -102,7 +107,8 @@ class WeightVersion(google.protobuf.message.Message):
         path: builtins.str = ...,
         run_id: builtins.str = ...,
         step: builtins.int = ...,
+        adapter: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "path", b"path", "run_id", b"run_id", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "name", b"name", "path", b"path", "run_id", b"run_id", "step", b"step"]) -> None: ...
 
 Global___WeightVersion: typing_extensions.TypeAlias = WeightVersion

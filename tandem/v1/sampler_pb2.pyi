@@ -57,6 +57,8 @@ Global___DescribeSamplerRequest: typing_extensions.TypeAlias = DescribeSamplerRe
 class DescribeSamplerReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    MAX_LORA_RANK_FIELD_NUMBER: builtins.int
+    ADAPTERS_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     VOCABULARY_FIELD_NUMBER: builtins.int
@@ -66,6 +68,8 @@ class DescribeSamplerReply(google.protobuf.message.Message):
     ENGINE_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
     WAITING_FIELD_NUMBER: builtins.int
+    max_lora_rank: builtins.int
+    """The largest rank of adapters that it serves; 0: none."""
     state: Global___SamplerState.ValueType
     vocabulary: builtins.int
     max_length: builtins.int
@@ -75,10 +79,16 @@ class DescribeSamplerReply(google.protobuf.message.Message):
     running: builtins.int
     waiting: builtins.int
     @property
+    def adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of the adapters that lie in the engine now."""
+
+    @property
     def version(self) -> tandem.v1.common_pb2.WeightVersion: ...
     def __init__(
         self,
         *,
+        max_lora_rank: builtins.int = ...,
+        adapters: collections.abc.Iterable[builtins.str] | None = ...,
         state: Global___SamplerState.ValueType = ...,
         version: tandem.v1.common_pb2.WeightVersion | None = ...,
         vocabulary: builtins.int = ...,
@@ -90,7 +100,7 @@ class DescribeSamplerReply(google.protobuf.message.Message):
         waiting: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "dtype", b"dtype", "engine", b"engine", "max_length", b"max_length", "running", b"running", "state", b"state", "version", b"version", "vocabulary", b"vocabulary", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "device", b"device", "dtype", b"dtype", "engine", b"engine", "max_length", b"max_length", "max_lora_rank", b"max_lora_rank", "running", b"running", "state", b"state", "version", b"version", "vocabulary", b"vocabulary", "waiting", b"waiting"]) -> None: ...
 
 Global___DescribeSamplerReply: typing_extensions.TypeAlias = DescribeSamplerReply
 
@@ -212,6 +222,9 @@ class SampleRequest(google.protobuf.message.Message):
     TOPK_SAMPLE_LOGPROBS_FIELD_NUMBER: builtins.int
     FENCING_TOKEN_FIELD_NUMBER: builtins.int
     SEQ_ID_FIELD_NUMBER: builtins.int
+    TARGET_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    PROMPT_ALT_TOKENS_K_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_LAST_N_FIELD_NUMBER: builtins.int
     operation_id: builtins.str
     session_id: builtins.str
     prompt_tokens: builtins.bytes
@@ -225,6 +238,14 @@ class SampleRequest(google.protobuf.message.Message):
     """The place of the request in its sampling session; requests that wait together
     are admitted in this order, whatever order they arrived in.
     """
+    target_prompt_tokens: builtins.bytes
+    """A tandem.wire.v1.Tensor of token ids whose logprobs as alternatives at each prompt
+    position are asked for: [prompt] or [prompt, k], dense or sparse. Empty: none.
+    """
+    prompt_alt_tokens_k: builtins.int
+    """How many tokens to draw at each prompt position, with their logprobs."""
+    prompt_logprobs_last_n: builtins.int
+    """Prompt logprobs of the last n positions alone, so that the prefix cache serves the rest."""
     @property
     def version(self) -> tandem.v1.common_pb2.WeightVersion: ...
     @property
@@ -243,9 +264,13 @@ class SampleRequest(google.protobuf.message.Message):
         topk_sample_logprobs: builtins.int = ...,
         fencing_token: builtins.int = ...,
         seq_id: builtins.int = ...,
+        target_prompt_tokens: builtins.bytes = ...,
+        prompt_alt_tokens_k: builtins.int = ...,
+        prompt_logprobs_last_n: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["params", b"params", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["fencing_token", b"fencing_token", "num_samples", b"num_samples", "operation_id", b"operation_id", "params", b"params", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "seq_id", b"seq_id", "session_id", b"session_id", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "params", b"params", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "fencing_token", b"fencing_token", "num_samples", b"num_samples", "operation_id", b"operation_id", "params", b"params", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_tokens", b"prompt_tokens", "seq_id", b"seq_id", "session_id", b"session_id", "target_prompt_tokens", b"target_prompt_tokens", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs", "version", b"version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n"]) -> typing.Literal["prompt_logprobs_last_n"] | None: ...
 
 Global___SampleRequest: typing_extensions.TypeAlias = SampleRequest
 
@@ -258,10 +283,15 @@ class SampleReply(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     SAMPLED_TOKENS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
     response: builtins.bytes
     """A tandem.wire.v1.SampleResponse, handed to the client as it is."""
     prompt_tokens: builtins.int
     sampled_tokens: builtins.int
+    cached_tokens: builtins.int
+    seconds: builtins.float
+    """From the admission into the engine to the answer."""
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     @property
@@ -276,9 +306,11 @@ class SampleReply(google.protobuf.message.Message):
         version: tandem.v1.common_pb2.WeightVersion | None = ...,
         prompt_tokens: builtins.int = ...,
         sampled_tokens: builtins.int = ...,
+        cached_tokens: builtins.int = ...,
+        seconds: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure", "outcome", b"outcome", "response", b"response", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["failure", b"failure", "outcome", b"outcome", "prompt_tokens", b"prompt_tokens", "response", b"response", "sampled_tokens", b"sampled_tokens", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "failure", b"failure", "outcome", b"outcome", "prompt_tokens", b"prompt_tokens", "response", b"response", "sampled_tokens", b"sampled_tokens", "seconds", b"seconds", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["outcome", b"outcome"]) -> typing.Literal["response", "failure"] | None: ...
 
 Global___SampleReply: typing_extensions.TypeAlias = SampleReply

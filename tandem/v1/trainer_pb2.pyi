@@ -42,6 +42,7 @@ class DescribeTrainerReply(google.protobuf.message.Message):
     DEVICE_FIELD_NUMBER: builtins.int
     LAST_SEQ_ID_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    TRAINABLE_PARAMETERS_FIELD_NUMBER: builtins.int
     architecture: builtins.str
     parameters: builtins.int
     vocabulary: builtins.int
@@ -51,6 +52,8 @@ class DescribeTrainerReply(google.protobuf.message.Message):
     device: builtins.str
     last_seq_id: builtins.int
     step: builtins.int
+    trainable_parameters: builtins.int
+    """Parameters that the optimizer moves; all of them but in a LoRA run."""
     def __init__(
         self,
         *,
@@ -63,8 +66,9 @@ class DescribeTrainerReply(google.protobuf.message.Message):
         device: builtins.str = ...,
         last_seq_id: builtins.int = ...,
         step: builtins.int = ...,
+        trainable_parameters: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "last_seq_id", b"last_seq_id", "max_length", b"max_length", "parameters", b"parameters", "ranks", b"ranks", "step", b"step", "vocabulary", b"vocabulary"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "last_seq_id", b"last_seq_id", "max_length", b"max_length", "parameters", b"parameters", "ranks", b"ranks", "step", b"step", "trainable_parameters", b"trainable_parameters", "vocabulary", b"vocabulary"]) -> None: ...
 
 Global___DescribeTrainerReply: typing_extensions.TypeAlias = DescribeTrainerReply
 
@@ -74,8 +78,11 @@ class ForwardBackwardRequest(google.protobuf.message.Message):
 
     HEADER_FIELD_NUMBER: builtins.int
     PAYLOAD_FIELD_NUMBER: builtins.int
+    CUSTOM_LOSS_FIELD_NUMBER: builtins.int
     payload: builtins.bytes
     """A tandem.wire.v1.ForwardBackwardRequest as the client sent it. Opaque to the gateway."""
+    custom_loss: builtins.bytes
+    """For the loss "custom": the JSON body of create_custom_loss (name, inputs, graph)."""
     @property
     def header(self) -> tandem.v1.common_pb2.OperationHeader: ...
     def __init__(
@@ -83,9 +90,10 @@ class ForwardBackwardRequest(google.protobuf.message.Message):
         *,
         header: tandem.v1.common_pb2.OperationHeader | None = ...,
         payload: builtins.bytes = ...,
+        custom_loss: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "payload", b"payload"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["custom_loss", b"custom_loss", "header", b"header", "payload", b"payload"]) -> None: ...
 
 Global___ForwardBackwardRequest: typing_extensions.TypeAlias = ForwardBackwardRequest
 
@@ -149,11 +157,37 @@ class AdamWParams(google.protobuf.message.Message):
 Global___AdamWParams: typing_extensions.TypeAlias = AdamWParams
 
 @typing.final
+class DiMuonParams(google.protobuf.message.Message):
+    """Muon (torch.optim.Muon) for matrices and AdamW for everything else, as the SDK's
+    "dimuon" choice names it. Which of the two a run uses is fixed when it is created.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEARNING_RATE_FIELD_NUMBER: builtins.int
+    BETA1_FIELD_NUMBER: builtins.int
+    GRAD_CLIP_NORM_FIELD_NUMBER: builtins.int
+    learning_rate: builtins.float
+    beta1: builtins.float
+    grad_clip_norm: builtins.float
+    def __init__(
+        self,
+        *,
+        learning_rate: builtins.float = ...,
+        beta1: builtins.float = ...,
+        grad_clip_norm: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beta1", b"beta1", "grad_clip_norm", b"grad_clip_norm", "learning_rate", b"learning_rate"]) -> None: ...
+
+Global___DiMuonParams: typing_extensions.TypeAlias = DiMuonParams
+
+@typing.final
 class OptimStepRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
     ADAMW_FIELD_NUMBER: builtins.int
+    DIMUON_FIELD_NUMBER: builtins.int
     GRADIENTS_INCOMPLETE_FIELD_NUMBER: builtins.int
     gradients_incomplete: builtins.str
     """Set when a forward_backward since the last step was refused before it reached
@@ -164,15 +198,19 @@ class OptimStepRequest(google.protobuf.message.Message):
     def header(self) -> tandem.v1.common_pb2.OperationHeader: ...
     @property
     def adamw(self) -> Global___AdamWParams: ...
+    @property
+    def dimuon(self) -> Global___DiMuonParams: ...
     def __init__(
         self,
         *,
         header: tandem.v1.common_pb2.OperationHeader | None = ...,
         adamw: Global___AdamWParams | None = ...,
+        dimuon: Global___DiMuonParams | None = ...,
         gradients_incomplete: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["adamw", b"adamw", "header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adamw", b"adamw", "gradients_incomplete", b"gradients_incomplete", "header", b"header"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["adamw", b"adamw", "dimuon", b"dimuon", "header", b"header", "optimizer", b"optimizer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adamw", b"adamw", "dimuon", b"dimuon", "gradients_incomplete", b"gradients_incomplete", "header", b"header", "optimizer", b"optimizer"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["optimizer", b"optimizer"]) -> typing.Literal["adamw", "dimuon"] | None: ...
 
 Global___OptimStepRequest: typing_extensions.TypeAlias = OptimStepRequest
 
@@ -227,8 +265,11 @@ class PublishRequest(google.protobuf.message.Message):
     HEADER_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     PARENT_FIELD_NUMBER: builtins.int
+    MERGED_FIELD_NUMBER: builtins.int
     parent: builtins.str
     """The version published before, if any."""
+    merged: builtins.bool
+    """Of a LoRA run: the whole model with the adapter added in, instead of the adapter."""
     @property
     def header(self) -> tandem.v1.common_pb2.OperationHeader: ...
     @property
@@ -241,9 +282,10 @@ class PublishRequest(google.protobuf.message.Message):
         header: tandem.v1.common_pb2.OperationHeader | None = ...,
         version: tandem.v1.common_pb2.WeightVersion | None = ...,
         parent: builtins.str = ...,
+        merged: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "parent", b"parent", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "merged", b"merged", "parent", b"parent", "version", b"version"]) -> None: ...
 
 Global___PublishRequest: typing_extensions.TypeAlias = PublishRequest
 

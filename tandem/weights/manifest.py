@@ -48,6 +48,7 @@ class Manifest(BaseModel):
     run_id: str
     step: int
     parent: str = ""
+    adapter: bool = False
     dtype: str
     tensors: int
     created: str

@@ -318,6 +318,51 @@ class Chunk(google.protobuf.message.Message):
 Global___Chunk: typing_extensions.TypeAlias = Chunk
 
 @typing.final
+class SequenceSlice(google.protobuf.message.Message):
+    """Where a stretch of tokens came from: the prompt or the answer of a sampled sequence."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    LENGTH_FIELD_NUMBER: builtins.int
+    sequence_id: builtins.str
+    offset: builtins.int
+    length: builtins.int
+    def __init__(
+        self,
+        *,
+        sequence_id: builtins.str = ...,
+        offset: builtins.int = ...,
+        length: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["length", b"length", "offset", b"offset", "sequence_id", b"sequence_id"]) -> None: ...
+
+Global___SequenceSlice: typing_extensions.TypeAlias = SequenceSlice
+
+@typing.final
+class ProvenanceSpan(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    SAMPLED_TOKENS_FIELD_NUMBER: builtins.int
+    @property
+    def prompt_tokens(self) -> Global___SequenceSlice: ...
+    @property
+    def sampled_tokens(self) -> Global___SequenceSlice: ...
+    def __init__(
+        self,
+        *,
+        prompt_tokens: Global___SequenceSlice | None = ...,
+        sampled_tokens: Global___SequenceSlice | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["prompt_tokens", b"prompt_tokens", "sampled_tokens", b"sampled_tokens", "source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["prompt_tokens", b"prompt_tokens", "sampled_tokens", b"sampled_tokens", "source", b"source"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["prompt_tokens", "sampled_tokens"] | None: ...
+
+Global___ProvenanceSpan: typing_extensions.TypeAlias = ProvenanceSpan
+
+@typing.final
 class Datum(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -341,17 +386,25 @@ class Datum(google.protobuf.message.Message):
 
     MODEL_INPUT_FIELD_NUMBER: builtins.int
     LOSS_FN_INPUTS_FIELD_NUMBER: builtins.int
+    MODEL_INPUT_SPANS_FIELD_NUMBER: builtins.int
+    LOSS_FN_INPUT_SPANS_FIELD_NUMBER: builtins.int
     @property
     def model_input(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Chunk]: ...
     @property
     def loss_fn_inputs(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, Global___Tensor]: ...
+    @property
+    def model_input_spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ProvenanceSpan]: ...
+    @property
+    def loss_fn_input_spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ProvenanceSpan]: ...
     def __init__(
         self,
         *,
         model_input: collections.abc.Iterable[Global___Chunk] | None = ...,
         loss_fn_inputs: collections.abc.Mapping[builtins.str, Global___Tensor] | None = ...,
+        model_input_spans: collections.abc.Iterable[Global___ProvenanceSpan] | None = ...,
+        loss_fn_input_spans: collections.abc.Iterable[Global___ProvenanceSpan] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["loss_fn_inputs", b"loss_fn_inputs", "model_input", b"model_input"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["loss_fn_input_spans", b"loss_fn_input_spans", "loss_fn_inputs", b"loss_fn_inputs", "model_input", b"model_input", "model_input_spans", b"model_input_spans"]) -> None: ...
 
 Global___Datum: typing_extensions.TypeAlias = Datum
 
@@ -453,14 +506,35 @@ class ForwardBackwardRouting(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class LossFnConfigV2Entry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        @property
+        def value(self) -> Global___LossConfigValue: ...
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: Global___LossConfigValue | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     MODEL_ID_FIELD_NUMBER: builtins.int
     SEQ_ID_FIELD_NUMBER: builtins.int
     LOSS_FN_FIELD_NUMBER: builtins.int
     FORWARD_ONLY_FIELD_NUMBER: builtins.int
+    LOSS_FN_CONFIG_V2_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     seq_id: builtins.int
     loss_fn: builtins.str
     forward_only: builtins.bool
+    @property
+    def loss_fn_config_v2(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, Global___LossConfigValue]: ...
     def __init__(
         self,
         *,
@@ -468,8 +542,9 @@ class ForwardBackwardRouting(google.protobuf.message.Message):
         seq_id: builtins.int = ...,
         loss_fn: builtins.str = ...,
         forward_only: builtins.bool = ...,
+        loss_fn_config_v2: collections.abc.Mapping[builtins.str, Global___LossConfigValue] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["forward_only", b"forward_only", "loss_fn", b"loss_fn", "model_id", b"model_id", "seq_id", b"seq_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["forward_only", b"forward_only", "loss_fn", b"loss_fn", "loss_fn_config_v2", b"loss_fn_config_v2", "model_id", b"model_id", "seq_id", b"seq_id"]) -> None: ...
 
 Global___ForwardBackwardRouting: typing_extensions.TypeAlias = ForwardBackwardRouting
 
