@@ -11,6 +11,7 @@ demo: setup      ## Trains a small policy by reinforcement learning, on real par
 	@.venv/bin/tandem demo $(ARGS)
 
 test: setup      ## Runs all the tests. ARGS="-k publish"
+	@scripts/cookbook.sh
 	@.venv/bin/python -m pytest $(ARGS)
 
 lint: setup      ## ruff, mypy (strict), import-linter.

@@ -39,8 +39,8 @@ def write_tiny_model(path: Path, *, seed: int, shape: TinyShape | None = None) -
 
 
 def characters() -> list[str]:
-    """The tokenizer's printable characters, token 3 onwards."""
-    return [chr(code) for code in range(32, 127)]
+    """The tokenizer's characters, token 3 onwards: printable ones, and the end of a line."""
+    return [*(chr(code) for code in range(32, 127)), "\n"]
 
 
 def _write_tokenizer(path: Path, shape: TinyShape) -> None:
