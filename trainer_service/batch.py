@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from tandem.errors import LossInputShape, MalformedPayload
 from tandem.wire.v1 import tinker_pb2 as wire
+from trainer_service.losses.base import Loss, Settings
+from trainer_service.losses.layout import Totals
 
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
@@ -32,10 +34,12 @@ class Batch:
     `tokens` [Σ lengths], `lengths` [n]: the model input. `targets` [E] and each of `inputs` [E]
     hold a datum's [N] or [N, K] values row by row, E = Σ lengths·widths, where `widths` [n] is
     K; `trailing` [n] is the K that the client gave, or 0 for targets of one dimension.
+    `sequences` [E] numbers the sampled sequences of the batch, -1 for tokens of a prompt; None
+    if no datum said where its tokens come from. `arrays` are inputs of any shape, one per datum.
     """
 
-    loss: str
-    settings: Mapping[str, float]
+    loss: Loss
+    settings: Settings
     forward_only: bool
     tokens: Int64Array
     lengths: Int64Array
@@ -43,6 +47,9 @@ class Batch:
     widths: Int64Array
     trailing: Int64Array
     inputs: Mapping[str, Float32Array]
+    arrays: Mapping[str, tuple[NDArray[np.generic], ...]]
+    sequences: Int64Array | None
+    totals: Totals
 
     @property
     def sizes(self) -> Int64Array:
@@ -99,15 +106,17 @@ def read_floats(data: bytes, dtype: int) -> Float32Array:
     return values.astype(np.float32, copy=False)
 
 
-def densify(tensor: wire.Tensor, *, where: str) -> wire.Tensor:
-    """A sparse (CSR) [N, K] tensor with its empty cells as zeros.
+def densify(tensor: wire.Tensor, *, where: str, expected: tuple[int, ...]) -> wire.Tensor:
+    """A sparse (CSR) [N, K] tensor with its empty cells as zeros, as the SDK itself does it.
 
-    `where` names the tensor in the sentence of a `LossInputShape`, which is raised when the
-    three arrays do not describe a matrix of the shape given.
+    `where` names the tensor in the sentence of a `LossInputShape`, which is raised when it has
+    not the `expected` shape, or when the three arrays do not describe a matrix of it.
     """
     csr, shape, size = tensor.sparse_csr, tuple(tensor.shape), item_bytes(tensor.dtype)
     if len(shape) != 2 or not size:
         raise LossInputShape(f"{where}: a sparse tensor needs two dimensions, not {list(shape)}")
+    if shape != expected:
+        raise LossInputShape(f"{where} has the shape {list(shape)}; it must be {list(expected)}")
     rows, columns = shape
     if len(csr.values) % size or len(csr.crow_indices) % 8 or len(csr.col_indices) % 8:
         raise LossInputShape(f"{where}: the sparse arrays are cut off")
@@ -117,15 +126,18 @@ def densify(tensor: wire.Tensor, *, where: str) -> wire.Tensor:
     counts = np.diff(crow)
     if (
         rows < 0
+        or columns < 0
         or len(crow) != rows + 1
         or crow[0] != 0
         or (counts < 0).any()
         or crow[-1] != len(values)
         or len(column) != len(values)
         or ((column < 0) | (column >= columns)).any()
-        or (counts > columns).any()
     ):
         raise LossInputShape(f"{where}: the sparse arrays do not describe a {rows}x{columns} one")
+    row = np.repeat(np.arange(rows), counts)
+    if (np.diff(row * columns + column) <= 0).any():
+        raise LossInputShape(f"{where}: the columns of a row must rise, each once")
     dense = np.zeros((rows, columns), values.dtype)
-    dense[np.repeat(np.arange(rows), counts), column] = values
+    dense[row, column] = values
     return wire.Tensor(dense=dense.tobytes(), dtype=tensor.dtype, shape=shape)

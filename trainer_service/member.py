@@ -14,11 +14,12 @@ from tandem.errors import GradientsNotFinite, WorkerStartFailed
 from tandem.settings import TrainerSettings
 from tandem.telemetry import configure_logging
 from tandem.v1 import trainer_pb2
+from tandem.worker import TrainingSpec
 from trainer_service.backends import World, backend_named
 from trainer_service.batch import parse
 from trainer_service.control import Control, Op
 from trainer_service.lanes import Lanes
-from trainer_service.losses import LOSSES
+from trainer_service.losses import LOSSES, losses_for
 from trainer_service.optimizer import AdamWSettings
 from trainer_service.rank_trainer import RankTrainer
 from trainer_service.validate import Limits, validate
@@ -28,7 +29,7 @@ START_TIMEOUT = timedelta(minutes=10)
 
 
 class Assignment(BaseModel):
-    """What a rank is told: its place, where the ranks meet, and the model."""
+    """What a rank is told: its place, where the ranks meet, the model and what to train of it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -36,6 +37,8 @@ class Assignment(BaseModel):
     size: int
     store_port: int
     model_path: Path
+    model_name: str
+    training: TrainingSpec
     settings: TrainerSettings
     log_level: str = "info"
 
@@ -66,6 +69,7 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
         model_path=assignment.model_path,
         settings=settings,
         world=World(rank=rank, size=size, device=device),
+        training=assignment.training,
     )
     if size > 1 and store is not None:
         _meet(store, "loaded", rank=rank, size=size)
@@ -74,6 +78,7 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
         control=Control(rank=rank, size=size, group=group),
         micro_batch_tokens=settings.micro_batch_tokens,
         model_path=assignment.model_path,
+        model_name=assignment.model_name,
         lanes=_lanes(settings, threads) if made.threadsafe else None,
     )
 
@@ -119,7 +124,9 @@ def obey(trainer: RankTrainer) -> None:
         if op == Op.FORWARD_BACKWARD:
             facts = trainer.backend.facts
             limits = Limits(vocabulary=facts.vocabulary, max_length=facts.max_length)
-            trainer.forward_backward(validate(parse(payload), losses=LOSSES, limits=limits))
+            request = trainer_pb2.ForwardBackwardRequest.FromString(payload)
+            losses = losses_for(registry=LOSSES, definition=request.custom_loss)
+            trainer.forward_backward(validate(parse(request.payload), losses=losses, limits=limits))
         elif op == Op.OPTIM_STEP:
             params = trainer_pb2.AdamWParams.FromString(payload)
             try:

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from trainer_service.batch import Batch, Float32Array, Int64Array, ranges, starts_of
+from trainer_service.losses.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -55,4 +57,32 @@ def make_micro_batch(batch: Batch, datums: Sequence[int]) -> MicroBatch:
         select=np.flatnonzero(wanted).astype(np.int64, copy=False),
         entries=entries,
         inputs=inputs,
+    )
+
+
+def layout_of(
+    batch: Batch, micro_batch: MicroBatch, datums: Sequence[int], *, device: torch.device
+) -> Layout:
+    """What a loss is told of the micro-batch of these datums; tensors on `device`."""
+    chosen = np.array(datums, np.int64)
+    sizes = batch.sizes[chosen]
+    datum = torch.from_numpy(np.repeat(np.arange(len(chosen)), sizes)).to(device)
+    sequence, sequences = datum, len(chosen)
+    if batch.sequences is not None:
+        numbers, renumbered = np.unique(batch.sequences[micro_batch.entries], return_inverse=True)
+        prompt = int(len(numbers) > 0 and numbers[0] < 0)  # prompt tokens stay -1
+        sequence = torch.from_numpy(renumbered.astype(np.int64) - prompt).to(device)
+        sequences = len(numbers) - prompt
+    return Layout(
+        datum=datum,
+        datums=len(chosen),
+        totals=batch.totals,
+        sizes=tuple(sizes.tolist()),
+        widths=tuple(batch.trailing[chosen].tolist()),
+        sequence=sequence,
+        sequences=sequences,
+        arrays={
+            name: tuple(torch.tensor(values[index]).to(device) for index in chosen.tolist())
+            for name, values in batch.arrays.items()
+        },
     )

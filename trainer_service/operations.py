@@ -15,7 +15,7 @@ from trainer_service import checkpoint
 from trainer_service import publish as publishing
 from trainer_service.batch import parse
 from trainer_service.control import Op
-from trainer_service.losses import LOSSES
+from trainer_service.losses import LOSSES, losses_for
 from trainer_service.optimizer import AdamWSettings
 from trainer_service.output import encode_output
 from trainer_service.rank_trainer import RankTrainer, version_request
@@ -48,6 +48,7 @@ class Operations:
             device=trainer.backend.device,
             last_seq_id=last_seq_id,
             step=trainer.step,
+            trainable_parameters=facts.trainable_parameters,
         )
 
     def forward_backward(
@@ -60,12 +61,13 @@ class Operations:
             message = parse(request.payload)
             forward_only = message.forward_only
             limits = Limits(vocabulary=facts.vocabulary, max_length=facts.max_length)
-            batch = validate(message, losses=LOSSES, limits=limits)
+            losses = losses_for(registry=LOSSES, definition=request.custom_loss)
+            batch = validate(message, losses=losses, limits=limits)
         except UserError as error:
             if not forward_only:
                 self._refused = error.message
             return trainer_pb2.ForwardBackwardReply(failure=error.to_failure())
-        trainer.control.broadcast(Op.FORWARD_BACKWARD, request.payload)
+        trainer.control.broadcast(Op.FORWARD_BACKWARD, request.SerializeToString())
         computed = trainer.forward_backward(batch)
         assert computed is not None
         self._held = self._held or not forward_only
@@ -113,6 +115,7 @@ class Operations:
             path=request.version.path,
             run_id=manifest.run_id,
             step=manifest.step,
+            adapter=manifest.adapter,
         )
         return trainer_pb2.PublishReply(
             version=version, bytes=manifest.bytes, seconds=time.perf_counter() - began
@@ -138,7 +141,13 @@ class Operations:
     ) -> trainer_pb2.LoadCheckpointReply:
         trainer, began = self._trainer, time.perf_counter()
         try:
-            checkpoint.check(Path(request.path), backend=trainer.backend, control=trainer.control)
+            checkpoint.check(
+                Path(request.path),
+                optimizer=request.optimizer,
+                backend=trainer.backend,
+                control=trainer.control,
+                base=trainer.base,
+            )
         except TandemError as error:
             return trainer_pb2.LoadCheckpointReply(failure=error.to_failure(), step=trainer.step)
         trainer.control.broadcast(Op.LOAD_CHECKPOINT, request.SerializeToString())

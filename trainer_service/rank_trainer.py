@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from tandem.v1 import trainer_pb2
 from tandem.weights import Manifest
 from trainer_service.backends.base import TrainerBackend
+from trainer_service.base_model import BaseModelFiles
 from trainer_service.batch import Batch, Float32Array, Int64Array, ranges, starts_of
 from trainer_service.checkpoint import CheckpointRecord, Counters, load, save
 from trainer_service.control import Control
 from trainer_service.lanes import LaneGradients, Lanes
-from trainer_service.losses import LOSSES
-from trainer_service.microbatch import make_micro_batch
+from trainer_service.microbatch import layout_of, make_micro_batch
 from trainer_service.optimizer import AdamWSettings
 from trainer_service.plan import RankPlan, plan_batch
 from trainer_service.publish import VersionRequest, publish
@@ -35,9 +35,11 @@ class Computed:
 
 @dataclass(frozen=True)
 class Part:
-    """What one share of a plan gave: the loss and its sums [1 + s], and logprobs in plan order."""
+    """What one share of a plan gave: the loss and its sums [1 + s], its maxima [m], and the
+    logprobs in plan order."""
 
     sums: NDArray[np.float64]
+    maxima: NDArray[np.float64]
     logprobs: Float32Array
 
 
@@ -51,13 +53,14 @@ class RankTrainer:
         control: Control,
         micro_batch_tokens: int,
         model_path: Path,
+        model_name: str = "",
         lanes: Lanes | None = None,
     ) -> None:
         self.backend = backend
         self.control = control
         self.step = 0
         self._lanes = lanes
-        self._model_path = model_path
+        self.base = BaseModelFiles(name=model_name or model_path.name, path=model_path)
         self._micro_batch_tokens = micro_batch_tokens
 
     def forward_backward(self, batch: Batch) -> Computed | None:
@@ -66,17 +69,21 @@ class RankTrainer:
             batch.lengths.tolist(),
             ranks=self._lanes.count if self._lanes else self.control.size,
             micro_batch_tokens=self._micro_batch_tokens,
+            group=batch.loss.group,
         )
         parts = self._in_lanes(batch, plan) if self._lanes else self._on_ranks(batch, plan)
         if not parts:
             return None
-        loss = LOSSES[batch.loss]
+        loss = batch.loss
         whole = np.empty(int(batch.sizes.sum()), np.float32)
         total = np.zeros(1 + len(loss.sum_names))
+        greatest = np.full(len(loss.max_names), -np.inf)
         for share, part in zip(plan, parts, strict=True):
             total += part.sums
+            greatest = np.maximum(greatest, part.maxima)
             whole[_entries(batch, share)] = part.logprobs
         named = dict(zip(loss.sum_names, total[1:].tolist(), strict=True))
+        named.update(zip(loss.max_names, greatest.tolist(), strict=True))
         metrics = {
             "loss:sum": float(total[0]),
             "tokens:sum": float(batch.lengths.sum()),
@@ -87,19 +94,24 @@ class RankTrainer:
     def _on_ranks(self, batch: Batch, plan: Sequence[RankPlan]) -> list[Part]:
         """This rank's share, and on rank 0 those of all others, in the order of the plan."""
         mine = self._compute(batch, plan[self.control.rank], keep=self.backend.backward)
-        width = 8 * len(mine.sums)
+        numbers = np.concatenate([mine.sums, mine.maxima])
+        width = numbers.nbytes
         counts = [int(sum(batch.sizes[list(part)].sum() for part in share)) for share in plan]
         received = self.control.gather_known(
-            mine.sums.tobytes() + mine.logprobs.tobytes(),
+            numbers.tobytes() + mine.logprobs.tobytes(),
             sizes=[width + 4 * count for count in counts],
         )
-        return [
-            Part(
-                sums=np.frombuffer(part, np.float64, count=len(mine.sums)),
-                logprobs=np.frombuffer(part, np.float32, offset=width),
+        parts = []
+        for part in received:
+            theirs = np.frombuffer(part, np.float64, count=len(numbers))
+            parts.append(
+                Part(
+                    sums=theirs[: len(mine.sums)],
+                    maxima=theirs[len(mine.sums) :],
+                    logprobs=np.frombuffer(part, np.float32, offset=width),
+                )
             )
-            for part in received
-        ]
+        return parts
 
     def _in_lanes(self, batch: Batch, plan: Sequence[RankPlan]) -> list[Part]:
         """All shares in this process, side by side; gradients are added in the plan's order, so
@@ -120,10 +132,11 @@ class RankTrainer:
         self, batch: Batch, share: RankPlan, *, keep: Callable[[torch.Tensor], None]
     ) -> Part:
         """One share of the plan; `keep` is given each loss to take the gradients of."""
-        loss = LOSSES[batch.loss]
+        loss = batch.loss
         gradients = not batch.forward_only
         chosen: list[torch.Tensor] = []
         sums: list[torch.Tensor] = []
+        maxima: list[torch.Tensor] = []
         for datums in share:
             if not datums and self._lanes:
                 continue
@@ -135,14 +148,26 @@ class RankTrainer:
                 if gradients:
                     keep(logprobs.sum() * 0.0)
                 continue
-            result = loss.compute(logprobs, self.backend.inputs(micro_batch), batch.settings)
+            layout = layout_of(batch, micro_batch, datums, device=logprobs.device)
+            inputs = self.backend.inputs(micro_batch)
+            result = loss.compute(logprobs, inputs, batch.settings, layout)
             if gradients:
                 keep(result.loss)
             chosen.append(logprobs.detach())
             sums.append(torch.stack([result.loss.detach(), *result.sums]).double())
+            if result.maxima:
+                maxima.append(torch.stack(result.maxima).double())
         if not chosen:
-            return Part(np.zeros(1 + len(loss.sum_names)), np.zeros(0, np.float32))
-        return Part(torch.stack(sums).sum(0).cpu().numpy(), torch.cat(chosen).cpu().numpy())
+            return Part(
+                sums=np.zeros(1 + len(loss.sum_names)),
+                maxima=np.full(len(loss.max_names), -np.inf),
+                logprobs=np.zeros(0, np.float32),
+            )
+        return Part(
+            sums=torch.stack(sums).sum(0).cpu().numpy(),
+            maxima=torch.stack(maxima).amax(0).cpu().numpy() if maxima else np.zeros(0),
+            logprobs=torch.cat(chosen).cpu().numpy(),
+        )
 
     def optim_step(self, settings: AdamWSettings) -> dict[str, float]:
         """One step. `GradientsNotFinite` is raised on all ranks alike."""
@@ -156,7 +181,7 @@ class RankTrainer:
             version_request(request, step=self.step),
             backend=self.backend,
             control=self.control,
-            model_path=self._model_path,
+            base=self.base,
         )
 
     def save(self, request: trainer_pb2.SaveCheckpointRequest) -> CheckpointRecord | None:
@@ -165,7 +190,13 @@ class RankTrainer:
             run_id=request.header.run_id, step=self.step, last_seq_id=request.header.seq_id
         )
         path = Path(request.path)
-        return save(path, backend=self.backend, control=self.control, counters=counters)
+        return save(
+            path,
+            backend=self.backend,
+            control=self.control,
+            counters=counters,
+            base=self.base,
+        )
 
     def load(self, request: trainer_pb2.LoadCheckpointRequest) -> None:
         """Gradients held are dropped; the step counter is that of the checkpoint."""
@@ -188,6 +219,7 @@ def version_request(request: trainer_pb2.PublishRequest, *, step: int) -> Versio
         run_id=request.version.run_id or request.header.run_id,
         parent=request.parent,
         step=step,
+        merged=request.merged,
     )
 
 

@@ -6,7 +6,6 @@ Loss inputs that the loss does not use are ignored, as the protocol's own server
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,31 +14,35 @@ import numpy as np
 from tandem.errors import (
     EmptyBatch,
     LossInputMissing,
-    LossInputNotFinite,
     LossInputShape,
     MalformedPayload,
     SequenceTooLong,
     TokenOutOfVocabulary,
     UnknownLoss,
-    UnknownLossSetting,
     UnsupportedInput,
 )
 from tandem.wire.v1 import tinker_pb2 as wire
 from trainer_service.batch import (
-    FLOAT_TYPES,
     INTEGER_TYPES,
     Batch,
-    Float32Array,
     Int64Array,
     densify,
-    item_bytes,
-    read_floats,
     read_integers,
     starts_of,
 )
+from trainer_service.loss_inputs import (
+    TARGETS,
+    InputReader,
+    active_entries,
+    check_bytes,
+    read_array,
+    type_name,
+)
+from trainer_service.loss_settings import read_settings
 from trainer_service.losses.base import Loss
-
-_TARGETS = "target_tokens"
+from trainer_service.losses.custom import CUSTOM
+from trainer_service.losses.layout import Totals
+from trainer_service.provenance import read_sequences
 
 
 @dataclass(frozen=True)
@@ -57,20 +60,43 @@ def validate(
     """Raises the `UserError` that fits best; returns a batch of which nothing needs checking."""
     loss = losses.get(message.loss_fn)
     if loss is None:
+        if message.loss_fn == CUSTOM:
+            raise UnknownLoss(
+                "the loss 'custom' came without its definition: create one with "
+                "ServiceClient.create_custom_loss and pass its handle to forward_backward_custom"
+            )
         raise UnknownLoss(f"unknown loss {message.loss_fn!r}; known: {', '.join(sorted(losses))}")
-    settings = _settings(message, loss)
+    settings = read_settings(message, loss)
     if not message.data:
         raise EmptyBatch("the batch has no datum")
+    _check_groups(message.data, loss)
     tokens, lengths = _tokens(message.data, limits)
     targets, trailing, sparse = _targets(message.data, lengths, loss, limits)
     widths = np.maximum(trailing, 1)
-    inputs = {}
-    for name in loss.inputs:
-        inputs[name] = _floats(
-            message.data, name=name, loss=loss, lengths=lengths, trailing=trailing, sparse=sparse
-        )
+    sequences = read_sequences(message.data, lengths=lengths, widths=widths)
+    reader = InputReader(
+        data=message.data,
+        loss=loss,
+        settings=settings,
+        lengths=lengths,
+        trailing=trailing,
+        sparse=sparse,
+    )
+    arrays = {}
+    for given in loss.inputs:
+        if given.shape == "free":
+            arrays[given.name] = tuple(
+                read_array(datum, given, index=index) for index, datum in enumerate(message.data)
+            )
+        else:
+            reader.add(given)
+    totals = Totals(
+        datums=len(lengths),
+        entries=len(targets),
+        active=active_entries(loss, reader.read, entries=len(targets)),
+    )
     return Batch(
-        loss=loss.name,
+        loss=loss,
         settings=settings,
         forward_only=message.forward_only,
         tokens=tokens,
@@ -78,33 +104,19 @@ def validate(
         targets=targets,
         widths=widths,
         trailing=trailing,
-        inputs=inputs,
+        inputs=reader.read,
+        arrays=arrays,
+        sequences=sequences,
+        totals=totals,
     )
 
 
-def _settings(message: wire.ForwardBackwardRequest, loss: Loss) -> dict[str, float]:
-    settings = dict(loss.settings)
-    given: dict[str, float | str] = {}
-    if message.loss_fn_config_v2:  # clients write both; this one can hold text, too
-        for name, value in message.loss_fn_config_v2.items():
-            given[name] = value.text if value.WhichOneof("value") == "text" else value.number
-    else:
-        given.update(message.loss_fn_config)
-    for name, number in given.items():
-        if name not in settings:
-            known = ", ".join(sorted(settings)) or "none"
-            raise UnknownLossSetting(f"{loss.name} has no setting {name!r}; its settings: {known}")
-        if isinstance(number, str) or not math.isfinite(number):
-            raise UnknownLossSetting(
-                f"the setting {name!r} of {loss.name} must be a finite number, not {number!r}"
-            )
-        settings[name] = number
-    low, high = settings.get("clip_low_threshold"), settings.get("clip_high_threshold")
-    if low is not None and high is not None and low > high:
-        raise UnknownLossSetting(
-            f"clip_low_threshold ({low}) of {loss.name} is above clip_high_threshold ({high})"
+def _check_groups(data: Sequence[wire.Datum], loss: Loss) -> None:
+    if len(data) % loss.group:
+        raise LossInputShape(
+            f"{loss.name} takes datums in groups of {loss.group}, and {len(data)} came; a client "
+            "that cuts large batches into requests may have cut through a group: send fewer at once"
         )
-    return settings
 
 
 def _tokens(data: Sequence[wire.Datum], limits: Limits) -> tuple[Int64Array, Int64Array]:
@@ -162,7 +174,7 @@ def _locate(at: int, sizes: Int64Array) -> tuple[int, int]:
 
 
 def _needs(loss: Loss) -> str:
-    return ", ".join((_TARGETS, *loss.required))
+    return ", ".join((TARGETS, *loss.required))
 
 
 def _targets(
@@ -174,17 +186,19 @@ def _targets(
     types: set[int] = set()
     sparse = False
     for index, datum in enumerate(data):
-        if _TARGETS not in datum.loss_fn_inputs:
+        if TARGETS not in datum.loss_fn_inputs:
             raise LossInputMissing(
-                f"datum {index} lacks {_TARGETS!r}; {loss.name} needs {_needs(loss)}"
+                f"datum {index} lacks {TARGETS!r}; {loss.name} needs {_needs(loss)}"
             )
-        tensor = datum.loss_fn_inputs[_TARGETS]
-        where = f"datum {index}, {_TARGETS!r}"
+        tensor = datum.loss_fn_inputs[TARGETS]
+        where = f"datum {index}, {TARGETS!r}"
         if tensor.HasField("sparse_csr"):
             sparse = True
-            tensor = densify(tensor, where=where)
+            # An empty cell must not cost more memory than there are tokens to choose from.
+            columns = min(tensor.shape[1] if len(tensor.shape) == 2 else 0, limits.vocabulary)
+            tensor = densify(tensor, where=where, expected=(int(lengths[index]), columns))
         if tensor.dtype not in INTEGER_TYPES:
-            raise LossInputShape(f"{where} must be int64, not {_type_name(tensor.dtype)}")
+            raise LossInputShape(f"{where} must be int64, not {type_name(tensor.dtype)}")
         shape = tuple(tensor.shape)
         length = int(lengths[index])
         flat = shape == (length,) or not shape
@@ -193,12 +207,12 @@ def _targets(
                 f"{where} has the shape {list(shape)}; the model input has {length} tokens, "
                 f"so it must be [{length}] or [{length}, K]"
             )
-        if not flat and loss.name != "cross_entropy":
+        if not flat and not loss.wide:
             raise LossInputShape(
                 f"{where} has the shape {list(shape)}; {loss.name} takes one target per token: "
                 f"[{length}]"
             )
-        _check_bytes(tensor, count=length * (1 if flat else shape[1]), where=where)
+        check_bytes(tensor, count=length * (1 if flat else shape[1]), where=where)
         trailing.append(0 if flat else shape[1])
         types.add(tensor.dtype)
         parts.append(tensor.dense)
@@ -208,7 +222,7 @@ def _targets(
     else:
         targets = np.concatenate(
             [
-                read_integers(part, d.loss_fn_inputs[_TARGETS].dtype)
+                read_integers(part, d.loss_fn_inputs[TARGETS].dtype)
                 for part, d in zip(parts, data, strict=True)
             ]
         )
@@ -217,78 +231,3 @@ def _targets(
         targets, sizes=lengths * widths, widths=widths, limits=limits, what="target token"
     )
     return targets, kinds, sparse
-
-
-def _floats(
-    data: Sequence[wire.Datum],
-    *,
-    name: str,
-    loss: Loss,
-    lengths: Int64Array,
-    trailing: Int64Array,
-    sparse: bool,
-) -> Float32Array:
-    """One float input of all datums, [E]; where it may be absent, its default."""
-    parts: list[bytes] = []
-    types: list[int] = []
-    for index, (datum, length, width) in enumerate(
-        zip(data, lengths.tolist(), trailing.tolist(), strict=True)
-    ):
-        where = f"datum {index}, {name!r}"
-        count = length * max(width, 1)
-        if name not in datum.loss_fn_inputs:
-            if name in loss.required or sparse:
-                needs = _needs(loss) if not sparse else f"{_needs(loss)}, {name}"
-                raise LossInputMissing(
-                    f"datum {index} lacks {name!r}; {loss.name} needs {needs}"
-                    + (" (weights say which cells of sparse targets count)" if sparse else "")
-                )
-            parts.append(np.full(count, loss.defaults[name], "<f4").tobytes())
-            types.append(wire.DTYPE_FLOAT32)
-            continue
-        tensor = datum.loss_fn_inputs[name]
-        if tensor.HasField("sparse_csr"):
-            tensor = densify(tensor, where=where)
-        if tensor.dtype not in FLOAT_TYPES:
-            raise LossInputShape(f"{where} must be float32, not {_type_name(tensor.dtype)}")
-        shape = tuple(tensor.shape)
-        expected = (length, width) if width else (length,)
-        if shape and shape != expected:
-            raise LossInputShape(
-                f"{where} has the shape {list(shape)}; it must be that of {_TARGETS}: "
-                f"{list(expected)}"
-            )
-        _check_bytes(tensor, count=count, where=where)
-        parts.append(tensor.dense)
-        types.append(tensor.dtype)
-    if len(set(types)) == 1:
-        values = read_floats(b"".join(parts), types[0])
-    else:
-        values = np.concatenate(
-            [read_floats(part, type_) for part, type_ in zip(parts, types, strict=True)]
-        )
-    if not np.isfinite(values).all():
-        at = int(np.argmin(np.isfinite(values)))
-        widths = np.maximum(trailing, 1)
-        index, offset = _locate(at, lengths * widths)
-        raise LossInputNotFinite(
-            f"datum {index}, position {offset // int(widths[index])}: {name!r} is "
-            f"{float(values[at])}; every value must be finite"
-        )
-    return values
-
-
-def _check_bytes(tensor: wire.Tensor, *, count: int, where: str) -> None:
-    expected = count * item_bytes(tensor.dtype)
-    if len(tensor.dense) != expected:
-        raise LossInputShape(
-            f"{where} has {len(tensor.dense)} bytes; {count} values of type "
-            f"{_type_name(tensor.dtype)} are {expected}"
-        )
-
-
-def _type_name(dtype: int) -> str:
-    try:
-        return wire.DType.Name(dtype).removeprefix("DTYPE_").lower()  # type: ignore[arg-type]
-    except ValueError:
-        return f"type {dtype}"

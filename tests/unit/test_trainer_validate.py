@@ -45,7 +45,7 @@ def test_a_good_batch_becomes_flat_arrays():
     assert batch.lengths.tolist() == [3, 2]
     assert batch.targets.tolist() == [5, 6, 3, 8, 3]
     assert batch.inputs["advantages"].tolist() == [1.0] * 5
-    assert batch.settings == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    assert batch.settings.as_dict() == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 
 def test_chunks_of_a_datum_are_put_together():

@@ -9,14 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from trainer_service.losses.base import Loss, LossResult
+from trainer_service.losses.base import Input, Loss, LossResult, Setting, Settings
 from trainer_service.losses.cispo import CISPO
 from trainer_service.losses.cross_entropy import CROSS_ENTROPY
 from trainer_service.losses.importance_sampling import IMPORTANCE_SAMPLING
+from trainer_service.losses.layout import Layout, Totals
 from trainer_service.losses.ppo import PPO
+from trainer_service.losses.source import losses_for
 
 LOSSES: Mapping[str, Loss] = MappingProxyType(
     {loss.name: loss for loss in (CROSS_ENTROPY, IMPORTANCE_SAMPLING, PPO, CISPO)}
 )
 
-__all__ = ["LOSSES", "Loss", "LossResult"]
+__all__ = [
+    "LOSSES",
+    "Input",
+    "Layout",
+    "Loss",
+    "LossResult",
+    "Setting",
+    "Settings",
+    "Totals",
+    "losses_for",
+]

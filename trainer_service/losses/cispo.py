@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer_service.losses.base import Loss, LossResult
+from trainer_service.losses.base import Loss, LossResult, Setting, Settings
+from trainer_service.losses.layout import Layout
 from trainer_service.losses.policy import (
     CLIPPED_POLICY_SUMS,
     POLICY_INPUTS,
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def cispo(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: Layout
 ) -> LossResult:
     """-Σ sg(clamp(r, low, high))·p·A with r = exp(p - q), sg stopping the gradient. All [E].
 
@@ -28,7 +29,9 @@ def cispo(
     advantages = inputs["advantages"]
     log_ratio = logprobs - inputs["logprobs"]
     ratio = log_ratio.detach().exp()
-    bounded = ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
+    bounded = ratio.clamp(
+        settings.number("clip_low_threshold"), settings.number("clip_high_threshold")
+    )
     return LossResult(
         loss=-(bounded * logprobs * advantages).sum(),
         sums=policy_sums(log_ratio=log_ratio, advantages=advantages, clipped=bounded != ratio),
@@ -38,8 +41,12 @@ def cispo(
 CISPO = Loss(
     name="cispo",
     compute=cispo,
-    required=POLICY_INPUTS,
-    settings={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    inputs=POLICY_INPUTS,
+    active="advantages",
+    settings=(
+        Setting("clip_low_threshold", 0.0, "lower bound of the ratio"),
+        Setting("clip_high_threshold", 4.0, "upper bound of the ratio"),
+    ),
     sum_names=CLIPPED_POLICY_SUMS,
     metrics=policy_metrics,
 )

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer_service.losses.base import Loss, LossResult
+from trainer_service.losses.base import Input, Loss, LossResult, Settings
+from trainer_service.losses.layout import Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def cross_entropy(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: Layout
 ) -> LossResult:
     """-Σ w·p, where p is the log probability of the target token and w its weight.
 
@@ -26,7 +27,9 @@ def cross_entropy(
 CROSS_ENTROPY = Loss(
     name="cross_entropy",
     compute=cross_entropy,
-    defaults={"weights": 1.0},
+    inputs=(Input("weights", "w", default=1.0),),
+    active="weights",
+    wide=True,
     sum_names=("weights",),
     metrics=lambda sums: {"weights:sum": sums["weights"]},
 )

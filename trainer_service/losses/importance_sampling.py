@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer_service.losses.base import Loss, LossResult
+from trainer_service.losses.base import Loss, LossResult, Settings
+from trainer_service.losses.layout import Layout
 from trainer_service.losses.policy import POLICY_INPUTS, POLICY_SUMS, policy_metrics, policy_sums
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def importance_sampling(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: Layout
 ) -> LossResult:
     """-Σ exp(p - q)·A, per token, with p the log probability now (`logprobs` argument), q that
     under the sampler (input `logprobs`) and A the advantage. All [E].
@@ -32,7 +33,8 @@ def importance_sampling(
 IMPORTANCE_SAMPLING = Loss(
     name="importance_sampling",
     compute=importance_sampling,
-    required=POLICY_INPUTS,
+    inputs=POLICY_INPUTS,
+    active="advantages",
     sum_names=POLICY_SUMS,
     metrics=policy_metrics,
 )

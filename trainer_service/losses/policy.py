@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainer_service.losses.base import Input
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-POLICY_INPUTS = ("logprobs", "advantages")
+POLICY_INPUTS = (
+    Input("logprobs", "log probability under the sampler", required=True),
+    Input("advantages", "A", required=True),
+)
 POLICY_SUMS = ("active", "ratio", "kl")
 CLIPPED_POLICY_SUMS = (*POLICY_SUMS, "clipped")
 

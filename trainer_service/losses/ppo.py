@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.losses.base import Loss, LossResult
+from trainer_service.losses.base import Loss, LossResult, Setting, Settings
+from trainer_service.losses.layout import Layout
 from trainer_service.losses.policy import (
     CLIPPED_POLICY_SUMS,
     POLICY_INPUTS,
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def ppo(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: Layout
 ) -> LossResult:
     """-Σ min(r·A, clamp(r, low, high)·A) with r = exp(p - q), per token. All [E].
 
@@ -31,7 +32,9 @@ def ppo(
     advantages = inputs["advantages"]
     log_ratio = logprobs - inputs["logprobs"]
     ratio = log_ratio.exp()
-    bounded = ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
+    bounded = ratio.clamp(
+        settings.number("clip_low_threshold"), settings.number("clip_high_threshold")
+    )
     free, held = ratio * advantages, bounded * advantages
     return LossResult(
         loss=-torch.minimum(free, held).sum(),
@@ -42,8 +45,12 @@ def ppo(
 PPO = Loss(
     name="ppo",
     compute=ppo,
-    required=POLICY_INPUTS,
-    settings={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    inputs=POLICY_INPUTS,
+    active="advantages",
+    settings=(
+        Setting("clip_low_threshold", 0.8, "lower bound of the ratio"),
+        Setting("clip_high_threshold", 1.2, "upper bound of the ratio"),
+    ),
     sum_names=CLIPPED_POLICY_SUMS,
     metrics=policy_metrics,
 )
