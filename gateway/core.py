@@ -21,6 +21,7 @@ from gateway.runs import Runs
 from gateway.samplers import Samplers
 from gateway.sampling import SamplingSessions
 from gateway.sessions import Sessions, why_ended
+from gateway.signing import keep_signing_key
 from gateway.versions import Versions
 from tandem.errors import InvalidRequest, SessionFinished
 from tandem.settings import GatewaySettings
@@ -41,6 +42,7 @@ class Gateway:
         self.launcher = launcher
         self.started_at = time.time()
         self.api_key = settings.api_key
+        self.signing_key = b""
         self.metrics = Metrics()
         self.database = Database.at(url=settings.database_url, data_dir=settings.data_dir)
         self.models = Models(database=self.database)
@@ -53,6 +55,7 @@ class Gateway:
             database=self.database,
             data_dir=settings.data_dir,
             min_free_bytes=settings.min_free_bytes,
+            in_use=lambda: self.runs.all_versions_in_use() | self.samplers.versions_in_use(),
         )
         self.sampling = SamplingSessions(
             database=self.database,
@@ -100,6 +103,7 @@ class Gateway:
         try:
             if not self.api_key:
                 self.api_key = keep_api_key(self.settings.data_dir)
+            self.signing_key = keep_signing_key(self.settings.data_dir)
             await self.database.open()
             await self.models.open()
             await self.fleet.open()
@@ -107,8 +111,7 @@ class Gateway:
             lost_runs = await self.runs.open()
             await self.sessions.open()
             await self.sampling.open()
-            for run_id in lost_runs:
-                await self.versions.sweep_run(run_id)
+            await self.versions.sweep_all()
             if lost or lost_runs:
                 self._log.warning("restarted", operations_failed=lost, runs_ended=lost_runs)
         except BaseException:
@@ -142,12 +145,11 @@ class Gateway:
         if (task := self._ending.get(session_id)) is not None:
             await asyncio.shield(task)
 
-    async def collect(self, run_id: str) -> None:
-        """Removes the run's versions that nothing names or uses."""
-        keep = self.runs.versions_in_use(run_id) | self.samplers.versions_in_use()
-        removed = await self.versions.collect(run_id=run_id, keep=keep)
-        if removed:
-            self._log.info("collected", run_id=run_id, versions=len(removed))
+    async def collect(self, run_id: str) -> bool:
+        """Removes the run's files that nothing names or uses. False: some are still in use."""
+        if self.runs.get(run_id) is None:
+            return await self.versions.sweep_run(run_id)
+        return await self.versions.collect(run_id)
 
     async def _clear(self, session_id: str, why: str) -> None:
         error = SessionFinished(why)
@@ -159,7 +161,6 @@ class Gateway:
             named = self.sampling.end_session(session_id)
             for run_id in sorted({*run_ids, *named}):
                 await self.collect(run_id)
-                await self.versions.sweep_run(run_id)
         finally:
             self._ending.pop(session_id, None)
 
