@@ -14,12 +14,12 @@ import tinker
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine, overhead, publish, rl_step, sampling
+from benchmarks import concurrency, machine, overhead, publish, rl_step, sampling, training
 from tandem.demo.run import wait_ready
 from tandem.demo.tiny_model import write_tiny_model
 from tandem.stack import Stack
 
-SECTIONS = ("sampling", "publish", "overhead", "rl_step")
+SECTIONS = ("sampling", "clients", "publish", "lora", "overhead", "training", "rl_step")
 _RESULTS = Path(__file__).parent / "results"
 
 
@@ -83,6 +83,42 @@ class Bench:
                     measured = publish.publish_to_served(client, model=model, rounds=self.rounds)
                 rows.append({"parameters": size, "ranks": ranks, **measured})
         self.show("publish", rows)
+
+    def clients(self) -> None:
+        with self.stack(self.model, ranks=1) as (stack, service):
+            sampler = service.create_sampling_client(base_model="bench/model").result()
+            wait_ready(stack)
+            row = concurrency.many_clients(sampler, requests=4 * self.rounds)
+        self.show("many clients", [row])
+
+    def lora(self) -> None:
+        """From an adapter in the trainer's memory to samples from it."""
+        rows: list[dict[str, object]] = []
+        for size, shape in publish.SHAPES.items():
+            model = self.work / "models" / size.replace(" ", "")
+            if not model.exists():
+                write_tiny_model(model, seed=0, shape=shape)
+            with self.stack(model, ranks=1) as (stack, service):
+                client = service.create_lora_training_client("bench/model", rank=32).result()
+                wait_ready(stack)
+                rows.append(
+                    {"parameters": size, **publish.adapter_to_served(client, rounds=self.rounds)}
+                )
+        self.show("lora publish", rows)
+
+    def training(self) -> None:
+        floor = training.plain(self.model, rounds=self.rounds)
+        ours = {}
+        for name, model, ranks in (
+            ("1 rank", "bench/model:full", 1),
+            ("2 ranks", "bench/model:full", 2),
+            ("LoRA 32", "bench/model", 1),
+        ):
+            with self.stack(self.model, ranks=ranks) as (stack, service):
+                client = service.create_lora_training_client(model).result()
+                wait_ready(stack)
+                ours[name] = training.through_tandem(client, rounds=self.rounds)
+        self.show("training", training.compare(floor, ours))
 
     def overhead(self) -> None:
         with self.stack(self.model, ranks=1) as (stack, service):

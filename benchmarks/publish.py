@@ -39,6 +39,21 @@ def publish_to_served(
     }
 
 
+def adapter_to_served(client: tinker.TrainingClient, *, rounds: int) -> dict[str, object]:
+    """Medians over `rounds` publishes of an adapter. The first two are not counted."""
+    seconds = []
+    for _ in range(rounds + 2):
+        started = time.perf_counter()
+        client.save_weights_and_get_sampling_client().result()
+        seconds.append(time.perf_counter() - started)
+    external = client.save_weights_external("bench").result()
+    return {
+        "rank": 32,
+        "bytes": external.size_bytes,
+        "publish_to_served_seconds": round(statistics.median(seconds[2:]), 4),
+    }
+
+
 def _copy(source: Path) -> float:
     """Seconds to write the same bytes once more and make them durable."""
     target = source.with_suffix(".copy")

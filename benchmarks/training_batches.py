@@ -1,0 +1,31 @@
+"""The batches that training is measured on, the same for Tandem and for a plain loop."""
+
+from __future__ import annotations
+
+import random
+
+BATCHES = {
+    "64 × 128 tokens": (64, 128, 128),
+    "64 × 16 to 512 tokens": (64, 16, 512),
+    "256 × 4 to 64 tokens": (256, 4, 64),
+}
+"""Sequences, and the shortest and the longest length of their uniform distribution."""
+
+VOCABULARY = 98
+
+
+def batch(name: str) -> list[list[int]]:
+    """Token ids; a sequence of n + 1 ids trains n targets."""
+    count, shortest, longest = BATCHES[name]
+    generator = random.Random(name)
+    return [
+        [
+            generator.randrange(3, VOCABULARY)
+            for _ in range(generator.randint(shortest, longest) + 1)
+        ]
+        for _ in range(count)
+    ]
+
+
+def targets(sequences: list[list[int]]) -> int:
+    return sum(len(sequence) - 1 for sequence in sequences)
