@@ -9,11 +9,16 @@
     │   ├── UnknownSampler          404
     │   ├── UnknownWeights          404
     │   ├── UnknownRequest          404
+    │   ├── AddressForged           403
+    │   ├── AddressExpired          410
     │   ├── SessionFinished         410
     │   ├── PayloadTooLarge         413
     │   ├── InvalidRequest          400
     │   │   ├── MalformedPayload
-    │   │   └── UnsupportedInput
+    │   │   ├── UnsupportedInput
+    │   │   ├── CustomLossInvalid
+    │   │   ├── UnsuitableLora
+    │   │   └── CheckpointMismatch
     │   ├── EmptyBatch
     │   ├── TokenOutOfVocabulary
     │   ├── SequenceTooLong
@@ -22,6 +27,7 @@
     │   ├── LossInputNotFinite
     │   ├── UnknownLoss
     │   ├── UnknownLossSetting
+    │   ├── CustomLossFailed
     │   ├── OptimizerSetting
     │   ├── NoGradients
     │   ├── GradientsIncomplete
@@ -135,6 +141,18 @@ class UnknownRequest(UserError):
     status = 404
 
 
+class AddressForged(UserError):
+    """A download address that was not signed here, or was altered since."""
+
+    status = 403
+
+
+class AddressExpired(UserError):
+    """A download address whose time is over."""
+
+    status = 410
+
+
 class SessionFinished(UserError):
     status = 410
 
@@ -153,6 +171,18 @@ class MalformedPayload(InvalidRequest):
 
 class UnsupportedInput(InvalidRequest):
     """A well-formed input of a kind that this server does not take, such as an image."""
+
+
+class UnsuitableLora(InvalidRequest):
+    """A LoRA configuration that the model cannot have: its rank, or the layers named."""
+
+
+class CheckpointMismatch(InvalidRequest):
+    """A checkpoint of another model, or of a run that trains something else."""
+
+
+class CustomLossInvalid(InvalidRequest):
+    """A traced loss that uses what the allow-list of operations does not have."""
 
 
 class EmptyBatch(UserError):
@@ -185,6 +215,10 @@ class UnknownLoss(UserError):
 
 class UnknownLossSetting(UserError):
     pass
+
+
+class CustomLossFailed(UserError):
+    """A custom loss that could not be computed on the datums it was given."""
 
 
 class OptimizerSetting(UserError):

@@ -1,7 +1,9 @@
 """Checkpoints: weights, optimizer state and counters, in torch's distributed format.
 
 A checkpoint can be loaded into another number of ranks. It comes to be like a weight version:
-written into a partial directory, `checkpoint.json` with checksums last, one rename.
+written into a partial directory, `checkpoint.json` with checksums last, one rename. That of a
+LoRA run holds the adapter alone, and knows its base model by a fingerprint. There is no state of
+a random number generator in it: nothing is drawn while a model is trained.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tandem.errors import (
     CheckpointDamaged,
-    InvalidRequest,
+    CheckpointMismatch,
     NameTaken,
     ServerError,
 )
 from tandem.weights import FileEntry, checksum_file
 from tandem.weights.store import fsync_path
+from tandem.worker import LoraSpec, TrainingSpec
 from trainer_service.backends.base import TrainerBackend
+from trainer_service.base_model import BaseModelFiles
 from trainer_service.control import Control
 from trainer_service.files import agree, check_free_space, storage_error
 
@@ -39,7 +43,8 @@ RECORD_NAME = "checkpoint.json"
 
 class CheckpointRecord(BaseModel):
     """`checkpoint.json`. `parameters` maps each to its whole shape; `optimizer` says whether
-    moments are there (none are before the first step)."""
+    moments are there (none are before the first step); `base_model` and `base_fingerprint` say
+    what a LoRA run's adapter belongs to."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -49,6 +54,9 @@ class CheckpointRecord(BaseModel):
     last_seq_id: int
     architecture: str
     optimizer: bool
+    training: TrainingSpec = TrainingSpec()
+    base_model: str = ""
+    base_fingerprint: str = ""
     parameters: dict[str, list[int]]
     files: list[FileEntry]
 
@@ -85,7 +93,12 @@ def prepare_save(path: Path, backend: TrainerBackend) -> None:
 
 
 def save(
-    path: Path, *, backend: TrainerBackend, control: Control, counters: Counters
+    path: Path,
+    *,
+    backend: TrainerBackend,
+    control: Control,
+    counters: Counters,
+    base: BaseModelFiles,
 ) -> CheckpointRecord | None:
     """All ranks write; rank 0 commits and returns the record, or raises with nothing left."""
     partial, what = partial_path(path), f"checkpoint {path.name}"
@@ -110,7 +123,9 @@ def save(
         agree(control, write, what=what, path=path, needed=needed)
         if control.rank:
             return None
-        return _commit(path, backend=backend, control=control, counters=counters, state=state)
+        return _commit(
+            path, backend=backend, control=control, counters=counters, base=base, state=state
+        )
     except ServerError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -125,6 +140,7 @@ def _commit(
     backend: TrainerBackend,
     control: Control,
     counters: Counters,
+    base: BaseModelFiles,
     state: Mapping[str, Tensor],
 ) -> CheckpointRecord:
     partial = partial_path(path)
@@ -139,7 +155,10 @@ def _commit(
         last_seq_id=counters.last_seq_id,
         architecture=backend.facts.architecture,
         optimizer=any(name.startswith("optimizer.") for name in state),
-        parameters={name: list(t.shape) for name, t in backend.parameters().items()},
+        training=backend.training,
+        base_model=base.name,
+        base_fingerprint=base.fingerprint() if backend.training.lora else "",
+        parameters=_shapes(backend),
         files=entries,
     )
     target = partial / RECORD_NAME
@@ -153,11 +172,20 @@ def _commit(
     return record
 
 
-def check(path: Path, *, backend: TrainerBackend, control: Control) -> CheckpointRecord:
-    """Verifies a checkpoint before it is loaded. Raises `CheckpointDamaged`, or `InvalidRequest`
-    when it is of another model."""
+def check(
+    path: Path,
+    *,
+    optimizer: bool,
+    backend: TrainerBackend,
+    control: Control,
+    base: BaseModelFiles,
+) -> CheckpointRecord:
+    """Verifies a checkpoint before it is loaded. Raises `CheckpointDamaged`, or
+    `CheckpointMismatch` when it is of another model, of other layers than this run trains, or
+    when its optimizer, if that is wanted, is of another kind."""
     try:
         record = _read_record(path)
+        _match(record, path.name, optimizer=optimizer, backend=backend, base=base)
         for entry in record.files:
             if checksum_file(path / entry.name) != entry:
                 raise CheckpointDamaged(f"checkpoint {path.name}: {entry.name} is damaged")
@@ -166,18 +194,57 @@ def check(path: Path, *, backend: TrainerBackend, control: Control) -> Checkpoin
         raise CheckpointDamaged(f"checkpoint {path.name} cannot be read: {error}") from error
     except ValidationError as error:
         raise CheckpointDamaged(f"the record of checkpoint {path.name} is damaged") from error
-    here = {name: list(tensor.shape) for name, tensor in backend.parameters().items()}
+    return record
+
+
+def _match(
+    record: CheckpointRecord,
+    name: str,
+    *,
+    optimizer: bool,
+    backend: TrainerBackend,
+    base: BaseModelFiles,
+) -> None:
+    """Raises `CheckpointMismatch` that says what differs."""
+    theirs, ours = record.training, backend.training
+    if _what(theirs.lora) != _what(ours.lora):
+        raise CheckpointMismatch(
+            f"checkpoint {name} holds {_what(theirs.lora)}, while this run trains "
+            f"{_what(ours.lora)}; create a run with the checkpoint's configuration to load it"
+        )
+    here = _shapes(backend)
     if record.parameters != here:
         odd = sorted(
-            name
-            for name in {*record.parameters, *here}
-            if record.parameters.get(name) != here.get(name)
+            tensor
+            for tensor in {*record.parameters, *here}
+            if record.parameters.get(tensor) != here.get(tensor)
         )
-        raise InvalidRequest(
-            f"checkpoint {path.name} is of another model ({record.architecture}): {odd[0]} and "
+        raise CheckpointMismatch(
+            f"checkpoint {name} is of another model ({record.architecture}): {odd[0]} and "
             f"{len(odd) - 1} other tensors do not fit {backend.facts.architecture}"
         )
-    return record
+    if ours.lora and record.base_fingerprint != base.fingerprint():
+        raise CheckpointMismatch(
+            f"checkpoint {name} is an adapter of the base model {record.base_model}, whose "
+            f"weights are not those of {base.name}, which this run trains"
+        )
+    if optimizer and record.optimizer and theirs.optimizer != ours.optimizer:
+        raise CheckpointMismatch(
+            f"checkpoint {name} holds the state of the optimizer {theirs.optimizer}, while this "
+            f"run uses {ours.optimizer}; load it without the optimizer"
+        )
+
+
+def _what(lora: LoraSpec | None) -> str:
+    """What a run trains, as far as it decides whether a checkpoint fits; the seed does not."""
+    if lora is None:
+        return "all parameters"
+    kinds = [kind for kind in ("attention", "mlp", "unembedding") if getattr(lora, kind)]
+    return f"LoRA of rank {lora.rank} and alpha {lora.alpha:g} on {', '.join(kinds)}"
+
+
+def _shapes(backend: TrainerBackend) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in backend.parameters().items()}
 
 
 def _read_record(path: Path) -> CheckpointRecord:
@@ -218,6 +285,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _bytes_needed(backend: TrainerBackend) -> int:
+    if backend.training.lora:
+        return backend.facts.trainable_parameters * 12 + 2**20
     return sum(backend.tensor_sizes().values()) * 12 + 2**20
 
 

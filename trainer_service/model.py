@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """`max_length` is in tokens, 0 where the model names no limit."""
+    """`max_length` is in tokens, 0 where the model names no limit. Of `parameters`, those of
+    the base model, a LoRA run trains none."""
 
     architecture: str
     parameters: int
     vocabulary: int
     max_length: int
+    trainable_parameters: int
 
 
 def load_model(path: Path) -> nn.Module:
@@ -47,12 +49,24 @@ def load_model(path: Path) -> nn.Module:
 
 def facts_of(model: nn.Module) -> ModelFacts:
     config = model.config.get_text_config()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     return ModelFacts(
         architecture=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=parameters,
         vocabulary=int(config.vocab_size),
         max_length=int(getattr(config, "max_position_embeddings", 0) or 0),
+        trainable_parameters=parameters,
     )
+
+
+def empty_model(path: Path) -> nn.Module:
+    """The model's modules without memory for their weights, from its configuration alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

@@ -8,15 +8,24 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tandem.settings import TrainerSettings
-from tandem.worker import WorkerSpec
+from tandem.worker import TrainingSpec, WorkerSpec
+from trainer_service.lora import chosen_layers
 from trainer_service.member import START_TIMEOUT, Assignment, join
+from trainer_service.model import empty_model
 from trainer_service.operations import Operations
 from trainer_service.ranks import Ranks
 
 
 def bring_up(spec: WorkerSpec, *, settings: TrainerSettings, ranks: Ranks) -> Operations:
-    """Serves the store where ranks meet, tells each its place, and joins as rank 0."""
+    """Serves the store where ranks meet, tells each its place, and joins as rank 0.
+
+    Raises `UnsuitableLora` before any rank loads the model.
+    """
     size = settings.ranks
+    training = spec.training or TrainingSpec()
+    if training.lora:
+        # All ranks would find out, and the first to die would be the error that is told.
+        chosen_layers(empty_model(Path(spec.model_path)), training.lora)
     store: dist.Store = dist.HashStore()
     port = 0
     if size > 1:
@@ -38,6 +47,8 @@ def bring_up(spec: WorkerSpec, *, settings: TrainerSettings, ranks: Ranks) -> Op
             size=size,
             store_port=port,
             model_path=Path(spec.model_path),
+            model_name=spec.model_name,
+            training=training,
             settings=settings,
             log_level=spec.log_level,
         )

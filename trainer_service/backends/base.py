@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from tandem.settings import TrainerSettings
+from tandem.worker import TrainingSpec
 from trainer_service.microbatch import MicroBatch
 from trainer_service.model import ModelFacts
 
@@ -31,11 +32,23 @@ class TrainerBackend(Protocol):
     """One rank's share of a model. Each method is called on all ranks in the same order."""
 
     facts: ModelFacts
+    training: TrainingSpec
     dtype: str
     device: str
     optimizer: AdamW
+    packs: bool
+    """Whether micro-batches come packed; else padded."""
 
-    def __init__(self, *, model_path: Path, settings: TrainerSettings, world: World) -> None: ...
+    def __init__(
+        self,
+        *,
+        model_path: Path,
+        settings: TrainerSettings,
+        world: World,
+        training: TrainingSpec | None = None,
+    ) -> None:
+        """`training` None: all parameters, by AdamW. Raises `UnsuitableLora`."""
+        ...
 
     def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> Tensor:
         """Log probabilities of the targets, float32 [e]; ready for `backward` if asked for."""
@@ -64,13 +77,30 @@ class TrainerBackend(Protocol):
 
     def collect(self, *, dtype: str, owned_by_me: Callable[[str], bool]) -> dict[str, Tensor]:
         """Whole tensors that this rank owns, on the CPU, under the names of the model's own
-        files. `owned_by_me` is asked with the names of `tensor_sizes`."""
+        files; of a LoRA run, with the adapter added in. `owned_by_me` is asked with the names
+        of `tensor_sizes`."""
         ...
 
     def tensor_sizes(self) -> Mapping[str, int]:
         """Units that one rank must own as a whole, with their number of elements."""
         ...
 
+    def collect_adapter(self) -> dict[str, Tensor]:
+        """Of a LoRA run: rank 0 gets the whole adapter, float32, on the CPU, under the names of
+        PEFT's files; the others nothing."""
+        ...
+
+    def adapter_targets(self) -> Sequence[str]:
+        """Of a LoRA run: PEFT's `target_modules`, which name the adapted layers exactly."""
+        ...
+
+    @property
+    def unties_head(self) -> bool:
+        """Whether `collect` gives a weight of its own to a head that shares the embedding's,
+        because an adapter was added to it."""
+        ...
+
     def parameters(self) -> dict[str, Tensor]:
-        """The live parameters by name, perhaps sharded: what a checkpoint holds."""
+        """The live tensors that a checkpoint holds, by name, perhaps sharded: all parameters and
+        buffers, or those of the adapter."""
         ...

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from tandem.settings import TrainerSettings
+from tandem.telemetry import get_log
+from tandem.worker import LoraSpec, TrainingSpec
 from trainer_service.backends.base import World
 from trainer_service.backends.registry import trainer_backend
 from trainer_service.lanes import added
+from trainer_service.lora import (
+    LoraLinear,
+    add_adapters,
+    kinds_without_layers,
+    merged,
+    target_names,
+)
+from trainer_service.lora_files import key_of
 from trainer_service.microbatch import MicroBatch
 from trainer_service.model import (
     facts_of,
@@ -25,6 +37,7 @@ from trainer_service.model import (
     persistent_buffers,
 )
 from trainer_service.optimizer import AdamW
+from trainer_service.packing import can_pack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,29 +52,44 @@ def torch_dtype(name: str) -> torch.dtype:
 @trainer_backend("fsdp2")
 class Fsdp2Backend:
     """Float32 master weights, sharded over ranks; computes in `dtype`, reduces in float32.
+    Weights that a LoRA run has frozen are kept in `dtype`; its adapters are float32.
 
     One rank that computes in float32 has nothing to shard and nothing to cast: its model stays
     a plain module, which is 2 to 5 % quicker for a small one than a group of one rank.
     """
 
-    def __init__(self, *, model_path: Path, settings: TrainerSettings, world: World) -> None:
+    def __init__(
+        self,
+        *,
+        model_path: Path,
+        settings: TrainerSettings,
+        world: World,
+        training: TrainingSpec | None = None,
+    ) -> None:
         self._world = world
+        self.training = training or TrainingSpec()
         self.device = world.device
         self._device = torch.device(world.device)
         default = "bfloat16" if world.device == "cuda" else "float32"
         self.dtype: str = default if settings.dtype == "auto" else settings.dtype
         self._model = load_model(model_path)
+        self.packs = self._may_pack(settings) and can_pack(self._model)
         self.facts = facts_of(self._model)
         self._shape_names(settings.shard_group_parameters)
+        self._adapted: dict[str, LoraLinear] = {}
+        self._own_head: list[str] = []
+        if self.training.lora is not None:
+            self._adapt(self.training.lora)
         if self._sharded:
             self._shard()
         else:
             self._model.to(self._device)
-        self.optimizer = AdamW(
-            dict(self._model.named_parameters()), sum_over_ranks=self._sum_over_ranks
-        )
+        self.optimizer = AdamW(self._trainable(), sum_over_ranks=self._sum_over_ranks)
 
     # --- Making ----------------------------------------------------------------------------
+
+    def _may_pack(self, settings: TrainerSettings) -> bool:
+        return settings.packing == "on" or (settings.packing == "auto" and self.device == "cpu")
 
     @property
     def _sharded(self) -> bool:
@@ -101,6 +129,33 @@ class Fsdp2Backend:
                 return prefix
         return name
 
+    def _adapt(self, lora: LoraSpec) -> None:
+        """Freezes the model and adds adapters. The names noted before stay what they were."""
+        names = [name for name, _ in self._model.named_modules()]
+        if self._world.rank == 0 and (kinds := kinds_without_layers(self._model, lora)):
+            get_log().warning("lora_without_layers", kinds=kinds)
+        self._adapted = add_adapters(self._model, lora)
+        self._targets = target_names(list(self._adapted), all_modules=names)
+        groups = {name: group for group in self._group_names for name in group}
+        first = {parameter: name for name, parameter in self._model.named_parameters()}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                continue
+            # A weight under a second name: merged, an adapted head is no longer the embedding.
+            if name not in groups and name.rpartition(".")[0] in self._adapted:
+                groups[first[parameter]].append(name)
+                self._sizes[name] = parameter.numel()
+                self._own_head.append(name)
+        for parameter in self._model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(torch_dtype(self.dtype))
+        trainable = sum(parameter.numel() for parameter in self._trainable().values())
+        self.facts = replace(self.facts, trainable_parameters=trainable)
+
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        named = self._model.named_parameters()
+        return {name: parameter for name, parameter in named if parameter.requires_grad}
+
     def _shard(self) -> None:
         mesh = init_device_mesh(self._world.device, (self._world.size,))
         compute = torch_dtype(self.dtype)
@@ -134,9 +189,15 @@ class Fsdp2Backend:
 
     def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> Tensor:
         """No attention mask: a causal model's real tokens never see padding on the right."""
+        places: dict[str, object] = {}
+        if micro_batch.positions is not None:
+            places = {
+                "position_ids": self._tensor(micro_batch.positions),
+                "runs": micro_batch.runs,
+            }
         with torch.set_grad_enabled(gradients):
             tokens = self._tensor(micro_batch.tokens)
-            logits = self._model(input_ids=tokens, use_cache=False).logits
+            logits = self._model(input_ids=tokens, use_cache=False, **places).logits
             logprobs = torch.log_softmax(logits.float(), dim=-1)
             chosen = logprobs.gather(-1, self._tensor(micro_batch.targets)).reshape(-1)
             if micro_batch.select is not None:
@@ -151,12 +212,13 @@ class Fsdp2Backend:
         loss.backward()
 
     def gradients(self, loss: Tensor) -> Gradients:
-        return list(torch.autograd.grad(loss, list(self._model.parameters()), allow_unused=True))
+        parameters = list(self._trainable().values())
+        return list(torch.autograd.grad(loss, parameters, allow_unused=True))
 
     def accumulate(self, gradients: Gradients) -> None:
         if not gradients:
             return
-        parameters = list(self._model.parameters())
+        parameters = list(self._trainable().values())
         total = added([parameter.grad for parameter in parameters], gradients)
         for parameter, gradient in zip(parameters, total, strict=True):
             parameter.grad = gradient
@@ -168,8 +230,8 @@ class Fsdp2Backend:
     # --- Handing out -----------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Tensor]:
-        named = {name: tensor.detach() for name, tensor in self._model.named_parameters()}
-        return {**named, **persistent_buffers(self._model)}
+        named = {name: tensor.detach() for name, tensor in self._trainable().items()}
+        return named if self._adapted else {**named, **persistent_buffers(self._model)}
 
     def tensor_sizes(self) -> Mapping[str, int]:
         return self._sizes
@@ -177,6 +239,7 @@ class Fsdp2Backend:
     def collect(self, *, dtype: str, owned_by_me: Callable[[str], bool]) -> dict[str, Tensor]:
         """One group after the other is made whole, so that no rank holds the whole model."""
         collected: dict[str, Tensor] = {}
+        updates = {name: self._update_of(layer) for name, layer in self._adapted.items()}
         modules: list[FSDPModule | None] = [None]
         if self._sharded:
             modules = list(self._fsdp_modules())
@@ -184,9 +247,7 @@ class Fsdp2Backend:
             if module is not None:
                 module.unshard()
             mine = {
-                name: self._model.get_parameter(name).detach()
-                for name in names
-                if owned_by_me(self._unit(name))
+                name: self._merged(name, updates) for name in names if owned_by_me(self._unit(name))
             }
             for name, tensor in self._file_layout(mine).items():
                 collected[name] = tensor.to(
@@ -199,6 +260,33 @@ class Fsdp2Backend:
                 collected[name] = buffer.detach().cpu().contiguous()
         return collected
 
+    def _update_of(self, layer: LoraLinear) -> tuple[Tensor, Tensor]:
+        return _whole(layer.lora_A), _whole(layer.lora_B)
+
+    def _merged(self, name: str, updates: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
+        """A parameter by its name, while its group is whole, with its adapter added in."""
+        parameter = self._model.get_parameter(name).detach()
+        module, _, kind = name.rpartition(".")
+        if kind != "weight" or module not in updates:
+            return parameter
+        a, b = updates[module]
+        return merged(parameter, a=a, b=b, scale=self._adapted[module].scale)
+
+    def collect_adapter(self) -> dict[str, Tensor]:
+        collected: dict[str, Tensor] = {}
+        for name, layer in self._adapted.items():
+            for side, tensor in zip("AB", self._update_of(layer), strict=True):
+                if self._world.rank == 0:
+                    collected[key_of(name, side=side)] = tensor.cpu().contiguous()
+        return collected
+
+    def adapter_targets(self) -> Sequence[str]:
+        return self._targets
+
+    @property
+    def unties_head(self) -> bool:
+        return bool(self._own_head)
+
     def _file_layout(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Names and shapes as in the model's own files, which other programs expect."""
         if not self._converts or not tensors:
@@ -207,3 +295,9 @@ class Fsdp2Backend:
 
         reverted: dict[str, Tensor] = revert_weight_conversion(self._model, tensors)
         return reverted
+
+
+def _whole(parameter: nn.Parameter) -> Tensor:
+    """A parameter of any sharding as a plain tensor. All ranks call it together."""
+    tensor = parameter.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
