@@ -30,7 +30,14 @@ class TrainerSettings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Compute type. auto: bfloat16 on a GPU, float32 on a CPU."
     )
-    micro_batch_tokens: int = Field(16384, ge=1, description="Padded tokens per forward pass.")
+    packing: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Sequences one after the other in a row, instead of padded ones; where a "
+        "model allows it. auto: on a CPU.",
+    )
+    micro_batch_tokens: int = Field(
+        0, ge=0, description="Tokens per forward pass; 0 = 2048 on a CPU, else 16384."
+    )
     shard_group_parameters: int = Field(
         16_000_000, ge=1, description="Blocks are gathered into FSDP groups of at least this size."
     )
@@ -77,6 +84,11 @@ class GatewaySettings(BaseSettings):
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0 = any free port.")
+    public_url: str = Field(
+        "",
+        description="Where clients reach the gateway, for the addresses that it hands out; "
+        "empty: where the one who asks has reached it.",
+    )
     data_dir: Path = Path(".tandem")
     database_url: str = Field("", description="Empty: SQLite under data_dir.")
     api_key: str = Field("", description="Empty: one is made and kept under data_dir.", repr=False)

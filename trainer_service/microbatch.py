@@ -1,4 +1,4 @@
-"""A micro-batch: some datums of a batch, padded on the right into one rectangle."""
+"""A micro-batch: some datums of a batch, packed into a row or padded into a rectangle."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import torch
 
 from trainer_service.batch import Batch, Float32Array, Int64Array, ranges, starts_of
 from trainer_service.losses.layout import Layout
+from trainer_service.packing import Runs, runs_of
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B datums of at most T tokens with at most K targets each; e entries that are not padding.
+    """Datums as B rows of T tokens with at most K targets each; e entries are not padding.
 
     `tokens` [B, T], `targets` [B, T, K]; `select` [e] picks the real entries out of the flat
     [B·T·K] (None: all are real); `entries` [e] says where they lie in the batch's [E];
-    `inputs` are the loss inputs, [e] each.
+    `inputs` are the loss inputs, [e] each. A packed one has all datums in one row, and
+    `positions` [1, T] and `runs` say where each begins.
     """
 
     tokens: Int64Array
@@ -26,9 +28,11 @@ class MicroBatch:
     select: Int64Array | None
     entries: Int64Array
     inputs: Mapping[str, Float32Array]
+    positions: Int64Array | None = None
+    runs: Runs = ()
 
 
-def make_micro_batch(batch: Batch, datums: Sequence[int]) -> MicroBatch:
+def make_micro_batch(batch: Batch, datums: Sequence[int], *, packed: bool) -> MicroBatch:
     """Padding is token 0 on the right: in a causal model no real token sees it."""
     chosen = np.array(datums, np.int64)
     lengths, widths = batch.lengths[chosen], batch.widths[chosen]
@@ -37,6 +41,20 @@ def make_micro_batch(batch: Batch, datums: Sequence[int]) -> MicroBatch:
     token_places = ranges(starts=starts_of(batch.lengths)[chosen], sizes=lengths)
     entries = ranges(starts=starts_of(batch.sizes)[chosen], sizes=sizes)
     inputs = {name: values[entries] for name, values in batch.inputs.items()}
+    if packed:
+        wide = np.repeat(widths, lengths)[:, None]
+        wanted = np.arange(widest) < wide
+        targets = np.zeros(wanted.shape, np.int64)
+        targets[wanted] = batch.targets[entries]
+        return MicroBatch(
+            tokens=batch.tokens[token_places][None],
+            targets=targets[None],
+            select=None if wanted.all() else np.flatnonzero(wanted).astype(np.int64, copy=False),
+            entries=entries,
+            inputs=inputs,
+            positions=ranges(starts=np.zeros_like(lengths), sizes=lengths)[None],
+            runs=runs_of(lengths.tolist()),
+        )
     if len(entries) == rows * longest * widest:
         return MicroBatch(
             tokens=batch.tokens[token_places].reshape(rows, longest),

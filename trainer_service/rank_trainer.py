@@ -61,7 +61,10 @@ class RankTrainer:
         self.step = 0
         self._lanes = lanes
         self.base = BaseModelFiles(name=model_name or model_path.name, path=model_path)
-        self._micro_batch_tokens = micro_batch_tokens
+        # On a CPU the activations of more tokens than this fall out of the cache.
+        self._micro_batch_tokens = micro_batch_tokens or (
+            2048 if backend.device == "cpu" else 16384
+        )
 
     def forward_backward(self, batch: Batch) -> Computed | None:
         """Computes this rank's share and adds its gradients; rank 0 gets everybody's results."""
@@ -70,6 +73,7 @@ class RankTrainer:
             ranks=self._lanes.count if self._lanes else self.control.size,
             micro_batch_tokens=self._micro_batch_tokens,
             group=batch.loss.group,
+            packed=self.backend.packs,
         )
         parts = self._in_lanes(batch, plan) if self._lanes else self._on_ranks(batch, plan)
         if not parts:
@@ -142,7 +146,7 @@ class RankTrainer:
                 continue
             # A rank that has run out of datums computes one with weight zero, so that its
             # collectives match those of the others.
-            micro_batch = make_micro_batch(batch, datums or (0,))
+            micro_batch = make_micro_batch(batch, datums or (0,), packed=self.backend.packs)
             logprobs = self.backend.logprobs(micro_batch, gradients=gradients)
             if not datums:
                 if gradients:

@@ -33,6 +33,26 @@ def test_no_micro_batch_exceeds_the_limit_unless_it_is_one_datum(lengths, ranks,
             assert padded <= limit or len(part) == 1
 
 
+@given(lengths, ranks, limits)
+def test_packed_micro_batches_are_filled_without_padding(lengths, ranks, limit):
+    for share in plan_batch(lengths, ranks=ranks, micro_batch_tokens=limit, packed=True):
+        tokens = [sum(lengths[datum] for datum in part) for part in share]
+        for part, held, following in zip(share, tokens, [*share[1:], ()], strict=True):
+            assert held <= limit or len(part) == 1
+            if following:
+                assert held + lengths[following[0]] > limit
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), ranks, limits, st.booleans())
+def test_a_pair_stays_together_and_in_order(halves, ranks, limit, packed):
+    lengths = [length + second for length in halves for second in (0, 3)]
+    plan = plan_batch(lengths, ranks=ranks, micro_batch_tokens=limit, group=2, packed=packed)
+    for share in plan:
+        for part in share:
+            assert all(part[i] + 1 == part[i + 1] for i in range(0, len(part), 2))
+            assert all(part[i] % 2 == 0 for i in range(0, len(part), 2))
+
+
 @given(lengths, ranks)
 def test_loads_differ_by_one_datum_at_most(lengths, ranks):
     plan = plan_batch(lengths, ranks=ranks, micro_batch_tokens=10**6)
