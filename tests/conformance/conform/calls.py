@@ -1,0 +1,66 @@
+"""Calling one method in its variants, and remembering which methods a session has called."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from conform.surface import client_class, public_methods
+
+PATIENCE = 240.0
+"""Seconds until a call must have its result: long enough for a worker to start on a busy
+machine."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Runs a method and waits for its result: the plain one, or its `_async` twin."""
+
+    variant: str
+
+    def __call__(self, client: object, method: str, /, *arguments: object, **settings: object):
+        if self.variant == "sync":
+            return settled(getattr(client, method)(*arguments, **settings))
+        return asyncio.run(_awaited(getattr(client, f"{method}_async"), arguments, settings))
+
+
+VARIANTS = (Call("sync"), Call("async"))
+
+
+async def _awaited(method: Callable, arguments: tuple, settings: dict):
+    async with asyncio.timeout(PATIENCE):
+        result = await method(*arguments, **settings)
+        # Some of them give a result, some an APIFuture that is to be awaited in turn.
+        return await result if hasattr(result, "result_async") else result
+
+
+def settled(result):
+    """The result of what a method returned: that itself, or what the future holds."""
+    return result.result(timeout=PATIENCE) if hasattr(result, "result_async") else result
+
+
+def record_calls() -> set[str]:
+    """Wraps every public method, so that the returned set comes to hold those that were called.
+
+    It lets the suite notice a claim about a method that its test never calls.
+    """
+    called: set[str] = set()
+    for method in public_methods():
+        owner = client_class(method.owner)
+        member = vars(owner)[method.name]
+        static = isinstance(member, staticmethod)
+        function = member.__func__ if static else member
+        recorded = _recorded(function, path=method.path, called=called)
+        setattr(owner, method.name, staticmethod(recorded) if static else recorded)
+    return called
+
+
+def _recorded(function: Callable, *, path: str, called: set[str]) -> Callable:
+    @functools.wraps(function)
+    def wrapper(*arguments, **settings):
+        called.add(path)
+        return function(*arguments, **settings)
+
+    return wrapper

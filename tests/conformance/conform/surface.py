@@ -1,0 +1,76 @@
+"""The public surface of the installed SDK, by introspection: methods of clients, and commands."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import click
+import tinker
+
+NEWEST = "0.38.0"
+"""The release that the whole suite runs on; the surface below is its."""
+
+OLDEST = "0.36.0"
+"""The oldest release we claim to serve; the suite's core runs on it (scripts/conformance.sh)."""
+
+CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "AdminClient")
+COMMAND = "tinker"
+"""What the name of every command begins with, as in `tinker run list`."""
+
+
+@dataclass(frozen=True)
+class Method:
+    owner: str
+    name: str
+    deprecated: bool
+    """Says the SDK itself, by the decorator of PEP 702."""
+
+    @property
+    def path(self) -> str:
+        return f"{self.owner}.{self.name}"
+
+
+def client_class(name: str) -> type:
+    """A client's class; `AdminClient` is absent from older releases."""
+    return getattr(tinker, name)
+
+
+def public_methods() -> list[Method]:
+    """Every public method, static and class methods included; properties and attributes not."""
+    return [
+        Method(
+            owner=owner,
+            name=name,
+            deprecated=hasattr(getattr(member, "__func__", member), "__deprecated__"),
+        )
+        for owner in CLIENTS
+        if hasattr(tinker, owner)
+        for name, member in vars(client_class(owner)).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(member) or isinstance(member, (staticmethod, classmethod)))
+    ]
+
+
+def commands() -> list[str]:
+    """Every command of the `tinker` command line, such as `tinker checkpoint set-ttl`."""
+    from tinker.cli.__main__ import main_cli
+
+    return _commands(main_cli, COMMAND)
+
+
+def _commands(command: click.Command, path: str) -> list[str]:
+    if not isinstance(command, click.Group):
+        return [path]
+    context = click.Context(command)
+    found = []
+    for name in command.list_commands(context):
+        below = command.get_command(context, name)
+        assert below is not None
+        found += _commands(below, f"{path} {name}")
+    return found
+
+
+def surface() -> set[str]:
+    """All that a claim can be about: `TrainingClient.forward`, `tinker run list`."""
+    return {method.path for method in public_methods()} | set(commands())

@@ -1,0 +1,197 @@
+"""One stack, one session, one full run and one LoRA run for the whole conformance suite.
+
+`TANDEM_TEST_SDK` names a folder with another release of the SDK; what that release has not is
+left out, and only tests marked `core` need run on it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "integration"))  # `support`, which both suites use
+if other_sdk := os.environ.get("TANDEM_TEST_SDK"):
+    assert "tinker" not in sys.modules, "another SDK can only be tested in a session of its own"
+    sys.path.insert(0, other_sdk)
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import tinker
+from conform.calls import VARIANTS, record_calls, settled
+from conform.claims import claims_of, test_modules
+from conform.surface import surface
+from support.data import train
+from support.models import TIED, write_qwen
+from support.runs import START, rewind
+from support.stacks import TestStack, running
+from tinker import RestClient, SamplingClient, ServiceClient, TrainingClient
+
+PROJECT = "conformance"
+SURFACE = surface()
+CALLED = record_calls()
+FAILED: list[str] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "core: also runs on the oldest SDK that we support")
+    config.addinivalue_line("markers", "last: runs after all other tests of the suite")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "call" in metafunc.fixturenames:
+        metafunc.parametrize("call", VARIANTS, ids=lambda call: call.variant)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what the installed SDK has not, and runs the tests about the suite last."""
+    own = [item for item in items if HERE in item.path.parents]
+    absent = [item for item in own if not _subjects(item) <= SURFACE]
+    if other_sdk:
+        config.hook.pytest_deselected(items=absent)
+        items[:] = [item for item in items if item not in absent]
+    for item in own:
+        # Deprecated methods are part of what is tested, and say so at every call.
+        item.add_marker(pytest.mark.filterwarnings("ignore::FutureWarning"))
+    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
+
+
+def _subjects(item: pytest.Item) -> set[str]:
+    """What this test or variant of a test is about."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    variant = params["call"].variant if "call" in params else ""
+    claims = claims_of(getattr(item, "function", None))
+    return {claim.subject for claim in claims if claim.variant in ("", variant)}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed and "conformance" in report.nodeid:
+        FAILED.append(report.nodeid)
+
+
+@pytest.fixture(scope="session")
+def called() -> set[str]:
+    """The public methods that this session has called so far."""
+    return CALLED
+
+
+@pytest.fixture
+def failed() -> list[str]:
+    """The tests of the suite that have failed in this session so far."""
+    return FAILED
+
+
+@pytest.fixture(scope="session")
+def whole_suite(request: pytest.FixtureRequest) -> bool:
+    """Whether this session runs every test of the suite on the newest SDK."""
+    config = request.config
+    if other_sdk or config.option.keyword or config.option.markexpr:
+        return False
+    if any("::" in argument for argument in config.args):
+        return False
+    ran = {item.path.stem for item in request.session.items if HERE in item.path.parents}
+    return ran == {module.__name__ for module in test_modules()}
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base model, in a folder that ends in its name, as in a hub's layout."""
+    return write_qwen(tmp_path_factory.mktemp("models") / TIED, seed=1)
+
+
+@pytest.fixture(scope="session")
+def stack(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestStack]:
+    data_dir = tmp_path_factory.mktemp("conformance")
+    settings = {"trainer_ranks": "1"}
+    with running(data_dir, models={TIED: model_path}, settings=settings) as stack:
+        endpoint = stack.stack.endpoint
+        with pytest.MonkeyPatch.context() as patch:
+            # As a user's shell has them; clients and the command line read them.
+            patch.setenv("TINKER_BASE_URL", endpoint.url)
+            patch.setenv("TINKER_API_KEY", endpoint.api_key)
+            patch.setenv("TINKER_TELEMETRY", "1")
+            patch.delenv("TINKER_PROJECT_ID", raising=False)
+            yield stack
+
+
+@pytest.fixture(scope="session")
+def service(stack: TestStack) -> Iterator[ServiceClient]:
+    """The session that the whole suite shares."""
+    with ServiceClient(
+        user_metadata={"purpose": "conformance"}, project_id=PROJECT, display_name="Shared session"
+    ) as service:
+        yield service
+
+
+@pytest.fixture(scope="session")
+def session_id(service: ServiceClient) -> str:
+    return service.holder.get_session_id()
+
+
+@pytest.fixture(scope="session")
+def runs(service: ServiceClient) -> dict[str, TrainingClient]:
+    """A full-parameter run and a LoRA run, each with a checkpoint of its beginning."""
+    futures = {
+        "full": service.create_lora_training_client(f"{TIED}:full", user_metadata={"kind": "full"}),
+        "lora": service.create_lora_training_client(
+            TIED, rank=4, seed=7, user_metadata={"kind": "lora"}
+        ),
+    }
+    clients = {name: settled(future) for name, future in futures.items()}
+    for client in clients.values():
+        settled(client.save_state(START))
+    return clients
+
+
+@pytest.fixture
+def full(runs: dict[str, TrainingClient]) -> TrainingClient:
+    """The full-parameter run at its beginning, with an optimizer that has not stepped yet."""
+    return rewind(runs["full"])
+
+
+@pytest.fixture
+def lora(runs: dict[str, TrainingClient]) -> TrainingClient:
+    """The LoRA run at its beginning."""
+    return rewind(runs["lora"])
+
+
+@pytest.fixture(params=["full", "lora"])
+def any_run(request: pytest.FixtureRequest, runs: dict[str, TrainingClient]) -> TrainingClient:
+    return rewind(runs[request.param])
+
+
+@pytest.fixture(scope="session")
+def base(model_path: Path):
+    """The base model in plain transformers."""
+    from conform.plain import load
+
+    return load(model_path)
+
+
+@pytest.fixture(scope="session")
+def base_sampler(service: ServiceClient) -> SamplingClient:
+    """A sampler of the base model's own weights, which `base` has, too."""
+    return settled(service.create_sampling_client(base_model=TIED))
+
+
+@pytest.fixture(scope="session")
+def checkpoints(runs: dict[str, TrainingClient]) -> dict[str, str]:
+    """Paths of one checkpoint of each kind, all of the same trained weights of the LoRA run."""
+    run = runs["lora"]
+    train(run, seed=5, steps=2)
+    return {
+        "weights": settled(run.save_state("shared", user_metadata={"step": "two"})).path,
+        "sampler_weights": settled(run.save_weights_for_sampler("shared")).path,
+    }
+
+
+@pytest.fixture
+def rest(stack: TestStack) -> RestClient:
+    return RestClient()
+
+
+@pytest.fixture
+def admin(stack: TestStack) -> tinker.AdminClient:
+    return tinker.AdminClient()

@@ -1,0 +1,61 @@
+"""About the suite itself: nothing public is unproved, and the document says what is proved."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import tinker
+from conform.claims import all_claims
+from conform.document import PATH, render
+from conform.surface import NEWEST, OLDEST, commands, public_methods, surface
+
+another_sdk = pytest.mark.skipif(
+    "TANDEM_TEST_SDK" in os.environ, reason="about the newest SDK's surface"
+)
+
+
+@pytest.mark.core
+def test_the_sdk_is_one_of_those_we_claim() -> None:
+    assert tinker.__version__ in (NEWEST, OLDEST)
+
+
+@another_sdk
+def test_every_public_method_and_command_has_a_claim() -> None:
+    claimed = {claim.subject for claim in all_claims()}
+    assert not sorted(surface() - claimed)
+
+
+@another_sdk
+def test_every_claim_is_about_something_that_exists() -> None:
+    claimed = {claim.subject for claim in all_claims()}
+    assert not sorted(claimed - surface())
+
+
+@another_sdk
+def test_the_surface_is_the_one_that_was_counted() -> None:
+    """Should introspection miss a class or a group of commands, this notices."""
+    methods = [method.path for method in public_methods()]
+    assert len([path for path in methods if not path.startswith("AdminClient")]) == 100
+    assert len([path for path in methods if path.startswith("AdminClient")]) == 7
+    assert len(commands()) == 19
+
+
+@another_sdk
+@pytest.mark.last
+def test_every_claimed_method_was_called(whole_suite: bool, called: set[str]) -> None:
+    if not whole_suite:
+        pytest.skip("only a run of the whole suite can tell")
+    methods = {method.path for method in public_methods()}
+    assert not sorted(methods - called)
+
+
+@another_sdk
+@pytest.mark.last
+def test_the_document_says_what_is_proved(whole_suite: bool, failed: list[str]) -> None:
+    """A whole, passing run writes it anew where it differs."""
+    text = render(methods=public_methods(), commands=commands(), claims=all_claims())
+    before = PATH.read_text() if PATH.exists() else ""
+    if whole_suite and not failed:
+        PATH.write_text(text)
+    assert before == text, f"{PATH.name} was not current; a whole passing run writes it"
