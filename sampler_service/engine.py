@@ -20,6 +20,9 @@ Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 
 
+Int64Array = npt.NDArray[np.int64]
+
+
 class WeightsTouched(LoadFailed):
     """A load failed after it had begun to change the engine's weights: nothing may be sampled
     until a load has succeeded."""
@@ -28,7 +31,8 @@ class WeightsTouched(LoadFailed):
 @dataclass(frozen=True)
 class EngineFacts:
     """What an engine is. `max_length` counts prompt and sampled tokens together;
-    `end_tokens` are the model's end-of-sequence tokens."""
+    `end_tokens` are the model's end-of-sequence tokens. `max_lora_rank` 0: no adapters;
+    else `max_adapters` of them fit into it."""
 
     vocabulary: int
     max_length: int
@@ -36,6 +40,37 @@ class EngineFacts:
     device: str
     name: str
     end_tokens: tuple[int, ...]
+    max_lora_rank: int = 0
+    max_adapters: int = 0
+
+
+@dataclass(frozen=True)
+class PromptScoring:
+    """What is asked about the tokens of a prompt. A position p from 1 on is scored: the
+    logprobs, at temperature 1, of tokens in the place of prompt[p], given those before it.
+
+    `first` is the first position whose own token is scored, None for none; `topk` likeliest
+    tokens are listed from `first` on. `target_ids` [m] are scored at `target_positions` [m],
+    which ascend. With `draws` k, k tokens are drawn at every position with `draw_temperature`
+    (0: the likeliest), by `draw_seed` if there is one.
+    """
+
+    first: int | None = None
+    topk: int = 0
+    target_positions: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    target_ids: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    draws: int = 0
+    draw_temperature: float = 1.0
+    draw_seed: int | None = None
+
+    @property
+    def start(self) -> int | None:
+        """The first position that anything asks for: the prefix cache may serve what lies more
+        than one before it. None when nothing is asked."""
+        starts = [self.first] if self.first is not None else []
+        starts += [int(self.target_positions[0])] if len(self.target_positions) else []
+        starts += [1] if self.draws else []
+        return min(starts, default=None)
 
 
 @dataclass(frozen=True)
@@ -45,7 +80,8 @@ class EngineRequest:
     Literal example: `EngineRequest(id="op-1", prompt=[20, 30], num_samples=8, max_tokens=4,
     temperature=1.0, top_k=-1, top_p=1.0, seed=7, stop_token_ids=(1,))`. Sample i with seed s
     is a function of (s, i) and the weights alone; without a seed it is random. Temperature 0
-    is greedy. `topk` alternatives are recorded per sampled token, `prompt_topk` per prompt token.
+    is greedy. `topk` alternatives are recorded per sampled token. `adapter` is the name of one
+    that was added to the engine, None for the loaded weights alone.
     """
 
     id: str
@@ -59,8 +95,8 @@ class EngineRequest:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     topk: int = 0
-    prompt_logprobs: bool = False
-    prompt_topk: int = 0
+    scoring: PromptScoring | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,14 +121,25 @@ class SampledTokens:
 
 
 @dataclass(frozen=True)
+class PromptScores:
+    """The answer to a `PromptScoring`, each part None when it was not asked for. `logprobs` is
+    [prompt], with NaN where nothing was scored; `topk` is [prompt, k]; `targets` is [m]; `draws`
+    is [prompt - 1, k], whose row i is about position i + 1."""
+
+    logprobs: Float32Array | None = None
+    topk: TopK | None = None
+    targets: Float32Array | None = None
+    draws: TopK | None = None
+
+
+@dataclass(frozen=True)
 class EngineResult:
-    """All samples of a request. `prompt_logprobs` is [prompt], at temperature 1, with NaN at
-    position 0. `cached_tokens` counts prompt tokens that the prefix cache held."""
+    """All samples of a request. `cached_tokens` counts prompt tokens that the prefix cache
+    held when the first sample began."""
 
     id: str
     samples: tuple[SampledTokens, ...]
-    prompt_logprobs: Float32Array | None = None
-    prompt_topk: TopK | None = None
+    prompt: PromptScores | None = None
     cached_tokens: int = 0
 
 
@@ -106,7 +153,7 @@ class LoadedWeights:
 
 
 class Engine(Protocol):
-    """An engine with one set of weights in it."""
+    """An engine with one set of weights in it, and adapters beside them."""
 
     @property
     def facts(self) -> EngineFacts: ...
@@ -135,3 +182,12 @@ class Engine(Protocol):
 
     def score(self, tokens: Sequence[int]) -> Float32Array:
         """Logprobs [T-1] of tokens[1:] at temperature 1. Only when nothing runs."""
+
+    def add_adapter(self, name: str, directory: Path) -> None:
+        """Puts an adapter beside the weights; others may run meanwhile. `load` takes all out.
+
+        Raises `LoadFailed`, and then nothing has changed.
+        """
+
+    def remove_adapter(self, name: str) -> None:
+        """Takes an adapter out, whose requests have all ended."""

@@ -28,6 +28,8 @@ _ALWAYS = {
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TOKENIZERS_PARALLELISM": "false",
+    # Prompts are scored from inside the first one (`prompt_scorer.py`).
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 _CPU = {
     # More OpenMP threads than one spin against each other inside one engine process; and with

@@ -52,6 +52,12 @@ class SamplerMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self._adapter_seconds = Histogram(
+            "tandem_sampler_adapter_seconds",
+            "Adapters added, from the first look at one to the canary's answer.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
         self._load_bytes = Counter(
             "tandem_sampler_load_bytes_total", "Bytes of weights loaded.", registry=registry
         )
@@ -94,6 +100,11 @@ class SamplerMetrics:
         self._load_bytes.inc(outcome.bytes)
         self._canary.set(outcome.canary_difference)
         self.version(outcome.version)
+
+    def adapter_added(self, outcome: LoadOutcome) -> None:
+        self._adapter_seconds.observe(outcome.seconds)
+        self._load_bytes.inc(outcome.bytes)
+        self._canary.set(outcome.canary_difference)
 
     def load_failed(self) -> None:
         self._load_failures.inc()

@@ -21,8 +21,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
+from sampler_service.adapters import Adapters
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.reload import Loader, Version
+from sampler_service.reload import Loader, Version, default_tolerance
 from sampler_service.scheduler import Scheduler
 from sampler_service.servicer import SamplerServicer, Serving
 from tandem.errors import TandemError, WorkerStartFailed
@@ -149,11 +150,17 @@ class _Process:
             tied=is_tied(model),
             tolerance=self._settings.canary_tolerance,
         )
+        adapters = Adapters(
+            engine,
+            base=model,
+            tolerance=self._settings.canary_tolerance or default_tolerance(engine.facts.dtype),
+        )
         gc.freeze()
         gc.enable()
         scheduler = Scheduler(
             engine,
             loader,
+            adapters,
             version=Version(name=f"base/{self._spec.model_name}", path=model),
             patience=self._settings.version_patience,
             metrics=self._metrics,

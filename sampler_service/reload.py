@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from sampler_service.engine import Engine, WeightsTouched
+from sampler_service.engine import Engine, EngineFacts, Float32Array, WeightsTouched
 from sampler_service.model_files import Inventory, check_inventory, loadable, read_inventory
 from tandem.errors import LoadFailed
-from tandem.weights import Canary, open_version
+from tandem.weights import Canary, Manifest, open_version
 
 _BASE_PREFIX = "base/"
 _TOLERANCES = {"float32": 1e-4}
@@ -28,12 +28,14 @@ _TOLERANCE_OF_OTHERS = 0.5
 
 @dataclass(frozen=True)
 class Version:
-    """A weight version as requests name it. Equal when the names are equal."""
+    """A weight version as requests name it. Equal when the names are equal. An `adapter` rests
+    upon the base model."""
 
     name: str
     path: Path
     run_id: str = ""
     step: int = 0
+    adapter: bool = False
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Version) and other.name == self.name
@@ -56,6 +58,39 @@ class LoadOutcome:
     canary_difference: float
 
 
+def default_tolerance(dtype: str) -> float:
+    """How far logprobs of the trainer and the engine may lie apart."""
+    return _TOLERANCES.get(dtype, _TOLERANCE_OF_OTHERS)
+
+
+def verified_manifest(version: Version, facts: EngineFacts) -> Manifest:
+    """The manifest of a version whose files are whole, and whose canary the engine can compute.
+    Raises `LoadFailed`."""
+    manifest = open_version(version.path, name=version.name)
+    canary = manifest.canary
+    if canary is None:
+        return manifest
+    if len(canary.tokens) != len(canary.logprobs) + 1:
+        raise LoadFailed(f"{version.name}: the canary has no logprob for each token")
+    tokens = canary.tokens
+    if min(tokens) < 0 or max(tokens) >= facts.vocabulary or len(tokens) >= facts.max_length:
+        raise LoadFailed(f"{version.name}: the canary is no prompt for the model")
+    return manifest
+
+
+def compare_with_canary(
+    computed: Float32Array, canary: Canary, *, tolerance: float, name: str
+) -> float:
+    """The largest difference of logprobs [T-1]. Raises `LoadFailed` above the tolerance."""
+    difference = float(np.max(np.abs(computed - np.asarray(canary.logprobs, np.float32))))
+    if not difference <= tolerance:  # NaN counts as a difference
+        raise LoadFailed(
+            f"{name}: the engine's logprobs differ from the trainer's by "
+            f"{difference:.3g}, more than {tolerance:g}"
+        )
+    return difference
+
+
 class Loader:
     """Loads versions into one engine, whose first weights say which tensors there must be."""
 
@@ -63,7 +98,7 @@ class Loader:
         self._engine = engine
         self._tied = tied
         self._expected: Inventory = loadable(read_inventory(base), tied=tied)
-        self._tolerance = tolerance or _TOLERANCES.get(engine.facts.dtype, _TOLERANCE_OF_OTHERS)
+        self._tolerance = tolerance or default_tolerance(engine.facts.dtype)
 
     def load(self, version: Version) -> LoadOutcome:
         """Puts a version into the engine, which must be idle.
@@ -92,9 +127,10 @@ class Loader:
     def _verify(self, version: Version) -> Canary | None:
         canary = None
         if not version.is_base:
-            canary = open_version(version.path, name=version.name).canary
-            if canary is not None and len(canary.tokens) != len(canary.logprobs) + 1:
-                raise LoadFailed(f"{version.name}: the canary has no logprob for each token")
+            manifest = verified_manifest(version, self._engine.facts)
+            if manifest.adapter:
+                raise LoadFailed(f"{version.name} is an adapter, but was named as a full version")
+            canary = manifest.canary
         offered = loadable(read_inventory(version.path), tied=self._tied)
         check_inventory(offered, expected=self._expected, name=version.name)
         return canary
@@ -104,10 +140,9 @@ class Loader:
         if canary is None or len(canary.tokens) < 2:
             return math.nan
         computed = self._engine.score(canary.tokens)
-        difference = float(np.max(np.abs(computed - np.asarray(canary.logprobs, np.float32))))
-        if not difference <= self._tolerance:  # NaN counts as a difference
-            raise WeightsTouched(
-                f"{version.name}: the engine's logprobs differ from the trainer's by "
-                f"{difference:.3g}, more than {self._tolerance:g}"
+        try:
+            return compare_with_canary(
+                computed, canary, tolerance=self._tolerance, name=version.name
             )
-        return difference
+        except LoadFailed as error:
+            raise WeightsTouched(error.message) from error

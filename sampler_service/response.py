@@ -6,20 +6,28 @@ Arrays are little-endian: tokens int32, logprobs float32, NaN where there is non
 from __future__ import annotations
 
 from sampler_service.engine import EngineResult, SampledTokens, TopK
+from sampler_service.sampling import Question
 from tandem.wire.v1 import tinker_pb2
 
 
-def encode_response(result: EngineResult, *, version: str, prompt_logprobs: bool) -> bytes:
-    """`prompt_logprobs` says whether the client asked for them (top-k alone computes them, too)."""
+def encode_response(result: EngineResult, *, version: str, question: Question) -> bytes:
+    """The answer to a question, with what it asked for and nothing else."""
     message = tinker_pb2.SampleResponse(
         sequences=[_sequence(sample) for sample in result.samples],
         prompt_cache_hit_tokens=result.cached_tokens,
         tandem_weight_version=version,
     )
-    if prompt_logprobs and result.prompt_logprobs is not None:
-        message.prompt_logprobs = result.prompt_logprobs.astype("<f4").tobytes()
-    if result.prompt_topk is not None:
-        message.topk_prompt_logprobs.CopyFrom(_topk(result.prompt_topk))
+    prompt = result.prompt
+    if prompt is None:
+        return message.SerializeToString()
+    if question.prompt_logprobs and prompt.logprobs is not None:
+        message.prompt_logprobs = prompt.logprobs.astype("<f4", copy=False).tobytes()
+    if prompt.topk is not None:
+        message.topk_prompt_logprobs.CopyFrom(_topk(prompt.topk))
+    if question.targets is not None and prompt.targets is not None:
+        message.target_prompt_logprobs.CopyFrom(question.targets.answer(prompt.targets))
+    if prompt.draws is not None:
+        message.prompt_alt_tokens.CopyFrom(_draws(prompt.draws))
     return message.SerializeToString()
 
 
@@ -41,4 +49,20 @@ def _topk(topk: TopK) -> tinker_pb2.TopkLogprobs:
         logprobs=topk.logprobs.astype("<f4", copy=False).tobytes(),
         k=k,
         length=length,
+    )
+
+
+def _draws(draws: TopK) -> tinker_pb2.PromptAltTokens:
+    """Both [prompt - 1, k]. The SDK takes int32 tokens here, and makes int64 of them."""
+    return tinker_pb2.PromptAltTokens(
+        tokens=tinker_pb2.Tensor(
+            dense=draws.token_ids.astype("<i4", copy=False).tobytes(),
+            dtype=tinker_pb2.DTYPE_INT32,
+            shape=draws.token_ids.shape,
+        ),
+        logprobs=tinker_pb2.Tensor(
+            dense=draws.logprobs.astype("<f4", copy=False).tobytes(),
+            dtype=tinker_pb2.DTYPE_FLOAT32,
+            shape=draws.logprobs.shape,
+        ),
     )

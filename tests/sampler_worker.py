@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,11 +83,42 @@ def publish(
     return common_pb2.WeightVersion(name=name, path=str(partial.final), run_id=RUN, step=number)
 
 
+def publish_adapter(
+    adapter: Path,
+    data_dir: Path,
+    *,
+    number: int,
+    merged: Path,
+    canary: Sequence[int] = (5, 9, 7, 20, 33, 4),
+) -> common_pb2.WeightVersion:
+    """An adapter's directory as a version; `merged` are the plain weights that it amounts to."""
+    name = new_version_name(run_id=RUN, number=number)
+    partial = PartialVersion(version_path(data_dir, name))
+    partial.create()
+    for file in adapter.iterdir():
+        shutil.copy(file, partial.path)
+    manifest = Manifest(
+        version=name,
+        run_id=RUN,
+        step=number,
+        adapter=True,
+        dtype="float32",
+        tensors=1,
+        created="2026-01-01T00:00:00Z",
+        files=[checksum_file(file) for file in sorted(partial.path.iterdir())],
+        canary=Canary(tokens=list(canary), logprobs=plain_logprobs(merged, canary).tolist()),
+    )
+    partial.commit(manifest)
+    return common_pb2.WeightVersion(
+        name=name, path=str(partial.final), run_id=RUN, step=number, adapter=True
+    )
+
+
 def rewrite_manifest(version: common_pb2.WeightVersion, **changes: object) -> None:
     """Changes fields of a manifest and makes its checksums those of the files that are there."""
     path = Path(version.path)
     manifest = Manifest.model_validate_json((path / "manifest.json").read_bytes())
-    files = [checksum_file(file) for file in sorted(path.glob("*.safetensors"))]
+    files = [checksum_file(path / entry.name) for entry in manifest.files]
     changed = manifest.model_copy(update={"files": files, **changes})
     (path / "manifest.json").write_text(changed.model_dump_json())
 
@@ -107,6 +139,7 @@ class Sampled:
     samples: list[Sample]
     prompt_logprobs: np.ndarray | None
     message: wire.SampleResponse
+    reply: sampler_pb2.SampleReply
 
 
 def decoded(reply: sampler_pb2.SampleReply) -> Sampled:
@@ -129,6 +162,7 @@ def decoded(reply: sampler_pb2.SampleReply) -> Sampled:
             else None
         ),
         message=message,
+        reply=reply,
     )
 
 
@@ -184,6 +218,9 @@ class SamplerClient:
         prompt_logprobs: bool = False,
         topk: int = 0,
         prompt_topk: int = 0,
+        last_n: int | None = None,
+        targets: wire.Tensor | None = None,
+        draws: int = 0,
     ) -> sampler_pb2.SampleRequest:
         """As the gateway makes it. `stop` None, [] or a list means what it does in the SDK."""
         number = next(self.numbers)
@@ -207,6 +244,9 @@ class SamplerClient:
             prompt_logprobs=prompt_logprobs,
             topk_sample_logprobs=topk,
             topk_prompt_logprobs=prompt_topk,
+            prompt_logprobs_last_n=last_n,
+            target_prompt_tokens=b"" if targets is None else targets.SerializeToString(),
+            prompt_alt_tokens_k=draws,
             fencing_token=1,
         )
 

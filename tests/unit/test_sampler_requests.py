@@ -7,9 +7,16 @@ import math
 import numpy as np
 import pytest
 
-from sampler_service.engine import EngineFacts, EngineResult, SampledTokens, TopK
+from sampler_service.engine import (
+    EngineFacts,
+    EngineRequest,
+    EngineResult,
+    PromptScores,
+    SampledTokens,
+    TopK,
+)
 from sampler_service.response import encode_response
-from sampler_service.sampling import engine_request
+from sampler_service.sampling import parse_request
 from tandem.errors import (
     EmptyBatch,
     InvalidRequest,
@@ -35,6 +42,16 @@ def message(prompt=(5, 6, 7), *, num_samples=1, payload=None, topk=0, **params):
             **{"max_tokens": 4, "temperature": 1.0, "top_k": -1, "top_p": 1.0, **params}
         ),
     )
+
+
+def asked(request: sampler_pb2.SampleRequest, **fields: object) -> sampler_pb2.SampleRequest:
+    """The request with fields of its own set."""
+    request.MergeFrom(sampler_pb2.SampleRequest(**fields))
+    return request
+
+
+def engine_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> EngineRequest:
+    return parse_request(message, facts).request
 
 
 @pytest.mark.parametrize(
@@ -106,11 +123,12 @@ def test_an_answer_is_encoded_as_the_client_reads_it():
                 np.array([8], np.int32), np.array([-2.0], np.float32), stopped=False, topk=topk
             ),
         ),
-        prompt_logprobs=np.array([np.nan, -3.0], np.float32),
+        prompt=PromptScores(logprobs=np.array([np.nan, -3.0], np.float32)),
         cached_tokens=32,
     )
+    question = parse_request(asked(message(), prompt_logprobs=True), FACTS)
     answer = wire.SampleResponse.FromString(
-        encode_response(result, version="run/v1", prompt_logprobs=True)
+        encode_response(result, version="run/v1", question=question)
     )
     first, second = answer.sequences
     assert first.tokens == b"\x07\0\0\0\x01\0\0\0"
@@ -124,8 +142,9 @@ def test_an_answer_is_encoded_as_the_client_reads_it():
 
 
 def test_prompt_logprobs_are_sent_only_when_asked_for():
-    result = EngineResult(id="op", samples=(), prompt_logprobs=np.zeros(2, np.float32))
-    answer = wire.SampleResponse.FromString(
-        encode_response(result, version="v", prompt_logprobs=False)
+    result = EngineResult(
+        id="op", samples=(), prompt=PromptScores(logprobs=np.zeros(2, np.float32))
     )
+    question = parse_request(asked(message(), topk_prompt_logprobs=1), FACTS)
+    answer = wire.SampleResponse.FromString(encode_response(result, version="v", question=question))
     assert not answer.HasField("prompt_logprobs")

@@ -1,0 +1,177 @@
+"""Scores the tokens of prompts inside vLLM's worker, in the prefill that serves the request.
+
+It takes the place of vLLM's own prompt logprobs, which know neither chosen targets nor draws
+nor a suffix, hold the logits of a whole prompt at once, and (0.32, CPU) end the engine when an
+adapter changes the output head, since the adapter's rows are laid out for sampled tokens alone.
+
+Logits are computed for so many rows at a time that they stay under `_LOGIT_BYTES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sampler_service.engine import Float32Array, PromptScores, PromptScoring, TopK
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+EXTRA_ARGUMENT = "tandem_scores"
+"""Under this name a request's extra arguments hold the key of its scoring."""
+EMPTY_LOGPROB = -99999.0
+_LOGIT_BYTES = 64 * 2**20
+
+
+class PromptScorer:
+    """Literal use: `scorer.ask("7/0", scoring, length=12)`, step the engine with a request whose
+    extra arguments are `{"tandem_scores": "7/0"}` until it ends, then `scorer.take("7/0")`."""
+
+    def __init__(self, runner: GPUModelRunner) -> None:
+        self._runner = runner
+        self._open: dict[str, _Sheet] = {}
+
+    def ask(self, key: str, scoring: PromptScoring, *, length: int) -> None:
+        self._open[key] = _Sheet(scoring, length=length)
+
+    def take(self, key: str) -> PromptScores:
+        return self._open.pop(key).scores()
+
+    def forget(self, key: str) -> None:
+        self._open.pop(key, None)
+
+    def after_step(
+        self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> dict[str, None]:
+        """Called as vLLM's `_get_prompt_logprobs_dict`: `hidden_states` are [tokens, hidden] of
+        all requests of the step. Returns what that does when nobody asks for prompt logprobs."""
+        if self._open:
+            for request_id, tokens in num_scheduled_tokens.items():
+                self._score(request_id, hidden_states, tokens=tokens)
+        return {}
+
+    def _score(self, request_id: str, hidden_states: torch.Tensor, *, tokens: int) -> None:
+        runner = self._runner
+        request = runner.requests[request_id]
+        extra = request.sampling_params.extra_args if request.sampling_params else None
+        sheet = self._open.get((extra or {}).get(EXTRA_ARGUMENT, ""))
+        if sheet is None:
+            return
+        computed = request.num_computed_tokens
+        # The state at one position scores the token at the next.
+        first = max(sheet.start, computed + 1)
+        end = min(sheet.length, computed + tokens + 1)
+        prompt = request.prompt_token_ids
+        assert prompt is not None
+        offset = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]])
+        rows = max(1, _LOGIT_BYTES // (4 * runner.model_config.get_vocab_size()))
+        adapter = request.lora_request.lora_int_id if request.lora_request else 0
+        for begin in range(first, end, rows):
+            stop = min(begin + rows, end)
+            at = offset + begin - 1 - computed
+            with self._head_of(adapter, rows=stop - begin):
+                logits = runner.model.compute_logits(hidden_states[at : at + stop - begin])
+            sheet.fill(logits.float(), prompt[begin:stop], begin=begin)
+
+    @contextmanager
+    def _head_of(self, adapter: int, *, rows: int) -> Iterator[None]:
+        """Lays the adapters' rows out for `rows` rows of one adapter (0: none) at the head."""
+        worker_manager = getattr(self._runner, "lora_manager", None)
+        if worker_manager is None:
+            yield
+            return
+        from vllm.lora.layers import LoRAMapping
+
+        manager = worker_manager._adapter_manager
+        ids = (adapter,) * rows
+        manager._set_adapter_mapping(
+            LoRAMapping(index_mapping=ids, prompt_mapping=ids, is_prefill=True)
+        )
+        try:
+            yield
+        finally:
+            manager._last_mapping = None  # so that the next step lays out its own
+
+
+class _Sheet:
+    """What was asked about one prompt, and what has been filled in."""
+
+    def __init__(self, scoring: PromptScoring, *, length: int) -> None:
+        assert scoring.start is not None
+        self.length = length
+        self.start = scoring.start
+        self._asked = scoring
+        own = scoring.first is not None
+        self._logprobs = np.full(length, np.nan, np.float32) if own else None
+        self._topk = _empty(length, scoring.topk) if own and scoring.topk else None
+        self._targets = np.zeros(len(scoring.target_ids), np.float32)
+        self._draws = _empty(length - 1, scoring.draws) if scoring.draws else None
+        if scoring.draws:
+            # One number per cell, from (seed, position, draw) alone: no batching changes them.
+            self._uniform = np.random.default_rng(scoring.draw_seed).random(
+                (length - 1, scoring.draws)
+            )
+
+    def scores(self) -> PromptScores:
+        return PromptScores(
+            logprobs=self._logprobs,
+            topk=self._topk,
+            targets=self._targets if len(self._targets) else None,
+            draws=self._draws,
+        )
+
+    def fill(self, logits: torch.Tensor, tokens: list[int], *, begin: int) -> None:
+        """Logits [rows, vocabulary] for `tokens` [rows], which stand from position `begin` on."""
+        end = begin + len(tokens)
+        logprobs = logits.log_softmax(-1)
+        first = self._asked.first
+        if self._logprobs is not None and first is not None and end > first:
+            skip = max(first - begin, 0)
+            picked = torch.tensor(tokens[skip:], device=logits.device).unsqueeze(1)
+            self._logprobs[begin + skip : end] = _numpy(logprobs[skip:].gather(1, picked))[:, 0]
+            if self._topk is not None:
+                best = logprobs[skip:].topk(self._asked.topk, dim=-1)
+                self._topk.token_ids[begin + skip : end] = best.indices.cpu().numpy()
+                self._topk.logprobs[begin + skip : end] = _numpy(best.values)
+        self._fill_targets(logprobs, begin=begin, end=end)
+        if self._draws is not None:
+            self._draw(logits, logprobs, begin=begin, end=end)
+
+    def _fill_targets(self, logprobs: torch.Tensor, *, begin: int, end: int) -> None:
+        positions = self._asked.target_positions
+        low, high = (int(np.searchsorted(positions, edge)) for edge in (begin, end))
+        if low == high:
+            return
+        rows = torch.from_numpy(positions[low:high] - begin).to(logprobs.device)
+        ids = torch.from_numpy(self._asked.target_ids[low:high]).to(logprobs.device)
+        self._targets[low:high] = _numpy(logprobs[rows, ids])
+
+    def _draw(self, logits: torch.Tensor, logprobs: torch.Tensor, *, begin: int, end: int) -> None:
+        assert self._draws is not None
+        k, temperature = self._asked.draws, self._asked.draw_temperature
+        if temperature == 0:
+            drawn = logits.argmax(-1, keepdim=True).expand(-1, k)
+        else:
+            # By the inverse of the distribution; float32 sums would lose a large vocabulary's tail.
+            sums = (logits.double() / temperature).softmax(-1).cumsum(-1)
+            uniform = torch.from_numpy(self._uniform[begin - 1 : end - 1]).to(logits.device)
+            drawn = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)
+            drawn = drawn.clamp_max(logits.shape[-1] - 1)
+        self._draws.token_ids[begin - 1 : end - 1] = drawn.cpu().numpy()
+        self._draws.logprobs[begin - 1 : end - 1] = _numpy(logprobs.gather(1, drawn))
+
+
+def _numpy(values: torch.Tensor) -> Float32Array:
+    array: Float32Array = values.cpu().numpy()
+    return array
+
+
+def _empty(length: int, k: int) -> TopK:
+    return TopK(
+        token_ids=np.zeros((length, k), np.int32),
+        logprobs=np.full((length, k), EMPTY_LOGPROB, np.float32),
+    )

@@ -1,0 +1,163 @@
+"""A scheduler to be taken turn by turn, with an engine and a loader that are fakes."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from sampler_service.adapters import Adapters
+from sampler_service.engine import (
+    EngineFacts,
+    EngineRequest,
+    EngineResult,
+    PromptScores,
+    SampledTokens,
+)
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.reload import LoadOutcome, Version
+from sampler_service.scheduler import Sampled, SampleJob, Scheduler
+from tandem.errors import LoadFailed, SequenceTooLong
+
+BASE, NEW, OTHER = (Version(name=name, path=Path(name)) for name in ("base/m", "run/v1", "run/v2"))
+
+
+@dataclass
+class FakeEngine:
+    """Ends each request after as many steps as its max_tokens says, and notes what it was told.
+
+    `together` has the adapters of each step; `computed` what a canary is answered with, which is
+    zeros unless it is set for an adapter.
+    """
+
+    admitted: list[str] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    adapters: dict[str, Path] = field(default_factory=dict)
+    together: set[frozenset[str | None]] = field(default_factory=set)
+    computed: dict[str, list[float]] = field(default_factory=dict)
+    requests: dict[str, EngineRequest] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+    broken: bool = False
+    facts: EngineFacts = field(
+        default=EngineFacts(
+            vocabulary=9, max_length=9, dtype="float32", device="cpu", name="fake", end_tokens=()
+        )
+    )
+
+    @property
+    def running(self) -> int:
+        return len(self.left)
+
+    def add(self, request: EngineRequest) -> None:
+        if request.max_tokens > 100:
+            raise SequenceTooLong("too long for the engine")
+        assert request.adapter is None or request.adapter in self.adapters
+        self.requests[request.id] = request
+        self.admitted.append(request.id)
+        self.left[request.id] = request.max_tokens
+
+    def step(self) -> list[EngineResult]:
+        if self.broken:
+            raise RuntimeError("out of order")
+        self.together.add(frozenset(self.requests[id_].adapter for id_ in self.left))
+        self.left = {id_: left - 1 for id_, left in self.left.items()}
+        done = [id_ for id_, left in self.left.items() if left == 0]
+        for id_ in done:
+            del self.left[id_]
+        sample = SampledTokens(np.zeros(1, np.int32), np.zeros(1, np.float32), stopped=False)
+        return [
+            EngineResult(id=id_, samples=(sample,), prompt=self.scores(self.requests[id_]))
+            for id_ in done
+        ]
+
+    def scores(self, request: EngineRequest) -> PromptScores | None:
+        if request.scoring is None:
+            return None
+        values = self.computed.get(request.adapter or "", [0.0] * (len(request.prompt) - 1))
+        return PromptScores(logprobs=np.array([np.nan, *values], np.float32))
+
+    def add_adapter(self, name: str, directory: Path) -> None:
+        assert len(self.adapters) < self.facts.max_adapters
+        self.adapters[name] = directory
+
+    def remove_adapter(self, name: str) -> None:
+        assert name not in {self.requests[id_].adapter for id_ in self.left}
+        del self.adapters[name]
+
+    def abort(self, ids: list[str]) -> None:
+        for id_ in ids:
+            del self.left[id_]
+        self.aborted.extend(ids)
+
+
+@dataclass
+class FakeLoader:
+    """Loads unless told not to. `errors` are raised, one by one, by the loads of a version."""
+
+    engine: FakeEngine
+    loads: list[str] = field(default_factory=list)
+    errors: dict[str, list[LoadFailed]] = field(default_factory=dict)
+
+    def load(self, version: Version) -> LoadOutcome:
+        assert not self.engine.left, "weights were changed under running requests"
+        self.loads.append(version.name)
+        self.engine.adapters.clear()
+        if self.errors.get(version.name):
+            raise self.errors[version.name].pop(0)
+        return LoadOutcome(version=version, bytes=7, seconds=0.1, canary_difference=0.0)
+
+
+class Bench:
+    """A scheduler whose turns are taken one by one, in the test's own thread."""
+
+    def __init__(
+        self, *, patience: float = 2.0, base: Path = Path(), rank: int = 0, room: int = 2
+    ) -> None:
+        """`rank` and `room` are those of adapters upon the model in `base`."""
+        self.engine = FakeEngine()
+        self.engine.facts = replace(self.engine.facts, max_lora_rank=rank, max_adapters=room)
+        self.loader = FakeLoader(self.engine)
+        self.now = 0.0
+        self.fatal: list[Exception] = []
+        self.numbers = itertools.count()
+        self.adapters = Adapters(self.engine, base=base, tolerance=1e-4, clock=lambda: self.now)
+        self.scheduler = Scheduler(
+            self.engine,
+            self.loader,
+            self.adapters,
+            version=BASE,
+            patience=patience,
+            metrics=SamplerMetrics(CollectorRegistry()),
+            clock=lambda: self.now,
+            on_fatal=self.fatal.append,
+        )
+
+    def ask(
+        self,
+        version: Version,
+        id_: str,
+        *,
+        steps: int = 1,
+        session: str = "s",
+        seq_id: int | None = None,
+    ) -> Future[Sampled]:
+        request = EngineRequest(id=id_, prompt=[1], num_samples=1, max_tokens=steps)
+        seq_id = next(self.numbers) if seq_id is None else seq_id
+        self.now += 0.001  # nothing arrives at the same instant
+        return self.scheduler.submit(
+            SampleJob(request=request, version=version, session_id=session, seq_id=seq_id)
+        )
+
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.scheduler.turn()
+
+    def settle(self) -> None:
+        status = self.scheduler.status
+        while status.running or status.waiting:
+            self.scheduler.turn()
+            status = self.scheduler.status
