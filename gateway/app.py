@@ -13,12 +13,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.core import Gateway
+from gateway.downloads import PREFIX
 from gateway.edge import Edge
 from gateway.fleet import ChannelFactory, open_channel
 from gateway.launchers.base import Launcher
 from gateway.launchers.process import ProcessLauncher
 from gateway.reaper import Reaper
-from gateway.routes import admin, futures, sampling, service, training
+from gateway.routes import admin, checkpoints, downloads, futures, sampling, service, training
 from gateway.routes.wire import error_response, gateway_of, json_response
 from tandem.errors import TandemError
 from tandem.settings import GatewaySettings
@@ -77,6 +78,7 @@ def _routes() -> list[Route]:
     """In the order of how often they are called: routes are tried one after the other."""
     api = "/api/v1"
     own = "/api/tandem/v1"
+    named = f"{api}/training_runs/{{run_id}}/checkpoints/{{kind}}/{{name}}"
     return [
         Route(f"{api}/retrieve_future", futures.retrieve_future, methods=["POST"]),
         Route(f"{api}/asample", sampling.asample, methods=["POST"]),
@@ -87,6 +89,7 @@ def _routes() -> list[Route]:
             f"{api}/save_weights_for_sampler", training.save_weights_for_sampler, methods=["POST"]
         ),
         Route(f"{api}/save_weights", training.save_weights, methods=["POST"]),
+        Route(f"{api}/save_weights_external", training.save_weights_external, methods=["POST"]),
         Route(f"{api}/load_weights", training.load_weights, methods=["POST"]),
         Route(f"{api}/create_model", training.create_model, methods=["POST"]),
         Route(f"{api}/get_info", training.get_info, methods=["POST"]),
@@ -99,10 +102,21 @@ def _routes() -> list[Route]:
         Route(f"{api}/client/dynamic_config", service.dynamic_config, methods=["POST"]),
         Route(f"{api}/get_server_capabilities", service.capabilities),
         Route(f"{api}/healthz", service.healthz),
-        Route(f"{api}/weights_info", training.weights_info, methods=["POST"]),
+        Route(f"{api}/weights_info", checkpoints.weights_info, methods=["POST"]),
+        Route(f"{api}/copy_weights", checkpoints.copy_weights, methods=["POST"]),
+        Route(f"{api}/checkpoints", checkpoints.user_checkpoints),
+        Route(named, checkpoints.delete_checkpoint, methods=["DELETE"]),
+        Route(f"{named}/publish", checkpoints.publish_checkpoint, methods=["POST"]),
+        Route(f"{named}/publish", checkpoints.unpublish_checkpoint, methods=["DELETE"]),
+        Route(f"{named}/ttl", checkpoints.set_checkpoint_ttl, methods=["PUT"]),
+        Route(f"{named}/external_weights_urls", checkpoints.external_weights_urls),
+        Route(
+            f"{PREFIX}{{run_id}}/{{kind}}/{{name}}/{{file}}", downloads.download, methods=["GET"]
+        ),
         Route(f"{api}/training_runs/{{run_id}}", training.training_run),
-        Route(f"{api}/training_runs/{{run_id}}/checkpoints", training.run_checkpoints),
+        Route(f"{api}/training_runs/{{run_id}}/checkpoints", checkpoints.run_checkpoints),
         Route(f"{own}/status", admin.status),
+        Route(f"{own}/checkpoints/files", checkpoints.checkpoint_files),
         Route(f"{own}/models", admin.list_models),
         Route(f"{own}/models", admin.add_model, methods=["POST"]),
         Route(f"{own}/models/{{name:path}}", admin.remove_model, methods=["DELETE"]),

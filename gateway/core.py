@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 from gateway.admission import Admission
+from gateway.copies import Copies
 from gateway.database import Database
+from gateway.downloads import Downloads
 from gateway.fleet import ChannelFactory, Fleet, open_channel
 from gateway.futures import Futures
 from gateway.launchers.base import Launcher
@@ -89,6 +91,10 @@ class Gateway:
             runs=self.runs,
             max_queued=settings.max_queued_operations,
         )
+        self.copies = Copies(
+            database=self.database, data_dir=settings.data_dir, versions=self.versions
+        )
+        self.downloads = Downloads(key=lambda: self.signing_key, versions=self.versions)
         self._lock = DataDirectoryLock(settings.data_dir)
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._log = get_log()
@@ -125,6 +131,7 @@ class Gateway:
         await self.runs.close()
         await self.samplers.close()
         await self.fleet.close()
+        await self.copies.close()
         await self.database.close()
         self._lock.release()
 

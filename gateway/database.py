@@ -33,6 +33,7 @@ class _Write:
     before: Callable[[], None] | None
     after: Callable[[], None] | None
     done: asyncio.Future[None] | None
+    more: Sequence[Executable] = ()
 
 
 def _prepare_sqlite(connection: object, _record: object) -> None:
@@ -93,6 +94,12 @@ class Database:
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait(_Write(statement, rows, before, None, done))
+        await done
+
+    async def write_together(self, *statements: Executable) -> None:
+        """As `write`, for several statements of which all are committed, or none."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(_Write(None, (), None, None, done, more=statements))
         await done
 
     def write_soon(
@@ -170,6 +177,8 @@ class Database:
             index = 0
             while index < len(batch):
                 statement, rows = batch[index].statement, list(batch[index].rows)
+                for together in batch[index].more:
+                    await connection.execute(together)
                 index += 1
                 if statement is None:
                     continue

@@ -11,6 +11,7 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.core import Gateway
+from gateway.downloads import PREFIX as DOWNLOADS
 from gateway.routes.wire import error_response
 from tandem.errors import InternalError, Unauthenticated
 from tandem.telemetry import get_log
@@ -40,7 +41,7 @@ class Edge:
             await send(message)
 
         try:
-            if scope["path"] not in _OPEN_PATHS and not self._has_key(scope):
+            if not _is_open(scope["path"]) and not self._has_key(scope):
                 refusal = Unauthenticated(
                     "the API key is missing or wrong; `tandem up` prints the right one "
                     "(TINKER_API_KEY)"
@@ -67,3 +68,8 @@ class Edge:
             name == b"x-api-key" and hmac.compare_digest(value, key)
             for name, value in scope["headers"]
         )
+
+
+def _is_open(path: str) -> bool:
+    """Download addresses carry a signature of their own."""
+    return path in _OPEN_PATHS or path.startswith(DOWNLOADS)

@@ -4,30 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import orjson
 
+from gateway.checkpoints import Checkpoint
 from gateway.clients import TrainerClient, WorkerUnavailable
+from gateway.compatible import check_compatible
 from gateway.dispatch import Call, EndsRun, Send
+from gateway.exports import check_recipients, encrypt_version
 from gateway.fleet import FENCING_TOKEN
 from gateway.futures import Outcome, Result
 from gateway.metrics import Metrics
-from gateway.names import CheckpointPath, check_name, checkpoint_folder, parse_checkpoint_path
+from gateway.names import (
+    CheckpointPath,
+    check_name,
+    check_ttl,
+    checkpoint_folder,
+    parse_checkpoint_path,
+    place_of_folder,
+)
 from gateway.operations import (
     Body,
     LoadWeights,
     Operation,
     OptimStep,
     SaveWeights,
+    SaveWeightsExternal,
     SaveWeightsForSampler,
 )
 from gateway.samplers import Sampler
 from gateway.sampling import SamplingSessions
-from gateway.versions import Checkpoint, Version, Versions
+from gateway.versions import Version, Versions
 from tandem.errors import (
     InternalError,
     InvalidRequest,
@@ -99,6 +111,8 @@ class Executor:
                 return await self._save_weights(operation, body)
             case SaveWeightsForSampler() as body:
                 return await self._save_for_sampler(operation, body)
+            case SaveWeightsExternal() as body:
+                return await self._save_external(operation, body)
             case LoadWeights() as body:
                 return await self._load_weights(operation, body)
 
@@ -151,8 +165,7 @@ class Executor:
         await self._versions.check_space(
             expected_bytes=facts.version_bytes, what="publish the weights"
         )
-        facts.published += 1
-        name = new_version_name(run_id=facts.run_id, number=facts.published)
+        name = self._new_name()
 
         async def send(call: Call) -> Outcome:
             facts.busy_versions.add(name)
@@ -186,6 +199,7 @@ class Executor:
             run_id=facts.run_id,
             step=reply.version.step,
             base_model=facts.base_model,
+            adapter=reply.version.adapter,
         )
         await self._versions.add_version(version, parent=facts.parent, size=reply.bytes)
         facts.parent = name
@@ -199,21 +213,58 @@ class Executor:
     async def _name_version(
         self, path: CheckpointPath, version: Version, size: int, body: SaveWeightsForSampler
     ) -> Outcome:
-        await self._versions.put_checkpoint(
-            Checkpoint(
-                path=path,
-                base_model=version.base_model,
-                folder="",
-                version=version.name,
-                step=version.step,
-                bytes=size,
-                optimizer=False,
-                created_at=time.time(),
-            ),
+        await self._put(
+            path,
+            version=version.name,
+            step=version.step,
+            size=size,
             ttl_seconds=body.ttl_seconds,
             user_metadata=body.user_metadata,
         )
         return json_result(type="save_weights_for_sampler", path=str(path))
+
+    async def _save_external(self, operation: Operation, body: SaveWeightsExternal) -> Send:
+        """Publishes the weights as they are now, for download alone."""
+        facts = self._facts
+        path = CheckpointPath(
+            run_id=facts.run_id, kind="external_weights", name=check_name(body.path)
+        )
+        await self._check_free(path, overwrite=False)
+        recipients = body.age_encryption_recipients or []
+        check_recipients(recipients)
+        await self._versions.check_space(
+            expected_bytes=facts.version_bytes * (2 if recipients else 1),
+            what="export the weights",
+        )
+        plain, sealed = self._new_name(), self._new_name() if recipients else ""
+
+        async def send(call: Call) -> Outcome:
+            facts.busy_versions |= {plain, sealed}
+            parent = facts.parent
+            try:
+                version, size = await self._publish(operation, call, plain)
+                call.release()
+                if recipients:
+                    facts.parent = parent if facts.parent == plain else facts.parent
+                    call.waiting_for = "the files are being encrypted"
+                    version, size = await self._encrypt(version, recipients, name=sealed)
+                await self._put(
+                    path,
+                    version=version.name,
+                    step=version.step,
+                    size=size,
+                    ttl_seconds=body.ttl_seconds,
+                    user_metadata=None,
+                )
+            finally:
+                facts.busy_versions -= {plain, sealed}
+            return json_result(type="save_weights_external", path=str(path), size_bytes=size)
+
+        return send
+
+    def _new_name(self) -> str:
+        self._facts.published += 1
+        return new_version_name(run_id=self._facts.run_id, number=self._facts.published)
 
     async def _serve_version(
         self, version: Version, call: Call, body: SaveWeightsForSampler
@@ -233,7 +284,7 @@ class Executor:
     async def _save_weights(self, operation: Operation, body: SaveWeights) -> Send:
         facts = self._facts
         path = CheckpointPath(run_id=facts.run_id, kind="weights", name=check_name(body.path))
-        old = await self._check_free(path, overwrite=body.overwrite)
+        await self._check_free(path, overwrite=body.overwrite)
         await self._versions.check_space(
             expected_bytes=3 * facts.version_bytes, what="save a checkpoint"
         )
@@ -243,36 +294,36 @@ class Executor:
             request = trainer_pb2.SaveCheckpointRequest(
                 header=self._header(operation, call), path=str(folder)
             )
-            reply = await self._deliver(lambda: self._client.save_checkpoint(request))
-            if reply.HasField("failure"):
-                return from_failure(reply.failure)
-            await self._versions.put_checkpoint(
-                Checkpoint(
-                    path=path,
-                    base_model=facts.base_model,
+            place = place_of_folder(folder)
+            self._versions.holds.take(place, owner=facts.run_id)
+            try:
+                reply = await self._deliver(lambda: self._client.save_checkpoint(request))
+                if reply.HasField("failure"):
+                    return from_failure(reply.failure)
+                await self._put(
+                    path,
                     folder=str(folder),
-                    version="",
                     step=reply.step,
-                    bytes=reply.bytes,
-                    optimizer=True,
-                    created_at=time.time(),
-                ),
-                ttl_seconds=body.ttl_seconds,
-                user_metadata=body.user_metadata,
-            )
-            if old is not None:
-                await self._versions.remove_folder(old.folder)
+                    size=reply.bytes,
+                    ttl_seconds=body.ttl_seconds,
+                    user_metadata=body.user_metadata,
+                )
+            finally:
+                self._versions.holds.give_back(place, owner=facts.run_id)
             return json_result(type="save_weights", path=str(path))
 
         return send
 
     async def _load_weights(self, operation: Operation, body: LoadWeights) -> Send:
-        checkpoint = await self._versions.training_checkpoint(body.path)
-        if checkpoint.base_model != self._facts.base_model and operation.seq_id > 0:
-            raise UnknownModel(
-                f"{body.path!r} is of the base model {checkpoint.base_model!r}, this run of "
-                f"{self._facts.base_model!r}"
-            )
+        facts, holds = self._facts, self._versions.holds
+        checkpoint = await self._versions.checkpoints.take_for_training(
+            body.path, run_id=facts.run_id
+        )
+        try:
+            await self._check_fits(operation, checkpoint, body)
+        except TandemError:
+            holds.give_back(checkpoint.place, owner=facts.run_id)
+            raise
 
         async def send(call: Call) -> Outcome:
             request = trainer_pb2.LoadCheckpointRequest(
@@ -280,13 +331,33 @@ class Executor:
                 path=checkpoint.folder,
                 optimizer=body.optimizer,
             )
-            reply = await self._deliver(lambda: self._client.load_checkpoint(request))
+            try:
+                reply = await self._deliver(lambda: self._client.load_checkpoint(request))
+            finally:
+                holds.give_back(checkpoint.place, owner=facts.run_id)
             if reply.HasField("failure"):
                 return from_failure(reply.failure)
             self._facts.step = reply.step
             return json_result(type="load_weights", path=body.path, model_id=self._facts.run_id)
 
         return send
+
+    async def _check_fits(
+        self, operation: Operation, checkpoint: Checkpoint, body: LoadWeights
+    ) -> None:
+        """Raises `UnknownModel` or `CheckpointMismatch`."""
+        facts, rows = self._facts, self._versions.checkpoints
+        if checkpoint.base_model != facts.base_model and operation.seq_id > 0:
+            raise UnknownModel(
+                f"{body.path!r} is of the base model {checkpoint.base_model!r}, this run of "
+                f"{facts.base_model!r}"
+            )
+        check_compatible(
+            path=body.path,
+            saved=(await rows.origin(checkpoint.path.run_id)).training,
+            here=(await rows.origin(facts.run_id)).training,
+            optimizer=body.optimizer,
+        )
 
     async def _deliver(self, send: Callable[[], Awaitable[Reply]]) -> Reply:
         """Calls the trainer. A broken connection to a living trainer is tried again, since the
@@ -302,12 +373,49 @@ class Executor:
                 raise EndsRun(error) from error
         raise EndsRun(InternalError("the connection to the trainer broke again and again"))
 
-    async def _check_free(self, path: CheckpointPath, *, overwrite: bool) -> Checkpoint | None:
-        old = await self._versions.find_checkpoint(path)
-        if old is not None and not overwrite:
+    async def _check_free(self, path: CheckpointPath, *, overwrite: bool) -> None:
+        if not overwrite and await self._versions.checkpoints.find(path) is not None:
             hint = "; save with overwrite=True to replace it" if path.kind == "weights" else ""
             raise NameTaken(f"there is a checkpoint {path} already{hint}")
-        return old
+
+    async def _put(
+        self,
+        path: CheckpointPath,
+        *,
+        step: int,
+        size: int,
+        ttl_seconds: int | None,
+        user_metadata: Mapping[str, str] | None,
+        folder: str = "",
+        version: str = "",
+    ) -> None:
+        now = time.time()
+        await self._versions.checkpoints.put(
+            Checkpoint(
+                path=path,
+                base_model=self._facts.base_model,
+                folder=folder,
+                version=version,
+                step=step,
+                bytes=size,
+                optimizer=bool(folder),
+                created_at=now,
+                owner=(await self._versions.checkpoints.origin(path.run_id)).owner,
+                user_metadata=user_metadata,
+                expires_at=now + ttl_seconds if ttl_seconds is not None else None,
+            )
+        )
+
+    async def _encrypt(
+        self, plain: Version, recipients: Sequence[str], *, name: str
+    ) -> tuple[Version, int]:
+        """A version of its own; the plain one has no name, and goes."""
+        sealed = replace(plain, name=name, path=self._versions.path_of(name))
+        size = await encrypt_version(
+            Path(plain.path), Path(sealed.path), name=name, recipients=recipients
+        )
+        await self._versions.add_version(sealed, parent=plain.name, size=size)
+        return sealed, size
 
     def _header(self, operation: Operation, call: Call) -> common_pb2.OperationHeader:
         return common_pb2.OperationHeader(
@@ -331,8 +439,12 @@ def check_names(body: Body) -> None:
     match body:
         case LoadWeights():
             parse_checkpoint_path(body.path)
-        case SaveWeights() | SaveWeightsForSampler() if body.path is not None:
+        case SaveWeights() | SaveWeightsExternal():
             check_name(body.path)
+            check_ttl(body.ttl_seconds)
+        case SaveWeightsForSampler() if body.path is not None:
+            check_name(body.path)
+            check_ttl(body.ttl_seconds)
         case SaveWeightsForSampler() if body.sampling_session_seq_id is None:
             raise InvalidRequest(
                 "save_weights_for_sampler needs a path or a sampling_session_seq_id"

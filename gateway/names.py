@@ -6,12 +6,18 @@ import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from tandem.errors import InvalidRequest, UnknownWeights, UnsupportedInput
 
-CheckpointKind = Literal["weights", "sampler_weights"]
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
 
+SHORTEST_TTL = 3600
+LONGEST_TTL = 315_576_000
+"""Seconds: an hour, and ten years."""
+
+_RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}:train:[0-9]{1,18}")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._/-]{0,199}")
 FULL_SUFFIX = "full"
@@ -86,19 +92,39 @@ def split_model_name(name: str) -> tuple[str, bool]:
     return base, bool(colon)
 
 
+def check_ttl(ttl_seconds: int | None) -> None:
+    """Raises `InvalidRequest` for a time to live that is too short or too long."""
+    if ttl_seconds is not None and not SHORTEST_TTL <= ttl_seconds <= LONGEST_TTL:
+        raise InvalidRequest(
+            f"ttl_seconds is {ttl_seconds}; it must be from {SHORTEST_TTL} (an hour) to "
+            f"{LONGEST_TTL} (ten years), or absent for a checkpoint that does not expire"
+        )
+
+
 def parse_checkpoint_path(path: str) -> CheckpointPath:
-    """Raises `InvalidRequest` for what is no such path, `UnknownWeights` for an unknown kind."""
+    """Raises `InvalidRequest` for what is no such path, `UnknownWeights` for an unknown kind.
+
+    Nothing that could lead out of a folder gets through: neither run nor name may hold a slash,
+    and neither may begin with a dot.
+    """
     parts = path.removeprefix("tinker://").split("/")
     if not path.startswith("tinker://") or len(parts) != 3 or not all(parts):
         raise InvalidRequest(
-            f"{path!r} is not a checkpoint path; it should look like tinker://RUN/weights/NAME"
+            f"{path[:400]!r} is not a checkpoint path; it should look like "
+            "tinker://RUN/weights/NAME"
         )
     run_id, kind, name = parts
-    if kind == "weights":
-        return CheckpointPath(run_id=run_id, kind="weights", name=name)
-    if kind == "sampler_weights":
-        return CheckpointPath(run_id=run_id, kind="sampler_weights", name=name)
-    raise UnknownWeights(f"{path!r}: there are no {kind!r}; known: weights, sampler_weights")
+    return checkpoint_path(run_id=run_id, kind=kind, name=name)
+
+
+def checkpoint_path(*, run_id: str, kind: str, name: str) -> CheckpointPath:
+    """Raises as `parse_checkpoint_path`."""
+    known = next((k for k in KINDS if k == kind), None)
+    if known is None:
+        raise UnknownWeights(f"there are no {kind[:100]!r}; known: {', '.join(KINDS)}")
+    if not _RUN_ID.fullmatch(run_id):
+        raise InvalidRequest(f"{run_id[:140]!r} is not the id of a training run")
+    return CheckpointPath(run_id=run_id, kind=known, name=check_name(name))
 
 
 def folder_of(run_id: str) -> str:
@@ -118,3 +144,14 @@ def checkpoint_folder(data_dir: Path, *, run_id: str, name: str) -> Path:
     """A new folder for a checkpoint. Its end is random: a name that is overwritten keeps the
     old folder until the new one is complete."""
     return data_dir / "checkpoints" / folder_of(run_id) / f"{name}-{secrets.token_hex(4)}"
+
+
+def place_of_folder(folder: Path) -> str:
+    """Below the data directory: `checkpoints/s-ab12_train_0/warm-up-9f2c41d0`."""
+    return f"checkpoints/{folder.parent.name}/{folder.name}"
+
+
+def place_of_version(name: str) -> str:
+    """Below the data directory: `weights/s-ab12_train_0/v000003-9f2c41d0`."""
+    run_id, _, leaf = name.rpartition("/")
+    return f"weights/{folder_of(run_id)}/{leaf}"

@@ -19,6 +19,7 @@ Kind = Literal[
     "optim_step",
     "save_weights",
     "save_weights_for_sampler",
+    "save_weights_external",
     "load_weights",
 ]
 
@@ -42,7 +43,7 @@ class OptimStep(BaseModel):
 
 class SaveWeights(BaseModel):
     path: str
-    ttl_seconds: int | None = Field(None, ge=1)
+    ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 
@@ -53,8 +54,16 @@ class SaveWeightsForSampler(BaseModel):
     path: str | None = None
     sampling_session_seq_id: int | None = Field(None, ge=0)
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = Field(None, ge=1)
+    ttl_seconds: int | None = None
     user_metadata: dict[str, str] | None = None
+
+
+class SaveWeightsExternal(BaseModel):
+    """`age_encryption_recipients`: every file is encrypted to each of these keys."""
+
+    path: str
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = None
 
 
 class LoadWeights(BaseModel):
@@ -62,7 +71,7 @@ class LoadWeights(BaseModel):
     optimizer: bool = False
 
 
-Body = OptimStep | SaveWeights | SaveWeightsForSampler | LoadWeights
+Body = OptimStep | SaveWeights | SaveWeightsForSampler | SaveWeightsExternal | LoadWeights
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,7 @@ class Operation:
         """Named saves and loads look at what the saves before them left, so that these must
         have ended."""
         match self.body:
-            case SaveWeights() | LoadWeights():
+            case SaveWeights() | SaveWeightsExternal() | LoadWeights():
                 return True
             case SaveWeightsForSampler():
                 return self.body.path is not None

@@ -19,6 +19,7 @@ class Reaper:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._task: asyncio.Task[None] | None = None
+        self._in_use: set[str] = set()
         self._log = get_log()
 
     def start(self) -> None:
@@ -37,6 +38,7 @@ class Reaper:
             try:
                 await self.expire_sessions()
                 self.sweep_futures()
+                await self.expire_checkpoints()
                 if time.monotonic() >= next_housekeeping:
                     next_housekeeping = time.monotonic() + _HOUSEKEEPING_INTERVAL
                     await self.keep_house()
@@ -68,14 +70,25 @@ class Reaper:
             if future.source == "operation" and future.fetched_at is not None
         )
 
+    async def expire_checkpoints(self) -> None:
+        """Takes the names of expired checkpoints away, and removes the files of what lost its
+        name since the last round, as far as nothing uses them."""
+        await self._gateway.versions.checkpoints.expire()
+        await self._collect(self._gateway.versions.checkpoints.unnamed())
+
     async def keep_house(self) -> None:
-        """Idle sampling sessions, unnamed versions, expired results and checkpoints."""
+        """Idle sampling sessions, unnamed versions, what was still in use, expired results."""
         gateway = self._gateway
         in_use = gateway.samplers.versions_in_use()
-        touched = set(gateway.sampling.expire_idle(in_use=in_use))
+        touched = self._in_use | set(gateway.sampling.expire_idle(in_use=in_use))
         touched.update(run.id for run in gateway.runs.all() if run.facts.published)
-        for run_id in sorted(touched):
-            await gateway.collect(run_id)
-        await gateway.versions.expire_checkpoints()
+        await self._collect(sorted(touched))
+        await gateway.versions.empty_trash()
         gateway.oplog.expire()
         gateway.fleet.forget_rows_before(time.time() - _WORKER_ROWS_KEPT)
+
+    async def _collect(self, run_ids: list[str]) -> None:
+        self._in_use.update(run_ids)  # should this fail, it is done at the next house-keeping
+        for run_id in run_ids:
+            if await self._gateway.collect(run_id):
+                self._in_use.discard(run_id)

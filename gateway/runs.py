@@ -135,6 +135,9 @@ class Runs:
             return set()
         return run.facts.busy_versions | ({run.facts.parent} if run.facts.parent else set())
 
+    def all_versions_in_use(self) -> set[str]:
+        return {name for run_id in self._runs for name in self.versions_in_use(run_id)}
+
     async def create(
         self,
         *,

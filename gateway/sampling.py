@@ -13,6 +13,7 @@ from typing import Literal, cast
 
 from sqlalchemy import RowMapping, insert, select, update
 
+from gateway.checkpoints import Checkpoint
 from gateway.database import Database
 from gateway.models import BaseModelEntry, Models
 from gateway.names import sampling_session_id_of, split_model_name
@@ -70,20 +71,23 @@ class SamplingSessions:
         if existing is not None:
             return existing
         if model_path:
-            version = await self._named_version(model_path)
-            kind: SamplingKind = "named"
-        elif base_model:
-            name, _full = split_model_name(base_model)
-            version = base_version(self._models.get(name))
-            kind = "base"
-        else:
+            async with self._versions.checkpoints.reading(model_path) as checkpoint:
+                return await self._add(
+                    session_id=session_id,
+                    number=number,
+                    kind="named",
+                    model_path=model_path,
+                    version=await self._named_version(checkpoint),
+                )
+        if not base_model:
             raise InvalidRequest("a sampling session needs a base_model or a model_path")
+        name, _full = split_model_name(base_model)
         return await self._add(
             session_id=session_id,
             number=number,
-            kind=kind,
-            model_path=model_path or "",
-            version=version,
+            kind="base",
+            model_path="",
+            version=base_version(self._models.get(name)),
         )
 
     async def create_ephemeral(
@@ -196,11 +200,11 @@ class SamplingSessions:
         )
         return session
 
-    async def _named_version(self, model_path: str) -> Version:
-        checkpoint = await self._versions.checkpoint(model_path)
+    async def _named_version(self, checkpoint: Checkpoint) -> Version:
         if checkpoint.path.kind != "sampler_weights":
+            what = "a trainer's state" if checkpoint.path.kind == "weights" else "a download"
             raise UnknownWeights(
-                f"{model_path!r} holds a trainer's state; sample from what "
+                f"{str(checkpoint.path)!r} holds {what}; sample from what "
                 "save_weights_for_sampler wrote (tinker://RUN/sampler_weights/NAME)"
             )
         return await self._versions.version(checkpoint.version)

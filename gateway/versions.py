@@ -1,60 +1,72 @@
-"""What the database knows of weight versions and checkpoints, and their collection."""
+"""What the database knows of weight versions, and the room for more of them on the disk."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import RowMapping, delete, insert, select, update
+from sqlalchemy import Insert, insert, select
 
+from gateway.checkpoints import Checkpoint, Checkpoints
+from gateway.collector import Collector
 from gateway.database import Database
-from gateway.names import CheckpointPath, checkpoint_folder, parse_checkpoint_path
-from gateway.tables import checkpoints, sampling_sessions, weight_versions
+from gateway.holds import Holds
+from gateway.tables import weight_versions
 from tandem.errors import StorageFull, UnknownWeights
 from tandem.v1 import common_pb2
-from tandem.weights import collect, sweep_partials, version_path
+from tandem.weights import version_path
 
 
 @dataclass(frozen=True)
 class Version:
-    """A published weight version, or a base model's (`base/NAME`). `path` is its folder."""
+    """A published weight version, or a base model's (`base/NAME`). `path` is its folder.
+
+    `adapter`: it is a LoRA adapter upon the base model, in PEFT's layout.
+    """
 
     name: str
     path: str
     run_id: str
     step: int
     base_model: str
+    adapter: bool = False
 
     def to_proto(self) -> common_pb2.WeightVersion:
         return common_pb2.WeightVersion(
-            name=self.name, path=self.path, run_id=self.run_id, step=self.step
+            name=self.name,
+            path=self.path,
+            run_id=self.run_id,
+            step=self.step,
+            adapter=self.adapter,
         )
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A named save: a folder with optimizer state (`weights`), or a version
-    (`sampler_weights`)."""
-
-    path: CheckpointPath
-    base_model: str
-    folder: str
-    version: str
-    step: int
-    bytes: int
-    optimizer: bool
-    created_at: float
-
-
 class Versions:
-    def __init__(self, *, database: Database, data_dir: Path, min_free_bytes: int) -> None:
+    """Weight versions, the `checkpoints` that name them, and the `holds` on both.
+
+    `in_use` names the versions that runs and samplers use now.
+    """
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        data_dir: Path,
+        min_free_bytes: int,
+        in_use: Callable[[], set[str]],
+    ) -> None:
         self._database = database
         self._data_dir = data_dir
         self._min_free_bytes = min_free_bytes
+        self.holds = Holds()
+        self.checkpoints = Checkpoints(database=database, holds=self.holds)
+        self._collector = Collector(
+            database=database, data_dir=data_dir, holds=self.holds, in_use=in_use
+        )
 
     async def check_space(self, *, expected_bytes: int, what: str) -> None:
         """Raises `StorageFull` before anything is written."""
@@ -67,19 +79,7 @@ class Versions:
             )
 
     async def add_version(self, version: Version, *, parent: str, size: int) -> None:
-        await self._database.write(
-            insert(weight_versions),
-            {
-                "name": version.name,
-                "run_id": version.run_id,
-                "base_model": version.base_model,
-                "path": version.path,
-                "parent": parent,
-                "step": version.step,
-                "bytes": size,
-                "created_at": time.time(),
-            },
-        )
+        await self._database.write(version_row(version, parent=parent, size=size))
 
     async def version(self, name: str) -> Version:
         """Raises `UnknownWeights` for one that never was or was collected."""
@@ -96,134 +96,47 @@ class Versions:
             run_id=row["run_id"],
             step=row["step"],
             base_model=row["base_model"],
+            adapter=row["adapter"],
         )
 
-    async def put_checkpoint(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        ttl_seconds: int | None,
-        user_metadata: Mapping[str, str] | None,
-    ) -> None:
-        """Writes the row; one of the same path gives way."""
-        await self._database.write(
-            delete(checkpoints).where(checkpoints.c.path == str(checkpoint.path))
-        )
-        await self._database.write(
-            insert(checkpoints),
-            {
-                "path": str(checkpoint.path),
-                "run_id": checkpoint.path.run_id,
-                "kind": checkpoint.path.kind,
-                "base_model": checkpoint.base_model,
-                "folder": checkpoint.folder,
-                "version": checkpoint.version,
-                "step": checkpoint.step,
-                "bytes": checkpoint.bytes,
-                "optimizer": checkpoint.optimizer,
-                "user_metadata": dict(user_metadata) if user_metadata is not None else None,
-                "created_at": checkpoint.created_at,
-                "expires_at": checkpoint.created_at + ttl_seconds if ttl_seconds else None,
-            },
-        )
+    async def folder_of(self, checkpoint: Checkpoint) -> Path:
+        """Where a checkpoint's files lie. Raises `UnknownWeights`."""
+        if checkpoint.folder:
+            return Path(checkpoint.folder)
+        return Path((await self.version(checkpoint.version)).path)
 
-    async def find_checkpoint(self, path: CheckpointPath) -> Checkpoint | None:
-        row = await self._database.read_one(
-            select(checkpoints).where(checkpoints.c.path == str(path))
-        )
-        return _checkpoint(row) if row is not None else None
+    async def collect(self, run_id: str) -> bool:
+        """Removes the run's versions and checkpoints that nothing names or uses. False: some
+        are still in use, so that this is worth repeating."""
+        return await self._collector.collect(run_id=run_id, partials=False)
 
-    async def checkpoint(self, path: str) -> Checkpoint:
-        """Raises `UnknownWeights`, or `InvalidRequest` for what is no checkpoint path."""
-        found = await self.find_checkpoint(parse_checkpoint_path(path))
-        if found is None:
-            raise UnknownWeights(f"there is no checkpoint {path!r}")
-        return found
+    async def sweep_run(self, run_id: str) -> bool:
+        """As `collect`, and removes what an interrupted publish or save left. Only when the
+        trainer is gone."""
+        self.holds.end_owner(run_id)
+        return await self._collector.collect(run_id=run_id, partials=True)
 
-    async def list_checkpoints(self, *, run_id: str) -> list[Checkpoint]:
-        """Those of a run, oldest first."""
-        rows = await self._database.read(
-            select(checkpoints)
-            .where(checkpoints.c.run_id == run_id)
-            .order_by(checkpoints.c.created_at)
-        )
-        return [_checkpoint(row) for row in rows]
+    async def sweep_all(self) -> None:
+        """Removes what an earlier gateway left that nothing names. Only before anything runs."""
+        await self._collector.empty_trash()
+        await self._collector.collect(run_id=None, partials=True)
 
-    async def training_checkpoint(self, path: str) -> Checkpoint:
-        """One that a trainer can load. Raises `UnknownWeights`."""
-        found = await self.checkpoint(path)
-        if found.path.kind != "weights":
-            raise UnknownWeights(
-                f"{path!r} holds weights for sampling alone; a trainer loads what save_state "
-                "wrote (tinker://RUN/weights/NAME)"
-            )
-        return found
-
-    async def remove_folder(self, folder: str) -> None:
-        """Removes the folder of a checkpoint that nothing names any more."""
-        if folder:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-
-    async def expire_checkpoints(self) -> None:
-        """Removes the checkpoints whose time is over."""
-        rows = await self._database.read(
-            select(checkpoints).where(checkpoints.c.expires_at < time.time())
-        )
-        for row in rows:
-            await self._database.write(delete(checkpoints).where(checkpoints.c.path == row["path"]))
-            await self.remove_folder(row["folder"])
-
-    async def collect(self, *, run_id: str, keep: set[str]) -> list[str]:
-        """Removes a run's versions that nothing names: no sampling session, no checkpoint, and
-        not `keep` (what is being published, loaded or sampled from)."""
-        await self._database.flush()
-        named = await self._database.read(
-            select(sampling_sessions.c.version).where(
-                sampling_sessions.c.run_id == run_id, sampling_sessions.c.state == "active"
-            )
-        )
-        saved = await self._database.read(
-            select(checkpoints.c.version).where(checkpoints.c.run_id == run_id)
-        )
-        kept = keep | {row["version"] for row in named} | {row["version"] for row in saved}
-        removed = await asyncio.to_thread(collect, self._data_dir, run_id=run_id, keep=kept)
-        if removed:
-            self._database.write_soon(
-                update(weight_versions)
-                .where(weight_versions.c.name.in_(removed))
-                .values(collected_at=time.time())
-            )
-        return removed
-
-    async def sweep_run(self, run_id: str) -> None:
-        """Removes what an interrupted publish or save left. Only when the trainer is gone."""
-        await self._database.flush()
-        kept = {checkpoint.folder for checkpoint in await self.list_checkpoints(run_id=run_id)}
-
-        def sweep() -> None:
-            sweep_partials(self._data_dir, run_id=run_id)
-            parent = checkpoint_folder(self._data_dir, run_id=run_id, name="x").parent
-            for folder in parent.iterdir() if parent.is_dir() else ():
-                if str(folder) not in kept:
-                    shutil.rmtree(folder, ignore_errors=True)
-            for empty in (parent, version_path(self._data_dir, f"{run_id}/x").parent):
-                if empty.is_dir() and not any(empty.iterdir()):
-                    empty.rmdir()
-
-        await asyncio.to_thread(sweep)
+    async def empty_trash(self) -> None:
+        await self._collector.empty_trash()
 
     def path_of(self, name: str) -> str:
         return str(version_path(self._data_dir, name))
 
 
-def _checkpoint(row: RowMapping) -> Checkpoint:
-    return Checkpoint(
-        path=parse_checkpoint_path(row["path"]),
-        base_model=row["base_model"],
-        folder=row["folder"],
-        version=row["version"],
-        step=row["step"],
-        bytes=row["bytes"],
-        optimizer=row["optimizer"],
-        created_at=row["created_at"],
+def version_row(version: Version, *, parent: str, size: int) -> Insert:
+    return insert(weight_versions).values(
+        name=version.name,
+        run_id=version.run_id,
+        base_model=version.base_model,
+        path=version.path,
+        parent=parent,
+        step=version.step,
+        bytes=size,
+        adapter=version.adapter,
+        created_at=time.time(),
     )

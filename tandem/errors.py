@@ -3,6 +3,8 @@
     TandemError
     ├── UserError (also a ValueError): the request was wrong; repeating it is useless
     │   ├── Unauthenticated         401
+    │   │   └── TokenRefused        401
+    │   ├── PermissionDenied        403
     │   ├── UnknownModel            404
     │   ├── UnknownSession          404
     │   ├── UnknownRun              404
@@ -16,6 +18,7 @@
     │   ├── InvalidRequest          400
     │   │   ├── MalformedPayload
     │   │   ├── UnsupportedInput
+    │   │   ├── SdkTooOld
     │   │   ├── CustomLossInvalid
     │   │   ├── UnsuitableLora
     │   │   └── CheckpointMismatch
@@ -117,6 +120,16 @@ class Unauthenticated(UserError):
     status = 401
 
 
+class TokenRefused(Unauthenticated):
+    """A token that has expired or was not signed here; the SDK gets itself a new one."""
+
+
+class PermissionDenied(UserError):
+    """The key is good, and does not allow this."""
+
+    status = 403
+
+
 class UnknownModel(UserError):
     status = 404
 
@@ -167,6 +180,10 @@ class InvalidRequest(UserError):
 
 class MalformedPayload(InvalidRequest):
     """The body is not what its content type says."""
+
+
+class SdkTooOld(InvalidRequest):
+    """The client speaks a protocol that is gone, and has to be upgraded."""
 
 
 class UnsupportedInput(InvalidRequest):

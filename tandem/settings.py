@@ -110,6 +110,15 @@ class GatewaySettings(BaseSettings):
     sampler_idle_ttl: float = Field(
         3600.0, gt=0, description="An ephemeral sampling session unused for this long ends."
     )
+    token_ttl: float = Field(
+        3600.0, ge=120, description="How long a token that was exchanged for a key is good."
+    )
+    trace_ttl: float = Field(
+        3600.0, gt=0, description="How long an exported trace and its address are good."
+    )
+    audit_ttl: float = Field(
+        400 * 86_400.0, gt=0, description="How long a row of the audit log is kept."
+    )
     min_free_bytes: int = Field(64 * 2**20, ge=0, description="Below: publish says storage_full.")
 
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)

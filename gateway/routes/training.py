@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.execute import check_names
-from gateway.names import CheckpointPath, run_id_of, split_model_name
+from gateway.names import run_id_of, split_model_name
 from gateway.operations import (
     AdamParams,
     Body,
@@ -20,6 +20,7 @@ from gateway.operations import (
     LoadWeights,
     OptimStep,
     SaveWeights,
+    SaveWeightsExternal,
     SaveWeightsForSampler,
 )
 from gateway.routes.prefix import read_routing_prefix
@@ -91,10 +92,6 @@ class ModelId(BaseModel):
     model_id: str
 
 
-class TinkerPath(BaseModel):
-    tinker_path: str
-
-
 async def forward_backward(request: Request) -> Response:
     """The body goes into the log as it is; the gateway reads the routing fields alone."""
     gateway = gateway_of(request)
@@ -138,6 +135,12 @@ async def save_weights_for_sampler(request: Request) -> Response:
     )
 
 
+async def save_weights_external(request: Request) -> Response:
+    return await _submit(
+        request, "save_weights_external", lambda raw: parse(SaveWeightsExternal, raw)
+    )
+
+
 async def load_weights(request: Request) -> Response:
     """Into a new run (`session_id`, `model_seq_id`), or into one that is there (`model_id`)."""
     raw = await read_body(request)
@@ -150,7 +153,7 @@ async def load_weights(request: Request) -> Response:
     load = parse(LoadWeights, raw)
     await gateway.sessions.require(body.session_id)
     _check_optimizer(body.optimizer_config)
-    checkpoint = await gateway.versions.training_checkpoint(load.path)
+    checkpoint = await gateway.versions.checkpoints.for_training(load.path)
     name, _full = split_model_name(body.base_model or checkpoint.base_model)
     await gateway.runs.create(
         session_id=body.session_id,
@@ -234,41 +237,6 @@ async def training_run(request: Request) -> Response:
     )
 
 
-async def weights_info(request: Request) -> Response:
-    gateway = gateway_of(request)
-    body = parse(TinkerPath, await read_body(request))
-    checkpoint = await gateway.versions.checkpoint(body.tinker_path)
-    return json_response(
-        {
-            "base_model": checkpoint.base_model,
-            "is_lora": False,
-            "optimizer_config": {"type": "adamw"},
-        }
-    )
-
-
-async def run_checkpoints(request: Request) -> Response:
-    gateway = gateway_of(request)
-    run_id = request.path_params["run_id"]
-    return json_response(
-        {
-            "checkpoints": [
-                {
-                    "checkpoint_id": _checkpoint_id(checkpoint.path),
-                    "checkpoint_type": "training"
-                    if checkpoint.path.kind == "weights"
-                    else "sampler",
-                    "time": _iso(checkpoint.created_at),
-                    "tinker_path": str(checkpoint.path),
-                    "size_bytes": checkpoint.bytes,
-                    "public": False,
-                }
-                for checkpoint in await gateway.versions.list_checkpoints(run_id=run_id)
-            ]
-        }
-    )
-
-
 async def _submit(
     request: Request, kind: Kind, read: Callable[[bytes], Body], *, raw: bytes | None = None
 ) -> Response:
@@ -332,10 +300,6 @@ def _check_optimizer(config: OptimizerConfig | None) -> None:
 def _first_line(error: ValueError) -> str:
     parts = [line.strip() for line in str(error).splitlines()[1:3]]
     return "adam_params: " + ": ".join(parts) if parts else str(error)
-
-
-def _checkpoint_id(path: CheckpointPath) -> str:
-    return f"{path.kind}/{path.name}"
 
 
 def _iso(seconds: float) -> str:

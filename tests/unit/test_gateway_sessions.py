@@ -177,7 +177,7 @@ def test_a_checkpoint_is_saved_replaced_and_resumed(gate):
             training.save_state("warm-up").result()
         training.save_state("warm-up", overwrite=True).result()
         folder = gate.settings.data_dir / "checkpoints" / training.model_id.replace(":", "_")
-        assert len(list(folder.iterdir())) == 1
+        wait_for(lambda: len(list(folder.iterdir())) == 1)
         with pytest.raises(tinker.RequestFailedError, match="invalid_request"):
             training.save_state("../up").result()
         resumed = service.create_training_client_from_state_with_optimizer(path).result()

@@ -1,0 +1,45 @@
+"""Whether a run can take up what a checkpoint holds."""
+
+from __future__ import annotations
+
+from tandem.errors import CheckpointMismatch
+from tandem.worker import LoraSpec, TrainingSpec
+
+
+def check_compatible(
+    *, path: str, saved: TrainingSpec, here: TrainingSpec, optimizer: bool
+) -> None:
+    """Raises `CheckpointMismatch` when a run that trains `here` cannot load what a run that
+    trained `saved` wrote. `optimizer`: its state is to be loaded, too."""
+    if saved.lora is None and here.lora is not None:
+        raise CheckpointMismatch(
+            f"{path!r} holds all parameters of its model, and this run trains a LoRA adapter; "
+            "make a run from it with create_training_client_from_state"
+        )
+    if saved.lora is not None and here.lora is None:
+        raise CheckpointMismatch(
+            f"{path!r} holds a LoRA adapter of {describe(saved.lora)}, and this run trains all "
+            "parameters; make a run from it with create_training_client_from_state"
+        )
+    if saved.lora is not None and here.lora is not None and not _same_shape(saved.lora, here.lora):
+        raise CheckpointMismatch(
+            f"{path!r} holds a LoRA adapter of {describe(saved.lora)}, and this run trains one "
+            f"of {describe(here.lora)}"
+        )
+    if optimizer and saved.optimizer != here.optimizer:
+        raise CheckpointMismatch(
+            f"{path!r} holds the state of the optimizer {saved.optimizer}, and this run uses "
+            f"{here.optimizer}; load the weights without it"
+        )
+
+
+def describe(lora: LoraSpec) -> str:
+    """Literal example: "rank 32 on attention, mlp and unembedding"."""
+    kinds = [kind for kind in ("attention", "mlp", "unembedding") if getattr(lora, kind)]
+    listed = ", ".join(kinds[:-1]) + " and " + kinds[-1] if len(kinds) > 1 else "".join(kinds)
+    return f"rank {lora.rank} on {listed}"
+
+
+def _same_shape(one: LoraSpec, other: LoraSpec) -> bool:
+    """Everything but the seed, which no longer matters once there are weights."""
+    return one.model_copy(update={"seed": other.seed}) == other

@@ -1,0 +1,52 @@
+"""The files behind signed addresses. No key is asked for: the signature is the key."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.downloads import Address, Downloads
+from gateway.routes.wire import gateway_of
+from gateway.versions import Versions
+
+
+async def download(request: Request) -> Response:
+    """Whole, or the part that a Range header asks for."""
+    gateway = gateway_of(request)
+    given, query = request.path_params, request.query_params
+    address = Address(
+        run_id=given["run_id"],
+        kind=given["kind"],
+        name=given["name"],
+        file=given["file"],
+        place=query.get("place", ""),
+        expires=query.get("expires", ""),
+        signature=query.get("signature", ""),
+    )
+    path = gateway.downloads.check(address, method=request.method)
+    return _HeldFile(address, path=path, downloads=gateway.downloads, versions=gateway.versions)
+
+
+class _HeldFile(Response):
+    """Streams the file, which stays on the disk until the last byte is sent, even when its
+    checkpoint is deleted meanwhile."""
+
+    def __init__(
+        self, address: Address, *, path: str, downloads: Downloads, versions: Versions
+    ) -> None:
+        self._address = address
+        self._path = path
+        self._downloads = downloads
+        self._versions = versions
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._versions.checkpoints.reading(self._path) as checkpoint:
+            file = await self._downloads.find(self._address, checkpoint)
+            response = FileResponse(
+                file,
+                media_type="application/octet-stream",
+                filename=file.name,
+                headers={"Cache-Control": "private, no-store", "X-Content-Type-Options": "nosniff"},
+            )
+            await response(scope, receive, send)
