@@ -117,7 +117,8 @@ class Adapters:
 
     @property
     def full(self) -> bool:
-        return len(self._held) >= self._engine.facts.max_adapters
+        most = self._engine.facts.max_adapters
+        return bool(most) and len(self._held) >= most
 
     @property
     def proving(self) -> bool:

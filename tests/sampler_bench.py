@@ -119,7 +119,9 @@ class Bench:
     ) -> None:
         """`rank` and `room` are those of adapters upon the model in `base`."""
         self.engine = FakeEngine()
-        self.engine.facts = replace(self.engine.facts, max_lora_rank=rank, max_adapters=room)
+        self.engine.facts = replace(
+            self.engine.facts, max_lora_rank=rank, max_adapters=room if rank else 0
+        )
         self.loader = FakeLoader(self.engine)
         self.now = 0.0
         self.fatal: list[Exception] = []

@@ -50,6 +50,17 @@ def plain_logprobs(model: Path, tokens: Sequence[int], temperature: float = 1.0)
     return logits.log_softmax(-1).gather(1, picked).squeeze(1).numpy()
 
 
+def plain_distribution(model: Path, tokens: Sequence[int]) -> np.ndarray:
+    """Logprobs [T-1, vocabulary] of what stands at tokens[1:], as `plain_logprobs`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = network(torch.tensor([list(tokens)])).logits[0, :-1]
+    return logits.log_softmax(-1).numpy()
+
+
 def publish(
     weights_of: Path, data_dir: Path, *, number: int, canary: Sequence[int] = (5, 9, 7, 20, 33, 4)
 ) -> common_pb2.WeightVersion:
