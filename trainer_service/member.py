@@ -20,7 +20,7 @@ from trainer_service.batch import parse
 from trainer_service.control import Control, Op
 from trainer_service.lanes import Lanes
 from trainer_service.losses import LOSSES, losses_for
-from trainer_service.optimizer import AdamWSettings
+from trainer_service.optimizers import step_settings
 from trainer_service.rank_trainer import RankTrainer
 from trainer_service.validate import Limits, validate
 
@@ -128,9 +128,10 @@ def obey(trainer: RankTrainer) -> None:
             losses = losses_for(registry=LOSSES, definition=request.custom_loss)
             trainer.forward_backward(validate(parse(request.payload), losses=losses, limits=limits))
         elif op == Op.OPTIM_STEP:
-            params = trainer_pb2.AdamWParams.FromString(payload)
+            step = trainer_pb2.OptimStepRequest.FromString(payload)
+            optimizer = trainer.backend.training.optimizer
             try:
-                trainer.optim_step(AdamWSettings.from_message(params))
+                trainer.optim_step(step_settings(step, optimizer=optimizer))
             except GradientsNotFinite:
                 continue  # all ranks decided the same, and rank 0 tells the client
         elif op == Op.DROP_GRADIENTS:

@@ -16,7 +16,7 @@ from trainer_service import publish as publishing
 from trainer_service.batch import parse
 from trainer_service.control import Op
 from trainer_service.losses import LOSSES, losses_for
-from trainer_service.optimizer import AdamWSettings
+from trainer_service.optimizers import step_settings
 from trainer_service.output import encode_output
 from trainer_service.rank_trainer import RankTrainer, version_request
 from trainer_service.validate import Limits, validate
@@ -68,9 +68,14 @@ class Operations:
                 self._refused = error.message
             return trainer_pb2.ForwardBackwardReply(failure=error.to_failure())
         trainer.control.broadcast(Op.FORWARD_BACKWARD, request.SerializeToString())
-        computed = trainer.forward_backward(batch)
-        assert computed is not None
         self._held = self._held or not forward_only
+        try:
+            computed = trainer.forward_backward(batch)
+        except UserError as error:  # a custom loss that failed on its datums
+            if not forward_only:
+                self._refused = error.message
+            return trainer_pb2.ForwardBackwardReply(failure=error.to_failure())
+        assert computed is not None
         return trainer_pb2.ForwardBackwardReply(
             output=encode_output(batch, logprobs=computed.logprobs, metrics=computed.metrics),
             seconds=time.perf_counter() - began,
@@ -80,7 +85,7 @@ class Operations:
     def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepReply:
         trainer, began = self._trainer, time.perf_counter()
         try:
-            settings = AdamWSettings.from_message(request.adamw)
+            settings = step_settings(request, optimizer=trainer.backend.training.optimizer)
             refused = request.gradients_incomplete or self._refused
             if refused:
                 self._drop()
@@ -92,7 +97,7 @@ class Operations:
                 raise NoGradients(
                     "there are no gradients: no forward_backward came since the last optim_step"
                 )
-            trainer.control.broadcast(Op.OPTIM_STEP, request.adamw.SerializeToString())
+            trainer.control.broadcast(Op.OPTIM_STEP, request.SerializeToString())
             self._held = False
             metrics = trainer.optim_step(settings)
         except TandemError as error:

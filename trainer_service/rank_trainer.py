@@ -20,7 +20,7 @@ from trainer_service.checkpoint import CheckpointRecord, Counters, load, save
 from trainer_service.control import Control
 from trainer_service.lanes import LaneGradients, Lanes
 from trainer_service.microbatch import layout_of, make_micro_batch
-from trainer_service.optimizer import AdamWSettings
+from trainer_service.optimizers import StepSettings
 from trainer_service.plan import RankPlan, plan_batch
 from trainer_service.publish import VersionRequest, publish
 
@@ -173,7 +173,7 @@ class RankTrainer:
             logprobs=torch.cat(chosen).cpu().numpy(),
         )
 
-    def optim_step(self, settings: AdamWSettings) -> dict[str, float]:
+    def optim_step(self, settings: StepSettings) -> dict[str, float]:
         """One step. `GradientsNotFinite` is raised on all ranks alike."""
         metrics = self.backend.optimizer.step(settings)
         self.step += 1

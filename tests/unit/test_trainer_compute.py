@@ -67,7 +67,9 @@ def mixed_data(count: int = 12, seed: int = 0) -> list[wire.Datum]:
             rng.integers(0, VOCABULARY, length).tolist(),
             logprobs=rng.normal(-4, 0.5, length),
             advantages=rng.normal(0, 1, length),
-            weights=rng.uniform(0, 1, length),
+            weights=rng.uniform(0.1, 1, length),
+            ref_logprobs=rng.normal(-4, 0.5, length),
+            desirable=rng.integers(0, 2, 1),
         )
         for length in rng.integers(1, 20, count)
     ]
@@ -151,7 +153,7 @@ def test_the_sdk_reads_the_output(models):
 
 def test_a_step_is_that_of_torch(models):
     """Loss, clipping and AdamW, against a plain loop with the same numbers."""
-    from trainer_service.optimizer import AdamWSettings
+    from trainer_service.optimizers import AdamWSettings
 
     data = mixed_data(4)
     trainer = make_trainer(models["qwen3"])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainer_service.lanes import Gradients
-    from trainer_service.optimizer import AdamW
+    from trainer_service.optimizers import Optimizer
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TrainerBackend(Protocol):
     training: TrainingSpec
     dtype: str
     device: str
-    optimizer: AdamW
+    optimizer: Optimizer
     packs: bool
     """Whether micro-batches come packed; else padded."""
 

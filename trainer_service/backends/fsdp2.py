@@ -36,7 +36,7 @@ from trainer_service.model import (
     load_model,
     persistent_buffers,
 )
-from trainer_service.optimizer import AdamW
+from trainer_service.optimizers import make_optimizer, outer_parameters
 from trainer_service.packing import can_pack
 
 if TYPE_CHECKING:
@@ -84,7 +84,12 @@ class Fsdp2Backend:
             self._shard()
         else:
             self._model.to(self._device)
-        self.optimizer = AdamW(self._trainable(), sum_over_ranks=self._sum_over_ranks)
+        self.optimizer = make_optimizer(
+            self.training.optimizer,
+            self._trainable(),
+            outer=outer_parameters(self._model),
+            sum_over_ranks=self._sum_over_ranks,
+        )
 
     # --- Making ----------------------------------------------------------------------------
 

@@ -1,0 +1,53 @@
+"""The optimizers, whose settings come with each step: AdamW, and "dimuon" (Muon and AdamW).
+
+Which of them a run uses is fixed in its `TrainingSpec`; each works on plain and on sharded
+parameters, and shows its state as tensors by name, for checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Literal
+
+from torch import nn
+
+from trainer_service.optimizers.adamw import AdamW
+from trainer_service.optimizers.base import Optimizer
+from trainer_service.optimizers.dimuon import DiMuon
+from trainer_service.optimizers.parts import outer_parameters
+from trainer_service.optimizers.settings import (
+    AdamWSettings,
+    DiMuonSettings,
+    StepSettings,
+    step_settings,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def make_optimizer(
+    kind: Literal["adamw", "dimuon"],
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    outer: Collection[str],
+    sum_over_ranks: Callable[[Tensor], None],
+) -> Optimizer:
+    """`parameters` are those to train, by name; `outer` names those of embeddings and head (see
+    `outer_parameters`). `sum_over_ranks` adds up a scalar tensor in place over all ranks."""
+    if kind == "adamw":
+        return AdamW(parameters, sum_over_ranks=sum_over_ranks)
+    return DiMuon(parameters, outer=outer, sum_over_ranks=sum_over_ranks)
+
+
+__all__ = [
+    "AdamW",
+    "AdamWSettings",
+    "DiMuon",
+    "DiMuonSettings",
+    "Optimizer",
+    "StepSettings",
+    "make_optimizer",
+    "outer_parameters",
+    "step_settings",
+]

@@ -1,0 +1,101 @@
+"""AdamW whose settings come with each step, with clipping by the global norm over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from tandem.errors import GradientsNotFinite
+from trainer_service.optimizers.clipping import clip
+from trainer_service.optimizers.settings import AdamWSettings, StepSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class AdamW:
+    """torch's AdamW (Loshchilov & Hutter, arXiv 1711.05101) over named parameters, which may be
+    sharded. Weight decay is decoupled. State: `exp_avg`, `exp_avg_sq` and `step`.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        sum_over_ranks: Callable[[Tensor], None],
+    ) -> None:
+        self._sum_over_ranks = sum_over_ranks
+        self._moments = Moments(parameters)
+
+    def step(self, settings: StepSettings) -> dict[str, float]:
+        """See `Optimizer.step`."""
+        assert isinstance(settings, AdamWSettings)
+        try:
+            norm = clip(
+                self._moments.parameters.values(),
+                limit=settings.grad_clip_norm,
+                sum_over_ranks=self._sum_over_ranks,
+            )
+        except GradientsNotFinite:
+            self.drop_gradients()
+            raise
+        self._moments.step(settings)
+        self.drop_gradients()
+        return {"grad_norm": norm, "learning_rate": settings.learning_rate}
+
+    def drop_gradients(self) -> None:
+        self._moments.drop_gradients()
+
+    def state(self, *, create: bool) -> dict[str, Tensor]:
+        return self._moments.state(create=create)
+
+    def reset(self) -> None:
+        self.drop_gradients()
+        self._moments.reset()
+
+
+class Moments:
+    """torch's AdamW itself, with named state. `parameters` may be none."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        self._adamw = (
+            torch.optim.AdamW(self.parameters.values(), lr=0.0, fused=True)
+            if self.parameters
+            else None
+        )
+
+    def step(self, settings: AdamWSettings) -> None:
+        if self._adamw is None:
+            return
+        for group in self._adamw.param_groups:
+            group["lr"] = settings.learning_rate
+            group["betas"] = (settings.beta1, settings.beta2)
+            group["eps"] = settings.eps
+            group["weight_decay"] = settings.weight_decay
+        self._adamw.step()
+
+    def drop_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def state(self, *, create: bool) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        if self._adamw is None:
+            return found
+        for name, parameter in self.parameters.items():
+            state = self._adamw.state[parameter]
+            if not state and create:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter.detach())
+                state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
+            for key, tensor in state.items():
+                found[f"{name}.{key}"] = tensor
+        return found
+
+    def reset(self) -> None:
+        if self._adamw is not None:
+            self._adamw.state.clear()

@@ -1,0 +1,227 @@
+"""The SDK's "dimuon": Muon for the hidden matrices, AdamW for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from tandem.errors import GradientsNotFinite
+from trainer_service.optimizers.adamw import Moments
+from trainer_service.optimizers.clipping import clip
+from trainer_service.optimizers.settings import AdamWSettings, DiMuonSettings, StepSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ADAMW_BETA2 = 0.95
+ADAMW_EPS = 1e-12
+"""What the SDK's AdamParams have, for the part that its DimuonParams do not speak of."""
+
+
+class DiMuon:
+    """torch.optim.Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for matrices of
+    two dimensions that are not `outer`; torch's AdamW for the others.
+
+    The learning rate is one for both: an orthogonal update is scaled by 0.2·√max(rows, columns),
+    so that its root mean square is that of AdamW ("match_rms_adamw", Moonshot, arXiv
+    2502.16982). Nesterov momentum, five Newton-Schulz steps, no weight decay. State:
+    `momentum_buffer` of a matrix, AdamW's of the others.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        outer: Collection[str],
+        sum_over_ranks: Callable[[Tensor], None],
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._sum_over_ranks = sum_over_ranks
+        hidden = {
+            name: each
+            for name, each in self._parameters.items()
+            if each.ndim == 2 and name not in outer
+        }
+        self._moments = Moments(
+            {name: each for name, each in self._parameters.items() if name not in hidden}
+        )
+        self._plain = PlainMuon({n: p for n, p in hidden.items() if not isinstance(p, DTensor)})
+        self._sharded = ShardedMuon({n: p for n, p in hidden.items() if isinstance(p, DTensor)})
+
+    def step(self, settings: StepSettings) -> dict[str, float]:
+        """See `Optimizer.step`."""
+        assert isinstance(settings, DiMuonSettings)
+        try:
+            norm = clip(
+                self._parameters.values(),
+                limit=settings.grad_clip_norm,
+                sum_over_ranks=self._sum_over_ranks,
+            )
+        except GradientsNotFinite:
+            self.drop_gradients()
+            raise
+        self._plain.step(settings)
+        self._sharded.step(settings)
+        self._moments.step(
+            AdamWSettings(
+                learning_rate=settings.learning_rate,
+                beta1=settings.beta1,
+                beta2=ADAMW_BETA2,
+                eps=ADAMW_EPS,
+                weight_decay=0.0,
+                grad_clip_norm=0.0,
+            )
+        )
+        self.drop_gradients()
+        return {"grad_norm": norm, "learning_rate": settings.learning_rate}
+
+    def drop_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def state(self, *, create: bool) -> dict[str, Tensor]:
+        return {
+            **self._plain.state(create=create),
+            **self._sharded.state(create=create),
+            **self._moments.state(create=create),
+        }
+
+    def reset(self) -> None:
+        self.drop_gradients()
+        self._plain.reset()
+        self._sharded.reset()
+        self._moments.reset()
+
+
+class PlainMuon:
+    """torch's Muon over matrices that this process holds whole."""
+
+    def __init__(self, matrices: Mapping[str, nn.Parameter]) -> None:
+        self._matrices = dict(matrices)
+        self._muon = _muon(list(self._matrices.values())) if self._matrices else None
+
+    def step(self, settings: DiMuonSettings) -> None:
+        if self._muon is None:
+            return
+        for group in self._muon.param_groups:
+            group["lr"] = settings.learning_rate
+            group["momentum"] = settings.beta1
+        self._muon.step()
+
+    def state(self, *, create: bool) -> dict[str, Tensor]:
+        if self._muon is None:
+            return {}
+        found: dict[str, Tensor] = {}
+        for name, matrix in self._matrices.items():
+            state = self._muon.state[matrix]
+            if not state and create:
+                state["momentum_buffer"] = torch.zeros_like(matrix.detach())
+            if state:
+                found[f"{name}.momentum_buffer"] = state["momentum_buffer"]
+        return found
+
+    def reset(self) -> None:
+        if self._muon is not None:
+            self._muon.state.clear()
+
+
+class ShardedMuon:
+    """Muon over matrices that lie in pieces on the ranks of one mesh.
+
+    Momentum is kept in pieces, as the weights are: it works element by element. Newton-Schulz
+    needs a whole matrix: the ranks take turns, each gets whole matrices, lets torch's Muon
+    make the update of its own and sends it to all, so that a step costs what it would on one
+    rank, divided by the ranks.
+    """
+
+    def __init__(self, matrices: Mapping[str, nn.Parameter]) -> None:
+        self._matrices = dict(matrices)
+        self._buffers: dict[str, Tensor] = {}
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, settings: DiMuonSettings) -> None:
+        names = [name for name, matrix in self._matrices.items() if matrix.grad is not None]
+        if not names:
+            return
+        ranks = self._matrices[names[0]].device_mesh.size()
+        for start in range(0, len(names), ranks):
+            self._round(names[start : start + ranks], settings)
+
+    def _round(self, names: Sequence[str], settings: DiMuonSettings) -> None:
+        """One matrix for each rank of the mesh, in its order; fewer at the end."""
+        mesh = self._matrices[names[0]].device_mesh
+        me, group = mesh.get_local_rank(), mesh.get_group()
+        whole: Tensor | None = None
+        for owner, name in enumerate(names):
+            gathered = self._nesterov(name, settings.beta1).full_tensor()
+            if owner == me:
+                whole = gathered
+        mine = _orthogonal_update(whole, settings.learning_rate) if whole is not None else None
+        for owner, name in enumerate(names):
+            matrix = self._matrices[name]
+            update = mine if owner == me else None
+            if update is None:
+                update = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
+            if mesh.size() > 1:
+                dist.broadcast(update, src=dist.get_global_rank(group, owner), group=group)
+            piece = _piece(update, matrix)
+            matrix.to_local().add_(piece)
+
+    def _nesterov(self, name: str, momentum: float) -> DTensor:
+        """The direction before it is made orthogonal, in pieces, as torch's Muon defines it."""
+        gradient = self._matrices[name].grad
+        assert gradient is not None
+        buffer = self._buffers.get(name)
+        if buffer is None:
+            buffer = self._buffers[name] = torch.zeros_like(gradient)
+        buffer.lerp_(gradient, 1 - momentum)
+        return gradient.lerp(buffer, momentum)
+
+    def state(self, *, create: bool) -> dict[str, Tensor]:
+        for name, matrix in self._matrices.items():
+            if create and name not in self._buffers:
+                self._buffers[name] = torch.zeros_like(matrix.detach())
+        return {f"{name}.momentum_buffer": each for name, each in self._buffers.items()}
+
+    def reset(self) -> None:
+        self._buffers.clear()
+
+
+def _muon(matrices: list[nn.Parameter], *, momentum: float = 0.9) -> torch.optim.Muon:
+    return torch.optim.Muon(
+        matrices,
+        lr=0.0,
+        weight_decay=0.0,
+        momentum=momentum,
+        nesterov=momentum > 0,
+        adjust_lr_fn="match_rms_adamw",
+    )
+
+
+def _orthogonal_update(direction: Tensor, learning_rate: float) -> Tensor:
+    """What torch's Muon adds to a matrix: a step without momentum of its own, from zero."""
+    update = nn.Parameter(torch.zeros_like(direction))
+    update.grad = direction
+    muon = _muon([update], momentum=0.0)
+    muon.param_groups[0]["lr"] = learning_rate
+    muon.step()
+    return update.detach()
+
+
+def _piece(whole: Tensor, like: DTensor) -> Tensor:
+    """This rank's piece of a whole matrix, cut as `like` is."""
+    mesh, (placement,) = like.device_mesh, like.placements
+    if not isinstance(placement, Shard):
+        return whole
+    pieces = whole.chunk(mesh.size(), dim=placement.dim)
+    me = mesh.get_local_rank()
+    mine = like.to_local()
+    if me >= len(pieces):  # fewer rows than ranks
+        return whole.new_empty(mine.shape)
+    assert pieces[me].shape == mine.shape, f"{pieces[me].shape} is not {mine.shape}"
+    return pieces[me]
