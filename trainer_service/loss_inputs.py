@@ -169,13 +169,21 @@ def read_array(datum: wire.Datum, given: Input, *, index: int) -> NDArray[np.gen
     return values
 
 
-def active_entries(loss: Loss, inputs: Mapping[str, Float32Array], *, entries: int) -> int:
+def active_entries(
+    loss: Loss,
+    inputs: Mapping[str, Float32Array],
+    *,
+    entries: int,
+    sequences: Int64Array | None,
+) -> int:
     """How many of a request's entries the loss acts on (see `Loss.active`)."""
     name = "mask" if "mask" in inputs else loss.active
     acts = inputs[name] != 0 if name else np.ones(entries, np.bool_)
     for given in loss.inputs:
         if not given.finite and given.name in inputs:
             acts &= np.isfinite(inputs[given.name])
+    if loss.sampled_only and sequences is not None:
+        acts &= sequences >= 0
     return int(np.count_nonzero(acts))
 
 

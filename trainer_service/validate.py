@@ -93,7 +93,7 @@ def validate(
     totals = Totals(
         datums=len(lengths),
         entries=len(targets),
-        active=active_entries(loss, reader.read, entries=len(targets)),
+        active=active_entries(loss, reader.read, entries=len(targets), sequences=sequences),
     )
     return Batch(
         loss=loss,

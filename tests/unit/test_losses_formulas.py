@@ -1,142 +1,182 @@
-"""The losses against the golden numbers, by hand, and by finite differences in float64."""
+"""Every loss against the golden numbers, or its formula written down once more."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import math
 
 import pytest
 import torch
+from loss_cases import (
+    AGGREGATIONS,
+    CASES,
+    EXPECTED,
+    GOLDEN_LENGTH,
+    POLICY_LOSSES,
+    Data,
+    Golden,
+    compute,
+    golden_data,
+    gradient,
+    random_data,
+)
 
 from trainer_service.losses import LOSSES
+from trainer_service.losses.aggregate import AGGREGATION_SETTINGS
+from trainer_service.losses.kl import KL_SETTINGS, kl_term
+from trainer_service.losses.policy import CORRECTION_SETTINGS
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "losses.json").read_text())
-POLICY_LOSSES = ("importance_sampling", "ppo", "cispo")
-
-
-def golden_tensors(sampler: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The fixture's tokens as losses see them: flat, without padding, advantage R - mean."""
-    inputs = GOLDEN["inputs"]
-    mask = torch.tensor(inputs["mask"], dtype=torch.float64)
-    reward = torch.tensor(inputs["reward"], dtype=torch.float64)
-    advantages = (reward - reward.mean())[:, None].expand_as(mask)
-    real = mask.bool()
-    now = torch.tensor(inputs["lp"], dtype=torch.float64)[real]
-    then = torch.tensor(inputs[sampler], dtype=torch.float64)[real]
-    return now, {"logprobs": then, "advantages": advantages[real]}
+GOLDENS = [(name, golden) for name, case in CASES.items() for golden in case.goldens]
+SHARED = (*AGGREGATION_SETTINGS, *KL_SETTINGS, *CORRECTION_SETTINGS)
 
 
-def value(name: str, sampler: str, **settings: float) -> float:
-    loss = LOSSES[name]
-    logprobs, inputs = golden_tensors(sampler)
-    return float(loss.compute(logprobs, inputs, {**loss.settings, **settings}).loss)
+def test_every_loss_has_a_row():
+    assert CASES.keys() == LOSSES.keys()
 
 
-def expected(name: str) -> float:
-    return GOLDEN["expected"][name]["token_sum(tinker)"]
+@pytest.mark.parametrize("name", CASES)
+def test_every_loss_has_a_golden_number_or_a_second_formula(name):
+    preference = name in ("dpo", "ipo", "kto")  # below
+    assert CASES[name].goldens or CASES[name].reference or preference
 
 
-def test_importance_sampling_is_the_golden_number():
-    golden = expected("importance_sampling(rollout)")
-    assert value("importance_sampling", "rollout") == pytest.approx(golden, abs=1e-7)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(
+    ("name", "golden"), GOLDENS, ids=lambda each: getattr(each, "expected", each)
+)
+def test_golden_numbers(name: str, golden: Golden, aggregation: str):
+    config = {**golden.settings, "aggregation": aggregation, "max_length": GOLDEN_LENGTH}
+    got = compute(LOSSES[name], golden_data(golden.inputs), config).loss
+    expected = EXPECTED[golden.expected][AGGREGATIONS[aggregation]]
+    assert float(got) == pytest.approx(expected, abs=2e-8)
 
 
-def test_ppo_with_its_default_bounds_is_the_golden_number():
-    assert value("ppo", "old") == pytest.approx(expected("ppo_clip_0.2"), abs=1e-7)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.reference])
+def test_the_formula_written_down_once_more(name):
+    reference = CASES[name].reference
+    assert reference is not None
+    for data in (golden_data({"logprobs": "rollout"}), random_data()):
+        inputs = {key: values for key, values in data.inputs.items() if key != "mask"}
+        without_mask = Data(data.logprobs, inputs, data.sizes)
+        got = float(compute(LOSSES[name], without_mask).loss)
+        assert got == pytest.approx(reference(without_mask), rel=1e-12)
 
 
-def test_ppo_with_a_higher_upper_bound_is_the_golden_number():
-    got = value("ppo", "old", clip_low_threshold=0.8, clip_high_threshold=1.28)
-    assert got == pytest.approx(expected("ppo_clip_higher_0.2_0.28"), abs=1e-7)
+def preference_data(p: list[float], ref: list[float], **more: float) -> Data:
+    values = {"ref_logprobs": ref, "weights": [1.0] * len(p)}
+    inputs = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    for name, value in more.items():
+        inputs[name] = torch.full((len(p),), value, dtype=torch.float64)
+    return Data(torch.tensor(p, dtype=torch.float64), inputs, (1,) * len(p))
 
 
-def test_cispo_with_both_bounds_is_the_golden_number():
-    got = value("cispo", "old", clip_low_threshold=0.8, clip_high_threshold=1.28)
-    assert got == pytest.approx(expected("cispo_clip_0.8_1.28"), abs=1e-7)
+@pytest.mark.parametrize(("name", "golden"), [("dpo", "dpo_beta0.1"), ("ipo", "ipo_beta0.1")])
+def test_golden_pairs(name, golden):
+    data = preference_data([-12.0, -15.0], [-12.5, -14.0])
+    got = float(compute(LOSSES[name], data).loss)
+    assert got == pytest.approx(EXPECTED[golden], abs=1e-7)
+    twice = preference_data([-12.0, -15.0] * 2, [-12.5, -14.0] * 2)
+    assert float(compute(LOSSES[name], twice).loss) == pytest.approx(2 * got)
+    assert float(compute(LOSSES[name], twice, {"aggregation": "mean"}).loss) == pytest.approx(got)
 
 
-def test_cispo_with_a_cap_of_three_is_the_golden_number():
-    got = value("cispo", "old", clip_high_threshold=3.0)
-    assert got == pytest.approx(expected("cispo_cap3_upper_only(trl_form)"), abs=1e-7)
+@pytest.mark.parametrize("z0_given_as", ["setting", "input"])
+@pytest.mark.parametrize(("good", "p", "ref"), [(1.0, -12.0, -12.5), (0.0, -15.0, -14.0)])
+def test_golden_kto(good, p, ref, z0_given_as):
+    """The fixture's chosen and rejected answers, of which the policy moved by 0.5 and -1."""
+    name = "chosen" if good else "rejected"
+    as_input = {"z0": 0.05} if z0_given_as == "input" else {}
+    data = preference_data([p], [ref], desirable=good, **as_input)
+    config = {} if as_input else {"z0": 0.05}
+    got = float(compute(LOSSES["kto"], data, config).loss)
+    assert got == pytest.approx(EXPECTED[f"kto_beta0.1_z0.05_{name}"], abs=1e-7)
 
 
-def test_the_defaults_are_those_of_the_protocol():
-    assert LOSSES["ppo"].settings == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-    assert LOSSES["cispo"].settings == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
-    assert LOSSES["importance_sampling"].settings == {}
-    assert LOSSES["cross_entropy"].settings == {}
-
-
-def test_cross_entropy_is_the_weighted_sum_of_log_probabilities():
-    logprobs = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
-    weights = torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)
-    result = LOSSES["cross_entropy"].compute(logprobs, {"weights": weights}, {})
-    assert float(result.loss) == pytest.approx(1.0 + 1.0 - 1.0)
-
-
-@pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo"])
-def test_gradients_are_those_of_finite_differences(name):
-    loss = LOSSES[name]
-    logprobs, inputs = golden_tensors("old")
-    inputs = {**inputs, "weights": torch.linspace(-1, 2, len(logprobs), dtype=torch.float64)}
-    logprobs.requires_grad_(True)
-    assert torch.autograd.gradcheck(
-        lambda p: loss.compute(p, inputs, loss.settings).loss, (logprobs,), eps=1e-7
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_golden_kl_terms(kind):
+    data = golden_data({"ref_logprobs": "ref"})
+    ratio = torch.ones_like(data.logprobs)
+    found = kl_term(data.logprobs, data.inputs["ref_logprobs"], ratio=ratio, kind=kind)
+    expected = [
+        value
+        for row, size in zip(EXPECTED[f"kl_{kind}"], data.sizes, strict=True)
+        for value in row[:size]
+    ]
+    torch.testing.assert_close(
+        found, torch.tensor(expected, dtype=torch.float64), atol=1e-8, rtol=0
     )
+    if kind == "k3":
+        assert float(found.mean()) == pytest.approx(EXPECTED["kl_k3_token_mean"], abs=1e-8)
 
 
-def test_the_gradient_of_cispo_is_that_of_its_weights_held_fixed():
-    loss = LOSSES["cispo"]
-    logprobs, inputs = golden_tensors("old")
-    settings = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28}
-    held = (logprobs - inputs["logprobs"]).exp().clamp(0.8, 1.28)
-    leaf = logprobs.clone().requires_grad_(True)
-    loss.compute(leaf, inputs, settings).loss.backward()
-    assert torch.allclose(leaf.grad, -held * inputs["advantages"])
+def test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2():
+    p, ref = torch.tensor([-1.0, -2.0]).double(), torch.tensor([-1.5, -1.2]).double()
+    leaf = p.clone().requires_grad_(True)
+    value = kl_term(leaf, ref, ratio=torch.ones(2).double(), kind="k3_plus")
+    torch.testing.assert_close(value, kl_term(p, ref, ratio=torch.ones(2).double(), kind="k3"))
+    value.sum().backward()
+    torch.testing.assert_close(leaf.grad, p - ref)
+
+
+def test_the_unbiased_kl_is_the_ratio_times_k3():
+    data = golden_data({"logprobs": "rollout", "old_logprobs": "old", "ref_logprobs": "ref"})
+    ratio = (data.logprobs - data.inputs["old_logprobs"]).exp()
+    k3 = kl_term(data.logprobs, data.inputs["ref_logprobs"], ratio=ratio, kind="k3")
+    plain = compute(LOSSES["ppo"], data).loss
+    got = compute(LOSSES["ppo"], data, {"kl_coeff": 0.3, "kl_type": "unbiased"}).loss
+    assert float(got - plain) == pytest.approx(0.3 * float((ratio * k3).sum()))
+
+
+def test_the_gradient_of_a_token_of_ppo_is_the_golden_one():
+    found = gradient(LOSSES["ppo"], golden_data({"logprobs": "old"}))
+    expected = EXPECTED["grad_ppo_token_1_0(numeric,analytic)"][1]
+    assert float(found[3]) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_documented_defaults_hold(name):
+    loss, documented = LOSSES[name], CASES[name].settings
+    own = {each.name: each.default for each in loss.settings if each not in SHARED}
+    assert own == documented
+    data = random_data()
+    omitted, given = compute(loss, data), compute(loss, data, documented)
+    assert float(omitted.loss) == float(given.loss)
+
+
+def test_the_shared_defaults_hold():
+    shared = {each.name: each.default for each in AGGREGATION_SETTINGS + KL_SETTINGS}
+    assert shared == {
+        "aggregation": "token_sum",
+        "max_length": 0.0,
+        "kl_coeff": 0.0,
+        "kl_type": "k3",
+    }
+    assert {each.name: each.default for each in CORRECTION_SETTINGS} == {
+        "correction": "none",
+        "tis_cap": 2.0,
+        "seq_tis_cap": 2.0,
+        "mis_low": 0.5,
+        "mis_high": 2.0,
+        "seq_mis_low": 0.5,
+        "seq_mis_high": 2.0,
+        "icepop_low": 0.5,
+        "icepop_high": 5.0,
+        "geometric_low": 0.99,
+        "geometric_high": 1.01,
+        "off_policy_delta": 0.1,
+    }
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_at_the_sampling_policy_every_gradient_is_minus_the_advantage(name):
-    loss = LOSSES[name]
-    _, inputs = golden_tensors("old")
-    leaf = inputs["logprobs"].clone().requires_grad_(True)
-    loss.compute(leaf, inputs, loss.settings).loss.backward()
-    assert torch.allclose(leaf.grad, -inputs["advantages"])
+def test_at_the_sampling_policy_every_gradient_is_minus_the_advantage_as_ppo_has_it(name):
+    data = golden_data({})
+    data.inputs["logprobs"] = data.logprobs.clone()
+    found = gradient(LOSSES[name], data)
+    torch.testing.assert_close(found, -data.inputs["advantages"])
+    torch.testing.assert_close(found, gradient(LOSSES["ppo"], data))
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
-def test_the_order_of_the_tokens_does_not_matter(name):
-    loss = LOSSES[name]
-    logprobs, inputs = golden_tensors("old")
-    inputs = {**inputs, "weights": torch.rand(len(logprobs), dtype=torch.float64)}
-    order = torch.randperm(len(logprobs), generator=torch.Generator().manual_seed(3))
-    shuffled = {key: tensor[order] for key, tensor in inputs.items()}
-    once = loss.compute(logprobs, inputs, loss.settings)
-    again = loss.compute(logprobs[order], shuffled, loss.settings)
-    assert torch.allclose(once.loss, again.loss)
-    assert torch.allclose(torch.stack(once.sums), torch.stack(again.sums))
-
-
-@pytest.mark.parametrize("name", sorted(LOSSES))
-def test_metric_names_have_one_colon_and_do_not_depend_on_the_batch(name):
-    loss = LOSSES[name]
-    nothing = loss.metrics(dict.fromkeys(loss.sum_names, 0.0))
-    something = loss.metrics(dict.fromkeys(loss.sum_names, 2.0))
-    assert nothing.keys() == something.keys()
-    assert all(key.count(":") == 1 for key in nothing)
-
-
-def test_policy_metrics_leave_out_tokens_without_advantage():
-    loss = LOSSES["ppo"]
-    logprobs = torch.tensor([-1.0, -9.0], dtype=torch.float64)
-    inputs = {
-        "logprobs": torch.tensor([-2.0, 0.0], dtype=torch.float64),
-        "advantages": torch.tensor([1.0, 0.0], dtype=torch.float64),
-    }
-    sums = loss.compute(logprobs, inputs, loss.settings).sums
-    named = dict(zip(loss.sum_names, map(float, sums), strict=True))
-    metrics = loss.metrics(named)
-    assert metrics["active_tokens:sum"] == 1
-    assert metrics["ratio:mean"] == pytest.approx(2.718281828)
-    assert metrics["kl:mean"] == pytest.approx(-1.0)
-    assert metrics["clipped:mean"] == 1
+def test_a_ratio_beyond_e_to_the_20_is_held_there():
+    p, mu = torch.tensor([-1.0]).double(), torch.tensor([-90.0]).double()
+    data = Data(p, {"logprobs": mu, "advantages": torch.ones(1).double()}, (1,))
+    got = float(compute(LOSSES["importance_sampling"], data).loss)
+    assert got == pytest.approx(-math.exp(20))

@@ -106,8 +106,9 @@ class Loss:
 
     `group` consecutive datums stay together in one micro-batch (2 for pairs). `wide` says that
     [N, K] targets are taken. `active` names the input whose entries other than 0 the loss acts
-    on, if no input `mask` says so; without it all entries count. `check` raises a `UserError`
-    for settings that contradict each other.
+    on, if no input `mask` says so; without it all entries count. With `sampled_only`, entries
+    whose provenance span is a prompt do not act. `check` raises a `UserError` for settings that
+    contradict each other.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Loss:
     group: int = 1
     wide: bool = False
     active: str = ""
+    sampled_only: bool = False
     check: Callable[[Settings], None] = field(default=lambda settings: None)
 
     @property

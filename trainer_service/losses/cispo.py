@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer_service.losses.base import Loss, LossResult, Setting, Settings
+import torch
+
+from trainer_service.losses.base import Loss, LossResult, Settings
 from trainer_service.losses.layout import Layout
 from trainer_service.losses.policy import (
+    BOUND_INPUTS,
     CLIPPED_POLICY_SUMS,
     POLICY_INPUTS,
+    POLICY_MAXIMA,
+    POLICY_SETTINGS,
+    bound_settings,
+    check_policy,
+    clip_bounds,
+    finish,
     policy_metrics,
-    policy_sums,
+    ready,
 )
 
 if TYPE_CHECKING:
@@ -21,32 +30,27 @@ if TYPE_CHECKING:
 def cispo(
     logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: Layout
 ) -> LossResult:
-    """-Σ sg(clamp(r, low, high))·p·A with r = exp(p - q), sg stopping the gradient. All [E].
+    """-Σ sg(clamp(r, low, high))·p·A with r = exp(p - old), sg stopping the gradient. All [E].
 
     Every token keeps its gradient; the clamp bounds its weight alone (MiniMax-M1, arXiv
     2506.13585). The default bounds on the ratio, 0 and 4, are those of the Tinker protocol.
     """
-    advantages = inputs["advantages"]
-    log_ratio = logprobs - inputs["logprobs"]
-    ratio = log_ratio.detach().exp()
-    bounded = ratio.clamp(
-        settings.number("clip_low_threshold"), settings.number("clip_high_threshold")
-    )
-    return LossResult(
-        loss=-(bounded * logprobs * advantages).sum(),
-        sums=policy_sums(log_ratio=log_ratio, advantages=advantages, clipped=bounded != ratio),
-    )
+    tokens = ready(logprobs, inputs)
+    low, high = clip_bounds(inputs, settings, like=logprobs)
+    ratio = tokens.ratio.detach()
+    bounded = torch.minimum(torch.maximum(ratio, low), high)
+    values = -bounded * logprobs * tokens.advantages
+    return finish(tokens, values, inputs, settings, layout, clipped=bounded != ratio)
 
 
 CISPO = Loss(
     name="cispo",
     compute=cispo,
-    inputs=POLICY_INPUTS,
+    inputs=(*POLICY_INPUTS, *BOUND_INPUTS),
+    settings=(*bound_settings(0.0, 4.0), *POLICY_SETTINGS),
+    check=check_policy,
     active="advantages",
-    settings=(
-        Setting("clip_low_threshold", 0.0, "lower bound of the ratio"),
-        Setting("clip_high_threshold", 4.0, "upper bound of the ratio"),
-    ),
     sum_names=CLIPPED_POLICY_SUMS,
+    max_names=POLICY_MAXIMA,
     metrics=policy_metrics,
 )

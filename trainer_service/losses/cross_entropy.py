@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from trainer_service.losses.aggregate import AGGREGATION_SETTINGS, aggregate, check_aggregation
 from trainer_service.losses.base import Input, Loss, LossResult, Settings
 from trainer_service.losses.layout import Layout
 
@@ -19,15 +20,20 @@ def cross_entropy(
 
     `logprobs` and `weights` are [E]: one entry for each of a datum's [N] or [N, K] targets.
     The SDK's custom losses send w = -dC/dp through here, so weights may be of either sign.
+    With `aggregation` "token_mean" it is the mean over entries whose weight is not 0.
     """
     weights = inputs["weights"]
-    return LossResult(loss=-(weights * logprobs).sum(), sums=(weights.sum(),))
+    active = (weights != 0).to(logprobs.dtype)
+    loss = aggregate(-(weights * logprobs), active, settings, layout)
+    return LossResult(loss=loss, sums=(weights.sum(),))
 
 
 CROSS_ENTROPY = Loss(
     name="cross_entropy",
     compute=cross_entropy,
-    inputs=(Input("weights", "w", default=1.0),),
+    inputs=(Input("weights", "weight w of the target", default=1.0),),
+    settings=AGGREGATION_SETTINGS,
+    check=check_aggregation,
     active="weights",
     wide=True,
     sum_names=("weights",),

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 from trainer_service.losses.base import Loss, LossResult, Settings
 from trainer_service.losses.layout import Layout
-from trainer_service.losses.policy import POLICY_INPUTS, POLICY_SUMS, policy_metrics, policy_sums
+from trainer_service.losses.policy import (
+    POLICY_MAXIMA,
+    POLICY_SETTINGS,
+    POLICY_SUMS,
+    SAMPLER_INPUTS,
+    check_policy,
+    finish,
+    policy_metrics,
+    ready,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,19 +31,18 @@ def importance_sampling(
     Source: the Tinker documentation of losses; the estimator is that of off-policy policy
     gradients (Degris, White, Sutton, arXiv 1205.4839), per token.
     """
-    advantages = inputs["advantages"]
-    log_ratio = logprobs - inputs["logprobs"]
-    return LossResult(
-        loss=-(log_ratio.exp() * advantages).sum(),
-        sums=policy_sums(log_ratio=log_ratio, advantages=advantages),
-    )
+    tokens = ready(logprobs, inputs)
+    return finish(tokens, -tokens.ratio * tokens.advantages, inputs, settings, layout)
 
 
 IMPORTANCE_SAMPLING = Loss(
     name="importance_sampling",
     compute=importance_sampling,
-    inputs=POLICY_INPUTS,
+    inputs=SAMPLER_INPUTS,
+    settings=POLICY_SETTINGS,
+    check=check_policy,
     active="advantages",
     sum_names=POLICY_SUMS,
+    max_names=POLICY_MAXIMA,
     metrics=policy_metrics,
 )

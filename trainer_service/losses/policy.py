@@ -1,48 +1,250 @@
-"""What the policy-gradient losses share: the probability ratio and its cheap statistics."""
+"""What the policy-gradient losses share: ratios, corrections, KL, aggregation, statistics."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.losses.base import Input
+from tandem.errors import UnknownLossSetting
+from trainer_service.losses.aggregate import AGGREGATION_SETTINGS, aggregate, check_aggregation
+from trainer_service.losses.base import Input, LossResult, Setting, Settings
+from trainer_service.losses.corrections import CORRECTIONS, Mismatch
+from trainer_service.losses.kl import KL_INPUTS, KL_SETTINGS, add_kl, bounded
+from trainer_service.losses.layout import Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-POLICY_INPUTS = (
-    Input("logprobs", "log probability under the sampler", required=True),
-    Input("advantages", "A", required=True),
+LOGPROBS = Input(
+    "logprobs",
+    "log probability of the target under the sampler (mu); a token where it is not finite is "
+    "dropped",
+    required=True,
+    finite=False,
 )
-POLICY_SUMS = ("active", "ratio", "kl")
+ADVANTAGES = Input("advantages", "advantage A of the token", required=True)
+MASK = Input(
+    "mask",
+    "0 for tokens that do not count, such as the prompt; without it, those with A = 0 do not",
+)
+OLD_LOGPROBS = Input(
+    "old_logprobs",
+    "log probability under the trainer when the batch began (old); without it, mu is taken",
+)
+BOUND_INPUTS = (
+    Input(
+        "clip_low_threshold",
+        "bound instead of the setting's, for a token or a datum",
+        shape="either",
+        default="clip_low_threshold",
+    ),
+    Input(
+        "clip_high_threshold",
+        "bound instead of the setting's, for a token or a datum",
+        shape="either",
+        default="clip_high_threshold",
+    ),
+)
+
+SAMPLER_INPUTS = (LOGPROBS, ADVANTAGES, MASK, *KL_INPUTS)
+"""Of losses whose ratio is always that to the sampler."""
+POLICY_INPUTS = (LOGPROBS, ADVANTAGES, MASK, OLD_LOGPROBS, *KL_INPUTS)
+
+CORRECTION_SETTINGS = (
+    Setting("correction", "none", "corrections of the mismatch, joined by `+`"),
+    *(setting for correction in CORRECTIONS.values() for setting in correction.settings),
+)
+POLICY_SETTINGS = (*AGGREGATION_SETTINGS, *KL_SETTINGS, *CORRECTION_SETTINGS)
+
+POLICY_SUMS = ("active", "dropped", "ratio", "kl", "ref_kl", "weight", "rejected")
 CLIPPED_POLICY_SUMS = (*POLICY_SUMS, "clipped")
+POLICY_MAXIMA = ("ratio_max",)
 
 
-def policy_sums(
-    *, log_ratio: Tensor, advantages: Tensor, clipped: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """Sums over the tokens that act, which are those with an advantage: their number, their
-    ratio p/q, and q's estimate of KL(q, p), which is -log ratio ("k1", Schulman,
-    joschu.net/blog/kl-approx). Prompt tokens come with advantage 0 and say nothing. All [E].
+def bound_settings(low: float, high: float) -> tuple[Setting, ...]:
+    """Bounds of the ratio itself (not of its distance from 1), with these defaults."""
+    return (
+        Setting("clip_low_threshold", low, "lower bound of the ratio", low=0.0),
+        Setting("clip_high_threshold", high, "upper bound of the ratio", low=0.0),
+    )
+
+
+def check_policy(settings: Settings) -> None:
+    """Raises `UnknownLossSetting` for an unknown correction or a lacking `max_length`."""
+    check_aggregation(settings)
+    correction_names(settings)
+
+
+def correction_names(settings: Settings) -> tuple[str, ...]:
+    """What `correction` names, in its order. Raises `UnknownLossSetting`."""
+    text = settings.text("correction")
+    if text in ("none", ""):
+        return ()
+    names = tuple(name.strip() for name in text.split("+"))
+    for name in names:
+        if name not in CORRECTIONS:
+            raise UnknownLossSetting(
+                f"unknown correction {name!r}; known: none, {', '.join(CORRECTIONS)}; several are "
+                "joined by '+'"
+            )
+    return names
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a policy loss, made ready. All [E].
+
+    `logprobs` p; `sampler` mu and `old`, both finite; `log_ratio` = p - old within ±20 and
+    `ratio` its exponential; `active`: 1 for tokens that count, 0 for others.
+    """
+
+    logprobs: Tensor
+    advantages: Tensor
+    sampler: Tensor
+    old: Tensor
+    log_ratio: Tensor
+    ratio: Tensor
+    active: Tensor
+    dropped: Tensor
+    bypass: bool
+
+
+def ready(
+    logprobs: Tensor, inputs: Mapping[str, Tensor], *, acts_everywhere: bool = False
+) -> Tokens:
+    """Reads the inputs that all policy losses share.
+
+    A token whose sampler logprob is not finite is dropped: it is not active, and its ratio is 1.
+    Without `mask`, tokens with an advantage are active, or all if `acts_everywhere`.
+    """
+    now = logprobs.detach()
+    given, advantages = inputs["logprobs"], inputs["advantages"]
+    finite = torch.isfinite(given)
+    sampler = torch.where(finite, given, now)
+    chosen = inputs["mask"] != 0 if "mask" in inputs else advantages != 0
+    if acts_everywhere and "mask" not in inputs:
+        chosen = torch.ones_like(finite)
+    bypass = "old_logprobs" not in inputs
+    old = sampler if bypass else inputs["old_logprobs"]
+    log_ratio = bounded(logprobs - old)
+    return Tokens(
+        logprobs=logprobs,
+        advantages=advantages,
+        sampler=sampler,
+        old=old,
+        log_ratio=log_ratio,
+        ratio=log_ratio.exp(),
+        active=(chosen & finite).to(logprobs.dtype),
+        dropped=(chosen & ~finite).to(logprobs.dtype),
+        bypass=bypass,
+    )
+
+
+def clip_bounds(
+    inputs: Mapping[str, Tensor], settings: Settings, *, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The bounds of the ratio, [E] or [1]: per token or datum if given, else the settings."""
+    low, high = (
+        inputs[name] if name in inputs else like.new_full((1,), settings.number(name))
+        for name in ("clip_low_threshold", "clip_high_threshold")
+    )
+    return low, high
+
+
+def correction_weight(tokens: Tokens, settings: Settings, layout: Layout) -> Tensor:
+    """The product of the weights of all corrections named, [E], without gradient."""
+    names = correction_names(settings)
+    now = tokens.logprobs.detach()
+    weight = torch.ones_like(now)
+    if not names:
+        return weight
+    trainer = now if tokens.bypass else tokens.old
+    mismatch = Mismatch(
+        log_rho=bounded(trainer - tokens.sampler) * tokens.active,
+        drift=tokens.sampler - now,
+        advantages=tokens.advantages,
+        active=tokens.active,
+        bypass=tokens.bypass,
+    )
+    for name in names:
+        weight = weight * CORRECTIONS[name].weight(mismatch, settings, layout)
+    return weight
+
+
+def finish(
+    tokens: Tokens,
+    values: Tensor,
+    inputs: Mapping[str, Tensor],
+    settings: Settings,
+    layout: Layout,
+    *,
+    ratio: Tensor | None = None,
+    clipped: Tensor | None = None,
+) -> LossResult:
+    """Weights the losses `values` [E] of the tokens, adds the KL term and aggregates them.
+
+    `ratio` is the one to report if it is not the tokens' own; `clipped` [E] says which tokens
+    the loss held back. The KL term is not weighted.
+    """
+    weight = torch.ones_like(tokens.active)
+    if settings.has("correction"):
+        weight = correction_weight(tokens, settings, layout)
+    values, kl = add_kl(values * weight, tokens.logprobs, inputs, settings, ratio=tokens.ratio)
+    loss = aggregate(values, tokens.active, settings, layout)
+    return reported(tokens, loss, kl=kl, weight=weight, ratio=ratio, clipped=clipped)
+
+
+def reported(
+    tokens: Tokens,
+    loss: Tensor,
+    *,
+    kl: Tensor,
+    weight: Tensor,
+    ratio: Tensor | None = None,
+    clipped: Tensor | None = None,
+) -> LossResult:
+    """The loss with the statistics of its active tokens, in the order of `POLICY_SUMS`.
+
+    The KL to the policy of the ratio is estimated by -log ratio ("k1", Schulman,
+    joschu.net/blog/kl-approx). All [E] but `loss`.
     """
     with torch.no_grad():
-        active = (advantages != 0).to(log_ratio.dtype)
-        sums = (active.sum(), (log_ratio.exp() * active).sum(), -(log_ratio * active).sum())
-        if clipped is None:
-            return sums
-        return (*sums, (clipped.to(log_ratio.dtype) * active).sum())
+        active = tokens.active
+        ratio = tokens.ratio if ratio is None else ratio
+        sums: tuple[Tensor, ...] = (
+            active.sum(),
+            tokens.dropped.sum(),
+            (ratio * active).sum(),
+            -(tokens.log_ratio * active).sum(),
+            (kl * active).sum(),
+            (weight * active).sum(),
+            ((weight == 0) * active).sum(),
+        )
+        if clipped is not None:
+            sums = (*sums, (clipped * active).sum())
+        return LossResult(loss=loss, sums=sums, maxima=((ratio * active).amax(),))
 
 
 def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Where no token acts the policy is taken not to have moved: ratio 1, KL 0."""
     active = sums["active"]
+
+    def mean(name: str, *, otherwise: float) -> float:
+        return sums[name] / active if active else otherwise
+
     metrics = {
         "active_tokens:sum": active,
-        "ratio:mean": sums["ratio"] / active if active else 1.0,
-        "kl:mean": sums["kl"] / active if active else 0.0,
+        "dropped_tokens:sum": sums["dropped"],
+        "ratio:mean": mean("ratio", otherwise=1.0),
+        "ratio:max": sums["ratio_max"] if active else 1.0,
+        "kl:mean": mean("kl", otherwise=0.0),
+        "ref_kl:mean": mean("ref_kl", otherwise=0.0),
+        "correction_weight:mean": mean("weight", otherwise=1.0),
+        "rejected_tokens:mean": mean("rejected", otherwise=0.0),
     }
     if "clipped" in sums:
-        metrics["clipped:mean"] = sums["clipped"] / active if active else 0.0
+        metrics["clipped:mean"] = mean("clipped", otherwise=0.0)
     return metrics

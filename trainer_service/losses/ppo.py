@@ -1,4 +1,4 @@
-"""PPO's clipped surrogate."""
+"""PPO's clipped surrogate, with its asymmetric and its dual form."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tandem.errors import UnknownLossSetting
 from trainer_service.losses.base import Loss, LossResult, Setting, Settings
 from trainer_service.losses.layout import Layout
 from trainer_service.losses.policy import (
+    BOUND_INPUTS,
     CLIPPED_POLICY_SUMS,
     POLICY_INPUTS,
+    POLICY_MAXIMA,
+    POLICY_SETTINGS,
+    bound_settings,
+    check_policy,
+    clip_bounds,
+    finish,
     policy_metrics,
-    policy_sums,
+    ready,
 )
 
 if TYPE_CHECKING:
@@ -23,34 +31,48 @@ if TYPE_CHECKING:
 def ppo(
     logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: Layout
 ) -> LossResult:
-    """-Σ min(r·A, clamp(r, low, high)·A) with r = exp(p - q), per token. All [E].
+    """-Σ min(r·A, clamp(r, low, high)·A) with r = exp(p - old), per token. All [E].
 
     `clip_low_threshold` and `clip_high_threshold` bound the ratio itself: 0.8 and 1.2 are the
     ε = 0.2 of the paper (Schulman et al., arXiv 1707.06347); a higher bound above is DAPO's
-    "clip higher" (arXiv 2503.14476).
+    "clip higher" (0.8 and 1.28, arXiv 2503.14476). With `dual_clip` c above 1, the loss of a
+    token with A < 0 is at most -c·A (dual clip, Ye et al., arXiv 1912.09729, which uses 3).
     """
-    advantages = inputs["advantages"]
-    log_ratio = logprobs - inputs["logprobs"]
-    ratio = log_ratio.exp()
-    bounded = ratio.clamp(
-        settings.number("clip_low_threshold"), settings.number("clip_high_threshold")
-    )
-    free, held = ratio * advantages, bounded * advantages
-    return LossResult(
-        loss=-torch.minimum(free, held).sum(),
-        sums=policy_sums(log_ratio=log_ratio, advantages=advantages, clipped=held < free),
-    )
+    tokens = ready(logprobs, inputs)
+    advantages = tokens.advantages
+    low, high = clip_bounds(inputs, settings, like=logprobs)
+    free = tokens.ratio * advantages
+    held = torch.minimum(torch.maximum(tokens.ratio, low), high) * advantages
+    values, clipped = -torch.minimum(free, held), held < free
+    most = settings.number("dual_clip")
+    if most:
+        ceiling = -most * advantages
+        over = (advantages < 0) & (values > ceiling)
+        values, clipped = torch.where(over, ceiling, values), clipped | over
+    return finish(tokens, values, inputs, settings, layout, clipped=clipped)
+
+
+def _check(settings: Settings) -> None:
+    check_policy(settings)
+    if 0 < settings.number("dual_clip") <= 1:
+        raise UnknownLossSetting(
+            "dual_clip bounds the ratio of tokens with a negative advantage: it must be above 1, "
+            "or 0 to turn it off"
+        )
 
 
 PPO = Loss(
     name="ppo",
     compute=ppo,
-    inputs=POLICY_INPUTS,
-    active="advantages",
+    inputs=(*POLICY_INPUTS, *BOUND_INPUTS),
     settings=(
-        Setting("clip_low_threshold", 0.8, "lower bound of the ratio"),
-        Setting("clip_high_threshold", 1.2, "upper bound of the ratio"),
+        *bound_settings(0.8, 1.2),
+        Setting("dual_clip", 0.0, "c of the dual clip, above 1; 0 is off", low=0.0),
+        *POLICY_SETTINGS,
     ),
+    check=_check,
+    active="advantages",
     sum_names=CLIPPED_POLICY_SUMS,
+    max_names=POLICY_MAXIMA,
     metrics=policy_metrics,
 )

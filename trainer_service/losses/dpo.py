@@ -1,0 +1,47 @@
+"""DPO: direct preference optimisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch.nn import functional
+
+from trainer_service.losses.base import Loss, LossResult, Settings
+from trainer_service.losses.layout import Layout
+from trainer_service.losses.preference import (
+    BETA,
+    PAIR_SUMS,
+    PREFERENCE_AGGREGATION,
+    PREFERENCE_INPUTS,
+    pair_metrics,
+    pair_result,
+    pairs,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def dpo(
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: Layout
+) -> LossResult:
+    """-Σ log σ(β·(c - r)) over pairs; c and r are Σ w·(p - ref) of the chosen and the rejected.
+
+    Datum 2i of a request is chosen over datum 2i + 1. Rafailov et al., arXiv 2305.18290.
+    """
+    chosen, rejected = pairs(logprobs, inputs, layout)
+    values = -functional.logsigmoid(settings.number("beta") * (chosen - rejected))
+    return pair_result(values, chosen=chosen, rejected=rejected, settings=settings, layout=layout)
+
+
+DPO = Loss(
+    name="dpo",
+    compute=dpo,
+    inputs=PREFERENCE_INPUTS,
+    settings=(BETA, PREFERENCE_AGGREGATION),
+    active="weights",
+    group=2,
+    sum_names=PAIR_SUMS,
+    metrics=pair_metrics,
+)

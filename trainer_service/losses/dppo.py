@@ -1,0 +1,55 @@
+"""DPPO: tokens are masked by how far their probability moved, not by its ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from trainer_service.losses.base import Loss, LossResult, Setting, Settings
+from trainer_service.losses.layout import Layout
+from trainer_service.losses.policy import (
+    CLIPPED_POLICY_SUMS,
+    POLICY_MAXIMA,
+    POLICY_SETTINGS,
+    SAMPLER_INPUTS,
+    check_policy,
+    finish,
+    policy_metrics,
+    ready,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def dppo(
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: Layout
+) -> LossResult:
+    """-Σ exp(p - q)·A·1[kept], per token; q is the sampler's log probability. All [E].
+
+    A token is left out when its probability has moved further than δ from the sampler's in the
+    direction in which A pushes: A > 0 and exp(p) - exp(q) > δ, or A < 0 and exp(q) - exp(p) > δ
+    (binary total variation, arXiv 2602.04879; δ = 0.2 as in prime-rl's code).
+    """
+    tokens = ready(logprobs, inputs)
+    advantages, delta = tokens.advantages, settings.number("delta")
+    moved = logprobs.detach().exp() - tokens.sampler.exp()
+    dropped = ((advantages > 0) & (moved > delta)) | ((advantages < 0) & (-moved > delta))
+    values = -tokens.ratio * advantages * ~dropped
+    return finish(tokens, values, inputs, settings, layout, clipped=dropped)
+
+
+DPPO = Loss(
+    name="dppo",
+    compute=dppo,
+    inputs=SAMPLER_INPUTS,
+    settings=(
+        Setting("delta", 0.2, "δ, how far a probability may move", low=0.0),
+        *POLICY_SETTINGS,
+    ),
+    check=check_policy,
+    active="advantages",
+    sum_names=CLIPPED_POLICY_SUMS,
+    max_names=POLICY_MAXIMA,
+    metrics=policy_metrics,
+)

@@ -1,0 +1,55 @@
+"""DRO: direct reward optimisation, a policy gradient with a quadratic leash."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from trainer_service.losses.aggregate import AGGREGATION_SETTINGS, check_aggregation
+from trainer_service.losses.base import Loss, LossResult, Setting, Settings
+from trainer_service.losses.kl import KL_INPUTS, KL_SETTINGS
+from trainer_service.losses.layout import Layout
+from trainer_service.losses.policy import (
+    ADVANTAGES,
+    LOGPROBS,
+    MASK,
+    POLICY_MAXIMA,
+    POLICY_SUMS,
+    finish,
+    policy_metrics,
+    ready,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def dro(
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: Layout
+) -> LossResult:
+    """-Σ (p·A - β/2·(p - q)²), per token, q the sampler's log probability. All [E].
+
+    Richemond et al., arXiv 2405.19107, by token as the Tinker documentation of losses has it
+    (β = 0.05). The leash holds every token, also where A = 0: give `mask` (or the sampler's
+    logprobs of the prompt as well), or prompt tokens are pulled to whatever `logprobs` says.
+    """
+    tokens = ready(logprobs, inputs, acts_everywhere=True)
+    distance = logprobs - tokens.sampler
+    values = settings.number("beta") / 2 * distance.square() - logprobs * tokens.advantages
+    return finish(tokens, values, inputs, settings, layout)
+
+
+DRO = Loss(
+    name="dro",
+    compute=dro,
+    inputs=(LOGPROBS, ADVANTAGES, MASK, *KL_INPUTS),
+    settings=(
+        Setting("beta", 0.05, "β, how short the leash to the sampler is", low=0.0),
+        *AGGREGATION_SETTINGS,
+        *KL_SETTINGS,
+    ),
+    check=check_aggregation,
+    sum_names=POLICY_SUMS,
+    max_names=POLICY_MAXIMA,
+    metrics=policy_metrics,
+)

@@ -1,0 +1,66 @@
+"""GSPO: one ratio per sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainer_service.losses.base import Input, Loss, LossResult, Settings
+from trainer_service.losses.layout import Layout
+from trainer_service.losses.policy import (
+    BOUND_INPUTS,
+    CLIPPED_POLICY_SUMS,
+    POLICY_INPUTS,
+    POLICY_MAXIMA,
+    POLICY_SETTINGS,
+    bound_settings,
+    check_policy,
+    clip_bounds,
+    finish,
+    policy_metrics,
+    ready,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def gspo(
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: Layout
+) -> LossResult:
+    """-Σ min(s·A, clamp(s, low, high)·A), s = exp(mean of p - old over a datum's tokens). All [E].
+
+    The mean is weighted by `sequence_ratio_mask` (without it: the tokens that act). Each token's
+    s is sg(s)·p/sg(p) in probabilities, so that its gradient is s times that of its own log
+    probability (GSPO-token, arXiv 2507.18071, whose bounds 1 - 3e-4 and 1 + 4e-4 are the
+    defaults, since the SDK states none).
+    """
+    tokens = ready(logprobs, inputs)
+    advantages = tokens.advantages
+    low, high = clip_bounds(inputs, settings, like=logprobs)
+    weights = inputs.get("sequence_ratio_mask", tokens.active)
+    sequence = layout.datum_means(tokens.log_ratio.detach(), weights).exp()[layout.datum]
+    ratio = sequence * (logprobs - logprobs.detach()).exp()
+    free = ratio * advantages
+    held = torch.minimum(torch.maximum(ratio, low), high) * advantages
+    values = -torch.minimum(free, held)
+    return finish(tokens, values, inputs, settings, layout, ratio=sequence, clipped=held < free)
+
+
+GSPO = Loss(
+    name="gspo",
+    compute=gspo,
+    inputs=(
+        *POLICY_INPUTS,
+        *BOUND_INPUTS,
+        Input("sequence_ratio_mask", "weight of each token in its sequence's mean log ratio"),
+    ),
+    settings=(*bound_settings(1 - 3e-4, 1 + 4e-4), *POLICY_SETTINGS),
+    check=check_policy,
+    active="advantages",
+    sum_names=CLIPPED_POLICY_SUMS,
+    max_names=POLICY_MAXIMA,
+    metrics=policy_metrics,
+)

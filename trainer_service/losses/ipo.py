@@ -1,0 +1,46 @@
+"""IPO: preferences without the assumption that a reward explains them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from trainer_service.losses.base import Loss, LossResult, Settings
+from trainer_service.losses.layout import Layout
+from trainer_service.losses.preference import (
+    BETA,
+    PAIR_SUMS,
+    PREFERENCE_AGGREGATION,
+    PREFERENCE_INPUTS,
+    pair_metrics,
+    pair_result,
+    pairs,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def ipo(
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: Layout
+) -> LossResult:
+    """Σ (c - r - 1/(2β))² over pairs; c and r are Σ w·(p - ref) of the chosen and the rejected.
+
+    Datum 2i of a request is chosen over datum 2i + 1. Azar et al., arXiv 2310.12036, with sums
+    over tokens; for the mean over tokens that some programs take, give weights of 1/length.
+    """
+    chosen, rejected = pairs(logprobs, inputs, layout)
+    values = (chosen - rejected - 1 / (2 * settings.number("beta"))).square()
+    return pair_result(values, chosen=chosen, rejected=rejected, settings=settings, layout=layout)
+
+
+IPO = Loss(
+    name="ipo",
+    compute=ipo,
+    inputs=PREFERENCE_INPUTS,
+    settings=(BETA, PREFERENCE_AGGREGATION),
+    active="weights",
+    group=2,
+    sum_names=PAIR_SUMS,
+    metrics=pair_metrics,
+)

@@ -1,0 +1,59 @@
+"""SAPO: a soft gate in the place of the clip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainer_service.losses.base import Loss, LossResult, Setting, Settings
+from trainer_service.losses.layout import Layout
+from trainer_service.losses.policy import (
+    POLICY_INPUTS,
+    POLICY_MAXIMA,
+    POLICY_SETTINGS,
+    POLICY_SUMS,
+    check_policy,
+    finish,
+    policy_metrics,
+    ready,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def sapo(
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: Layout
+) -> LossResult:
+    """-Σ 4/τ·sigmoid(τ·(r - 1))·A with r = exp(p - old), per token. All [E].
+
+    τ is `tau_positive` where A > 0, else `tau_negative`: 1 and 1.05 (Soft Adaptive Policy
+    Optimization, arXiv 2511.20347). At r = 1 the gradient is that of PPO, from where it fades.
+    """
+    tokens = ready(logprobs, inputs)
+    tau = torch.where(
+        tokens.advantages > 0,
+        logprobs.new_tensor(settings.number("tau_positive")),
+        logprobs.new_tensor(settings.number("tau_negative")),
+    )
+    gate = 4 / tau * torch.sigmoid(tau * (tokens.ratio - 1))
+    return finish(tokens, -gate * tokens.advantages, inputs, settings, layout)
+
+
+SAPO = Loss(
+    name="sapo",
+    compute=sapo,
+    inputs=POLICY_INPUTS,
+    settings=(
+        Setting("tau_positive", 1.0, "τ where A > 0", low=0.0, above=True),
+        Setting("tau_negative", 1.05, "τ where A < 0", low=0.0, above=True),
+        *POLICY_SETTINGS,
+    ),
+    check=check_policy,
+    active="advantages",
+    sum_names=POLICY_SUMS,
+    max_names=POLICY_MAXIMA,
+    metrics=policy_metrics,
+)

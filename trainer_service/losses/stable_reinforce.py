@@ -1,0 +1,88 @@
+"""stable_reinforce: Tandem's own loss of that name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from trainer_service.losses.aggregate import AGGREGATION_SETTINGS, aggregate, check_aggregation
+from trainer_service.losses.base import Input, Loss, LossResult, Setting, Settings
+from trainer_service.losses.layout import Layout
+from trainer_service.losses.policy import (
+    ADVANTAGES,
+    CLIPPED_POLICY_SUMS,
+    MASK,
+    POLICY_MAXIMA,
+    policy_metrics,
+    ready,
+    reported,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def stable_reinforce(
+    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Settings, layout: Layout
+) -> LossResult:
+    """-Σ sg(k·min(r, C))·p·A + kl_coeff·Σ k·(p - q)²/2, per token. All [E].
+
+    **Not the formula of the service that the SDK was written for, which is unpublished.** Ours
+    is plain REINFORCE with what is known to keep it stable when the sampler is not quite the
+    policy that is trained:
+
+    - r = exp(p - q) weights a token's gradient, truncated at C = `ratio_cap` (arXiv 1606.02647),
+      so that no token counts more than C times; sg stops the gradient;
+    - k = 1[low ≤ exp(mean of p - q over the sequence) ≤ high] leaves out sequences whose mean
+      log ratio says that another policy sampled them (`sequence_low`, `sequence_high`), as
+      geometric rejection does (verl, docs/algo/rollout_corr.md);
+    - the last term pulls towards the sampler with the gradient of KL(policy, sampler) on policy
+      ("k2", joschu.net/blog/kl-approx).
+
+    A sequence is a sampled sequence where the datum carries provenance spans, so that each turn
+    of a dialogue is judged by itself, else the whole datum. Tokens whose span is a prompt do not
+    act. Without `logprobs` the tokens are taken as sampled from the policy itself: r = 1.
+    """
+    if "logprobs" not in inputs:
+        inputs = {**inputs, "logprobs": logprobs.detach()}
+    tokens = ready(logprobs, inputs)
+    tokens = dataclasses.replace(tokens, active=tokens.active * (layout.sequence >= 0))
+    ratio = tokens.ratio.detach()
+    mean = layout.sequence_means(tokens.log_ratio.detach(), tokens.active).exp()
+    low, high = settings.number("sequence_low"), settings.number("sequence_high")
+    kept = ((mean >= low) & (mean <= high)).to(ratio.dtype)
+    capped = ratio.clamp(max=settings.number("ratio_cap"))
+    leash = kept * (logprobs - tokens.sampler).square() / 2
+    reinforce = -kept * capped * logprobs * tokens.advantages
+    values = reinforce + settings.number("kl_coeff") * leash
+    loss = aggregate(values, tokens.active, settings, layout)
+    return reported(tokens, loss, kl=leash, weight=kept, clipped=capped != ratio)
+
+
+STABLE_REINFORCE = Loss(
+    name="stable_reinforce",
+    compute=stable_reinforce,
+    inputs=(
+        ADVANTAGES,
+        Input(
+            "logprobs",
+            "log probability under the sampler (q); without it, that of the policy itself",
+            finite=False,
+        ),
+        MASK,
+    ),
+    settings=(
+        Setting("kl_coeff", 0.01, "weight of the pull towards the sampler", low=0.0),
+        Setting("ratio_cap", 2.0, "C, the most that a token counts", low=0.0, above=True),
+        Setting("sequence_low", 0.5, "lower bound of a sequence's mean ratio", low=0.0),
+        Setting("sequence_high", 2.0, "upper bound of a sequence's mean ratio", low=0.0),
+        *AGGREGATION_SETTINGS,
+    ),
+    check=check_aggregation,
+    active="advantages",
+    sampled_only=True,
+    sum_names=CLIPPED_POLICY_SUMS,
+    max_names=POLICY_MAXIMA,
+    metrics=policy_metrics,
+)
