@@ -1,4 +1,4 @@
-.PHONY: setup demo test lint bench protos clean
+.PHONY: setup demo test conformance lint bench protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -13,6 +13,9 @@ demo: setup      ## Trains a small policy by reinforcement learning, on real par
 test: setup      ## Runs all the tests. ARGS="-k publish"
 	@scripts/cookbook.sh
 	@.venv/bin/python -m pytest $(ARGS)
+
+conformance: setup ## Holds every public method of the SDK to its meaning. SDK=0.36.0 ARGS=…
+	@$(if $(SDK),scripts/conformance.sh $(SDK),.venv/bin/python -m pytest tests/conformance) $(ARGS)
 
 lint: setup      ## ruff, mypy (strict), import-linter.
 	@.venv/bin/ruff check .

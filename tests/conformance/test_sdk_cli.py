@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -47,9 +48,12 @@ def path(runs: dict[str, TrainingClient]) -> str:
 @pytest.mark.core
 @proves("tinker version", that="names the installed release, in a process of its own")
 def test_version(stack: TestStack) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.environ.get("TANDEM_TEST_SDK", "")}
     command = [sys.executable, "-m", "tinker.cli", "version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip().startswith("tinker ")
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == f"tinker {tinker.__version__}\n"
 
 
 @proves("tinker model list", that="lists the gateway's models, and those that match a word")

@@ -46,9 +46,9 @@ class Log:
         request = message(self.model_id, self.next(), PROBE, forward_only=forward_only)
         return self.client.retrieve(self.client.forward_backward(request).json()["request_id"])
 
-    def post(self, path: str, **body: object) -> dict:
+    def post(self, endpoint: str, /, **body: object) -> dict:
         request = {"model_id": self.model_id, "seq_id": self.next(), **body}
-        return self.client.retrieve(self.client.post(path, request)).json
+        return self.client.retrieve(self.client.post(endpoint, request)).json
 
     def after_steps(self, **adam: float) -> np.ndarray:
         """The logprobs two steps after the run's beginning."""

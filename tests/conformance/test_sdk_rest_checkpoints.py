@@ -176,11 +176,11 @@ def test_what_is_deleted_is_gone(
     assert not set(paths) & (of_run | {each.tinker_path for each in of_user})
     for path in paths:
         refused = refusal(lambda path=path: settled(rest.get_weights_info_by_tinker_path(path)))
-        assert "checkpoint" in refused.type
+        assert refused.type == "unknown_weights"
         refused = refusal(
             lambda path=path: settled(service.create_training_client_from_state(path))
         )
-        assert "checkpoint" in refused.type
+        assert refused.type == "unknown_weights"
     wait_until(lambda: not left_on_disk(), what="the files of deleted checkpoints are removed")
 
 

@@ -38,7 +38,7 @@ async def _awaited(method: Callable, arguments: tuple, settings: dict):
 
 def settled(result):
     """The result of what a method returned: that itself, or what the future holds."""
-    return result.result(timeout=PATIENCE) if hasattr(result, "result_async") else result
+    return result.result(timeout=PATIENCE) if hasattr(result, "result") else result
 
 
 def record_calls() -> set[str]:
