@@ -87,12 +87,13 @@ def layout_for(sizes: Sequence[int], *, totals: Totals | None = None) -> Layout:
 
 def totals_of(loss: Loss, data: Data) -> Totals:
     """What `validate` counts, once more."""
+    declared = {each.name for each in loss.inputs}
     acts = torch.ones(len(data.logprobs), dtype=torch.bool)
-    if "mask" in data.inputs:
+    if "mask" in data.inputs and "mask" in declared:
         acts = data.inputs["mask"] != 0
     elif loss.active:
         acts = data.inputs[loss.active] != 0
-    if "logprobs" in data.inputs and any(each.name == "logprobs" for each in loss.inputs):
+    if "logprobs" in data.inputs and "logprobs" in declared:
         acts = acts & torch.isfinite(data.inputs["logprobs"])
     return Totals(datums=len(data.sizes), entries=len(data.logprobs), active=int(acts.sum()))
 
