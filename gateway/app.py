@@ -19,7 +19,16 @@ from gateway.fleet import ChannelFactory, open_channel
 from gateway.launchers.base import Launcher
 from gateway.launchers.process import ProcessLauncher
 from gateway.reaper import Reaper
-from gateway.routes import admin, checkpoints, downloads, futures, sampling, service, training
+from gateway.routes import (
+    admin,
+    checkpoints,
+    custom_loss,
+    downloads,
+    futures,
+    sampling,
+    service,
+    training,
+)
 from gateway.routes.wire import error_response, gateway_of, json_response
 from tandem.errors import TandemError
 from tandem.settings import GatewaySettings
@@ -92,6 +101,7 @@ def _routes() -> list[Route]:
         Route(f"{api}/save_weights_external", training.save_weights_external, methods=["POST"]),
         Route(f"{api}/load_weights", training.load_weights, methods=["POST"]),
         Route(f"{api}/create_model", training.create_model, methods=["POST"]),
+        Route(f"{api}/create_custom_loss", custom_loss.create_custom_loss, methods=["POST"]),
         Route(f"{api}/get_info", training.get_info, methods=["POST"]),
         Route(f"{api}/create_sampling_session", sampling.create_sampling_session, methods=["POST"]),
         Route(f"{api}/samplers/{{sampler_id}}", sampling.get_sampler),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gateway.admission import Admission
 from gateway.copies import Copies
+from gateway.custom_losses import CustomLosses
 from gateway.database import Database
 from gateway.downloads import Downloads
 from gateway.fleet import ChannelFactory, Fleet, open_channel
@@ -73,6 +74,7 @@ class Gateway:
             channel_factory=channel_factory,
         )
         self.samplers = Samplers(settings=settings, fleet=self.fleet, metrics=self.metrics)
+        self.custom_losses = CustomLosses(database=self.database, futures=self.futures)
         self.runs = Runs(
             settings=settings,
             database=self.database,
@@ -82,6 +84,7 @@ class Gateway:
             samplers=self.samplers,
             sampling=self.sampling,
             versions=self.versions,
+            custom_losses=self.custom_losses,
             metrics=self.metrics,
         )
         self.admission = Admission(
@@ -166,6 +169,7 @@ class Gateway:
                 self.samplers.end_session(session_id, error),
             )
             named = self.sampling.end_session(session_id)
+            await self.custom_losses.end_session(session_id)
             for run_id in sorted({*run_ids, *named}):
                 await self.collect(run_id)
         finally:

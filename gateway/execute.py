@@ -15,6 +15,7 @@ import orjson
 from gateway.checkpoints import Checkpoint
 from gateway.clients import TrainerClient, WorkerUnavailable
 from gateway.compatible import check_compatible
+from gateway.custom_losses import CustomLosses
 from gateway.dispatch import Call, EndsRun, Send
 from gateway.exports import check_recipients, encrypt_version
 from gateway.fleet import FENCING_TOKEN
@@ -29,13 +30,16 @@ from gateway.names import (
     place_of_folder,
 )
 from gateway.operations import (
+    AdamParams,
     Body,
+    DimuonParams,
     LoadWeights,
     Operation,
     OptimStep,
     SaveWeights,
     SaveWeightsExternal,
     SaveWeightsForSampler,
+    UseCustomLoss,
 )
 from gateway.samplers import Sampler
 from gateway.sampling import SamplingSessions
@@ -87,6 +91,7 @@ class Executor:
         sampler: Callable[[], Sampler],
         sampling: SamplingSessions,
         versions: Versions,
+        custom_losses: CustomLosses,
         metrics: Metrics,
         settings: GatewaySettings,
         fate: Callable[[], Awaitable[TandemError | None]],
@@ -96,6 +101,7 @@ class Executor:
         self._sampler = sampler
         self._sampling = sampling
         self._versions = versions
+        self._custom_losses = custom_losses
         self._metrics = metrics
         self._settings = settings
         self._fate = fate
@@ -105,6 +111,11 @@ class Executor:
         match operation.body:
             case None:
                 return await self._forward_backward(operation)
+            case UseCustomLoss() as body:
+                definition = await self._custom_losses.definition(
+                    body.loss_id, session_id=self._facts.session_id
+                )
+                return await self._forward_backward(operation, custom_loss=definition)
             case OptimStep() as body:
                 return partial(self._optim_step, operation, body)
             case SaveWeights() as body:
@@ -116,7 +127,7 @@ class Executor:
             case LoadWeights() as body:
                 return await self._load_weights(operation, body)
 
-    async def _forward_backward(self, operation: Operation) -> Send:
+    async def _forward_backward(self, operation: Operation, *, custom_loss: bytes = b"") -> Send:
         payload = (
             operation.payload
             if operation.payload is not None
@@ -125,7 +136,7 @@ class Executor:
 
         async def send(call: Call) -> Outcome:
             request = trainer_pb2.ForwardBackwardRequest(
-                header=self._header(operation, call), payload=payload
+                header=self._header(operation, call), payload=payload, custom_loss=custom_loss
             )
             reply = await self._deliver(lambda: self._client.forward_backward(request))
             if reply.HasField("failure"):
@@ -135,19 +146,16 @@ class Executor:
         return send
 
     async def _optim_step(self, operation: Operation, body: OptimStep, call: Call) -> Outcome:
-        adam = body.adam_params
         request = trainer_pb2.OptimStepRequest(
             header=self._header(operation, call),
-            adamw=trainer_pb2.AdamWParams(
-                learning_rate=adam.learning_rate,
-                beta1=adam.beta1,
-                beta2=adam.beta2,
-                eps=adam.eps,
-                weight_decay=adam.weight_decay,
-                grad_clip_norm=adam.grad_clip_norm,
-            ),
             gradients_incomplete=call.gradients_incomplete,
         )
+        match body.params:
+            case AdamParams() as adam:
+                request.adamw.CopyFrom(trainer_pb2.AdamWParams(**adam.model_dump()))
+            case DimuonParams() as dimuon:
+                params = trainer_pb2.DiMuonParams(**dimuon.model_dump(exclude={"type"}))
+                request.dimuon.CopyFrom(params)
         reply = await self._deliver(lambda: self._client.optim_step(request))
         if reply.HasField("failure"):
             return from_failure(reply.failure)

@@ -37,8 +37,25 @@ class AdamParams(BaseModel):
     grad_clip_norm: float = Field(0.0, ge=0)
 
 
+class DimuonParams(BaseModel):
+    """As the SDK has them; a `grad_clip_norm` of 0 or less turns clipping off."""
+
+    model_config = ConfigDict(allow_inf_nan=False, extra="forbid")
+
+    type: Literal["dimuon"] = "dimuon"
+    learning_rate: float = Field(ge=0)
+    grad_clip_norm: float = 0.0
+    beta1: float = Field(0.9, ge=0, lt=1)
+
+
 class OptimStep(BaseModel):
-    adam_params: AdamParams
+    params: AdamParams | DimuonParams
+
+
+class UseCustomLoss(BaseModel):
+    """Of a forward_backward whose loss is a custom one, beside its payload."""
+
+    loss_id: str
 
 
 class SaveWeights(BaseModel):
@@ -71,7 +88,14 @@ class LoadWeights(BaseModel):
     optimizer: bool = False
 
 
-Body = OptimStep | SaveWeights | SaveWeightsForSampler | SaveWeightsExternal | LoadWeights
+Body = (
+    OptimStep
+    | UseCustomLoss
+    | SaveWeights
+    | SaveWeightsForSampler
+    | SaveWeightsExternal
+    | LoadWeights
+)
 
 
 @dataclass(frozen=True)

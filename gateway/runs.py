@@ -16,6 +16,7 @@ from typing import Literal
 from sqlalchemy import insert, select, update
 
 from gateway.clients import TrainerClient, WorkerUnavailable
+from gateway.custom_losses import CustomLosses
 from gateway.database import Database
 from gateway.dispatch import Call, Dispatcher, EndsRun, Prepare, Send
 from gateway.execute import Executor, RunFacts, json_result
@@ -90,6 +91,7 @@ class Runs:
         samplers: Samplers,
         sampling: SamplingSessions,
         versions: Versions,
+        custom_losses: CustomLosses,
         metrics: Metrics,
     ) -> None:
         self._settings = settings
@@ -100,6 +102,7 @@ class Runs:
         self._samplers = samplers
         self._sampling = sampling
         self._versions = versions
+        self._custom_losses = custom_losses
         self._metrics = metrics
         self._runs: dict[str, Run] = {}
         self._stopping: set[asyncio.Task[None]] = set()
@@ -288,6 +291,7 @@ class Runs:
             sampler=lambda: self._samplers.ensure(session_id=run.session_id, model=run.model),
             sampling=self._sampling,
             versions=self._versions,
+            custom_losses=self._custom_losses,
             metrics=self._metrics,
             settings=self._settings,
             fate=lambda: self._fate(run),

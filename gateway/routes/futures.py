@@ -28,6 +28,7 @@ async def retrieve_future(request: Request) -> Response:
         outcome = await gateway.futures.wait(future, timeout=gateway.settings.long_poll)
         return _try_again(future) if outcome is None else _answer(outcome)
     recalled = await gateway.oplog.recall(request_id)
+    recalled = recalled or await gateway.custom_losses.recall(request_id)
     if recalled is not None and not isinstance(recalled, UnknownRequest):
         return _answer(recalled)
     owner = split_request_id(request_id)

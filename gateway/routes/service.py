@@ -45,7 +45,7 @@ async def client_config(_request: Request) -> Response:
             # Compression costs more than the loopback or a local network does.
             "proto_compress_fwdbwd": False,
             "sample_use_retrieve_futures": False,
-            "custom_loss_server_side": False,
+            "custom_loss_server_side": True,
             "sample_join_sampling_session": False,
         }
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable
+from typing import Literal
 
 from google.protobuf.message import DecodeError
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 from sqlalchemy import select
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,12 +17,14 @@ from gateway.names import run_id_of, split_model_name
 from gateway.operations import (
     AdamParams,
     Body,
+    DimuonParams,
     Kind,
     LoadWeights,
     OptimStep,
     SaveWeights,
     SaveWeightsExternal,
     SaveWeightsForSampler,
+    UseCustomLoss,
 )
 from gateway.routes.prefix import read_routing_prefix
 from gateway.routes.wire import (
@@ -49,6 +52,7 @@ TRAINING_KEY = "tandem.training"
 
 class OptimizerConfig(BaseModel):
     type: str = "adamw"
+    version: int | None = None
 
 
 class LoraConfig(BaseModel):
@@ -85,7 +89,7 @@ class Place(BaseModel):
 
 class OptimStepFields(BaseModel):
     adam_params: dict[str, object] | None = None
-    optimizer_params: OptimizerConfig | None = None
+    optimizer_params: dict[str, object] | None = None
 
 
 class ModelId(BaseModel):
@@ -116,6 +120,7 @@ async def forward_backward(request: Request) -> Response:
         run_id=routing.model_id,
         seq_id=routing.seq_id,
         kind="forward" if routing.forward_only else "forward_backward",
+        body=_custom_loss(routing),
         payload=payload,
     )
     return promise(routing.model_id, routing.seq_id, model_id=routing.model_id)
@@ -281,25 +286,50 @@ async def _refuse(request: Request, prefix: bytes, error: UserError) -> Response
     raise error
 
 
+def _custom_loss(routing: tinker_pb2.ForwardBackwardRouting) -> UseCustomLoss | None:
+    """Which custom loss is meant. Without an id the trainer says what is missing."""
+    value = routing.loss_fn_config_v2.get("loss_id")
+    if routing.loss_fn != "custom" or value is None:
+        return None
+    return UseCustomLoss(loss_id=value.text)
+
+
 def _optim_step_body(raw: bytes) -> OptimStep:
+    """The SDK sends `adam_params`, or `optimizer_params` with the type of another optimizer."""
     fields = parse(OptimStepFields, raw)
-    _check_optimizer(fields.optimizer_params)
-    if fields.adam_params is None:
-        raise OptimizerSetting("adam_params is missing")
+    if (fields.adam_params is None) == (fields.optimizer_params is None):
+        raise OptimizerSetting("a step takes either adam_params or optimizer_params")
     try:
-        return OptimStep(adam_params=AdamParams.model_validate(fields.adam_params))
-    except ValueError as error:
-        raise OptimizerSetting(_first_line(error)) from error
+        if fields.adam_params is not None:
+            where = "adam_params"
+            return OptimStep(params=AdamParams.model_validate(fields.adam_params))
+        where = "optimizer_params"
+        assert fields.optimizer_params is not None
+        _check_optimizer(OptimizerConfig.model_validate(fields.optimizer_params))
+        if fields.optimizer_params.get("type") == "dimuon":
+            return OptimStep(params=DimuonParams.model_validate(fields.optimizer_params))
+        return OptimStep(params=AdamParams.model_validate(fields.optimizer_params))
+    except ValidationError as error:
+        raise OptimizerSetting(f"{where}: {_first_line(error)}") from error
 
 
-def _check_optimizer(config: OptimizerConfig | None) -> None:
-    if config is not None and config.type != "adamw":
-        raise OptimizerSetting(f"the optimizer {config.type!r} is not there; known: adamw")
+def _check_optimizer(config: OptimizerConfig | None) -> Literal["adamw", "dimuon"]:
+    """The optimizer asked for, AdamW if none was. Raises `OptimizerSetting`."""
+    if config is None:
+        return "adamw"
+    if config.type == "dimuon" and config.version in (None, 1):
+        return "dimuon"
+    if config.type == "adamw":
+        return "adamw"
+    version = f" version {config.version}" if config.version is not None else ""
+    raise OptimizerSetting(
+        f"the optimizer {config.type!r}{version} is not there; known: adamw, dimuon version 1"
+    )
 
 
-def _first_line(error: ValueError) -> str:
-    parts = [line.strip() for line in str(error).splitlines()[1:3]]
-    return "adam_params: " + ": ".join(parts) if parts else str(error)
+def _first_line(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False)[0]
+    return ": ".join([".".join(str(part) for part in first["loc"]), first["msg"]])
 
 
 def _iso(seconds: float) -> str:

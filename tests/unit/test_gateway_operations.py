@@ -179,12 +179,12 @@ def test_wrong_optimizer_settings_are_refused_in_their_place(run):
         json={
             "model_id": run.id,
             "seq_id": 2,
-            "optimizer_params": {"type": "dimuon", "learning_rate": 1},
+            "optimizer_params": {"type": "lion", "learning_rate": 1},
         },
     )
     run.step(3)
     assert run.outcome(1).json()["type"] == "optimizer_setting"
-    assert "dimuon" in run.outcome(2).json()["error"]
+    assert "lion" in run.outcome(2).json()["error"]
     run.outcome(3)
     assert [seq for _, seq in run.trainer.applied] == [3]
 
