@@ -14,7 +14,7 @@ test: setup      ## Runs all the tests. ARGS="-k publish"
 	@scripts/cookbook.sh
 	@.venv/bin/python -m pytest $(ARGS)
 
-conformance: setup ## Holds every public method of the SDK to its meaning. SDK=0.36.0 ARGS=…
+conformance: setup ## Holds every public method of the SDK to its meaning. SDK=0.27.2
 	@$(if $(SDK),scripts/conformance.sh $(SDK),.venv/bin/python -m pytest tests/conformance) $(ARGS)
 
 lint: setup      ## ruff, mypy (strict), import-linter.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the core of the conformance suite under another release of the tinker SDK.
 #
-#   scripts/conformance.sh 0.36.0 [arguments of pytest]
+#   scripts/conformance.sh 0.27.2 [arguments of pytest]
 #
 # The release is installed alone into build/sdk/VERSION; its dependencies are those of .venv.
 set -euo pipefail

@@ -20,14 +20,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import tinker
-from conform.calls import VARIANTS, record_calls, settled
+from conform.calls import VARIANTS, record_calls, rest_client, service_client, settled
 from conform.claims import claims_of, test_modules
 from conform.surface import surface
 from support.data import train
 from support.models import TIED, write_qwen
 from support.runs import START, rewind
 from support.stacks import TestStack, running
-from tinker import RestClient, SamplingClient, ServiceClient, TrainingClient
+from tinker import SamplingClient, ServiceClient, TrainingClient
+from tinker.lib.public_interfaces.rest_client import RestClient
 
 PROJECT = "conformance"
 SURFACE = surface()
@@ -119,7 +120,7 @@ def stack(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(scope="session")
 def service(stack: TestStack) -> Iterator[ServiceClient]:
     """The session that the whole suite shares."""
-    with ServiceClient(
+    with service_client(
         user_metadata={"purpose": "conformance"}, project_id=PROJECT, display_name="Shared session"
     ) as service:
         yield service
@@ -189,7 +190,7 @@ def checkpoints(runs: dict[str, TrainingClient]) -> dict[str, str]:
 
 @pytest.fixture
 def rest(stack: TestStack) -> RestClient:
-    return RestClient()
+    return rest_client()
 
 
 @pytest.fixture

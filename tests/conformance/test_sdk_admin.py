@@ -6,15 +6,16 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import tinker
-from conform.calls import Call, settled
+from conform.calls import Call, rest_client, settled
 from conform.claims import proves_both
 from support.data import supervised
 from support.models import TIED
 from support.sampling import sample
 from support.waiting import wait_until
-from tinker import RestClient, SamplingClient, TrainingClient
+from tinker import SamplingClient, TrainingClient
+from tinker.lib.public_interfaces.rest_client import RestClient
 
-CLIENTS = {"AdminClient": lambda: tinker.AdminClient(), "RestClient": RestClient}
+CLIENTS = {"AdminClient": lambda: tinker.AdminClient(), "RestClient": rest_client}
 
 
 @pytest.fixture(params=list(CLIENTS))
@@ -97,7 +98,7 @@ def test_storage_is_that_of_the_checkpoints(
     before, all_before = stored("conformance"), stored(None)
     name = f"stored-{request.node.callspec.id}".replace("-", "_")
     path = settled(runs["lora"].save_state(name)).path
-    rest = RestClient()
+    rest = rest_client()
     (size,) = [
         each.size_bytes
         for each in settled(rest.list_checkpoints(runs["lora"].model_id)).checkpoints
@@ -118,7 +119,7 @@ def test_storage_is_that_of_the_checkpoints(
 def test_the_audit_log_has_what_was_done(
     call: Call, asked: RestClient | tinker.AdminClient, runs: dict[str, TrainingClient], request
 ) -> None:
-    rest = RestClient()
+    rest = rest_client()
     name = f"audited-{request.node.callspec.id}".replace("-", "_")
     path = settled(runs["lora"].save_state(name)).path
     settled(rest.publish_checkpoint_from_tinker_path(path))

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import tinker
 from click.testing import CliRunner, Result
-from conform.calls import settled
+from conform.calls import rest_client, settled
 from conform.claims import proves
 from conform.plain import load, with_adapter
 from conform.plain import logprobs as plain_logprobs
 from support.data import largest_difference, logprobs, sequences, supervised
 from support.models import TIED
 from support.stacks import TestStack
-from tinker import RestClient, SamplingClient, TrainingClient
+from tinker import SamplingClient, TrainingClient
 
 NUMBERS = itertools.count()
 PROBES = sequences(2, seed=400)
@@ -102,7 +102,7 @@ def test_checkpoint_list_and_info(path: str, runs: dict[str, TrainingClient]) ->
 def test_checkpoint_publish_and_ttl(path: str) -> None:
     def described() -> tinker.types.Checkpoint:
         run_id = path.split("/")[2]
-        found = settled(RestClient().list_checkpoints(run_id)).checkpoints
+        found = settled(rest_client().list_checkpoints(run_id)).checkpoints
         return next(each for each in found if each.tinker_path == path)
 
     def done(*arguments: str) -> None:
@@ -124,7 +124,7 @@ def test_checkpoint_publish_and_ttl(path: str) -> None:
 @proves("tinker checkpoint delete", that="removes the named checkpoints from every list")
 def test_checkpoint_delete(path: str) -> None:
     assert answer("checkpoint", "delete", path, "-y") == {"deleted_count": 1, "failed": []}
-    left = settled(RestClient().list_user_checkpoints(limit=1000)).checkpoints
+    left = settled(rest_client().list_user_checkpoints(limit=1000)).checkpoints
     assert path not in {each.tinker_path for each in left}
     again = answer("checkpoint", "delete", path, "-y")
     assert again["deleted_count"] == 0
@@ -146,7 +146,7 @@ def test_checkpoint_download(
     assert got["file_size_bytes"] >= (folder / "adapter_model.safetensors").stat().st_size
     model = with_adapter(load(model_path), folder)
     assert largest_difference(plain_logprobs(model, PROBES), expected) < 1e-4
-    left = settled(RestClient().list_user_checkpoints(limit=1000)).checkpoints
+    left = settled(rest_client().list_user_checkpoints(limit=1000)).checkpoints
     assert not any(each.tinker_path.endswith("external_weights/download") for each in left)
 
 
@@ -219,7 +219,7 @@ def test_billing(
     assert (tmp_path / "usage.csv").read_text().count("\n") >= 2
 
     storage = answer("billing", "checkpoint-storage", "--project-id", "conformance")
-    listed = settled(RestClient().list_user_checkpoints(limit=1000)).checkpoints
+    listed = settled(rest_client().list_user_checkpoints(limit=1000)).checkpoints
     (row,) = storage["data"]
     of_project = {run.model_id for run in runs.values()}
     least = [each for each in listed if each.tinker_path.split("/")[2] in of_project]
@@ -237,7 +237,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @proves("tinker auth whoami", that="names the key's owner and organization")
 def test_auth_whoami(stack: TestStack) -> None:
     who = answer("auth", "whoami")
-    assert who == settled(RestClient().whoami()).model_dump()
+    assert who == settled(rest_client().whoami()).model_dump()
 
 
 @proves("tinker auth status", that="tells a key that works from one that does not")
@@ -267,6 +267,6 @@ def test_auth_login_and_logout(
     assert "Logged in as" in shown
     stored = json.loads((home / ".tinker" / "credentials.json").read_text())
     assert stored["keys"][stored["default"]]["key"] == key
-    assert settled(RestClient().whoami()).user_urn, "the stored key is used"
+    assert settled(rest_client().whoami()).user_urn, "the stored key is used"
     assert "Removed credential" in run_command("auth", "logout").output
     assert tinker.auth.tinker_has_credentials() is False

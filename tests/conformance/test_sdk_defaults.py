@@ -13,7 +13,8 @@ from support.data import batch, largest_difference, logprobs, sequences, supervi
 from support.models import TIED
 from support.plain import Answer, PlainClient, message
 from support.stacks import TestStack
-from tinker import RestClient, SamplingClient, ServiceClient, TrainingClient, types
+from tinker import SamplingClient, ServiceClient, TrainingClient, types
+from tinker.lib.public_interfaces.rest_client import RestClient
 
 from tandem.wire.v1 import tinker_pb2 as wire
 

@@ -17,7 +17,11 @@ another_sdk = pytest.mark.skipif(
 
 @pytest.mark.core
 def test_the_sdk_is_one_of_those_we_claim() -> None:
-    assert tinker.__version__ in (NEWEST, OLDEST)
+    oldest, version, newest = (
+        tuple(int(part) for part in each.split("."))
+        for each in (OLDEST, tinker.__version__, NEWEST)
+    )
+    assert oldest <= version <= newest
 
 
 @another_sdk

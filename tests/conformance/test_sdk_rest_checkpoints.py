@@ -15,7 +15,8 @@ from support.refusal import refusal
 from support.sampling import prompt_logprobs
 from support.stacks import TestStack
 from support.waiting import wait_until
-from tinker import RestClient, ServiceClient, TrainingClient, types
+from tinker import ServiceClient, TrainingClient, types
+from tinker.lib.public_interfaces.rest_client import RestClient
 
 NUMBERS = itertools.count()
 

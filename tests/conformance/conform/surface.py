@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from dataclasses import dataclass
 
 import click
-import tinker
 
 NEWEST = "0.38.0"
 """The release that the whole suite runs on; the surface below is its."""
 
-OLDEST = "0.36.0"
+OLDEST = "0.27.2"
 """The oldest release we claim to serve; the suite's core runs on it (scripts/conformance.sh)."""
 
 CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "AdminClient")
@@ -31,9 +31,13 @@ class Method:
         return f"{self.owner}.{self.name}"
 
 
-def client_class(name: str) -> type:
-    """A client's class; `AdminClient` is absent from older releases."""
-    return getattr(tinker, name)
+def client_class(name: str) -> type | None:
+    """A client's class, wherever the release exports it; some releases have no AdminClient."""
+    module = f"tinker.lib.public_interfaces.{name.removesuffix('Client').lower()}_client"
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:
+        return None
 
 
 def public_methods() -> list[Method]:
@@ -45,8 +49,8 @@ def public_methods() -> list[Method]:
             deprecated=hasattr(getattr(member, "__func__", member), "__deprecated__"),
         )
         for owner in CLIENTS
-        if hasattr(tinker, owner)
-        for name, member in vars(client_class(owner)).items()
+        if (client := client_class(owner)) is not None
+        for name, member in vars(client).items()
         if not name.startswith("_")
         and (inspect.isfunction(member) or isinstance(member, (staticmethod, classmethod)))
     ]
