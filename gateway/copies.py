@@ -84,8 +84,10 @@ class Copies:
     async def _copy(self, request: CopyRequest, run_id: str) -> str:
         async with self._versions.checkpoints.reading(request.source) as source:
             path = replace(source.path, run_id=run_id)
-            if await self._database.read_one(select(runs.c.id).where(runs.c.id == run_id)):
-                if await self._versions.checkpoints.find(path) is not None:
+            run = await self._database.read_one(select(runs.c.reason).where(runs.c.id == run_id))
+            if run is not None:
+                found = await self._versions.checkpoints.find(path)
+                if run["reason"] == _REASON and found is not None:
                     return str(path)  # asked for again
                 raise InvalidRequest(f"there is a training run {run_id} already")
             now = time.time()

@@ -7,6 +7,7 @@ that "starts" them is a fake. The gateway is the real one, on a real port, in a 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -27,7 +28,7 @@ from gateway.server import GatewayServer, make_server
 from tandem.errors import TandemError, WorkerStartFailed
 from tandem.settings import GatewaySettings
 from tandem.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
-from tandem.weights import version_path
+from tandem.weights import Manifest, PartialVersion, checksum_file, version_path
 from tandem.wire.v1 import tinker_pb2
 from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
 
@@ -96,25 +97,56 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
         await self._apply("publish", request)
         if error is not None:
             return trainer_pb2.PublishReply(failure=error.to_failure())
-        folder = version_path(Path(self.spec.data_dir), request.version.name)
-        folder.mkdir(parents=True)
-        (folder / "model.safetensors").write_bytes(b"weights")
         version = request.version
         version.step = self.step
-        return trainer_pb2.PublishReply(version=version, bytes=7)
+        version.adapter = self.is_lora and not request.merged
+        manifest = self._write_version(version)
+        return trainer_pb2.PublishReply(version=version, bytes=manifest.bytes)
+
+    @property
+    def is_lora(self) -> bool:
+        return self.spec.training is not None and self.spec.training.lora is not None
+
+    def _write_version(self, version) -> Manifest:
+        """As a trainer does: weights that say how often they were stepped, and their manifest."""
+        partial = PartialVersion(version_path(Path(self.spec.data_dir), version.name))
+        partial.create()
+        names = (
+            ("adapter_model.safetensors", "adapter_config.json")
+            if version.adapter
+            else ("model.safetensors", "config.json")
+        )
+        (partial.path / names[0]).write_bytes(b"weights of step %d" % self.step)
+        (partial.path / names[1]).write_text('{"fake": true}')
+        manifest = Manifest(
+            version=version.name,
+            run_id=version.run_id,
+            step=self.step,
+            adapter=version.adapter,
+            dtype="float32",
+            tensors=1,
+            created="2026-01-01T00:00:00+00:00",
+            files=[checksum_file(partial.path / name) for name in names],
+        )
+        partial.commit(manifest)
+        return manifest
 
     async def SaveCheckpoint(self, request, context):
         await self._admit(context, request.header)
         await self._apply("save", request)
-        Path(request.path).mkdir(parents=True)  # noqa: ASYNC240
+        folder = Path(request.path)
+        folder.mkdir(parents=True)  # noqa: ASYNC240
+        (folder / "__0_0.distcp").write_bytes(b"state of step %d" % self.step)
+        record = {"step": self.step, "files": [checksum_file(folder / "__0_0.distcp").model_dump()]}
+        (folder / "checkpoint.json").write_text(json.dumps(record))
         return trainer_pb2.SaveCheckpointReply(step=self.step, bytes=21)
 
     async def LoadCheckpoint(self, request, context):
         await self._admit(context, request.header)
         await self._apply("load", request)
-        assert Path(request.path).is_dir()  # noqa: ASYNC240
-        self.step = 3
-        return trainer_pb2.LoadCheckpointReply(step=3)
+        record = json.loads((Path(request.path) / "checkpoint.json").read_text())
+        self.step = record["step"]
+        return trainer_pb2.LoadCheckpointReply(step=self.step)
 
 
 class FakeSampler(sampler_pb2_grpc.SamplerServicer):
