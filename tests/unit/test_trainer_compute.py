@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from loss_batches import REQUESTS, mixed_data, mixed_request
 from tinker.proto.response_conv import deserialize_forward_backward_output
 from transformers import AutoModelForCausalLM
 
 from tandem.settings import TrainerSettings
 from tandem.wire.v1 import tinker_pb2 as wire
-from tests.tiny import VOCABULARY, write_tiny_model
+from tests.tiny import write_tiny_model
 from tests.workers import datum, logprobs_of, request
 from trainer_service.backends import World, backend_named
 from trainer_service.batch import parse
@@ -60,21 +61,6 @@ def gradients(trainer: RankTrainer) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def mixed_data(count: int = 12, seed: int = 0) -> list[wire.Datum]:
-    rng = np.random.default_rng(seed)
-    return [
-        datum(
-            rng.integers(0, VOCABULARY, length).tolist(),
-            logprobs=rng.normal(-4, 0.5, length),
-            advantages=rng.normal(0, 1, length),
-            weights=rng.uniform(0.1, 1, length),
-            ref_logprobs=rng.normal(-4, 0.5, length),
-            desirable=rng.integers(0, 2, 1),
-        )
-        for length in rng.integers(1, 20, count)
-    ]
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logprobs_are_those_of_each_sequence_alone_in_plain_transformers(models, architecture):
     plain = AutoModelForCausalLM.from_pretrained(models[architecture], dtype=torch.float32)
@@ -89,16 +75,25 @@ def test_logprobs_are_those_of_each_sequence_alone_in_plain_transformers(models,
         np.testing.assert_allclose(logprobs, expected.numpy(), atol=2e-5)
 
 
-@pytest.mark.parametrize("loss", sorted(LOSSES))
-def test_any_split_into_micro_batches_gives_the_same_gradients(models, loss):
-    whole, split = (
-        make_trainer(models["qwen3"]),
-        make_trainer(models["qwen3"], micro_batch_tokens=24),
-    )
-    one, many = (run(trainer, request(mixed_data(), loss)) for trainer in (whole, split))
-    assert one.metrics["loss:sum"] == pytest.approx(many.metrics["loss:sum"], rel=1e-4)
-    for name, gradient in gradients(whole).items():
-        torch.testing.assert_close(gradient, gradients(split)[name], rtol=1e-3, atol=1e-4)
+def test_every_loss_is_computed_on_real_parts():
+    assert {loss for loss, _ in REQUESTS.values()} == LOSSES.keys()
+
+
+@pytest.fixture(scope="module")
+def whole_and_split(models) -> tuple[RankTrainer, RankTrainer]:
+    path = models["qwen3"]
+    return make_trainer(path), make_trainer(path, micro_batch_tokens=24)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_any_split_into_micro_batches_gives_the_same_gradients(whole_and_split, name):
+    whole, split = whole_and_split
+    whole.drop_gradients()
+    split.drop_gradients()
+    one, many = (run(trainer, mixed_request(name)) for trainer in (whole, split))
+    assert one.metrics == pytest.approx(dict(many.metrics), rel=1e-4, abs=1e-5)
+    for parameter, gradient in gradients(whole).items():
+        torch.testing.assert_close(gradient, gradients(split)[parameter], rtol=1e-3, atol=1e-4)
 
 
 def test_the_order_of_datums_changes_only_the_order_of_the_answers(models):

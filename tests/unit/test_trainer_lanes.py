@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loss_batches import REQUESTS, mixed_request
 
 from tandem.settings import TrainerSettings
 from tandem.wire.v1 import tinker_pb2 as wire
@@ -41,8 +42,11 @@ def make_trainer(path: Path, *, lanes: Lanes | None) -> RankTrainer:
 
 
 def forward_backward(trainer: RankTrainer, data: list[wire.Datum], **more: bool) -> Computed:
+    return compute(trainer, request(data, "importance_sampling", **more))
+
+
+def compute(trainer: RankTrainer, message: wire.ForwardBackwardRequest) -> Computed:
     facts = trainer.backend.facts
-    message = request(data, "importance_sampling", **more)
     limits = Limits(vocabulary=facts.vocabulary, max_length=facts.max_length)
     computed = trainer.forward_backward(
         validate(parse(message.SerializeToString()), losses=LOSSES, limits=limits)
@@ -77,6 +81,24 @@ def test_two_lanes_give_the_loss_logprobs_and_gradients_of_one(model: Path) -> N
     torch.testing.assert_close(computed.logprobs, expected.logprobs)
     assert computed.metrics == pytest.approx(expected.metrics)
     torch.testing.assert_close(held(lanes), held(alone), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def alone_and_lanes(model: Path) -> tuple[RankTrainer, RankTrainer]:
+    return make_trainer(model, lanes=None), make_trainer(model, lanes=Lanes(count=2, threads=1))
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_every_loss_is_the_same_in_two_lanes(
+    alone_and_lanes: tuple[RankTrainer, RankTrainer], name: str
+) -> None:
+    alone, lanes = alone_and_lanes
+    alone.drop_gradients()
+    lanes.drop_gradients()
+    expected, computed = compute(alone, mixed_request(name)), compute(lanes, mixed_request(name))
+    torch.testing.assert_close(computed.logprobs, expected.logprobs)
+    assert computed.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
+    torch.testing.assert_close(held(lanes), held(alone), rtol=1e-3, atol=1e-4)
 
 
 def test_lanes_accumulate_over_calls_to_the_same_bits_every_time(model: Path) -> None:

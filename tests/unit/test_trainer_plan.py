@@ -60,6 +60,19 @@ def test_loads_differ_by_one_datum_at_most(lengths, ranks):
     assert max(loads) - min(loads) <= max(lengths)
 
 
+@given(lengths, ranks, limits, st.integers(1, 3), st.booleans())
+def test_groups_stay_together_and_in_order(lengths, ranks, limit, group, packed):
+    lengths = lengths * group
+    plan = plan_batch(lengths, ranks=ranks, micro_batch_tokens=limit, group=group, packed=packed)
+    parts = [part for share in plan for part in share]
+    assert sorted(datum for part in parts for datum in part) == list(range(len(lengths)))
+    for part in parts:
+        for start in range(0, len(part), group):
+            first = part[start]
+            assert first % group == 0
+            assert part[start : start + group] == tuple(range(first, first + group))
+
+
 def test_a_rank_without_datums_gets_empty_micro_batches():
     assert plan_batch([5], ranks=2, micro_batch_tokens=8) == (((0,),), ((),))
 
