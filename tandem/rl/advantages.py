@@ -1,4 +1,7 @@
-"""From rewards of sampled groups to advantages: one function for each estimator."""
+"""From rewards of sampled groups to advantages: one function for each estimator.
+
+Rewards and advantages are [groups, samples]: a row holds the answers to one prompt.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,69 @@ def reward(rewards: Floats) -> Floats:
     return rewards.copy()
 
 
-def grpo(rewards: Floats, *, eps: float = 1e-4) -> Floats:
-    """A_i = (R_i - mean) / (std + eps), within a group, sample std (arXiv 2402.03300).
+def grpo(rewards: Floats, *, eps: float = 1e-4, ddof: int = 1) -> Floats:
+    """A_i = (R_i - mean) / (std + eps), within a group (arXiv 2402.03300).
 
-    A group whose rewards are all alike has advantage 0.
+    Programs differ: TRL takes the sample's standard deviation (`ddof` 1) and eps 1e-4, as is
+    the default here, verl the same and 1e-6, torchtitan the population's (`ddof` 0) and 1e-6. A
+    group whose rewards are all alike has advantage 0.
     """
-    std = rewards.std(axis=1, ddof=1, keepdims=True) if rewards.shape[1] > 1 else 0.0
-    centred: Floats = (rewards - rewards.mean(axis=1, keepdims=True)) / (std + eps)
+    enough = rewards.shape[1] > ddof
+    std = rewards.std(axis=1, ddof=ddof, keepdims=True) if enough else 0.0
+    centred: Floats = dr_grpo(rewards) / (std + eps)
     return centred
 
 
-ALGORITHMS: dict[str, Callable[[Floats], Floats]] = {"reward": reward, "grpo": grpo}
+def dr_grpo(rewards: Floats) -> Floats:
+    """A_i = R_i - mean, within a group (Dr. GRPO, arXiv 2503.20783).
+
+    Without the division, easy and hard prompts weigh alike. It goes with a loss that divides by
+    a constant (`aggregation` "constant").
+    """
+    centred: Floats = rewards - rewards.mean(axis=1, keepdims=True)
+    return centred
+
+
+def rloo(rewards: Floats) -> Floats:
+    """A_i = R_i - the mean of the others' R, within a group (leave one out, arXiv 2402.14740).
+
+    Raises `ValueError` for groups of one, which have no others.
+    """
+    count = rewards.shape[1]
+    if count < 2:
+        raise ValueError("rloo compares an answer with others of its group, which has one answer")
+    scaled: Floats = dr_grpo(rewards) * count / (count - 1)
+    return scaled
+
+
+def maxrl(rewards: Floats, *, eps: float = 1e-6) -> Floats:
+    """A_i = (R_i - mean) / (mean + eps), within a group (MaxRL, arXiv 2602.02710).
+
+    For rewards of 0 and 1: the rarer a right answer, the more it counts.
+    """
+    means = rewards.mean(axis=1, keepdims=True)
+    scaled: Floats = (rewards - means) / (means + eps)
+    return scaled
+
+
+def batch_std(rewards: Floats, *, eps: float = 1e-4, ddof: int = 1) -> Floats:
+    """A_i = (R_i - mean of the group) / (std of the whole batch + eps) (arXiv 2508.08221).
+
+    A group that nearly agrees is not blown up, as it is when divided by its own deviation.
+    """
+    std = rewards.std(ddof=ddof) if rewards.size > ddof else 0.0
+    scaled: Floats = dr_grpo(rewards) / (std + eps)
+    return scaled
+
+
+ALGORITHMS: dict[str, Callable[[Floats], Floats]] = {
+    "reward": reward,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "maxrl": maxrl,
+    "batch_std": batch_std,
+}
 
 
 def advantages(algorithm: str, rewards: Floats) -> Floats:

@@ -1,0 +1,86 @@
+"""Advantages by token, from rewards by token: returns to go, whitening and GAE.
+
+Arrays are [sequences, tokens] with a `mask` of the same shape, 1 for tokens that count.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+def returns_to_go(rewards: Floats, mask: Floats, *, discount: float = 1.0) -> Floats:
+    """G_t = r_t + discount · G_{t+1} over the tokens that count; 0 for others.
+
+    Literal example: rewards [[0, 0, 1]] with discount 0.5 give [[0.25, 0.5, 1]].
+    """
+    found = np.zeros_like(rewards)
+    after = np.zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        # A token that does not count passes on what comes after it, undiscounted.
+        after = np.where(mask[:, t] > 0, rewards[:, t] + discount * after, after)
+        found[:, t] = after
+    result: Floats = found * mask
+    return result
+
+
+def whitened(values: Floats, mask: Floats, *, ddof: int = 0, eps: float = 1e-8) -> Floats:
+    """(x - mean) / sqrt(variance + eps) over all tokens of the batch that count; 0 for others.
+
+    `ddof` 0 divides the squares by their number, 1 by one less (verl).
+    """
+    count = mask.sum()
+    if count <= ddof:
+        return np.zeros_like(values)
+    mean = (values * mask).sum() / count
+    variance = ((values - mean) ** 2 * mask).sum() / (count - ddof)
+    result: Floats = (values - mean) / np.sqrt(variance + eps) * mask
+    return result
+
+
+def reinforce_plus_plus(
+    rewards: Floats,
+    mask: Floats,
+    *,
+    group: int | None = None,
+    discount: float = 1.0,
+    ddof: int = 0,
+    eps: float = 1e-8,
+) -> Floats:
+    """Advantages [sequences, tokens] of one reward per sequence [sequences], given at its end.
+
+    Returns to go, whitened over all tokens of the batch (REINFORCE++, arXiv 2501.03262). With
+    `group`, the number of answers to a prompt, which must lie one after the other, the mean of
+    each group is taken off first (its "-baseline" form). `ddof` as in `whitened`.
+    """
+    if group is not None:
+        if len(rewards) % group:
+            raise ValueError(f"{len(rewards)} sequences are not groups of {group}")
+        by_group = rewards.reshape(-1, group)
+        rewards = (by_group - by_group.mean(axis=1, keepdims=True)).reshape(-1)
+    by_token = np.zeros(mask.shape)
+    for row, weights in enumerate(mask):
+        counting = np.flatnonzero(weights)
+        if len(counting):
+            by_token[row, counting[-1]] = rewards[row]
+    return whitened(returns_to_go(by_token, mask, discount=discount), mask, ddof=ddof, eps=eps)
+
+
+def gae(
+    rewards: Floats, values: Floats, *, discount: float = 0.99, decay: float = 0.95
+) -> tuple[Floats, Floats]:
+    """Advantages and returns [tokens] of one sequence (GAE, Schulman et al., arXiv 1506.02438).
+
+    A_t = δ_t + discount·decay·A_{t+1} with δ_t = r_t + discount·V_{t+1} - V_t, and V = 0 after
+    the end. The return that a value function is fitted to is A + V. Nothing is whitened.
+    """
+    advantages = np.zeros_like(rewards)
+    after, value_after = 0.0, 0.0
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + discount * value_after - values[t]
+        after = delta + discount * decay * after
+        advantages[t] = after
+        value_after = float(values[t])
+    return advantages, advantages + values
