@@ -21,15 +21,21 @@ from gateway.launchers.process import ProcessLauncher
 from gateway.reaper import Reaper
 from gateway.routes import (
     admin,
+    audit,
+    auth,
+    billing,
     checkpoints,
     custom_loss,
     downloads,
     futures,
+    runs_list,
     sampling,
     service,
+    sessions,
     training,
 )
 from gateway.routes.wire import error_response, gateway_of, json_response
+from gateway.trace_exports import PREFIX as TRACES
 from tandem.errors import TandemError
 from tandem.settings import GatewaySettings
 
@@ -107,6 +113,23 @@ def _routes() -> list[Route]:
         Route(f"{api}/samplers/{{sampler_id}}", sampling.get_sampler),
         Route(f"{api}/create_session", service.create_session, methods=["POST"]),
         Route(f"{api}/sessions/{{session_id}}/finish", service.finish_session, methods=["POST"]),
+        Route(f"{api}/sessions", sessions.list_sessions),
+        Route(f"{api}/sessions/search", sessions.search_sessions, methods=["POST"]),
+        Route(f"{api}/sessions/{{session_id}}", sessions.get_session),
+        Route(
+            f"{api}/sessions/{{session_id}}/project",
+            sessions.assign_session_project,
+            methods=["PUT"],
+        ),
+        Route(f"{api}/sessions/{{session_id}}/trace_export", sessions.trace_export),
+        Route(f"{TRACES}{{file}}", sessions.trace_file),
+        Route(f"{api}/auth/token", auth.exchange_token, methods=["POST"]),
+        Route(f"{api}/auth/apikey/me", auth.own_key),
+        Route(f"{api}/auth/apikey/me", auth.delete_own_key, methods=["DELETE"]),
+        Route(f"{api}/billing/usage/events", billing.usage_events),
+        Route(f"{api}/billing/usage/checkpoints/current", billing.checkpoint_storage),
+        Route(f"{api}/audit", audit.audit_log),
+        Route(f"{api}/forward", service.forward_of_old_sdk, methods=["POST"]),
         Route(f"{api}/telemetry", service.telemetry, methods=["POST"]),
         Route(f"{api}/client/config", service.client_config, methods=["POST"]),
         Route(f"{api}/client/dynamic_config", service.dynamic_config, methods=["POST"]),
@@ -123,7 +146,8 @@ def _routes() -> list[Route]:
         Route(
             f"{PREFIX}{{run_id}}/{{kind}}/{{name}}/{{file}}", downloads.download, methods=["GET"]
         ),
-        Route(f"{api}/training_runs/{{run_id}}", training.training_run),
+        Route(f"{api}/training_runs", runs_list.training_runs),
+        Route(f"{api}/training_runs/{{run_id}}", runs_list.training_run),
         Route(f"{api}/training_runs/{{run_id}}/checkpoints", checkpoints.run_checkpoints),
         Route(f"{own}/status", admin.status),
         Route(f"{own}/checkpoints/files", checkpoints.checkpoint_files),
@@ -141,9 +165,9 @@ async def _metrics(request: Request) -> Response:
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
-async def _tandem_error(_request: Request, error: Exception) -> Response:
+async def _tandem_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TandemError)
-    return error_response(error)
+    return error_response(error, path=request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

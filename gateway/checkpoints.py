@@ -71,9 +71,9 @@ class Checkpoints:
 
     async def find(self, path: CheckpointPath) -> Checkpoint | None:
         row = await self._database.read_one(
-            select(checkpoints).where(checkpoints.c.path == str(path), _alive())
+            select(checkpoints).where(checkpoints.c.path == str(path), alive())
         )
-        return _checkpoint(row) if row is not None else None
+        return checkpoint_of(row) if row is not None else None
 
     async def get(self, path: str) -> Checkpoint:
         """Raises `UnknownWeights`, or `InvalidRequest` for what is no checkpoint path."""
@@ -116,16 +116,16 @@ class Checkpoints:
         """Those of a run, oldest first."""
         rows = await self._database.read(
             select(checkpoints)
-            .where(checkpoints.c.run_id == run_id, _alive())
+            .where(checkpoints.c.run_id == run_id, alive())
             .order_by(checkpoints.c.created_at)
         )
-        return [_checkpoint(row) for row in rows]
+        return [checkpoint_of(row) for row in rows]
 
     async def of_owner(
         self, owner: str | None, *, limit: int, offset: int
     ) -> tuple[list[Checkpoint], int]:
         """A page of an owner's (None: everybody's), newest first, and how many there are."""
-        mine = [_alive()] if owner is None else [_alive(), checkpoints.c.owner == owner]
+        mine = [alive()] if owner is None else [alive(), checkpoints.c.owner == owner]
         rows = await self._database.read(
             select(checkpoints)
             .where(*mine)
@@ -137,7 +137,7 @@ class Checkpoints:
             select(func.count().label("total")).select_from(checkpoints).where(*mine)
         )
         assert count is not None
-        return [_checkpoint(row) for row in rows], count["total"]
+        return [checkpoint_of(row) for row in rows], count["total"]
 
     async def set_public(self, checkpoint: Checkpoint, *, public: bool) -> None:
         await self._change(checkpoint, public=public)
@@ -217,11 +217,12 @@ def insert_row(checkpoint: Checkpoint) -> Insert:
     )
 
 
-def _alive() -> ColumnElement[bool]:
+def alive() -> ColumnElement[bool]:
+    """The rows of checkpoints that have not expired."""
     return or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > time.time())
 
 
-def _checkpoint(row: RowMapping) -> Checkpoint:
+def checkpoint_of(row: RowMapping) -> Checkpoint:
     return Checkpoint(
         path=parse_checkpoint_path(row["path"]),
         base_model=row["base_model"],

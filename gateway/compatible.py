@@ -1,9 +1,13 @@
-"""Whether a run can take up what a checkpoint holds."""
+"""Whether a run can take up what a checkpoint holds, and what a run made from one trains."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from tandem.errors import CheckpointMismatch
 from tandem.worker import LoraSpec, TrainingSpec
+
+Optimizer = Literal["adamw", "dimuon"]
 
 
 def check_compatible(
@@ -31,6 +35,30 @@ def check_compatible(
             f"{path!r} holds the state of the optimizer {saved.optimizer}, and this run uses "
             f"{here.optimizer}; load the weights without it"
         )
+
+
+def training_from(
+    *, path: str, saved: TrainingSpec, full: bool, optimizer: bool, asked: Optimizer | None
+) -> TrainingSpec:
+    """What a new run trains that begins with a checkpoint of a run that trained `saved`.
+
+    `optimizer`: its state is to be loaded, too; `asked`: the optimizer that the client named,
+    AdamW if none and no state is loaded. `full`: the client asked for full-parameter training.
+    Raises `CheckpointMismatch`.
+    """
+    if optimizer and asked not in (None, saved.optimizer):
+        raise CheckpointMismatch(
+            f"{path!r} holds the state of the optimizer {saved.optimizer}, and {asked} was asked "
+            "for; load the weights without it, with create_training_client_from_state"
+        )
+    if full and saved.lora is not None:
+        raise CheckpointMismatch(
+            f"{path!r} holds a LoRA adapter of {describe(saved.lora)}, from which no run of all "
+            "parameters can be made; leave the suffix of the model's name out"
+        )
+    return TrainingSpec(
+        lora=saved.lora, optimizer=saved.optimizer if optimizer else asked or "adamw"
+    )
 
 
 def describe(lora: LoraSpec) -> str:

@@ -10,21 +10,29 @@ import time
 from pathlib import Path
 
 from gateway.admission import Admission
+from gateway.audit import AuditLog
 from gateway.copies import Copies
 from gateway.custom_losses import CustomLosses
 from gateway.database import Database
+from gateway.directory import Directory
 from gateway.downloads import Downloads
 from gateway.fleet import ChannelFactory, Fleet, open_channel
 from gateway.futures import Futures
+from gateway.identity import Identity
 from gateway.launchers.base import Launcher
 from gateway.metrics import Metrics
 from gateway.models import Models
 from gateway.oplog import OperationLog
 from gateway.runs import Runs
 from gateway.samplers import Samplers
+from gateway.samples import Samples
 from gateway.sampling import SamplingSessions
+from gateway.session_search import SessionSearch
 from gateway.sessions import Sessions, why_ended
 from gateway.signing import keep_signing_key
+from gateway.trace_exports import TraceExports
+from gateway.usage import Usage
+from gateway.usage_report import UsageReports
 from gateway.versions import Versions
 from tandem.errors import InvalidRequest, SessionFinished
 from tandem.settings import GatewaySettings
@@ -50,6 +58,24 @@ class Gateway:
         self.database = Database.at(url=settings.database_url, data_dir=settings.data_dir)
         self.models = Models(database=self.database)
         self.sessions = Sessions(database=self.database, ttl=settings.session_ttl)
+        self.identity = Identity(
+            api_key=lambda: self.api_key,
+            signing_key=lambda: self.signing_key,
+            token_ttl=settings.token_ttl,
+        )
+        self.directory = Directory(database=self.database)
+        self.search = SessionSearch(database=self.database, key=lambda: self.signing_key)
+        self.audit = AuditLog(database=self.database)
+        self.usage = Usage(database=self.database, sessions=self.sessions)
+        self.usage_reports = UsageReports(database=self.database, usage=self.usage)
+        self.samples = Samples(usage=self.usage)
+        self.traces = TraceExports(
+            database=self.database,
+            samples=self.samples,
+            data_dir=settings.data_dir,
+            key=lambda: self.signing_key,
+            ttl=settings.trace_ttl,
+        )
         self.futures = Futures(result_ttl=settings.result_ttl)
         self.oplog = OperationLog(
             database=self.database, data_dir=settings.data_dir, result_ttl=settings.result_ttl
@@ -73,7 +99,9 @@ class Gateway:
             metrics=self.metrics,
             channel_factory=channel_factory,
         )
-        self.samplers = Samplers(settings=settings, fleet=self.fleet, metrics=self.metrics)
+        self.samplers = Samplers(
+            settings=settings, fleet=self.fleet, metrics=self.metrics, samples=self.samples
+        )
         self.custom_losses = CustomLosses(database=self.database, futures=self.futures)
         self.runs = Runs(
             settings=settings,
@@ -86,6 +114,7 @@ class Gateway:
             versions=self.versions,
             custom_losses=self.custom_losses,
             metrics=self.metrics,
+            usage=self.usage,
         )
         self.admission = Admission(
             database=self.database,
@@ -135,6 +164,8 @@ class Gateway:
         await self.samplers.close()
         await self.fleet.close()
         await self.copies.close()
+        await self.traces.close()
+        self.usage.write()
         await self.database.close()
         self._lock.release()
 

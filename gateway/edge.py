@@ -1,26 +1,31 @@
-"""What surrounds every request: the key, the clock, and the last word on errors.
+"""What surrounds every request: who asks, the clock, the audit log, the last word on errors.
 
 Pure ASGI, since this is on the way of every request.
 """
 
 from __future__ import annotations
 
-import hmac
 import time
+from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.audit import ACTIONS, NOT_AUDITED
 from gateway.core import Gateway
 from gateway.downloads import PREFIX as DOWNLOADS
+from gateway.identity import Caller
 from gateway.routes.wire import error_response
-from tandem.errors import InternalError, Unauthenticated
+from gateway.trace_exports import PREFIX as TRACES
+from tandem.errors import InternalError, TokenRefused, Unauthenticated
 from tandem.telemetry import get_log
 
 _OPEN_PATHS = frozenset({"/api/v1/healthz", "/metrics"})
+_CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 
 
 class Edge:
-    """Refuses what has no valid key (X-API-Key), counts and times the rest."""
+    """Refuses what has no valid key (X-API-Key), and puts the `Caller` on the rest, which it
+    counts, times, and notes in the audit log."""
 
     def __init__(self, app: ASGIApp, *, gateway: Gateway) -> None:
         self._app = app
@@ -41,14 +46,12 @@ class Edge:
             await send(message)
 
         try:
-            if not _is_open(scope["path"]) and not self._has_key(scope):
-                refusal = Unauthenticated(
-                    "the API key is missing or wrong; `tandem up` prints the right one "
-                    "(TINKER_API_KEY)"
-                )
-                await error_response(refusal)(scope, receive, send_and_note)
-                return
+            if not _is_open(scope["path"]):
+                state = scope.setdefault("state", {})
+                state["caller"] = self._gateway.identity.identify(_credential(scope))
             await self._app(scope, receive, send_and_note)
+        except Unauthenticated as refusal:
+            await _unauthenticated(refusal, scope, receive, send_and_note)
         except Exception as error:  # noqa: BLE001 - whatever it was, the client gets a sentence
             self._log.exception("request_failed", path=scope["path"])
             if status == 0:
@@ -61,15 +64,48 @@ class Edge:
             self._gateway.metrics.request_seconds.labels(route=route).observe(
                 time.perf_counter() - started
             )
+            if scope["method"] in _CHANGING and endpoint is not None and route not in NOT_AUDITED:
+                self._audit(scope, route=route, status=status)
 
-    def _has_key(self, scope: Scope) -> bool:
-        key = self._gateway.api_key.encode()
-        return any(
-            name == b"x-api-key" and hmac.compare_digest(value, key)
-            for name, value in scope["headers"]
+    def _audit(self, scope: Scope, *, route: str, status: int) -> None:
+        state = scope["state"]
+        caller: Caller = state["caller"]
+        named: Mapping[str, str] = scope.get("path_params", {})
+        client = scope.get("client")
+        self._gateway.audit.record(
+            actor=caller.urn,
+            action=ACTIONS.get(route, route),
+            target=state.get("audit_target") or _target(named),
+            address=client[0] if client else "",
+            status=status,
+            detail=state.get("audit_detail", {}),
         )
 
 
+def _credential(scope: Scope) -> bytes:
+    return next((value for name, value in scope["headers"] if name == b"x-api-key"), b"")
+
+
+async def _unauthenticated(
+    refusal: Unauthenticated, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """A refused token is marked as RFC 6750 has it: the SDK then exchanges its key once more."""
+    response = error_response(refusal, path=scope["path"])
+    response.headers["WWW-Authenticate"] = (
+        'Bearer realm="tandem", error="invalid_token"'
+        if isinstance(refusal, TokenRefused)
+        else 'Bearer realm="tandem"'
+    )
+    await response(scope, receive, send)
+
+
+def _target(named: Mapping[str, str]) -> str:
+    """What a path names: `tinker://RUN/KIND/NAME` for a checkpoint, else the ids in it."""
+    if {"run_id", "kind", "name"} <= named.keys():
+        return f"tinker://{named['run_id']}/{named['kind']}/{named['name']}"
+    return "/".join(named.values())
+
+
 def _is_open(path: str) -> bool:
-    """Download addresses carry a signature of their own."""
-    return path in _OPEN_PATHS or path.startswith(DOWNLOADS)
+    """Addresses of downloads and traces carry a signature of their own."""
+    return path in _OPEN_PATHS or path.startswith((DOWNLOADS, TRACES))

@@ -43,6 +43,7 @@ from gateway.operations import (
 )
 from gateway.samplers import Sampler
 from gateway.sampling import SamplingSessions
+from gateway.usage import RunMeter, TrainerReply
 from gateway.versions import Version, Versions
 from tandem.errors import (
     InternalError,
@@ -57,7 +58,7 @@ from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import new_version_name
 
-Reply = TypeVar("Reply")
+Reply = TypeVar("Reply", bound=TrainerReply)
 
 _REDELIVERIES = 2
 
@@ -93,6 +94,7 @@ class Executor:
         versions: Versions,
         custom_losses: CustomLosses,
         metrics: Metrics,
+        meter: RunMeter,
         settings: GatewaySettings,
         fate: Callable[[], Awaitable[TandemError | None]],
     ) -> None:
@@ -103,6 +105,7 @@ class Executor:
         self._versions = versions
         self._custom_losses = custom_losses
         self._metrics = metrics
+        self._meter = meter
         self._settings = settings
         self._fate = fate
         self._log = get_log(session_id=facts.session_id, run_id=facts.run_id)
@@ -138,7 +141,7 @@ class Executor:
             request = trainer_pb2.ForwardBackwardRequest(
                 header=self._header(operation, call), payload=payload, custom_loss=custom_loss
             )
-            reply = await self._deliver(lambda: self._client.forward_backward(request))
+            reply = await self._deliver(operation, lambda: self._client.forward_backward(request))
             if reply.HasField("failure"):
                 return from_failure(reply.failure)
             return Result(media="protobuf", body=reply.output)
@@ -156,7 +159,7 @@ class Executor:
             case DimuonParams() as dimuon:
                 params = trainer_pb2.DiMuonParams(**dimuon.model_dump(exclude={"type"}))
                 request.dimuon.CopyFrom(params)
-        reply = await self._deliver(lambda: self._client.optim_step(request))
+        reply = await self._deliver(operation, lambda: self._client.optim_step(request))
         if reply.HasField("failure"):
             return from_failure(reply.failure)
         self._facts.step = reply.step
@@ -197,7 +200,7 @@ class Executor:
             ),
             parent=facts.parent,
         )
-        reply = await self._deliver(lambda: self._client.publish(request))
+        reply = await self._deliver(operation, lambda: self._client.publish(request))
         if reply.HasField("failure"):
             self._log.error("publish_failed", version=name, reason=reply.failure.message)
             raise from_failure(reply.failure)
@@ -305,7 +308,9 @@ class Executor:
             place = place_of_folder(folder)
             self._versions.holds.take(place, owner=facts.run_id)
             try:
-                reply = await self._deliver(lambda: self._client.save_checkpoint(request))
+                reply = await self._deliver(
+                    operation, lambda: self._client.save_checkpoint(request)
+                )
                 if reply.HasField("failure"):
                     return from_failure(reply.failure)
                 await self._put(
@@ -340,7 +345,9 @@ class Executor:
                 optimizer=body.optimizer,
             )
             try:
-                reply = await self._deliver(lambda: self._client.load_checkpoint(request))
+                reply = await self._deliver(
+                    operation, lambda: self._client.load_checkpoint(request)
+                )
             finally:
                 holds.give_back(checkpoint.place, owner=facts.run_id)
             if reply.HasField("failure"):
@@ -367,12 +374,14 @@ class Executor:
             optimizer=body.optimizer,
         )
 
-    async def _deliver(self, send: Callable[[], Awaitable[Reply]]) -> Reply:
+    async def _deliver(self, operation: Operation, send: Callable[[], Awaitable[Reply]]) -> Reply:
         """Calls the trainer. A broken connection to a living trainer is tried again, since the
         trainer answers what it has applied already from memory; else the run is over."""
         for attempt in range(_REDELIVERIES + 1):
             try:
-                return await send()
+                reply = await send()
+                self._meter.note(operation, reply)
+                return reply
             except WorkerUnavailable as error:
                 if (fate := await self._fate()) is not None:
                     raise EndsRun(fate) from error

@@ -20,7 +20,7 @@ from gateway.tables import workers
 from tandem.errors import TandemError
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
-from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerKind, WorkerSpec
+from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, TrainingSpec, WorkerKind, WorkerSpec
 
 FENCING_TOKEN = 1
 """Every worker has its device for itself as long as it lives; leases will change this."""
@@ -119,6 +119,7 @@ class Fleet:
         session_id: str,
         model: BaseModelEntry,
         run_id: str = "",
+        training: TrainingSpec | None = None,
         on_exit: Callable[[str], None],
     ) -> Worker:
         """Returns when the worker serves. Raises `WorkerStartFailed`; then nothing is left of it.
@@ -160,6 +161,7 @@ class Fleet:
             data_dir=str(self._settings.data_dir),
             session_id=session_id,
             run_id=run_id,
+            training=training,
             fencing_token=FENCING_TOKEN,
             log_level=self._settings.log_level,
             trainer=self._settings.trainer if kind == "trainer" else None,

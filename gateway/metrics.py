@@ -55,6 +55,11 @@ class Metrics:
             ["kind"],
             registry=self.registry,
         )
+        self.telemetry_events = Counter(
+            "tandem_gateway_telemetry_events_total",
+            "Events that clients sent about themselves; they are not kept.",
+            registry=self.registry,
+        )
         self.published_bytes = Counter(
             "tandem_gateway_published_bytes_total",
             "Bytes of published weight versions.",

@@ -38,6 +38,7 @@ class Reaper:
             try:
                 await self.expire_sessions()
                 self.sweep_futures()
+                self._gateway.usage.write()
                 await self.expire_checkpoints()
                 if time.monotonic() >= next_housekeeping:
                     next_housekeeping = time.monotonic() + _HOUSEKEEPING_INTERVAL
@@ -85,6 +86,8 @@ class Reaper:
         await self._collect(sorted(touched))
         await gateway.versions.empty_trash()
         gateway.oplog.expire()
+        await gateway.traces.expire()
+        gateway.audit.forget_before(time.time() - gateway.settings.audit_ttl)
         gateway.fleet.forget_rows_before(time.time() - _WORKER_ROWS_KEPT)
 
     async def _collect(self, run_ids: list[str]) -> None:

@@ -30,6 +30,7 @@ from gateway.oplog import OperationLog
 from gateway.samplers import Samplers
 from gateway.sampling import SamplingSessions
 from gateway.tables import runs
+from gateway.usage import RunMeter, Subject, Usage
 from gateway.versions import Versions
 from tandem.errors import (
     GatewayRestarted,
@@ -39,6 +40,7 @@ from tandem.errors import (
 )
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
+from tandem.worker import TrainingSpec
 
 RunState = Literal["starting", "ready", "ended"]
 
@@ -49,9 +51,17 @@ _EXIT_REPORT_PATIENCE = 3.0
 class Run:
     """One training run while its session is active."""
 
-    def __init__(self, *, facts: RunFacts, model: BaseModelEntry, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self,
+        *,
+        facts: RunFacts,
+        model: BaseModelEntry,
+        training: TrainingSpec,
+        dispatcher: Dispatcher,
+    ) -> None:
         self.facts = facts
         self.model = model
+        self.training = training
         self.dispatcher = dispatcher
         self.state: RunState = "starting"
         self.error: TandemError | None = None
@@ -93,6 +103,7 @@ class Runs:
         versions: Versions,
         custom_losses: CustomLosses,
         metrics: Metrics,
+        usage: Usage,
     ) -> None:
         self._settings = settings
         self._database = database
@@ -104,6 +115,7 @@ class Runs:
         self._versions = versions
         self._custom_losses = custom_losses
         self._metrics = metrics
+        self._usage = usage
         self._runs: dict[str, Run] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._log = get_log()
@@ -147,6 +159,7 @@ class Runs:
         session_id: str,
         model_seq_id: int,
         model: BaseModelEntry,
+        training: TrainingSpec,
         load: LoadWeights | None,
         user_metadata: Mapping[str, object] | None,
         request: bytes,
@@ -161,7 +174,7 @@ class Runs:
             return request_id
         if await self._database.read_one(select(runs.c.id).where(runs.c.id == run_id)):
             return request_id  # of before a restart: the log says what became of it
-        run = self._new_run(session_id=session_id, run_id=run_id, model=model)
+        run = self._new_run(session_id=session_id, run_id=run_id, model=model, training=training)
         self._runs[run_id] = run
         future = Future(
             request_id=request_id,
@@ -184,6 +197,7 @@ class Runs:
                     "id": run_id,
                     "session_id": session_id,
                     "base_model": model.name,
+                    "training": training.model_dump(),
                     "state": "starting",
                     "error_type": "",
                     "reason": "",
@@ -228,7 +242,9 @@ class Runs:
         tasks = [run.bring_up for run in self._runs.values() if run.bring_up is not None]
         await asyncio.gather(*tasks, *self._stopping, return_exceptions=True)
 
-    def _new_run(self, *, session_id: str, run_id: str, model: BaseModelEntry) -> Run:
+    def _new_run(
+        self, *, session_id: str, run_id: str, model: BaseModelEntry, training: TrainingSpec
+    ) -> Run:
         facts = RunFacts(run_id=run_id, session_id=session_id, base_model=model.name)
 
         async def prepare(operation: Operation, /) -> Send:
@@ -243,7 +259,7 @@ class Runs:
             on_broken=lambda error: self._broken(run, error),
             not_ready=lambda: self._not_ready(run),
         )
-        run = Run(facts=facts, model=model, dispatcher=dispatcher)
+        run = Run(facts=facts, model=model, training=training, dispatcher=dispatcher)
         return run
 
     async def _bring_up(self, run: Run, creation: Operation) -> None:
@@ -254,6 +270,7 @@ class Runs:
                 session_id=run.session_id,
                 run_id=run.id,
                 model=run.model,
+                training=run.training,
                 on_exit=lambda reason: self._broken(run, WorkerDied(_died(reason))),
             )
             client = TrainerClient(worker, timeout=self._settings.trainer.operation_timeout)
@@ -293,6 +310,11 @@ class Runs:
             versions=self._versions,
             custom_losses=self._custom_losses,
             metrics=self._metrics,
+            meter=RunMeter(
+                usage=self._usage,
+                subject=Subject(id=run.id, session_id=run.session_id, base_model=run.model.name),
+                ranks=run.ranks,
+            ),
             settings=self._settings,
             fate=lambda: self._fate(run),
         )

@@ -20,6 +20,7 @@ from gateway.futures import Future, Outcome, Result, Waiting
 from gateway.launchers.backoff import Backoff
 from gateway.metrics import Metrics
 from gateway.models import BaseModelEntry
+from gateway.samples import SampleMeter, Samples
 from gateway.versions import Version
 from tandem.errors import (
     InternalError,
@@ -50,6 +51,7 @@ class Sampler:
         model: BaseModelEntry,
         fleet: Fleet,
         metrics: Metrics,
+        meter: SampleMeter,
         operation_timeout: float,
         max_waiting: int,
     ) -> None:
@@ -62,6 +64,7 @@ class Sampler:
         self.state_since = time.monotonic()
         self._fleet = fleet
         self._metrics = metrics
+        self._meter = meter
         self._timeout = operation_timeout
         self._max_waiting = max_waiting
         self._wanted = asyncio.Event()
@@ -168,19 +171,25 @@ class Sampler:
 
     async def _sample(self, request: sampler_pb2.SampleRequest) -> Outcome:
         client = await self._ready_client()
-        try:
-            reply = await client.sample(request)
-        except WorkerUnavailable:
-            client = await self._next_client(client)
-            try:
-                reply = await client.sample(request)
-            except WorkerUnavailable as again:
-                raise WorkerDied(f"the sampler died twice during this sample: {again}") from again
+        with self._meter.measure(request) as measured:
+            reply = measured.reply = await self._sample_twice(client, request)
         if reply.HasField("failure"):
             return from_failure(reply.failure)
         self.loaded = reply.version.name
         self._metrics.sampled_tokens.inc(reply.sampled_tokens)
         return Result(media="protobuf", body=reply.response, weight_version=reply.version.name)
+
+    async def _sample_twice(
+        self, client: SamplerClient, request: sampler_pb2.SampleRequest
+    ) -> sampler_pb2.SampleReply:
+        try:
+            return await client.sample(request)
+        except WorkerUnavailable:
+            client = await self._next_client(client)
+            try:
+                return await client.sample(request)
+            except WorkerUnavailable as again:
+                raise WorkerDied(f"the sampler died twice during this sample: {again}") from again
 
     async def _load_twice(self, request: sampler_pb2.LoadRequest) -> sampler_pb2.LoadReply:
         client = await self._ready_client()
@@ -261,10 +270,13 @@ class Sampler:
 class Samplers:
     """All samplers of this gateway."""
 
-    def __init__(self, *, settings: GatewaySettings, fleet: Fleet, metrics: Metrics) -> None:
+    def __init__(
+        self, *, settings: GatewaySettings, fleet: Fleet, metrics: Metrics, samples: Samples
+    ) -> None:
         self._settings = settings
         self._fleet = fleet
         self._metrics = metrics
+        self._samples = samples
         self._samplers: dict[tuple[str, str], Sampler] = {}
 
     def all(self) -> list[Sampler]:
@@ -283,6 +295,7 @@ class Samplers:
                 model=model,
                 fleet=self._fleet,
                 metrics=self._metrics,
+                meter=SampleMeter(samples=self._samples, base_model=model.name),
                 operation_timeout=self._settings.sampler.operation_timeout,
                 max_waiting=self._settings.max_waiting_samples,
             )

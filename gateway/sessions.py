@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import orjson
 from sqlalchemy import insert, select, update
 
 from gateway.database import Database
 from gateway.names import new_session_id
-from gateway.tables import sessions
+from gateway.tables import runs, sessions
 from tandem.errors import SessionFinished, UnknownSession
+
+
+@dataclass(frozen=True)
+class NewSession:
+    """What a client says of its session. `sdk_version` is only noted."""
+
+    owner: str = "local"
+    project_id: str = ""
+    display_name: str | None = None
+    user_metadata: Mapping[str, object] | None = None
+    tags: Sequence[str] = ()
+    sdk_version: str = ""
 
 
 @dataclass
@@ -19,6 +32,8 @@ class Session:
     id: str
     created_at: float
     display_name: str | None
+    owner: str = "local"
+    project_id: str = ""
     seen_at: float = field(default_factory=time.monotonic)
 
 
@@ -33,16 +48,24 @@ class Sessions:
     async def open(self) -> None:
         for row in await self._database.read(select(sessions).where(sessions.c.state == "active")):
             self._active[row["id"]] = Session(
-                id=row["id"], created_at=row["created_at"], display_name=row["display_name"]
+                id=row["id"],
+                created_at=row["created_at"],
+                display_name=row["display_name"],
+                owner=row["owner"],
+                project_id=row["project_id"],
             )
 
     def all(self) -> list[Session]:
         return list(self._active.values())
 
-    async def create(
-        self, *, display_name: str | None, user_metadata: Mapping[str, object] | None
-    ) -> Session:
-        session = Session(id=new_session_id(), created_at=time.time(), display_name=display_name)
+    async def create(self, new: NewSession) -> Session:
+        session = Session(
+            id=new_session_id(),
+            created_at=time.time(),
+            display_name=new.display_name,
+            owner=new.owner,
+            project_id=new.project_id,
+        )
         await self._database.write(
             insert(sessions),
             {
@@ -50,13 +73,32 @@ class Sessions:
                 "state": "active",
                 "reason": "",
                 "detail": "",
-                "display_name": display_name,
-                "user_metadata": user_metadata,
+                "display_name": new.display_name,
+                "user_metadata": _texts(new.user_metadata),
+                "tags": list(new.tags),
+                "project_id": new.project_id,
+                "owner": new.owner,
+                "sdk_version": new.sdk_version,
                 "created_at": session.created_at,
             },
         )
         self._active[session.id] = session
         return session
+
+    def get(self, session_id: str) -> Session | None:
+        """The session while it is active; asking is no sign of life."""
+        return self._active.get(session_id)
+
+    async def assign_project(self, *, session_id: str, project_id: str) -> None:
+        """Moves a session, active or ended, into a project with all its runs."""
+        await self._database.write(
+            update(sessions).where(sessions.c.id == session_id).values(project_id=project_id)
+        )
+        await self._database.write(
+            update(runs).where(runs.c.session_id == session_id).values(project_id=project_id)
+        )
+        if (session := self._active.get(session_id)) is not None:
+            session.project_id = project_id
 
     def touch(self, session_id: str) -> Session | None:
         """Notes a sign of life; None for a session that is not active."""
@@ -93,6 +135,17 @@ class Sessions:
 
     def expired_reason(self) -> str:
         return f"no heartbeat for {self._ttl:g} s"
+
+
+def _texts(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
+    """The SDK's type for metadata is of texts, and it is read back as such; what is none (an
+    old client sends it as it is) becomes its JSON."""
+    if not metadata:
+        return None
+    return {
+        key: value if isinstance(value, str) else orjson.dumps(value).decode()
+        for key, value in metadata.items()
+    }
 
 
 def why_ended(session_id: str, *, reason: str, detail: str) -> str:

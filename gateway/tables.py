@@ -179,7 +179,6 @@ usage = Table(
     Column("event", String(32), primary_key=True),
     Column("subject", String(100), primary_key=True),  # a run, or a sampling session
     Column("session_id", String(64), nullable=False),
-    Column("project_id", String(200), nullable=False, default=""),
     Column("owner", String(100), nullable=False, default="local"),
     Column("base_model", String(200), nullable=False),
     Column("count", BigInteger, nullable=False),

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import datetime as dt
-from typing import Annotated
-
 from pydantic import BaseModel, Field
-from sqlalchemy import select
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.checkpoints import Checkpoint
 from gateway.copies import CopyRequest
-from gateway.names import check_ttl, checkpoint_path, parse_checkpoint_path, run_id_of
-from gateway.routes.wire import gateway_of, json_response, parse, read_body
-from gateway.tables import runs
-from tandem.errors import InvalidRequest, UnknownRun, UnknownWeights
+from gateway.identity import Caller
+from gateway.names import check_ttl, checkpoint_path, run_id_of
+from gateway.routes.wire import (
+    address_of,
+    caller_of,
+    gateway_of,
+    iso,
+    json_response,
+    note_for_audit,
+    parse,
+    read_body,
+)
+from tandem.errors import InvalidRequest, UnknownWeights
 
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _LARGEST_PAGE = 10_000
@@ -26,9 +31,9 @@ class TinkerPath(BaseModel):
 
 
 class Ttl(BaseModel):
-    """The field must be there: to leave it out would remove a time to live by accident."""
+    """Without a default: to leave the field out would remove a time to live by accident."""
 
-    ttl_seconds: Annotated[int | None, Field()]
+    ttl_seconds: int | None
 
 
 class CopyWeights(BaseModel):
@@ -37,26 +42,29 @@ class CopyWeights(BaseModel):
     model_seq_id: int | None = Field(None, ge=0)
     destination_project_id: str | None = None
     ttl_seconds: int | None = None
+    weights_access_token: str | None = None
 
 
 async def run_checkpoints(request: Request) -> Response:
     """Those of one run, oldest first."""
-    gateway = gateway_of(request)
-    run_id = request.path_params["run_id"]
-    if await gateway.database.read_one(select(runs.c.id).where(runs.c.id == run_id)) is None:
-        raise UnknownRun(f"there is no training run {run_id!r} on this server")
-    found = await gateway.versions.checkpoints.of_run(run_id)
-    return json_response({"checkpoints": [_described(c) for c in found]})
+    gateway, caller = gateway_of(request), caller_of(request)
+    run = await gateway.directory.run(request.path_params["run_id"], caller, scope="accessible")
+    found = await gateway.versions.checkpoints.of_run(run.id)
+    return json_response(
+        {"checkpoints": [described(c) for c in found if c.public or _owns(caller, c)]}
+    )
 
 
 async def user_checkpoints(request: Request) -> Response:
     """A page of all that the user has, newest first."""
     gateway = gateway_of(request)
     limit, offset = _page(request)
-    found, total = await gateway.versions.checkpoints.of_owner(None, limit=limit, offset=offset)
+    found, total = await gateway.versions.checkpoints.of_owner(
+        caller_of(request).owner, limit=limit, offset=offset
+    )
     return json_response(
         {
-            "checkpoints": [_described(c) for c in found],
+            "checkpoints": [described(c) for c in found],
             "cursor": {"offset": offset, "limit": limit, "total_count": total},
         }
     )
@@ -87,7 +95,7 @@ async def set_checkpoint_ttl(request: Request) -> Response:
 
 
 async def external_weights_urls(request: Request) -> Response:
-    checkpoint = await _named(request)
+    checkpoint = await _named(request, change=False)
     if checkpoint.path.kind != "external_weights":
         raise InvalidRequest(
             f"{checkpoint.path} is not for download; export the weights with "
@@ -100,7 +108,9 @@ async def external_weights_urls(request: Request) -> Response:
 async def checkpoint_files(request: Request) -> Response:
     """As `external_weights_urls`, for a checkpoint of any kind (`?path=tinker://…`)."""
     path = request.query_params.get("path", "")
-    return await _signed(request, await gateway_of(request).versions.checkpoints.get(path))
+    checkpoint = await gateway_of(request).versions.checkpoints.get(path)
+    check_readable(request, checkpoint)
+    return await _signed(request, checkpoint)
 
 
 async def weights_info(request: Request) -> Response:
@@ -108,6 +118,7 @@ async def weights_info(request: Request) -> Response:
     gateway = gateway_of(request)
     body = parse(TinkerPath, await read_body(request))
     checkpoint = await gateway.versions.checkpoints.get(body.tinker_path)
+    check_readable(request, checkpoint)
     training = (await gateway.versions.checkpoints.origin(checkpoint.path.run_id)).training
     lora = training.lora
     info: dict[str, object] = {
@@ -129,7 +140,9 @@ async def copy_weights(request: Request) -> Response:
     gateway = gateway_of(request)
     body = parse(CopyWeights, await read_body(request))
     check_ttl(body.ttl_seconds)
-    parse_checkpoint_path(body.source_path)
+    token = request.headers.get("x-tinker-weights-access-token") or body.weights_access_token
+    source = await gateway.versions.checkpoints.get(body.source_path)
+    check_readable(request, source, token=token)
     run_id, project_id = None, body.destination_project_id or ""
     if body.session_id is not None:
         if body.model_seq_id is None:
@@ -143,13 +156,15 @@ async def copy_weights(request: Request) -> Response:
     path = await gateway.copies.copy(
         CopyRequest(
             source=body.source_path,
-            owner="local",
+            owner=caller_of(request).owner,
             project_id=project_id,
             run_id=run_id,
             ttl_seconds=body.ttl_seconds,
             idempotency_key=request.headers.get("x-idempotency-key", ""),
         )
     )
+    note_for_audit(request, target=path, source=body.source_path)
+    note_for_audit(request, target=path, source=body.source_path)
     return json_response({"tinker_path": path})
 
 
@@ -158,18 +173,35 @@ def optimizer_config(name: str) -> dict[str, object]:
     return {"type": name, "version": 1} if name == "dimuon" else {"type": name}
 
 
-def iso(seconds: float) -> str:
-    return dt.datetime.fromtimestamp(seconds, tz=dt.UTC).isoformat()
+def check_readable(request: Request, checkpoint: Checkpoint, *, token: str | None = None) -> None:
+    """Raises `UnknownWeights` for what the caller may not read: neither its own nor public, nor
+    of the owner whose key or token is in `token`."""
+    callers = [caller_of(request)]
+    if token:
+        callers.append(gateway_of(request).identity.identify(token.encode()))
+    if not checkpoint.public and not any(_owns(c, checkpoint) for c in callers):
+        raise _unknown(str(checkpoint.path))
 
 
-async def _named(request: Request) -> Checkpoint:
-    """The checkpoint that the address names. Raises `UnknownWeights` or `InvalidRequest`."""
+async def _named(request: Request, *, change: bool = True) -> Checkpoint:
+    """The checkpoint that the address names, and that the caller may read, or `change`. Raises
+    `UnknownWeights` or `InvalidRequest`."""
     given = request.path_params
     path = checkpoint_path(run_id=given["run_id"], kind=given["kind"], name=given["name"])
     found = await gateway_of(request).versions.checkpoints.find(path)
-    if found is None:
-        raise UnknownWeights(f"there is no checkpoint {path}; it may be deleted or expired")
+    if found is None or (change and not _owns(caller_of(request), found)):
+        raise _unknown(str(path))
+    if not change:
+        check_readable(request, found)
     return found
+
+
+def _owns(caller: Caller, checkpoint: Checkpoint) -> bool:
+    return caller.role == "admin" or caller.owner == checkpoint.owner
+
+
+def _unknown(path: str) -> UnknownWeights:
+    return UnknownWeights(f"there is no checkpoint {path!r}; it may be deleted or expired")
 
 
 async def _set_public(request: Request, *, public: bool) -> Response:
@@ -179,18 +211,16 @@ async def _set_public(request: Request, *, public: bool) -> Response:
 
 
 async def _signed(request: Request, checkpoint: Checkpoint) -> Response:
-    gateway = gateway_of(request)
-    signed = await gateway.downloads.sign(str(checkpoint.path))
-    base = (gateway.settings.public_url or str(request.base_url)).rstrip("/")
+    signed = await gateway_of(request).downloads.sign(str(checkpoint.path))
     return json_response(
         {
-            "urls": {name: f"{base}{address}" for name, address in signed.addresses.items()},
+            "urls": {name: address_of(request, at) for name, at in signed.addresses.items()},
             "expires": iso(signed.expires),
         }
     )
 
 
-def _described(checkpoint: Checkpoint) -> dict[str, object]:
+def described(checkpoint: Checkpoint) -> dict[str, object]:
     path = checkpoint.path
     expires_at = checkpoint.expires_at
     return {

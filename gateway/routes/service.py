@@ -9,13 +9,33 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.routes.wire import gateway_of, json_response, parse, read_body
+from gateway.routes.wire import (
+    caller_of,
+    gateway_of,
+    json_response,
+    note_for_audit,
+    parse,
+    read_body,
+)
+from gateway.sdk_version import check_sdk_version, json_refused
+from gateway.sessions import NewSession
 from tandem.errors import SessionFinished
 
 
 class CreateSession(BaseModel):
     user_metadata: dict[str, object] | None = None
     display_name: str | None = Field(None, max_length=500)
+    project_id: str | None = Field(None, max_length=200)
+    tags: list[str] = Field(default_factory=list, max_length=100)
+    sdk_version: str = Field("", max_length=64)
+
+
+class ClientConfig(BaseModel):
+    sdk_version: str = ""
+
+
+class TelemetryBatch(BaseModel):
+    events: list[object] = Field(default_factory=list)
 
 
 class Heartbeat(BaseModel):
@@ -35,11 +55,14 @@ async def healthz(_request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
-async def client_config(_request: Request) -> Response:
-    """Everything that is not said here has the SDK's default."""
+async def client_config(request: Request) -> Response:
+    """Everything that is not said here has the SDK's default. The first call of every client
+    that asks for it, so that one that is too old is told before anything else."""
+    check_sdk_version(parse(ClientConfig, await read_body(request) or b"{}").sdk_version)
     return json_response(
         {
-            "pjwt_auth_enabled": False,
+            # The SDK exchanges its key for a token, without which `whoami` would not work.
+            "pjwt_auth_enabled": True,
             "credential_default_source": "api_key",
             "parallel_fwdbwd_chunks": True,
             # Compression costs more than the loopback or a local network does.
@@ -72,11 +95,23 @@ async def capabilities(request: Request) -> Response:
 
 
 async def create_session(request: Request) -> Response:
+    """400 for an SDK that is too old; one that was not tested gets a warning for its log."""
     body = parse(CreateSession, await read_body(request))
+    warning = check_sdk_version(body.sdk_version)
     session = await gateway_of(request).sessions.create(
-        display_name=body.display_name, user_metadata=body.user_metadata
+        NewSession(
+            owner=caller_of(request).owner,
+            project_id=body.project_id or "",
+            display_name=body.display_name,
+            user_metadata=body.user_metadata,
+            tags=body.tags,
+            sdk_version=body.sdk_version,
+        )
     )
-    return json_response({"type": "create_session", "session_id": session.id})
+    note_for_audit(request, target=session.id)
+    return json_response(
+        {"type": "create_session", "session_id": session.id, "warning_message": warning}
+    )
 
 
 async def session_heartbeat(request: Request) -> Response:
@@ -91,6 +126,7 @@ async def finish_session(request: Request) -> Response:
     gateway = gateway_of(request)
     session_id = request.path_params["session_id"]
     body = parse(Finish, await read_body(request))
+    note_for_audit(request, target=session_id, reason=body.reason.type)
     with suppress(SessionFinished):  # the first reason counts; we only wait for the end
         await gateway.sessions.require(session_id)
     await gateway.end_session(
@@ -99,7 +135,13 @@ async def finish_session(request: Request) -> Response:
     return Response(status_code=204)
 
 
+async def forward_of_old_sdk(_request: Request) -> Response:
+    """An endpoint that SDKs before 0.25 had; newer ones send forward to forward_backward."""
+    raise json_refused("forward")
+
+
 async def telemetry(request: Request) -> Response:
-    """Accepted and dropped: what a client sends about itself is not kept."""
-    await read_body(request)
+    """Counted and dropped: what a client sends about itself is not kept."""
+    batch = parse(TelemetryBatch, await read_body(request))
+    gateway_of(request).metrics.telemetry_events.inc(len(batch.events))
     return json_response({"status": "accepted"})

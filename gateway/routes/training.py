@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from collections.abc import Callable
 from typing import Literal
 
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel, Field, ValidationError
-from sqlalchemy import select
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.compatible import training_from
 from gateway.execute import check_names
 from gateway.names import run_id_of, split_model_name
 from gateway.operations import (
@@ -26,17 +25,20 @@ from gateway.operations import (
     SaveWeightsForSampler,
     UseCustomLoss,
 )
+from gateway.routes.checkpoints import check_readable
 from gateway.routes.prefix import read_routing_prefix
 from gateway.routes.wire import (
+    JSON,
     BodyTooLarge,
     gateway_of,
     json_response,
+    note_for_audit,
     parse,
     promise,
     read_body,
     require_run,
 )
-from gateway.tables import runs
+from gateway.sdk_version import json_refused
 from tandem.errors import (
     MalformedPayload,
     OptimizerSetting,
@@ -45,6 +47,7 @@ from tandem.errors import (
     UserError,
 )
 from tandem.wire.v1 import tinker_pb2
+from tandem.worker import TrainingSpec
 
 TRAINING_KEY = "tandem.training"
 """The key of `user_metadata` that chooses the kind of training; its only value is `full`."""
@@ -74,6 +77,7 @@ class CreateViaLoad(BaseModel):
     base_model: str | None = None
     user_metadata: dict[str, object] | None = None
     optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = None
 
 
 class Addressing(BaseModel):
@@ -99,6 +103,8 @@ class ModelId(BaseModel):
 async def forward_backward(request: Request) -> Response:
     """The body goes into the log as it is; the gateway reads the routing fields alone."""
     gateway = gateway_of(request)
+    if request.headers.get("content-type", "").startswith(JSON):
+        raise json_refused("forward_backward")
     try:
         payload = await read_body(request)
     except BodyTooLarge as error:
@@ -157,18 +163,28 @@ async def load_weights(request: Request) -> Response:
     body = parse(CreateViaLoad, raw)
     load = parse(LoadWeights, raw)
     await gateway.sessions.require(body.session_id)
-    _check_optimizer(body.optimizer_config)
+    asked = _check_optimizer(body.optimizer_config) if body.optimizer_config else None
     checkpoint = await gateway.versions.checkpoints.for_training(load.path)
-    name, _full = split_model_name(body.base_model or checkpoint.base_model)
+    check_readable(request, checkpoint, token=body.weights_access_token)
+    name, full = split_model_name(body.base_model or checkpoint.base_model)
+    origin = await gateway.versions.checkpoints.origin(checkpoint.path.run_id)
     await gateway.runs.create(
         session_id=body.session_id,
         model_seq_id=body.model_seq_id,
         model=gateway.models.get(name),
+        training=training_from(
+            path=load.path,
+            saved=origin.training,
+            full=full,
+            optimizer=load.optimizer,
+            asked=asked,
+        ),
         load=load,
         user_metadata=body.user_metadata,
         request=raw,
     )
     run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
+    note_for_audit(request, target=run_id, load=load.path)
     return promise(run_id, 0, model_id=run_id)
 
 
@@ -178,7 +194,7 @@ async def create_model(request: Request) -> Response:
     raw = await read_body(request)
     body = parse(CreateModel, raw)
     await gateway.sessions.require(body.session_id)
-    _check_optimizer(body.optimizer_config)
+    optimizer = _check_optimizer(body.optimizer_config)
     name, full = split_model_name(body.base_model)
     model = gateway.models.get(name)
     full = full or (body.user_metadata or {}).get(TRAINING_KEY) == "full"
@@ -191,11 +207,13 @@ async def create_model(request: Request) -> Response:
         session_id=body.session_id,
         model_seq_id=body.model_seq_id,
         model=model,
+        training=TrainingSpec(optimizer=optimizer),
         load=None,
         user_metadata=body.user_metadata,
         request=raw,
     )
     run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
+    note_for_audit(request, target=run_id, base_model=body.base_model)
     return promise(run_id, 0, model_id=run_id)
 
 
@@ -222,26 +240,6 @@ async def get_info(request: Request) -> Response:
     )
 
 
-async def training_run(request: Request) -> Response:
-    gateway = gateway_of(request)
-    run_id = request.path_params["run_id"]
-    row = await gateway.database.read_one(select(runs).where(runs.c.id == run_id))
-    if row is None:
-        raise UnknownRun(f"there is no training run {run_id!r} on this server")
-    metadata = row["user_metadata"]
-    return json_response(
-        {
-            "training_run_id": run_id,
-            "base_model": row["base_model"],
-            "model_owner": "local",
-            "is_lora": False,
-            "corrupted": False,
-            "last_request_time": _iso(row["ended_at"] or row["created_at"]),
-            "user_metadata": {k: str(v) for k, v in metadata.items()} if metadata else None,
-        }
-    )
-
-
 async def _submit(
     request: Request, kind: Kind, read: Callable[[bytes], Body], *, raw: bytes | None = None
 ) -> Response:
@@ -259,6 +257,7 @@ async def _submit(
     try:
         body = read(raw)
         check_names(body)
+        note_for_audit(request, target=_target(place.model_id, body))
     except UserError as error:
         refused = error
     await gateway.admission.submit(
@@ -270,6 +269,21 @@ async def _submit(
         refused=refused,
     )
     return promise(place.model_id, place.seq_id, model_id=place.model_id)
+
+
+def _target(run_id: str, body: Body) -> str:
+    """What the audit log calls the thing that is saved or loaded."""
+    match body:
+        case LoadWeights():
+            return body.path
+        case SaveWeights():
+            return f"tinker://{run_id}/weights/{body.path}"
+        case SaveWeightsForSampler(path=str(name)):
+            return f"tinker://{run_id}/sampler_weights/{name}"
+        case SaveWeightsExternal():
+            return f"tinker://{run_id}/external_weights/{body.path}"
+        case _:
+            return run_id
 
 
 async def _refuse(request: Request, prefix: bytes, error: UserError) -> Response:
@@ -330,7 +344,3 @@ def _check_optimizer(config: OptimizerConfig | None) -> Literal["adamw", "dimuon
 def _first_line(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
     return ": ".join([".".join(str(part) for part in first["loc"]), first["msg"]])
-
-
-def _iso(seconds: float) -> str:
-    return dt.datetime.fromtimestamp(seconds, tz=dt.UTC).isoformat()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import io
 from typing import TypeVar, cast
 
@@ -12,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from gateway.core import Gateway
+from gateway.identity import Caller
 from gateway.names import request_id_of
 from tandem.errors import (
     InvalidRequest,
@@ -24,6 +26,7 @@ from tandem.errors import (
 
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
+AUTH = "/api/v1/auth/"
 
 _DRAINED_FACTOR = 4
 """How much of a body that is too large is read, in multiples of the limit, before we answer:
@@ -47,6 +50,28 @@ def gateway_of(request: Request) -> Gateway:
     return cast(Gateway, request.app.state.gateway)
 
 
+def caller_of(request: Request) -> Caller:
+    """Who asks: whose key or token came with the request."""
+    return cast(Caller, request.state.caller)
+
+
+def note_for_audit(request: Request, *, target: str, **detail: str) -> None:
+    """What the audit log calls the thing that this request changes, where its path does not
+    say it. Names alone: no key, no content."""
+    request.state.audit_target = target
+    request.state.audit_detail = detail
+
+
+def address_of(request: Request, path: str) -> str:
+    """A path of this server as an address that the client can reach."""
+    base = gateway_of(request).settings.public_url or str(request.base_url)
+    return base.rstrip("/") + path
+
+
+def iso(seconds: float) -> str:
+    return dt.datetime.fromtimestamp(seconds, tz=dt.UTC).isoformat()
+
+
 def json_response(content: object, *, status: int = 200) -> Response:
     return Response(orjson.dumps(content), status_code=status, media_type=JSON)
 
@@ -56,10 +81,12 @@ def promise(owner: str, seq_id: int, **more: object) -> Response:
     return json_response({"request_id": request_id_of(owner=owner, seq_id=seq_id), **more})
 
 
-def error_response(error: TandemError) -> Response:
+def error_response(error: TandemError, *, path: str = "") -> Response:
     """A request that was refused. Never 409, and never 5xx for a user's mistake: the SDK
     repeats those for five minutes."""
     body = {"error": error.message, "type": error.type, "category": error.category}
+    if path.startswith(AUTH):  # where the `tinker` command logs in, it shows `detail` alone
+        body["detail"] = error.message
     return json_response(body, status=error.status)
 
 
@@ -132,6 +159,16 @@ def parse(model: type[Model], body: bytes) -> Model:
         first = error.errors(include_url=False, include_context=False)[0]
         if first["type"] == "json_invalid":
             raise MalformedPayload(f"the body is not JSON: {first['msg']}") from error
+        where = ".".join(str(part) for part in first["loc"])
+        raise InvalidRequest(f"{where}: {first['msg']}" if where else first["msg"]) from error
+
+
+def parse_query(model: type[Model], request: Request) -> Model:
+    """The query as the model says. Raises `InvalidRequest` for wrong or unknown fields."""
+    try:
+        return model.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise InvalidRequest(f"{where}: {first['msg']}" if where else first["msg"]) from error
 

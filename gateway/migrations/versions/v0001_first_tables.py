@@ -140,7 +140,6 @@ def upgrade() -> None:
         sa.Column("event", sa.String(length=32), nullable=False),
         sa.Column("subject", sa.String(length=100), nullable=False),
         sa.Column("session_id", sa.String(length=64), nullable=False),
-        sa.Column("project_id", sa.String(length=200), nullable=False),
         sa.Column("owner", sa.String(length=100), nullable=False),
         sa.Column("base_model", sa.String(length=200), nullable=False),
         sa.Column("count", sa.BigInteger(), nullable=False),
