@@ -144,10 +144,9 @@ def prompt_scoring(
 
     Raises `InvalidRequest` where a number is out of its range.
     """
-    widest = min(MAX_TOPK, facts.vocabulary)
-    for name, k in (
-        ("topk_prompt_logprobs", message.topk_prompt_logprobs),
-        ("prompt_alt_tokens_k", message.prompt_alt_tokens_k),
+    for name, k, widest in (
+        ("topk_prompt_logprobs", message.topk_prompt_logprobs, min(MAX_TOPK, facts.vocabulary)),
+        ("prompt_alt_tokens_k", message.prompt_alt_tokens_k, MAX_TOPK),  # with replacement
     ):
         if not 0 <= k <= widest:
             raise InvalidRequest(f"{name} is {k}; 0 to {widest} are possible")

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import vllm
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
@@ -47,7 +48,13 @@ from sampler_service.engine import (
 from sampler_service.model_files import end_tokens, model_length, tokenizer_end_token
 from sampler_service.prefix_cache import CACHE_LIMIT_ARGUMENT, limit_prefix_cache
 from sampler_service.prompt_scorer import EMPTY_LOGPROB, EXTRA_ARGUMENT
-from tandem.errors import InternalError, LoadFailed, UnsupportedInput, WorkerStartFailed
+from tandem.errors import (
+    InternalError,
+    InvalidRequest,
+    LoadFailed,
+    UnsupportedInput,
+    WorkerStartFailed,
+)
 from tandem.settings import SamplerSettings
 
 _DEFAULT_LENGTH = 8192
@@ -55,6 +62,8 @@ _BATCH_TOKENS = 8192
 _CPU_BLOCK = 32
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The largest ranks that vLLM can be started with."""
+_LARGEST_CHECKED_TEMPERATURE = 2.0
+"""vLLM's constructor refuses a larger one, which its sampler computes like any other."""
 _HELD_PER_COMPUTED = 4
 """Adapters that an engine holds, for each one that it computes with at once."""
 
@@ -163,22 +172,30 @@ class VllmEngine:
     def add(self, request: EngineRequest) -> None:
         if request.stop_strings:
             self._need_tokenizer()
-        adapter = self._adapters[request.adapter] if request.adapter is not None else None
         # Greedy samples of one prompt are all alike: one is computed.
         count = request.num_samples if request.temperature > 0 else 1
         parts = {f"{request.id}/{index}": index for index in range(count)}
-        for part, index in parts.items():
-            scoring = request.scoring if index == 0 else None
-            if scoring is not None:
-                self._worker("tandem_ask", part, scoring, len(request.prompt))
-            self._engine.add_request(
-                part,
-                {"type": "token", "prompt_token_ids": request.prompt},
-                self._parameters(request, index=index, part=part, scoring=scoring),
-                lora_request=adapter,
-            )
-            self._owner[part] = request.id
         self._pending[request.id] = _Pending(request=request, parts=parts)
+        self._owner |= dict.fromkeys(parts, request.id)
+        try:
+            for part, index in parts.items():
+                self._add_part(request, part=part, index=index)
+        except (ValueError, VLLMValidationError) as error:  # its checks must not end the engine
+            self.abort([request.id])
+            raise InvalidRequest(f"vLLM refuses the request: {error}") from error
+
+    def _add_part(self, request: EngineRequest, *, part: str, index: int) -> None:
+        """Hands one sample of a request to vLLM; the first one scores the prompt."""
+        scoring = request.scoring if index == 0 else None
+        parameters = self._parameters(request, index=index, part=part, scoring=scoring)
+        if scoring is not None:
+            self._worker("tandem_ask", part, scoring, len(request.prompt))
+        self._engine.add_request(
+            part,
+            {"type": "token", "prompt_token_ids": request.prompt},
+            parameters,
+            lora_request=self._adapters[request.adapter] if request.adapter is not None else None,
+        )
 
     def step(self) -> list[EngineResult]:
         done: list[EngineResult] = []
@@ -270,9 +287,8 @@ class VllmEngine:
         extra: dict[str, object] | None = None
         if scoring is not None and scoring.start is not None:
             extra = {EXTRA_ARGUMENT: part, CACHE_LIMIT_ARGUMENT: scoring.start - 1}
-        return SamplingParams(
+        parameters = SamplingParams(
             max_tokens=request.max_tokens,
-            temperature=request.temperature,
             top_k=request.top_k,
             top_p=request.top_p,
             seed=child_seed(request.seed or 0, index) if seeded else None,
@@ -286,7 +302,10 @@ class VllmEngine:
             skip_clone=True,
             detokenize=bool(request.stop_strings),
             output_kind=RequestOutputKind.FINAL_ONLY,
+            temperature=min(request.temperature, _LARGEST_CHECKED_TEMPERATURE),
         )
+        parameters.temperature = request.temperature
+        return parameters
 
     def _need_tokenizer(self) -> None:
         """Loads the tokenizer when the first stop string asks for it: half a second otherwise

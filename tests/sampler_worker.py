@@ -177,6 +177,25 @@ def decoded(reply: sampler_pb2.SampleReply) -> Sampled:
     )
 
 
+def assert_logprobs_are_those_of(weights: Path, prompt: Sequence[int], answer: Sampled) -> None:
+    """The sampled logprobs of an answer are those of a plain forward, at temperature 1."""
+    for sample in answer.samples:
+        expected = plain_logprobs(weights, [*prompt, *sample.tokens])[len(prompt) - 1 :]
+        assert np.abs(expected - sample.logprobs).max() < 1e-4
+
+
+def tokens_of(answer: Sampled) -> list[list[int]]:
+    return [sample.tokens for sample in answer.samples]
+
+
+def same(one: Sampled, other: Sampled) -> bool:
+    """Bit by bit: tokens, logprobs, prompt logprobs, top-k."""
+    pairs = zip(one.message.sequences, other.message.sequences, strict=True)
+    return all(a == b for a, b in pairs) and (
+        one.message.prompt_logprobs == other.message.prompt_logprobs
+    )
+
+
 class SamplerClient:
     def __init__(
         self, process: subprocess.Popen[bytes], reports: Any, report: WorkerReport, model: Path
@@ -189,6 +208,7 @@ class SamplerClient:
         self.stub = sampler_pb2_grpc.SamplerStub(self.channel)
         self.metadata = ((SECRET_METADATA_KEY, SECRET),)
         self.numbers = itertools.count()
+        self.fencing_token = 1
 
     def wait_until_serving(self) -> None:
         stub = health_pb2_grpc.HealthStub(self.channel)
@@ -209,7 +229,7 @@ class SamplerClient:
 
     def load(self, version: common_pb2.WeightVersion) -> sampler_pb2.LoadReply:
         return self.stub.Load(
-            sampler_pb2.LoadRequest(version=version, fencing_token=1),
+            sampler_pb2.LoadRequest(version=version, fencing_token=self.fencing_token),
             metadata=self.metadata,
             timeout=CALL_SECONDS,
         )
@@ -258,7 +278,7 @@ class SamplerClient:
             prompt_logprobs_last_n=last_n,
             target_prompt_tokens=b"" if targets is None else targets.SerializeToString(),
             prompt_alt_tokens_k=draws,
-            fencing_token=1,
+            fencing_token=self.fencing_token,
         )
 
     def send(self, request: sampler_pb2.SampleRequest) -> Any:

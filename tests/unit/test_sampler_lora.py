@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tandem.v1 import common_pb2
+from tandem.weights import Canary
 from tests.sampler_adapters import ATTENTION, EVERYTHING, write_adapter_files, write_merged
 from tests.sampler_worker import (
     Sampled,
@@ -190,7 +191,7 @@ def test_a_wrong_adapter_is_refused_and_the_others_go_on_serving(
 ):
     wrong = published(model, directory, seed=7)
     other = plain_logprobs(model, [5, 6, 7]).tolist()
-    rewrite_manifest(wrong.version, canary={"tokens": [5, 6, 7], "logprobs": other})
+    rewrite_manifest(wrong.version, canary=Canary(tokens=[5, 6, 7], logprobs=other))
     large = published(model, directory, seed=8, rank=6)
     calls = [
         tied_adapters.send(ask(tied_adapters, version))

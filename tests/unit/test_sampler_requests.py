@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,6 +86,91 @@ def test_a_mistake_is_a_typed_error_with_a_sentence(request_, error):
         engine_request(request_, FACTS)
     assert raised.value.category == "user"
     assert len(raised.value.message.split()) > 4
+
+
+def tensor(ids, *, dtype=wire.DTYPE_INT64, numbers="<i8", shape=None) -> bytes:
+    array = np.asarray(ids, numbers)
+    return wire.Tensor(
+        dense=array.tobytes(), dtype=dtype, shape=array.shape if shape is None else shape
+    ).SerializeToString()
+
+
+def csr(values, crow, columns, shape=(2, 3)) -> bytes:
+    parts = [np.asarray(part, "<i8").tobytes() for part in (values, crow, columns)]
+    return wire.Tensor(
+        sparse_csr=wire.SparseCsr(values=parts[0], crow_indices=parts[1], col_indices=parts[2]),
+        dtype=wire.DTYPE_INT64,
+        shape=shape,
+    ).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("payload", "error"),
+    [
+        (b"\xff\xff\xff", MalformedPayload),
+        (tensor([[5], [6], [7]]), InvalidRequest),  # the prompt's rows, not those after the first
+        (tensor([5, 6]), InvalidRequest),
+        (tensor([[], []]), InvalidRequest),
+        (tensor([[5.0], [6.0]], dtype=wire.DTYPE_FLOAT32, numbers="<f4"), InvalidRequest),
+        (tensor([[-1], [-1]]), InvalidRequest),
+        (tensor([[100], [5]]), TokenOutOfVocabulary),
+        (tensor([[-2], [5]]), TokenOutOfVocabulary),
+        (tensor([[5]], shape=(2, 1)), MalformedPayload),
+        (csr([5], [0, 1], [0]), MalformedPayload),
+        (csr([5], [0, 1, 2], [0]), MalformedPayload),
+        (csr([5], [1, 1, 1], [0]), MalformedPayload),
+        (csr([5], [0, 1, 1], [3]), MalformedPayload),
+        (csr([5], [0, 2, 1], [0]), MalformedPayload),
+        (csr([], [0, 0, 0], []), InvalidRequest),
+        (csr([5], [0, 1, 1], [0], shape=(2, 2**40)), None),
+    ],
+)
+def test_targets_that_make_no_sense_are_refused(payload, error):
+    request = asked(message(), target_prompt_tokens=payload)
+    if error is None:
+        assert engine_request(request, FACTS).scoring.target_ids.tolist() == [5]
+        return
+    with pytest.raises(error) as raised:
+        engine_request(request, FACTS)
+    assert "target_prompt_logprobs" in raised.value.message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"topk_prompt_logprobs": 101},
+        {"prompt_alt_tokens_k": 1001},
+        {"prompt_alt_tokens_k": -1},
+        {"prompt_logprobs_last_n": 1},
+        {"prompt_logprobs": True, "prompt_logprobs_last_n": 0},
+        {"prompt_logprobs": True, "prompt_logprobs_last_n": 3},
+        {"prompt_logprobs": True, "prompt_logprobs_last_n": -1},
+    ],
+)
+def test_numbers_about_the_prompt_out_of_their_range_are_refused(fields):
+    with pytest.raises(InvalidRequest) as raised:
+        engine_request(asked(message(), **fields), FACTS)
+    assert next(reversed(fields)) in raised.value.message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"topk_prompt_logprobs": 1000},
+        {"prompt_alt_tokens_k": 1000},
+        {"target_prompt_tokens": tensor(np.arange(4200 * 1000).reshape(4200, 1000) % 2000)},
+        {"num_samples": 4200, "topk_sample_logprobs": 1000},
+    ],
+)
+def test_an_answer_with_too_many_logprobs_is_refused_before_it_is_computed(fields):
+    facts = replace(FACTS, vocabulary=5000, max_length=10000)
+    request = asked(message(prompt=[5] * 4201, max_tokens=1), **fields)
+    with pytest.raises(InvalidRequest, match="at most 4194304"):
+        engine_request(request, facts)
+
+
+def test_nothing_is_scored_when_nothing_is_asked():
+    assert engine_request(message(), FACTS).scoring is None
 
 
 def test_without_max_tokens_as_many_as_fit_are_sampled():
