@@ -8,8 +8,10 @@ import uuid
 from datetime import UTC, datetime, timedelta
 
 import pytest
+import tinker
 from conform.calls import Call, settled
 from conform.claims import proves, proves_both
+from conform.surface import NEWEST
 from support.data import sequences, supervised
 from support.models import TIED
 from support.sampling import sample
@@ -86,8 +88,9 @@ def test_sessions_are_listed_and_described(
     session = call(rest, "get_session", session_id)
     assert {run.model_id for run in runs.values()} <= set(session.training_run_ids)
     assert base_sampler._sampling_session_id in session.sampler_ids
-    assert session.user_metadata == {"purpose": "conformance"}
-    assert session.display_name == "Shared session"
+    if tinker.__version__ == NEWEST:  # older releases leave them out
+        assert session.user_metadata == {"purpose": "conformance"}
+        assert session.display_name == "Shared session"
     listed = call(rest, "list_sessions", limit=1000).sessions
     assert session_id in listed
     first, second = (call(rest, "list_sessions", limit=1, offset=n).sessions for n in (0, 1))
@@ -101,10 +104,10 @@ def test_sessions_are_listed_and_described(
 def test_sessions_are_searched(rest: RestClient, stack: TestStack) -> None:
     mark = uuid.uuid4().hex[:8]
     ids = []
-    for number in range(3):
+    for number, word in enumerate(("first", "second", "third")):
         service = ServiceClient(
             project_id=f"project-{mark}",
-            display_name=f"Nightly {mark} number {number}",
+            display_name=f"Nightly {mark}, the {word}",
             user_metadata={"mark": mark, "number": str(number)},
         )
         ids.append(service.holder.get_session_id())
@@ -118,7 +121,7 @@ def test_sessions_are_searched(rest: RestClient, stack: TestStack) -> None:
     newest_first = ids[::-1]
     assert found(session_id=ids[1]) == [ids[1]]
     assert found(display_name=f"NIGHTLY {mark}") == newest_first
-    assert found(display_name=f"{mark} 2") == [ids[2]]
+    assert found(display_name=f"THIRD {mark}") == [ids[2]]
     assert found(user_metadata={"mark": mark}) == newest_first
     assert found(user_metadata={"mark": mark, "number": "1"}) == [ids[1]]
     assert found(project_ids=[f"project-{mark}"]) == newest_first
