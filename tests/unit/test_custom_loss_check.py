@@ -98,12 +98,12 @@ def test_a_function_outside_the_list_is_refused_by_name(target: str) -> None:
     assert target in message
 
 
-@pytest.mark.parametrize(
-    "target",
-    """__class__ __reduce__ __getattribute__ __setitem__ __torch_function__ item tolist numpy
-    backward register_hook add_ exp_ requires_grad_ set_ share_memory_ apply_ map_ random_
-    storage data_ptr cuda""".split(),
-)
+METHODS = """__class__ __reduce__ __getattribute__ __setitem__ __torch_function__ item tolist numpy
+backward register_hook add_ exp_ requires_grad_ set_ share_memory_ apply_ map_ random_ storage
+data_ptr cuda"""
+
+
+@pytest.mark.parametrize("target", METHODS.split())
 def test_a_method_outside_the_list_is_refused_by_name(target: str) -> None:
     message = refused(body_of(node("call_method", "x", target, ref("logprobs"))))
     assert target in message
