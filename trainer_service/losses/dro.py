@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from trainer_service.losses.aggregate import AGGREGATION_SETTINGS, check_aggregation
-from trainer_service.losses.base import Loss, LossResult, Setting, Settings
+from trainer_service.losses.base import Input, Loss, LossResult, Setting, Settings
 from trainer_service.losses.kl import KL_INPUTS, KL_SETTINGS
 from trainer_service.losses.layout import Layout
 from trainer_service.losses.policy import (
     ADVANTAGES,
     LOGPROBS,
-    MASK,
     POLICY_MAXIMA,
     POLICY_SUMS,
     finish,
@@ -42,7 +41,12 @@ def dro(
 DRO = Loss(
     name="dro",
     compute=dro,
-    inputs=(LOGPROBS, ADVANTAGES, MASK, *KL_INPUTS),
+    inputs=(
+        LOGPROBS,
+        ADVANTAGES,
+        Input("mask", "0 for tokens that do not count; without it, all do"),
+        *KL_INPUTS,
+    ),
     settings=(
         Setting("beta", 0.05, "β, how short the leash to the sampler is", low=0.0),
         *AGGREGATION_SETTINGS,
