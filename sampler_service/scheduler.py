@@ -24,73 +24,19 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from sampler_service.adapters import Adapters
-from sampler_service.engine import Engine, EngineRequest, EngineResult, WeightsTouched
+from sampler_service.engine import Engine, WeightsTouched
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.reload import Loader, LoadOutcome, Version
 from sampler_service.states import State, StateMachine
+from sampler_service.work import Sampled, SampleJob, Status, Waiter
 from tandem.errors import LoadFailed, TandemError, WorkerDied
 from tandem.telemetry import get_log
 
 _GATHER_QUIET = 0.001
 _GATHER_MOST = 0.050
-
-
-@dataclass(frozen=True)
-class SampleJob:
-    """A request for a version, with its place among those that wait."""
-
-    request: EngineRequest
-    version: Version
-    session_id: str
-    seq_id: int
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """What a request was answered with: the version is the one that was in the engine.
-    `seconds` went by from its admission into the engine."""
-
-    result: EngineResult
-    version: Version
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Status:
-    state: State
-    version: Version
-    running: int
-    waiting: int
-    adapters: tuple[str, ...] = ()
-
-
-@dataclass(eq=False)
-class _Waiter:
-    """Work that waits or runs. `job` is None for an explicit load. `weights` are the version
-    that must be loaded for it: its own, or the base model's for an adapter."""
-
-    version: Version
-    weights: Version
-    arrived: float
-    job: SampleJob | None = None
-    admitted: float = 0.0
-    sampled: Future[Sampled] = field(default_factory=Future)
-    loaded: Future[LoadOutcome] = field(default_factory=Future)
-
-    def fail(self, error: TandemError) -> None:
-        future: Future[Sampled] | Future[LoadOutcome] = (
-            self.sampled if self.job is not None else self.loaded
-        )
-        if future.set_running_or_notify_cancel():
-            future.set_exception(error)
-
-    @property
-    def order(self) -> tuple[str, int, float]:
-        assert self.job is not None
-        return (self.job.session_id, self.job.seq_id, self.arrived)
 
 
 class Scheduler:
@@ -124,10 +70,10 @@ class Scheduler:
         self._log = get_log()
         self._machine = StateMachine(on_change=metrics.state)
         self._condition = threading.Condition()
-        self._inbox: list[_Waiter] = []
+        self._inbox: list[Waiter] = []
         self._cancelled: list[str] = []
-        self._waiting: list[_Waiter] = []
-        self._running: dict[str, _Waiter] = {}
+        self._waiting: list[Waiter] = []
+        self._running: dict[str, Waiter] = {}
         self._stopped = False
         self._refusal: TandemError | None = None
         self._names_of_adapters: tuple[str, ...] = ()
@@ -168,11 +114,11 @@ class Scheduler:
             adapters=self._names_of_adapters,
         )
 
-    def _waiter(self, version: Version, job: SampleJob | None) -> _Waiter:
+    def _waiter(self, version: Version, job: SampleJob | None) -> Waiter:
         weights = self._base if version.adapter else version
-        return _Waiter(version=version, weights=weights, arrived=self._clock(), job=job)
+        return Waiter(version=version, weights=weights, arrived=self._clock(), job=job)
 
-    def _hand_over(self, waiter: _Waiter) -> None:
+    def _hand_over(self, waiter: Waiter) -> None:
         with self._condition:
             if self._refusal is None and not self._stopped:
                 self._inbox.append(waiter)
@@ -271,7 +217,7 @@ class Scheduler:
         for waiter in sorted((w for w in now if w.job is not None), key=lambda w: w.order):
             self._start(waiter)
 
-    def _held_up(self, waiter: _Waiter) -> bool:
+    def _held_up(self, waiter: Waiter) -> bool:
         """Whether it needs other weights, or room for its adapter that others take up."""
         if waiter.weights != self._version:
             return True
@@ -281,7 +227,7 @@ class Scheduler:
     def _serves(self, version: Version) -> bool:
         return self._adapters.ready(version) if version.adapter else version == self._version
 
-    def _start(self, waiter: _Waiter) -> None:
+    def _start(self, waiter: Waiter) -> None:
         """Hands a request to the engine."""
         assert waiter.job is not None
         if not waiter.sampled.set_running_or_notify_cancel():
@@ -298,7 +244,7 @@ class Scheduler:
         waiter.admitted = self._clock()
         self._running[request.id] = waiter
 
-    def _add_adapters(self, at_hand: list[_Waiter]) -> None:
+    def _add_adapters(self, at_hand: list[Waiter]) -> None:
         """Begins to add the adapters of those who wait for one, the oldest waiter's first, as far
         as there is room: none leaves that anybody in the engine or at hand needs."""
         missing: dict[str, Version] = {}
@@ -410,7 +356,7 @@ class Scheduler:
         for waiter in failed:
             waiter.fail(error)
 
-    def _answer_load(self, waiter: _Waiter, outcome: LoadOutcome) -> None:
+    def _answer_load(self, waiter: Waiter, outcome: LoadOutcome) -> None:
         if waiter.loaded.set_running_or_notify_cancel():
             waiter.loaded.set_result(outcome)
 

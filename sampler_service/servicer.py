@@ -17,7 +17,8 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.reload import Version
 from sampler_service.response import encode_response
 from sampler_service.sampling import Question, parse_request
-from sampler_service.scheduler import Sampled, SampleJob, Scheduler
+from sampler_service.scheduler import Scheduler
+from sampler_service.work import Sampled, SampleJob
 from tandem.errors import InvalidRequest, OperationTimedOut, TandemError
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc

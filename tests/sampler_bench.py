@@ -20,7 +20,8 @@ from sampler_service.engine import (
 )
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.reload import LoadOutcome, Version
-from sampler_service.scheduler import Sampled, SampleJob, Scheduler
+from sampler_service.scheduler import Scheduler
+from sampler_service.work import Sampled, SampleJob
 from tandem.errors import LoadFailed, SequenceTooLong
 
 BASE, NEW, OTHER = (Version(name=name, path=Path(name)) for name in ("base/m", "run/v1", "run/v2"))

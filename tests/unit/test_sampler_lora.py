@@ -107,17 +107,36 @@ def test_adapters_and_the_base_model_are_computed_in_one_batch_each_with_its_own
     assert described.max_lora_rank == 5
 
 
+@pytest.fixture(scope="module")
+def ten(model: Path, directory: Path) -> list[Published]:
+    return [published(model, directory, seed=10 + i, modules=ATTENTION) for i in range(10)]
+
+
 def test_more_adapters_at_once_than_are_computed_at_once_are_all_answered(
-    tied_adapters: SamplerClient, model: Path, directory: Path
+    tied_adapters: SamplerClient, ten: list[Published]
 ):
-    adapters = [published(model, directory, seed=10 + i, modules=ATTENTION) for i in range(10)]
-    answers = tied_adapters.sample_all([ask(tied_adapters, a.version) for a in adapters])
-    for adapter, answer in zip(adapters, answers, strict=True):
+    answers = tied_adapters.sample_all([ask(tied_adapters, a.version) for a in ten])
+    for adapter, answer in zip(ten, answers, strict=True):
         assert answer.version == adapter.version.name
         assert_answered_by(adapter.merged, PROMPT, answer)
     held = tied_adapters.describe().adapters
     assert len(held) == 8, "four for each that is computed at once"
-    assert_serves(tied_adapters, adapters[0].version, adapters[0].merged)
+    assert_serves(tied_adapters, ten[0].version, ten[0].merged)
+
+
+def test_a_hundred_adapters_that_come_and_go_leave_memory_flat(
+    tied_adapters: SamplerClient, ten: list[Published]
+):
+    def all_once() -> None:
+        for adapter in ten:
+            assert not tied_adapters.load(adapter.version).HasField("failure")
+
+    for _ in range(3):
+        all_once()
+    before = tied_adapters.resident_bytes
+    for _ in range(10):
+        all_once()
+    assert tied_adapters.resident_bytes - before < 8 * 2**20
 
 
 def test_what_an_adapter_samples_does_not_depend_on_who_runs_beside_it(
