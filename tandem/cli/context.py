@@ -17,6 +17,9 @@ from tandem.stack import Endpoint, read_endpoint
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
+OWN_API = "api/tandem/v1"
+TINKER_API = "api/v1"
+
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 DataDir = Annotated[
     Path | None,
@@ -48,14 +51,20 @@ def running_gateway(data_dir: Path | None) -> Endpoint:
 
 
 def call(
-    data_dir: Path | None, method: str, path: str, *, body: dict[str, str] | None = None
+    data_dir: Path | None,
+    method: str,
+    path: str,
+    *,
+    body: dict[str, str] | None = None,
+    api: str = OWN_API,
 ) -> object:
-    """Calls the gateway's own API and returns the JSON; an error answer becomes `ServerError`."""
+    """Calls the gateway's API, its own or the SDK's, and returns the JSON; an error answer
+    becomes `ServerError`."""
     endpoint = running_gateway(data_dir)
     try:
         answer = httpx.request(
             method,
-            f"{endpoint.url}/api/tandem/v1/{path}",
+            f"{endpoint.url}/{api}/{path}",
             headers={"X-API-Key": endpoint.api_key},
             json=body,
             timeout=30,

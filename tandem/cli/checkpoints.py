@@ -1,0 +1,182 @@
+"""`tandem checkpoints`: what runs have saved, on the disk of the running gateway."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, cast
+from urllib.parse import quote
+
+import httpx
+import typer
+from rich.table import Table
+
+from tandem.cli.context import TINKER_API, DataDir, JsonFlag, call, out, print_json
+from tandem.errors import InvalidRequest, NameTaken, ServerError, UserError
+
+app = typer.Typer(help="Checkpoints: list, delete and export.", no_args_is_help=True)
+
+_PREFIX = "tinker://"
+_BLOCK_BYTES = 2**20
+_MERGE_TIMEOUT = 3600
+_PATH = typer.Argument(help="Such as tinker://RUN/sampler_weights/NAME.")
+
+
+@app.command("list")
+def list_checkpoints(
+    run: Annotated[str | None, typer.Option("--run", help="Those of this run alone.")] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="At most so many.")] = 50,
+    data_dir: DataDir = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Lists checkpoints, newest first."""
+    where = (
+        f"training_runs/{quote(run, safe=':')}/checkpoints" if run is not None else "checkpoints"
+    )
+    answer = call(data_dir, "GET", f"{where}?limit={limit}", api=TINKER_API)
+    rows = cast(dict[str, list[dict[str, object]]], answer)["checkpoints"]
+    rows = sorted(rows, key=lambda row: str(row["time"]), reverse=True)[:limit]
+    if as_json:
+        print_json({"checkpoints": rows})
+        return
+    if not rows:
+        out.print("No checkpoints.")
+        return
+    table = Table("path", "bytes", "created", "expires", "public")
+    for row in rows:
+        table.add_row(
+            str(row["tinker_path"]),
+            str(row["size_bytes"]),
+            str(row["time"])[:19],
+            str(row["expires_at"] or "")[:19],
+            "yes" if row["public"] else "",
+        )
+    out.print(table)
+
+
+@app.command("delete")
+def delete(
+    paths: Annotated[list[str], _PATH],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    data_dir: DataDir = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Deletes checkpoints. Their files go when nothing uses them any more."""
+    for path in paths:
+        _split(path)
+    if not yes and not typer.confirm(f"Delete {', '.join(paths)}?"):
+        raise typer.Abort
+    for path in paths:
+        run_id, kind, name = _split(path)
+        where = f"training_runs/{run_id}/checkpoints/{kind}/{name}"
+        call(data_dir, "DELETE", where, api=TINKER_API)
+        if not as_json:
+            out.print(f"{path} is deleted.")
+    if as_json:
+        print_json({"deleted": paths})
+
+
+@app.command("export")
+def export(
+    path: Annotated[str, _PATH],
+    directory: Annotated[Path, typer.Argument(help="Where to; it must not exist yet.")],
+    merged: Annotated[
+        bool,
+        typer.Option("--merged", help="A LoRA adapter added into its base model, as a whole."),
+    ] = False,
+    base: Annotated[
+        Path | None,
+        typer.Option("--base", help="The base model for --merged; else as it is registered."),
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Copies the files of a checkpoint into a directory.
+
+    What save_weights_for_sampler and save_weights_external wrote loads there in transformers
+    (or in PEFT, of a LoRA run); what save_state wrote is a trainer's state, for a backup.
+    """
+    _split(path)
+    if directory.exists():
+        raise NameTaken(f"{directory} exists already; name a directory that does not")
+    answer = call(data_dir, "GET", f"checkpoints/files?path={quote(path, safe=':/')}")
+    urls = cast(dict[str, dict[str, str]], answer)["urls"]
+    if merged and "adapter_config.json" not in urls:
+        raise InvalidRequest(
+            f"{path} holds no LoRA adapter that could be merged; export it without --merged"
+        )
+    if odd := [name for name in urls if name != Path(name).name or name.startswith(".")]:
+        raise ServerError(f"the gateway names a file {odd[0]!r}, which is no plain name")
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        size = sum(_download(url, partial / name) for name, url in sorted(urls.items()))
+        if merged:
+            base = base or _registered_base(data_dir, path)
+            _merge(adapter=partial, base=base, target=directory)
+            shutil.rmtree(partial)
+        else:
+            partial.rename(directory)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if as_json:
+        print_json({"path": path, "directory": str(directory), "bytes": size, "merged": merged})
+    else:
+        out.print(f"{path} is in {directory}{' (merged)' if merged else ''}.")
+
+
+def _split(path: str) -> tuple[str, str, str]:
+    parts = path.removeprefix(_PREFIX).split("/")
+    if not path.startswith(_PREFIX) or len(parts) != 3 or not all(parts):
+        raise InvalidRequest(f"{path!r} is not a checkpoint's path, such as tinker://RUN/KIND/NAME")
+    run_id, kind, name = (quote(part, safe=":") for part in parts)
+    return run_id, kind, name
+
+
+def _download(url: str, target: Path) -> int:
+    """Streams one file; returns its bytes. Raises `UserError` or `ServerError`."""
+    size = 0
+    try:
+        with httpx.stream("GET", url, timeout=60) as answer, target.open("xb") as file:
+            if answer.is_error:
+                answer.read()
+                raise UserError(str(answer.json().get("error", answer.text)))
+            for block in answer.iter_bytes(_BLOCK_BYTES):
+                size += file.write(block)
+    except httpx.HTTPError as error:
+        raise ServerError(f"the download of {target.name} broke off: {error}") from error
+    return size
+
+
+def _registered_base(data_dir: Path | None, path: str) -> Path:
+    info = call(data_dir, "POST", "weights_info", body={"tinker_path": path}, api=TINKER_API)
+    name = cast(dict[str, str], info)["base_model"]
+    models = cast(dict[str, list[dict[str, str]]], call(data_dir, "GET", "models"))["models"]
+    for model in models:
+        if model["name"] == name:
+            return Path(model["path"])
+    raise InvalidRequest(f"the base model {name!r} is not registered; name its folder with --base")
+
+
+def _merge(*, adapter: Path, base: Path, target: Path) -> None:
+    """In a process of its own, since it needs torch. Raises `ServerError`."""
+    command = [sys.executable, "-m", "trainer_service.merge", adapter, base, target]
+    try:
+        done = subprocess.run(
+            [str(part) for part in command],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_MERGE_TIMEOUT,
+        )
+    except subprocess.TimeoutExpired as error:
+        shutil.rmtree(target, ignore_errors=True)
+        raise ServerError(f"merging took longer than {_MERGE_TIMEOUT} s") from error
+    if done.returncode != 0:
+        shutil.rmtree(target, ignore_errors=True)
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise ServerError(f"the adapter could not be merged into {base}: {last}")
