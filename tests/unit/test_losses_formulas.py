@@ -61,6 +61,24 @@ def test_the_formula_written_down_once_more(name):
         assert got == pytest.approx(reference(without_mask), rel=1e-12)
 
 
+def test_the_leash_of_dro_is_the_golden_squared_log_ratio():
+    data = golden_data({"logprobs": "rollout"})
+    data.inputs["advantages"] = torch.zeros_like(data.logprobs)
+    got = compute(LOSSES["dro"], data, {"beta": 2.0, "aggregation": "token_mean"}).loss
+    assert float(got) == pytest.approx(EXPECTED["log_ratio_sq_rollout_token_mean"], abs=1e-8)
+
+
+def test_golden_sequence_ratios_of_gspo():
+    data = golden_data({"logprobs": "old"})
+    result = compute(LOSSES["gspo"], data)
+    ratios = torch.tensor(EXPECTED["gspo_seq_ratio"], dtype=torch.float64)
+    summed = float((ratios * torch.tensor(data.sizes)).sum())
+    assert float(result.sums[LOSSES["gspo"].sum_names.index("ratio")]) == pytest.approx(
+        summed, abs=1e-6
+    )
+    assert float(result.maxima[0]) == pytest.approx(float(ratios.max()), abs=1e-7)
+
+
 def preference_data(p: list[float], ref: list[float], **more: float) -> Data:
     values = {"ref_logprobs": ref, "weights": [1.0] * len(p)}
     inputs = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}

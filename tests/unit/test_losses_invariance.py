@@ -186,9 +186,9 @@ def test_tokens_whose_sampler_logprob_is_not_finite_are_dropped_and_counted(name
     loss, data = LOSSES[name], random_data()
     config = {"aggregation": "token_mean"}
     data.inputs["mask"][:] = 1.0
-    data.inputs["sequence_ratio_mask"][4] = 0.0
-    masked = Data(data.logprobs, {**data.inputs, "mask": data.inputs["mask"].clone()}, data.sizes)
-    masked.inputs["mask"][4] = 0.0
+    copies = {key: values.clone() for key, values in data.inputs.items()}
+    masked = Data(data.logprobs, copies, data.sizes)
+    masked.inputs["mask"][4] = masked.inputs["sequence_ratio_mask"][4] = 0.0
     data.inputs["logprobs"][4] = value
     torch.testing.assert_close(gradient(loss, data, config), gradient(loss, masked, config))
     result = compute(loss, data, config)

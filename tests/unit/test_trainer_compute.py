@@ -80,14 +80,24 @@ def test_every_loss_is_computed_on_real_parts():
 
 
 @pytest.fixture(scope="module")
-def whole_and_split(models) -> tuple[RankTrainer, RankTrainer]:
-    path = models["qwen3"]
-    return make_trainer(path), make_trainer(path, micro_batch_tokens=24)
+def whole(models) -> RankTrainer:
+    return make_trainer(models["qwen3"])
+
+
+@pytest.fixture(scope="module")
+def packed(models) -> RankTrainer:
+    return make_trainer(models["qwen3"], micro_batch_tokens=24, packing="on")
+
+
+@pytest.fixture(scope="module")
+def padded(models) -> RankTrainer:
+    return make_trainer(models["qwen3"], micro_batch_tokens=48, packing="off")
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_any_split_into_micro_batches_gives_the_same_gradients(whole_and_split, name):
-    whole, split = whole_and_split
+@pytest.mark.parametrize("way", ["packed", "padded"])
+def test_any_split_into_micro_batches_gives_the_same_gradients(whole, way, name, request):
+    split = request.getfixturevalue(way)
     whole.drop_gradients()
     split.drop_gradients()
     one, many = (run(trainer, mixed_request(name)) for trainer in (whole, split))

@@ -482,6 +482,39 @@ def test_spans_of_the_sdk_are_read():
     assert batch.settings.number("kl_coeff") == 0.05
 
 
+def test_lists_that_the_sdk_knows_are_read_as_inputs_of_gspo():
+    from tinker import types
+    from tinker.proto.request_conv import forward_backward_request_to_proto
+
+    made = types.Datum(
+        model_input=types.ModelInput.from_ints([4, 5]),
+        loss_fn_inputs={
+            "target_tokens": [5, 3],
+            "logprobs": [-1.0, -2.0],
+            "advantages": [1.0, -1.0],
+            "sequence_ratio_mask": [0.0, 1.0],
+            "clip_low_threshold": [0.9],
+            "clip_high_threshold": [1.1, 1.3],
+        },
+    )
+    config = {"aggregation": "seq_mean_token_mean", "clip_low_threshold": 0.5}
+    sent = forward_backward_request_to_proto(
+        types.ForwardBackwardRequest(
+            model_id="run",
+            seq_id=1,
+            forward_backward_input=types.ForwardBackwardInput(
+                data=[made], loss_fn="gspo", loss_fn_config=config
+            ),
+        )
+    )
+    batch = validate(parse(sent.SerializeToString()), losses=LOSSES, limits=LIMITS)
+    assert batch.inputs["sequence_ratio_mask"].tolist() == [0.0, 1.0]
+    expected = np.array([[0.9, 0.9], [1.1, 1.3]], np.float32)
+    assert batch.inputs["clip_low_threshold"].tolist() == expected[0].tolist()
+    assert batch.inputs["clip_high_threshold"].tolist() == expected[1].tolist()
+    assert batch.settings.text("aggregation") == "seq_mean_token_mean"
+
+
 WHOLE = ("sampled_tokens", "a", 3)
 BAD_SPANS = {
     "too short": ([("sampled_tokens", "a", 2)], [WHOLE], "'model_input_spans' cover 2 .* has 3"),

@@ -40,7 +40,9 @@ def gspo(
     tokens = ready(logprobs, inputs)
     advantages = tokens.advantages
     low, high = clip_bounds(inputs, settings, like=logprobs)
-    weights = inputs.get("sequence_ratio_mask", tokens.active)
+    weights = tokens.active
+    if "sequence_ratio_mask" in inputs:  # a dropped token says nothing about its sequence
+        weights = inputs["sequence_ratio_mask"] * torch.isfinite(inputs["logprobs"])
     sequence = layout.datum_means(tokens.log_ratio.detach(), weights).exp()[layout.datum]
     ratio = sequence * (logprobs - logprobs.detach()).exp()
     free = ratio * advantages
