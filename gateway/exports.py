@@ -107,8 +107,6 @@ def files_of(checkpoint: Checkpoint, folder: Path) -> dict[str, Path]:
             names = [entry.name for entry in manifest.files]
     except (OSError, ValidationError, ValueError, KeyError, TypeError) as error:
         raise CheckpointDamaged(f"{checkpoint.path} cannot be read: {error}") from error
-    return {name: folder / name for name in names if _is_plain(name)}
-
-
-def _is_plain(name: str) -> bool:
-    return name == Path(name).name and not name.startswith(".")
+    if odd := [name for name in names if name != Path(name).name or name == ".."]:
+        raise CheckpointDamaged(f"{checkpoint.path} lists {odd[0]!r}, which is no file's name")
+    return {name: folder / name for name in names}

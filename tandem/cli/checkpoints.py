@@ -107,7 +107,7 @@ def export(
         raise InvalidRequest(
             f"{path} holds no LoRA adapter that could be merged; export it without --merged"
         )
-    if odd := [name for name in urls if name != Path(name).name or name.startswith(".")]:
+    if odd := [name for name in urls if name != Path(name).name or name == ".."]:
         raise ServerError(f"the gateway names a file {odd[0]!r}, which is no plain name")
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

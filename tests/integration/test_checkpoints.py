@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
 import numpy as np
 import pytest
+import tinker
+import torch
 from support.data import largest_difference, logprobs, sequences, supervised, train
 from support.stacks import TestStack
+from support.waiting import wait_until
 from tinker import ServiceClient, TrainingClient, types
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM
 
 
 def next_steps(run: TrainingClient) -> list[float]:
@@ -55,3 +66,115 @@ def test_without_the_optimizer_the_weights_are_the_same_and_its_moments_start_af
     found = next_steps(fresh)
     assert found[0] == expected[0], "the same weights have the same next loss"
     assert found[1:] != pytest.approx(expected[1:], rel=1e-4), "the moments were not kept"
+
+
+def state_of(stack: TestStack, path: str, scratch: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a saved state: weights, moments and step counts."""
+    run_id, _kind, name = path.removeprefix("tinker://").split("/")
+    folder = stack.data_dir / "checkpoints" / run_id.replace(":", "_")
+    (saved,) = wait_until(
+        lambda: (found := list(folder.glob(f"{name}-*"))) and len(found) == 1 and found,
+        what=f"{path} has one folder",
+    )
+    flat = scratch / "flat.pt"
+    dcp_to_torch_save(saved, flat)
+    return torch.load(flat)
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def test_a_copy_continues_as_the_source_does_in_every_weight_and_moment(
+    stack: TestStack, service: ServiceClient, run: TrainingClient, tmp_path: Path
+) -> None:
+    """From another session, after the source is deleted, and while the first run went on."""
+    train(run, seed=176)
+    path = run.save_state("source", overwrite=True).result(timeout=60).path
+    before = state_of(stack, path, tmp_path)
+    assert any(name.startswith("optimizer.") for name in before)
+    expected = next_steps(run)
+    after = state_of(stack, run.save_state("after", overwrite=True).result(60).path, tmp_path)
+    changed = [n for n in before if n.startswith("model.") and not torch.equal(before[n], after[n])]
+    assert changed, "the steps moved the weights"
+
+    rest = tinker.RestClient(
+        base_url=stack.stack.endpoint.url, api_key=stack.stack.endpoint.api_key
+    )
+    copy = rest.copy_weights(path, "archive").result(timeout=60)
+    rest.delete_checkpoint_from_tinker_path(path).result(timeout=60)
+    with stack.service() as other:
+        continued = other.create_training_client_from_state_with_optimizer(copy).result(timeout=120)
+        assert_same_bits(
+            before, state_of(stack, continued.save_state("x").result(60).path, tmp_path)
+        )
+        assert next_steps(continued) == expected
+        assert_same_bits(
+            after, state_of(stack, continued.save_state("y").result(60).path, tmp_path)
+        )
+
+
+def plain_logprobs(folder: Path, tokens: list[int]) -> np.ndarray:
+    """What transformers computes with the files in `folder`, loaded as they are."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"], info
+    assert not info["unexpected_keys"], info
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens[:-1]])).logits[0].double()
+    chosen = logits.log_softmax(-1)[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])]
+    return chosen.numpy()
+
+
+@pytest.fixture
+def checkpoint_command(stack: TestStack):
+    """The SDK's published command line, as a process of its own."""
+    endpoint = stack.stack.endpoint
+    environment = {
+        **os.environ,
+        "TINKER_BASE_URL": endpoint.url,
+        "TINKER_API_KEY": endpoint.api_key,
+    }
+
+    def run(*arguments: str) -> None:
+        command = [sys.executable, "-m", "tinker.cli", "-f", "json", "checkpoint", *arguments]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+    return run
+
+
+def test_a_downloaded_checkpoint_computes_the_trainers_logprobs_in_transformers(
+    stack: TestStack, run: TrainingClient, checkpoint_command, tmp_path: Path
+) -> None:
+    """By both ways: an export, and a training state that the command exports itself."""
+    probes = sequences(3, seed=177)
+    train(run, seed=178)
+    expected = logprobs(run, probes)
+    external = run.save_weights_external("downloaded").result(timeout=120).path
+    state = run.save_state("downloaded", overwrite=True).result(timeout=60).path
+    train(run, seed=179)  # the export stays what it was
+    assert largest_difference(expected, logprobs(run, probes)) > 1e-2
+    for path in (external, state):
+        checkpoint_command("download", path, "--output", str(tmp_path))
+        folder = tmp_path / path.removeprefix("tinker://").replace("/", "_")
+        found = [plain_logprobs(folder, tokens) for tokens in probes]
+        assert largest_difference(expected, found) < 1e-4
+
+
+def test_download_addresses_of_a_real_gateway_serve_parts_and_refuse_changes(
+    stack: TestStack, run: TrainingClient
+) -> None:
+    path = run.save_weights_external("signed").result(timeout=120).path
+    endpoint = stack.stack.endpoint
+    rest = tinker.RestClient(base_url=endpoint.url, api_key=endpoint.api_key)
+    url = rest.get_external_weights_urls(path).result(timeout=60).urls["model.safetensors"]
+    whole = httpx.get(url, timeout=60).content
+    part = httpx.get(url, headers={"Range": "bytes=100-199"}, timeout=60)
+    assert (part.status_code, part.content) == (206, whole[100:200])
+    assert httpx.get(url.replace("model.safetensors", "config.json"), timeout=60).status_code == 403

@@ -82,7 +82,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
         field.offsets = np.cumsum([0, *lengths]).astype(np.int64).tobytes()
         field.dtype = tinker_pb2.DTYPE_FLOAT32
         output.metrics["loss:sum"] = float(len(lengths))
-        return trainer_pb2.ForwardBackwardReply(output=output.SerializeToString())
+        return trainer_pb2.ForwardBackwardReply(
+            output=output.SerializeToString(), tokens=sum(lengths) // 4, seconds=0.5
+        )
 
     async def OptimStep(self, request, context):
         error = await self._admit(context, request.header)
@@ -90,7 +92,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
         if error is not None:
             return trainer_pb2.OptimStepReply(failure=error.to_failure())
         self.step += 1
-        return trainer_pb2.OptimStepReply(step=self.step, metrics={"grad_norm": 1.5})
+        return trainer_pb2.OptimStepReply(seconds=0.25, step=self.step, metrics={"grad_norm": 1.5})
 
     async def Publish(self, request, context):
         error = await self._admit(context, request.header)
@@ -137,7 +139,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
         folder = Path(request.path)
         folder.mkdir(parents=True)  # noqa: ASYNC240
         (folder / "__0_0.distcp").write_bytes(b"state of step %d" % self.step)
-        record = {"step": self.step, "files": [checksum_file(folder / "__0_0.distcp").model_dump()]}
+        (folder / ".metadata").write_bytes(b"layout")
+        entries = [checksum_file(folder / name) for name in (".metadata", "__0_0.distcp")]
+        record = {"step": self.step, "files": [entry.model_dump() for entry in entries]}
         (folder / "checkpoint.json").write_text(json.dumps(record))
         return trainer_pb2.SaveCheckpointReply(step=self.step, bytes=21)
 
@@ -145,6 +149,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
         await self._admit(context, request.header)
         await self._apply("load", request)
         record = json.loads((Path(request.path) / "checkpoint.json").read_text())
+        for entry in record["files"]:
+            assert checksum_file(Path(request.path) / entry["name"]).model_dump() == entry
         self.step = record["step"]
         return trainer_pb2.LoadCheckpointReply(step=self.step)
 
@@ -179,6 +185,8 @@ class FakeSampler(sampler_pb2_grpc.SamplerServicer):
         return sampler_pb2.SampleReply(
             response=response.SerializeToString(),
             version=request.version,
+            prompt_tokens=len(tokens),
+            cached_tokens=1,
             sampled_tokens=len(tokens) * request.num_samples,
         )
 
