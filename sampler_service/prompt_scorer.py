@@ -34,15 +34,17 @@ class PromptScorer:
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
         self._open: dict[str, _Sheet] = {}
+        self._full: dict[str, _Sheet] = {}
 
     def ask(self, key: str, scoring: PromptScoring, *, length: int) -> None:
         self._open[key] = _Sheet(scoring, length=length)
 
     def take(self, key: str) -> PromptScores:
-        return self._open.pop(key).scores()
+        return self._full.pop(key).scores()
 
     def forget(self, key: str) -> None:
         self._open.pop(key, None)
+        self._full.pop(key, None)
 
     def after_step(
         self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
@@ -58,7 +60,8 @@ class PromptScorer:
         runner = self._runner
         request = runner.requests[request_id]
         extra = request.sampling_params.extra_args if request.sampling_params else None
-        sheet = self._open.get((extra or {}).get(EXTRA_ARGUMENT, ""))
+        key = (extra or {}).get(EXTRA_ARGUMENT, "")
+        sheet = self._open.get(key)
         if sheet is None:
             return
         computed = request.num_computed_tokens
@@ -76,6 +79,8 @@ class PromptScorer:
             with self._head_of(adapter, rows=stop - begin):
                 logits = runner.model.compute_logits(hidden_states[at : at + stop - begin])
             sheet.fill(logits.float(), prompt[begin:stop], begin=begin)
+        if end == sheet.length:
+            self._full[key] = self._open.pop(key)
 
     @contextmanager
     def _head_of(self, adapter: int, *, rows: int) -> Iterator[None]:
