@@ -15,7 +15,7 @@ def _words(*texts: str) -> frozenset[str]:
     return frozenset(word for text in texts for word in text.split())
 
 
-_BOTH = """
+_ELEMENTWISE = """
 abs absolute acos acosh asin asinh atan atan2 atanh ceil clamp clamp_max clamp_min clip copysign
 cos cosh digamma div divide eq erf erfc erfinv exp exp2 expm1 float_power floor floor_divide fmax
 fmin fmod frac ge greater greater_equal gt heaviside hypot isfinite isinf isnan le less
@@ -24,9 +24,15 @@ logical_or logical_xor logit lt masked_fill maximum minimum mul multiply nan_to_
 negative not_equal positive pow reciprocal relu remainder round rsqrt sgn sigmoid sign sin sinc
 sinh sqrt square sub subtract add addcdiv addcmul tan tanh true_divide trunc where xlogy
 bitwise_and bitwise_not bitwise_or bitwise_xor
+"""
+
+_REDUCING = """
 all amax amin any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum diff dist
 kthvalue log_softmax logcumsumexp logsumexp max mean median min nanmean nansum norm prod quantile
 softmax sort std sum topk var
+"""
+
+_SHAPING = """
 broadcast_to chunk clone detach diag diagonal dot flatten flip gather index_add index_fill
 index_select inner masked_select matmul mm movedim mv narrow numel outer permute ravel
 repeat_interleave reshape roll scatter scatter_add select split squeeze swapaxes t take
@@ -34,7 +40,9 @@ take_along_dim tile transpose tril triu unbind unsqueeze bmm is_floating_point
 """
 
 TORCH = _words(
-    _BOTH,
+    _ELEMENTWISE,
+    _REDUCING,
+    _SHAPING,
     """
 arange bucketize cat concat cosine_similarity einsum eye full full_like hstack linspace ones
 ones_like rsub searchsorted stack std_mean trapz var_mean vstack zeros zeros_like
@@ -43,7 +51,9 @@ ones_like rsub searchsorted stack std_mean trapz var_mean vstack zeros zeros_lik
 """`torch.NAME`."""
 
 METHODS = _words(
-    _BOTH,
+    _ELEMENTWISE,
+    _REDUCING,
+    _SHAPING,
     """
 bfloat16 bool contiguous cpu dim double expand expand_as float half int long ndimension nelement
 new_full new_ones new_zeros repeat reshape_as size to type type_as unflatten view view_as
@@ -81,6 +91,17 @@ floor fmod hypot isfinite isinf isnan lgamma log log10 log1p log2 pow radians si
 tanh trunc
 """)
 """`math.NAME`, of numbers that come from shapes."""
+
+NOT_GROWING = _words(
+    _ELEMENTWISE,
+    _REDUCING,
+    """
+chunk clone detach diagonal flatten flip movedim narrow permute ravel reshape roll select split
+squeeze swapaxes t transpose tril triu unbind unflatten unsqueeze full_like ones_like zeros_like
+bfloat16 bool contiguous double float half int long reshape_as to type type_as view view_as
+""",
+)
+"""Of `TORCH` and `METHODS`, those whose tensors are no larger than their arguments broadcast."""
 
 ATTRIBUTES = _words("T device dtype indices mT ndim shape values")
 """What `getattr` may read, of a tensor or of a pair such as `torch.max(x, dim=0)` returns."""

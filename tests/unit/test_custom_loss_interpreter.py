@@ -252,7 +252,14 @@ def test_sizes_are_refused_before_memory_is_taken() -> None:
     def padded(logprobs: Tensor) -> Pair:
         return F.pad(logprobs, (0, 10**10)).sum(), {}
 
-    for fn in (expanded, factory, repeated, outer, padded):
+    def listed(logprobs: Tensor) -> Pair:
+        return logprobs.repeat(2**20)[None][[0] * 200].sum(), {}
+
+    def broadcast(logprobs: Tensor) -> Pair:
+        x = logprobs.repeat(3000)
+        return (x[:, None] - x[None, :]).sum(), {}
+
+    for fn in (expanded, factory, repeated, outer, padded, listed, broadcast):
         assert "elements" in fails(fn) or "overflow" in fails(fn)
 
 

@@ -17,11 +17,27 @@ from torch import Tensor
 from tandem.custom_loss.graph import Argument, DType, Graph, Items, Node, Place, Ref, Slice
 from tandem.errors import CustomLossFailed
 from trainer_service.losses.custom import tensors
-from trainer_service.losses.custom.sizing import elements_made, signature
-from trainer_service.losses.custom.table import DTYPES, FACTORIES, FUNCTIONS, LOOKS, METHODS
+from trainer_service.losses.custom.sizing import (
+    broadcast_bound,
+    elements_made,
+    elements_of,
+    signature,
+)
+from trainer_service.losses.custom.table import (
+    DTYPES,
+    FACTORIES,
+    FUNCTIONS,
+    LOOKS,
+    METHODS,
+    NOT_GROWING,
+)
 
 if TYPE_CHECKING:
     from trainer_service.losses.custom.table import Implementation
+
+_SMALL = 2**18
+_INTERMEDIATE = 4
+"""Tensors that an operation makes on its way, for each element of its result."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +147,19 @@ class Interpreter:
         if node.target in LOOKS or not (makes or _has_tensor(args, keywords)):
             return function(*args, **keywords), 0
         if node.target == "operator.getitem":
+            if _is_view(args[1]):
+                return function(*args), 0
             tensors.check_masks(args[0], args[1])
             args = [args[0], tensors.explicit_index(args[1])]
         elif node.target in ("torch.masked_select", "masked_select"):
             tensor, mask = torch.broadcast_tensors(args[0], args[1])
             function, args, keywords = tensors.item, [tensor, tensors.explicit_index(mask)], {}
+        elif node.target in NOT_GROWING:
+            bound = broadcast_bound((*args, *keywords.values()))
+            if bound <= _SMALL:
+                # Asking first would take ten times as long as computing it.
+                result = function(*args, **keywords)
+                return result, _INTERMEDIATE * elements_of(result)
         key = (place, signature(args), signature(list(keywords.items())))
         made = self._made.get(key)
         if made is None:
@@ -192,6 +216,12 @@ def _bound(value: object) -> object:
 
 def _has_tensor(args: Sequence[object], keywords: Mapping[str, object]) -> bool:
     return any(_contains(each) for each in (*args, *keywords.values()))
+
+
+def _is_view(index: object) -> bool:
+    """Whether an index takes a stretch of what is there, and makes nothing."""
+    entries = index if isinstance(index, tuple) else (index,)
+    return all(each is None or each is ... or isinstance(each, int | slice) for each in entries)
 
 
 def _contains(value: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -59,6 +59,29 @@ def elements_made(
     with torch.no_grad(), SizeWatch(limit) as watch:
         function(*(_hollow(arg) for arg in args), **{k: _hollow(v) for k, v in keywords.items()})
     return int(watch.elements)
+
+
+def broadcast_bound(args: Iterable[object]) -> int:
+    """At most how many elements the tensors among the arguments have when they are broadcast."""
+    shapes: set[tuple[int, ...]] = set()
+    _collect_shapes(args, shapes)
+    return math.prod(max(1, math.prod(shape)) for shape in shapes)
+
+
+def elements_of(result: object) -> int:
+    if isinstance(result, Tensor):
+        return int(result.numel())
+    if isinstance(result, tuple | list):
+        return sum(elements_of(each) for each in result)
+    return 0
+
+
+def _collect_shapes(values: Iterable[object], found: set[tuple[int, ...]]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            found.add(tuple(value.shape))
+        elif isinstance(value, tuple | list):
+            _collect_shapes(value, found)
 
 
 def _hollow(value: object) -> object:

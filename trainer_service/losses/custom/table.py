@@ -63,6 +63,15 @@ LOOKS = frozenset(
 )
 """Operations that look at a tensor and make none."""
 
+NOT_GROWING = frozenset(
+    names.NOT_GROWING
+    | {f"torch.{name}" for name in names.NOT_GROWING}
+    | {f"torch.special.{name}" for name in names.SPECIAL}
+    | {f"operator.{name}" for name in names.OPERATORS - {"getitem", "matmul"}}
+    | {f"torch.nn.functional.{name}" for name in names.FUNCTIONAL - {"one_hot", "pad"}}
+)
+"""Operations whose tensors, intermediate ones included, are of the size of their arguments."""
+
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {name: getattr(torch, name) for name in names.DTYPES}
 )
