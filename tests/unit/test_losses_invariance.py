@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,10 @@ from loss_cases import (
     Data,
     compute,
     gradient,
+    layout_for,
     random_data,
     request_id,
+    settings_of,
     totals_of,
 )
 
@@ -178,6 +181,21 @@ def test_metrics_have_the_same_keys_for_every_batch_and_one_reduction_each(name,
     assert something.keys() == empty.keys()
     assert all(key.split(":")[1] in ("sum", "mean", "min", "max") for key in something)
     assert all(map(math.isfinite, (*something.values(), *empty.values())))
+
+
+@every_request
+def test_a_loss_stays_on_the_device_of_its_logprobs_and_does_not_wait_for_it(name, config):
+    """Tensors of the device "meta" have no values: mixing or reading them raises."""
+    loss, data = LOSSES[name], random_data()
+    declared = {each.name for each in loss.inputs}
+    layout = layout_for(data.sizes, totals=totals_of(loss, data))
+    layout = dataclasses.replace(
+        layout, datum=layout.datum.to("meta"), sequence=layout.sequence.to("meta")
+    )
+    leaf = data.logprobs.to("meta").requires_grad_(True)
+    inputs = {key: each.to("meta") for key, each in data.inputs.items() if key in declared}
+    result = loss.compute(leaf, inputs, settings_of(loss, config), layout)
+    assert torch.autograd.grad(result.loss, leaf)[0].device.type == "meta"
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
