@@ -72,6 +72,8 @@ class PromptScorer:
         assert prompt is not None
         offset = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]])
         rows = max(1, _LOGIT_BYTES // (4 * runner.model_config.get_vocab_size()))
+        if hasattr(runner, "lora_manager"):  # whose tables are made for so many rows at the head
+            rows = min(rows, runner.max_num_reqs)
         adapter = request.lora_request.lora_int_id if request.lora_request else 0
         for begin in range(first, end, rows):
             stop = min(begin + rows, end)
