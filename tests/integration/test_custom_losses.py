@@ -129,7 +129,7 @@ def test_a_plain_function_over_the_whole_batch_runs_on_the_client(one_rank: Plac
 
     def squared(_data: list[types.Datum], found: list[torch.Tensor]) -> tuple[torch.Tensor, dict]:
         total = torch.stack([each.sum() for each in found]).sum()
-        return total**2 / 100, {"mine": float(total)}
+        return total**2 / 100, {"mine": total.item()}
 
     future = run.forward_backward_custom(data, squared)
     step = run.optim_step(adam())
