@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
@@ -63,6 +64,7 @@ class Admission:
         request_id = request_id_of(owner=run_id, seq_id=seq_id)
         if run is None:
             return await self._submit_to_lost(run_id=run_id, seq_id=seq_id, kind=kind)
+        run.last_request_at = time.time()
         if seq_id in run.arriving:
             await run.arrived(seq_id)
             return request_id

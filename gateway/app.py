@@ -96,6 +96,8 @@ def _routes() -> list[Route]:
     named = f"{api}/training_runs/{{run_id}}/checkpoints/{{kind}}/{{name}}"
     return [
         Route(f"{api}/retrieve_future", futures.retrieve_future, methods=["POST"]),
+        Route(f"{api}/retrieve_futures", futures.retrieve_futures, methods=["POST"]),
+        Route(f"{api}/cancel_future", futures.cancel_future, methods=["POST"]),
         Route(f"{api}/asample", sampling.asample, methods=["POST"]),
         Route(f"{api}/forward_backward", training.forward_backward, methods=["POST"]),
         Route(f"{api}/optim_step", training.optim_step, methods=["POST"]),
@@ -110,6 +112,7 @@ def _routes() -> list[Route]:
         Route(f"{api}/create_custom_loss", custom_loss.create_custom_loss, methods=["POST"]),
         Route(f"{api}/get_info", training.get_info, methods=["POST"]),
         Route(f"{api}/create_sampling_session", sampling.create_sampling_session, methods=["POST"]),
+        Route(f"{api}/join_sampling_session", sampling.join_sampling_session, methods=["POST"]),
         Route(f"{api}/samplers/{{sampler_id}}", sampling.get_sampler),
         Route(f"{api}/create_session", service.create_session, methods=["POST"]),
         Route(f"{api}/sessions/{{session_id}}/finish", service.finish_session, methods=["POST"]),

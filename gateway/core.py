@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gateway.admission import Admission
 from gateway.audit import AuditLog
+from gateway.completions import Completions
 from gateway.copies import Copies
 from gateway.custom_losses import CustomLosses
 from gateway.database import Database
@@ -28,6 +29,7 @@ from gateway.samplers import Samplers
 from gateway.samples import Samples
 from gateway.sampling import SamplingSessions
 from gateway.session_search import SessionSearch
+from gateway.sessionless import Sessionless
 from gateway.sessions import Sessions, why_ended
 from gateway.signing import keep_signing_key
 from gateway.trace_exports import TraceExports
@@ -77,6 +79,7 @@ class Gateway:
             ttl=settings.trace_ttl,
         )
         self.futures = Futures(result_ttl=settings.result_ttl)
+        self.completions = Completions(futures=self.futures, idle_ttl=settings.result_ttl)
         self.oplog = OperationLog(
             database=self.database, data_dir=settings.data_dir, result_ttl=settings.result_ttl
         )
@@ -92,6 +95,7 @@ class Gateway:
             versions=self.versions,
             idle_ttl=settings.sampler_idle_ttl,
         )
+        self.sessionless = Sessionless(sessions=self.sessions, sampling=self.sampling)
         self.fleet = Fleet(
             settings=settings,
             database=self.database,
@@ -111,6 +115,7 @@ class Gateway:
             fleet=self.fleet,
             samplers=self.samplers,
             sampling=self.sampling,
+            sessions=self.sessions,
             versions=self.versions,
             custom_losses=self.custom_losses,
             metrics=self.metrics,

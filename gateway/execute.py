@@ -41,7 +41,7 @@ from gateway.operations import (
     SaveWeightsForSampler,
     UseCustomLoss,
 )
-from gateway.samplers import Sampler
+from gateway.sampler import Sampler
 from gateway.sampling import SamplingSessions
 from gateway.usage import RunMeter, TrainerReply
 from gateway.versions import Version, Versions

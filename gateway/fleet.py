@@ -120,10 +120,12 @@ class Fleet:
         model: BaseModelEntry,
         run_id: str = "",
         training: TrainingSpec | None = None,
+        max_lora_rank: int = 0,
         on_exit: Callable[[str], None],
     ) -> Worker:
         """Returns when the worker serves. Raises `WorkerStartFailed`; then nothing is left of it.
 
+        `training` is what a trainer trains, `max_lora_rank` the largest that a sampler serves.
         `on_exit` is told, in one sentence, when the worker ends without having been stopped.
         """
         prefix = f"{kind}-{session_id}"
@@ -165,7 +167,9 @@ class Fleet:
             fencing_token=FENCING_TOKEN,
             log_level=self._settings.log_level,
             trainer=self._settings.trainer if kind == "trainer" else None,
-            sampler=self._settings.sampler if kind == "sampler" else None,
+            sampler=self._settings.sampler.model_copy(update={"max_lora_rank": max_lora_rank})
+            if kind == "sampler"
+            else None,
         )
         try:
             handle = await self._launcher.start(spec)

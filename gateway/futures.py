@@ -67,6 +67,10 @@ class Future:
             self.ended_at = time.monotonic()
             self._outcome.set_result(outcome)
 
+    def on_end(self, tell: Callable[[Outcome], None]) -> None:
+        """Tells of the outcome once it is there; soon, if it is there already."""
+        self._outcome.add_done_callback(lambda done: tell(done.result()))
+
     async def wait(
         self, *, timeout: float, closing: asyncio.Future[None] | None = None
     ) -> Outcome | None:
@@ -98,14 +102,38 @@ class Futures:
     def __len__(self) -> int:
         return len(self._futures)
 
+    def all(self) -> list[Future]:
+        return list(self._futures.values())
+
+    def forget(self, request_id: str) -> None:
+        """The result of a sample is not needed any more. What has not ended stays, and so does
+        an operation, which the sweep reports to the log."""
+        future = self._futures.get(request_id)
+        if future is not None and future.ended and future.source == "sample":
+            del self._futures[request_id]
+
     async def wait(self, future: Future, *, timeout: float) -> Outcome | None:
-        """As `Future.wait`, and cut short when the gateway shuts down."""
+        """As `Future.wait`, and cut short when the gateway shuts down. Whoever hands the whole
+        outcome to its client notes that in `fetched_at`."""
+        return await future.wait(timeout=timeout, closing=self._until_closing())
+
+    async def wait_for_event(self, event: asyncio.Event, *, timeout: float) -> None:
+        """Returns when the event is set, after `timeout` seconds, or when the gateway closes."""
+
+        async def until_set() -> None:
+            await event.wait()
+
+        waiting = asyncio.create_task(until_set())
+        either: list[asyncio.Future[None]] = [waiting, self._until_closing()]
+        try:
+            await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+
+    def _until_closing(self) -> asyncio.Future[None]:
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_future()
-        outcome = await future.wait(timeout=timeout, closing=self._closing)
-        if outcome is not None:
-            future.fetched_at = time.monotonic()
-        return outcome
+        return self._closing
 
     def release_waiters(self) -> None:
         """Ends all long polls: the gateway is shutting down."""

@@ -39,6 +39,7 @@ class Reaper:
                 await self.expire_sessions()
                 self.sweep_futures()
                 self._gateway.usage.write()
+                self._gateway.runs.write_request_times()
                 await self.expire_checkpoints()
                 if time.monotonic() >= next_housekeeping:
                     next_housekeeping = time.monotonic() + _HOUSEKEEPING_INTERVAL
@@ -65,6 +66,7 @@ class Reaper:
     def sweep_futures(self) -> None:
         """Gives up results that were fetched, or that nobody wants."""
         gone = self._gateway.futures.sweep()
+        self._gateway.completions.sweep()
         self._gateway.oplog.forget(
             future.request_id
             for future in gone

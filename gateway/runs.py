@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Literal
 
-from sqlalchemy import insert, select, update
+from sqlalchemy import bindparam, insert, select, update
 
 from gateway.clients import TrainerClient, WorkerUnavailable
 from gateway.custom_losses import CustomLosses
@@ -22,6 +22,7 @@ from gateway.dispatch import Call, Dispatcher, EndsRun, Prepare, Send
 from gateway.execute import Executor, RunFacts, json_result
 from gateway.fleet import Fleet, Worker
 from gateway.futures import Future, Futures, Outcome, Waiting
+from gateway.identity import LOCAL_OWNER
 from gateway.metrics import Metrics
 from gateway.models import BaseModelEntry
 from gateway.names import request_id_of, run_id_of
@@ -29,6 +30,7 @@ from gateway.operations import LoadWeights, Operation
 from gateway.oplog import OperationLog
 from gateway.samplers import Samplers
 from gateway.sampling import SamplingSessions
+from gateway.sessions import Sessions
 from gateway.tables import runs
 from gateway.usage import RunMeter, Subject, Usage
 from gateway.versions import Versions
@@ -43,6 +45,12 @@ from tandem.telemetry import get_log
 from tandem.worker import TrainingSpec
 
 RunState = Literal["starting", "ready", "ended"]
+
+_NOTE_REQUEST = (
+    update(runs)
+    .where(runs.c.id == bindparam("this_run"))
+    .values(last_request_at=bindparam("this_time"))
+)
 
 _EXIT_REPORT_PATIENCE = 3.0
 """Seconds to wait for the launcher's word after the connection to a trainer broke."""
@@ -71,6 +79,7 @@ class Run:
         self.architecture = ""
         self.parameters = 0
         self.ranks = 0
+        self.last_request_at = self.written_at = self.created_at
         self.arriving: dict[int, asyncio.Future[None]] = {}
         self.ended = asyncio.Event()
         self.bring_up: asyncio.Task[None] | None = None
@@ -100,6 +109,7 @@ class Runs:
         fleet: Fleet,
         samplers: Samplers,
         sampling: SamplingSessions,
+        sessions: Sessions,
         versions: Versions,
         custom_losses: CustomLosses,
         metrics: Metrics,
@@ -112,6 +122,7 @@ class Runs:
         self._fleet = fleet
         self._samplers = samplers
         self._sampling = sampling
+        self._sessions = sessions
         self._versions = versions
         self._custom_losses = custom_losses
         self._metrics = metrics
@@ -153,6 +164,17 @@ class Runs:
     def all_versions_in_use(self) -> set[str]:
         return {name for run_id in self._runs for name in self.versions_in_use(run_id)}
 
+    def write_request_times(self) -> None:
+        """Hands over when runs were last asked for something, as far as that changed."""
+        changed = [run for run in self._runs.values() if run.last_request_at != run.written_at]
+        for run in changed:
+            run.written_at = run.last_request_at
+        if changed:
+            self._database.write_soon(
+                _NOTE_REQUEST,
+                *({"this_run": run.id, "this_time": run.last_request_at} for run in changed),
+            )
+
     async def create(
         self,
         *,
@@ -189,6 +211,7 @@ class Runs:
             future=future,
             body=load,
         )
+        session = self._sessions.get(session_id)
         arrival = run.arriving[0] = asyncio.get_running_loop().create_future()
         try:
             await self._database.write(
@@ -198,11 +221,14 @@ class Runs:
                     "session_id": session_id,
                     "base_model": model.name,
                     "training": training.model_dump(),
+                    "owner": session.owner if session is not None else LOCAL_OWNER,
+                    "project_id": session.project_id if session is not None else "",
                     "state": "starting",
                     "error_type": "",
                     "reason": "",
                     "user_metadata": user_metadata,
                     "created_at": run.created_at,
+                    "last_request_at": run.created_at,
                 },
             )
             await self._oplog.accept(
@@ -219,7 +245,7 @@ class Runs:
             self._on_outcome(operation, run.error)
             return request_id
         # Engine and trainer start side by side: the loop will need both.
-        self._samplers.ensure(session_id=session_id, model=model)
+        self._samplers.ensure(session_id=session_id, model=model, rank=training.rank)
         run.bring_up = asyncio.create_task(self._bring_up(run, operation), name=f"start-{run_id}")
         return request_id
 
@@ -305,7 +331,9 @@ class Runs:
         return Executor(
             facts=run.facts,
             client=client,
-            sampler=lambda: self._samplers.ensure(session_id=run.session_id, model=run.model),
+            sampler=lambda: self._samplers.ensure(
+                session_id=run.session_id, model=run.model, rank=run.training.rank
+            ),
             sampling=self._sampling,
             versions=self._versions,
             custom_losses=self._custom_losses,
@@ -359,7 +387,11 @@ class Runs:
             update(runs)
             .where(runs.c.id == run.id)
             .values(
-                state="ended", error_type=error.type, reason=error.message, ended_at=time.time()
+                state="ended",
+                error_type=error.type,
+                reason=error.message,
+                ended_at=time.time(),
+                last_request_at=run.last_request_at,
             )
         )
 

@@ -26,7 +26,8 @@ SamplingKind = Literal["base", "named", "snapshot", "inflight"]
 
 @dataclass
 class SamplingSession:
-    """`version` is what it samples from now; `model_path` what the client named, if anything."""
+    """`version` is what it samples from now; `model_path` what the client named, if anything.
+    `rank`: that of its adapters, 0 if it has none. `clients`: how many have joined it."""
 
     id: str
     session_id: str
@@ -34,6 +35,8 @@ class SamplingSession:
     base_model: str
     model_path: str
     version: Version
+    rank: int = 0
+    clients: int = 0
     used_at: float = field(default_factory=time.monotonic)
 
 
@@ -104,18 +107,40 @@ class SamplingSessions:
             session_id=session_id, number=number, kind=kind, model_path="", version=version
         )
         if kind == "inflight":
-            for other in self._active.values():
-                if other.kind == "inflight" and other.version.run_id == version.run_id:
-                    other.version = version
-            self._database.write_soon(
-                update(sampling_sessions)
-                .where(
-                    sampling_sessions.c.kind == "inflight",
-                    sampling_sessions.c.run_id == version.run_id,
-                )
-                .values(version=version.name)
-            )
+            self._follow(version.run_id)
         return session
+
+    def _follow(self, run_id: str) -> None:
+        """Lets the run's inflight sampling sessions sample from its newest inflight save. Two
+        saves can be loaded at once, and the older one may be the last to be ready."""
+        inflight = [
+            s for s in self._active.values() if s.kind == "inflight" and s.version.run_id == run_id
+        ]
+        newest = max((s.version for s in inflight), key=_number)
+        for session in inflight:
+            session.version = newest
+        self._database.write_soon(
+            update(sampling_sessions)
+            .where(
+                sampling_sessions.c.kind == "inflight",
+                sampling_sessions.c.run_id == run_id,
+                sampling_sessions.c.state == "active",
+            )
+            .values(version=newest.name)
+        )
+
+    async def join(self, sampling_session_id: str) -> int:
+        """A number for one more client: never given twice, also not after a restart. Its
+        requests are numbered from a thousand million times that on. Raises `UnknownSampler`."""
+        session = await self.require(sampling_session_id)
+        session.clients += 1
+        number = session.clients
+        await self._database.write(
+            update(sampling_sessions)
+            .where(sampling_sessions.c.id == session.id)
+            .values(clients=sampling_sessions.c.clients + 1)
+        )
+        return number
 
     async def require(self, sampling_session_id: str) -> SamplingSession:
         """Raises `UnknownSampler`, which says whether it never was or has ended."""
@@ -180,8 +205,12 @@ class SamplingSessions:
             base_model=version.base_model,
             model_path=model_path,
             version=version,
+            rank=await self._rank_of(version),
         )
-        if session.id in self._active:
+        existing = self._active.get(session.id)
+        if existing is not None and kind in ("base", "named"):
+            return existing  # the same request came twice, at once
+        if existing is not None:
             raise InvalidRequest(f"there is a sampling session {session.id} already")
         self._active[session.id] = session
         await self._database.write(
@@ -195,6 +224,7 @@ class SamplingSessions:
                 "run_id": version.run_id,
                 "version": version.name,
                 "state": "active",
+                "clients": 0,
                 "created_at": time.time(),
             },
         )
@@ -209,6 +239,11 @@ class SamplingSessions:
             )
         return await self._versions.version(checkpoint.version)
 
+    async def _rank_of(self, version: Version) -> int:
+        if not version.adapter:
+            return 0
+        return (await self._versions.checkpoints.origin(version.run_id)).training.rank
+
     async def _restore(self, row: RowMapping) -> SamplingSession:
         if row["kind"] == "base":
             version = base_version(self._models.get(row["base_model"]))
@@ -221,6 +256,8 @@ class SamplingSessions:
             base_model=row["base_model"],
             model_path=row["model_path"],
             version=version,
+            rank=await self._rank_of(version),
+            clients=row["clients"],
         )
 
     def _end(self, ended: list[SamplingSession]) -> list[str]:
@@ -234,6 +271,11 @@ class SamplingSessions:
         self._database.write_soon(
             update(sampling_sessions).where(sampling_sessions.c.id.in_(ids)).values(state="ended")
         )
+
+
+def _number(version: Version) -> int:
+    """Of its run: 3 for `s-ab12:train:0/v000003-9f2c41d0`."""
+    return int(version.name.rpartition("/v")[2].partition("-")[0])
 
 
 def base_version(model: BaseModelEntry) -> Version:

@@ -102,6 +102,7 @@ sampling_sessions = Table(
     Column("run_id", String(100), nullable=False, default=""),
     Column("version", String(200), nullable=False),
     Column("state", String(16), nullable=False),  # active, ended
+    Column("clients", Integer, nullable=False, default=0),  # that have joined it
     Column("created_at", Float, nullable=False),
     Index("sampling_sessions_by_session", "session_id", "state"),
 )

@@ -35,6 +35,7 @@
     │   ├── NoGradients
     │   ├── GradientsIncomplete
     │   ├── NameTaken
+    │   ├── SampleCancelled
     │   └── SequenceGap
     └── ServerError: the request was right; the platform failed it
         ├── WorkerStartFailed
@@ -252,6 +253,10 @@ class GradientsIncomplete(UserError):
 
 class NameTaken(UserError):
     """A checkpoint or model of this name exists. (Not 409: the SDK would repeat that.)"""
+
+
+class SampleCancelled(UserError):
+    """A sample that its client has given up."""
 
 
 class SequenceGap(UserError):

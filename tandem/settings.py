@@ -106,6 +106,9 @@ class GatewaySettings(BaseSettings):
     max_payload_bytes: int = Field(64 * 2**20, ge=1)
     max_queued_operations: int = Field(4096, ge=1, description="Per run; then 429.")
     max_waiting_samples: int = Field(8192, ge=1, description="Per sampler; then 429.")
+    max_waiting_samples_in_all: int = Field(
+        32768, ge=1, description="At all samplers together; then 429."
+    )
     dispatch_window: int = Field(4, ge=1, description="Operations sent ahead to a trainer.")
     sampler_idle_ttl: float = Field(
         3600.0, gt=0, description="An ephemeral sampling session unused for this long ends."

@@ -58,6 +58,11 @@ class TrainingSpec(BaseModel):
     lora: LoraSpec | None = None
     optimizer: Literal["adamw", "dimuon"] = "adamw"
 
+    @property
+    def rank(self) -> int:
+        """That of its adapters; 0 where it trains all parameters."""
+        return self.lora.rank if self.lora is not None else 0
+
 
 class WorkerSpec(BaseModel):
     """What a launcher is to start, and all that the worker is told.

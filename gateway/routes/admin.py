@@ -73,7 +73,9 @@ async def status(request: Request) -> Response:
                     "state": sampler.state,
                     "reason": sampler.reason,
                     "worker": sampler.worker.worker_id if sampler.worker is not None else "",
-                    "weight_version": sampler.loaded,
+                    "weight_version": sampler.weights,
+                    "adapters": sorted(sampler.loaded - {sampler.weights}),
+                    "max_lora_rank": sampler.max_lora_rank,
                     "waiting": sampler.waiting,
                 }
                 for sampler in gateway.samplers.all()

@@ -64,18 +64,34 @@ async def client_config(request: Request) -> Response:
             # The SDK exchanges its key for a token, without which `whoami` would not work.
             "pjwt_auth_enabled": True,
             "credential_default_source": "api_key",
+            # Chunks of one batch are sent at once, and their places in the log keep the order.
+            # Their sizes are the SDK's (1024 datums, 5 MB): large enough for a full micro-batch
+            # each, small enough that the first is computed while the others still come.
             "parallel_fwdbwd_chunks": True,
-            # Compression costs more than the loopback or a local network does.
+            # Compression costs more than the loopback or a local network does; a body that
+            # comes compressed all the same is taken.
             "proto_compress_fwdbwd": False,
+            # A poll of its own for each sample is no slower on a local network, and survives a
+            # restart of the gateway: a client of the common poll could not be told which of its
+            # samples are gone.
             "sample_use_retrieve_futures": False,
             "custom_loss_server_side": True,
-            "sample_join_sampling_session": False,
+            # Clients of one sampling session get numbers that nobody else has, where they would
+            # draw random ones.
+            "sample_join_sampling_session": True,
         }
     )
 
 
 async def dynamic_config(_request: Request) -> Response:
-    return json_response({"refresh_interval_sec": 300, "sample_cancel_enabled": False})
+    """Clients tell us of samples that they gave up, at most so many at once."""
+    return json_response(
+        {
+            "refresh_interval_sec": 300,
+            "sample_cancel_enabled": True,
+            "sample_cancel_max_batch_size": 64,
+        }
+    )
 
 
 async def capabilities(request: Request) -> Response:

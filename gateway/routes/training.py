@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from google.protobuf.message import DecodeError
@@ -25,7 +26,7 @@ from gateway.operations import (
     SaveWeightsForSampler,
     UseCustomLoss,
 )
-from gateway.routes.checkpoints import check_readable
+from gateway.routes.checkpoints import check_readable, optimizer_config
 from gateway.routes.prefix import read_routing_prefix
 from gateway.routes.wire import (
     JSON,
@@ -40,17 +41,21 @@ from gateway.routes.wire import (
 )
 from gateway.sdk_version import json_refused
 from tandem.errors import (
+    InvalidRequest,
     MalformedPayload,
     OptimizerSetting,
     UnknownRun,
-    UnsupportedInput,
+    UnsuitableLora,
     UserError,
 )
 from tandem.wire.v1 import tinker_pb2
-from tandem.worker import TrainingSpec
+from tandem.worker import LoraSpec, TrainingSpec
 
-TRAINING_KEY = "tandem.training"
+TRAINING_KEY = "tandem_training"
 """The key of `user_metadata` that chooses the kind of training; its only value is `full`."""
+
+LORA_ALPHA = 32.0
+"""Whatever the rank: a learning rate then suits adapters of every rank about as well."""
 
 
 class OptimizerConfig(BaseModel):
@@ -59,7 +64,13 @@ class OptimizerConfig(BaseModel):
 
 
 class LoraConfig(BaseModel):
-    rank: int
+    """As the SDK has it. No seed: one is drawn."""
+
+    rank: int = Field(ge=1, le=512)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
 
 
 class CreateModel(BaseModel):
@@ -175,7 +186,7 @@ async def load_weights(request: Request) -> Response:
         training=training_from(
             path=load.path,
             saved=origin.training,
-            full=full,
+            full=full or wants_full_training(body.user_metadata),
             optimizer=load.optimizer,
             asked=asked,
         ),
@@ -197,17 +208,13 @@ async def create_model(request: Request) -> Response:
     optimizer = _check_optimizer(body.optimizer_config)
     name, full = split_model_name(body.base_model)
     model = gateway.models.get(name)
-    full = full or (body.user_metadata or {}).get(TRAINING_KEY) == "full"
-    if body.lora_config is not None and not full:
-        raise UnsupportedInput(
-            f"LoRA training is not there yet; ask for full-parameter training with the model "
-            f"name {name + ':full'!r}, or with user_metadata={{{TRAINING_KEY!r}: 'full'}}"
-        )
+    full = full or wants_full_training(body.user_metadata)
+    lora = None if full or body.lora_config is None else lora_spec(body.lora_config)
     await gateway.runs.create(
         session_id=body.session_id,
         model_seq_id=body.model_seq_id,
         model=model,
-        training=TrainingSpec(optimizer=optimizer),
+        training=TrainingSpec(lora=lora, optimizer=optimizer),
         load=None,
         user_metadata=body.user_metadata,
         request=raw,
@@ -218,26 +225,54 @@ async def create_model(request: Request) -> Response:
 
 
 async def get_info(request: Request) -> Response:
+    """Also once the run has ended, as long as its session is active."""
     gateway = gateway_of(request)
     body = parse(ModelId, await read_body(request))
     await require_run(gateway, body.model_id)
     run = gateway.runs.get(body.model_id)
     if run is None:
         raise UnknownRun(f"training run {body.model_id!r} does not run on this server")
+    lora = run.training.lora
     return json_response(
         {
             "type": "get_info",
             "model_id": run.id,
             "model_name": run.model.name,
-            "is_lora": False,
+            "is_lora": lora is not None,
+            "lora_rank": lora.rank if lora is not None else None,
             "model_data": {
                 "arch": run.architecture or None,
                 "model_name": run.model.name,
+                # The SDK takes it as it is, where it would cut a name or a path in pieces.
                 "tokenizer_id": run.model.path,
             },
-            "optimizer_config": {"type": "adamw"},
+            "optimizer_config": optimizer_config(run.training.optimizer),
         }
     )
+
+
+def lora_spec(config: LoraConfig) -> LoraSpec:
+    """Raises `UnsuitableLora` where nothing would be trained."""
+    if not (config.train_attn or config.train_mlp or config.train_unembed):
+        raise UnsuitableLora(
+            "lora_config trains nothing; set one of train_attn, train_mlp and train_unembed"
+        )
+    return LoraSpec(
+        rank=config.rank,
+        alpha=LORA_ALPHA,
+        seed=secrets.randbits(31) if config.seed is None else config.seed,
+        attention=config.train_attn,
+        mlp=config.train_mlp,
+        unembedding=config.train_unembed,
+    )
+
+
+def wants_full_training(user_metadata: Mapping[str, object] | None) -> bool:
+    """What an unmodified client can say in metadata. Raises `InvalidRequest` for another word."""
+    choice = (user_metadata or {}).get(TRAINING_KEY)
+    if choice not in (None, "full"):
+        raise InvalidRequest(f"user_metadata: {TRAINING_KEY} is {choice!r}; known: 'full'")
+    return choice == "full"
 
 
 async def _submit(

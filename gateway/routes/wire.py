@@ -87,7 +87,10 @@ def error_response(error: TandemError, *, path: str = "") -> Response:
     body = {"error": error.message, "type": error.type, "category": error.category}
     if path.startswith(AUTH):  # where the `tinker` command logs in, it shows `detail` alone
         body["detail"] = error.message
-    return json_response(body, status=error.status)
+    response = json_response(body, status=error.status)
+    if error.status == 429:
+        response.headers["Retry-After"] = "1"  # seconds; the SDK waits as long before a sample
+    return response
 
 
 async def read_body(request: Request) -> bytes:

@@ -167,10 +167,13 @@ def test_an_unknown_model_cannot_be_sampled_either(service: ServiceClient) -> No
     assert (refused.type, refused.status) == ("unknown_model", 404)
 
 
-def test_lora_is_refused_with_the_way_to_full_parameter_training(service: ServiceClient) -> None:
-    refused = refusal(lambda: service.create_lora_training_client(TIED).result(timeout=TIMEOUT))
-    assert (refused.type, refused.category) == ("unsupported_input", "user")
-    assert ":full" in refused.message
+@pytest.mark.parametrize("rank", [0, 513])
+def test_a_lora_rank_out_of_range_is_refused(service: ServiceClient, rank: int) -> None:
+    refused = refusal(
+        lambda: service.create_lora_training_client(TIED, rank=rank).result(timeout=TIMEOUT)
+    )
+    assert (refused.type, refused.category) == ("invalid_request", "user")
+    assert "lora_config.rank" in refused.message
 
 
 def test_full_parameter_training_may_be_asked_for_by_metadata(stack: TestStack) -> None:
@@ -181,9 +184,10 @@ def test_full_parameter_training_may_be_asked_for_by_metadata(stack: TestStack) 
         "model_seq_id": 0,
         "base_model": TIED,
         "lora_config": {"rank": 32},
+        "user_metadata": {"tandem_training": "half"},
     }
     assert client.http.post("create_model", json=body).status_code == 400
-    body["user_metadata"] = {"tandem.training": "full"}
+    body["user_metadata"] = {"tandem_training": "full"}
     assert client.post("create_model", body) == f"{session_id}:train:0:0"
     client.finish(session_id)
 

@@ -156,16 +156,25 @@ def test_an_unknown_model_is_refused_at_once_and_the_known_are_named(gate):
         service.create_lora_training_client("huge:full").result()
 
 
-def test_lora_is_refused_with_the_way_to_ask_for_full_training(gate):
+@pytest.mark.parametrize(
+    ("model", "metadata"), [("tiny:full", None), ("tiny", {"tandem_training": "full"})]
+)
+def test_full_training_is_asked_for_by_suffix_or_metadata(gate, model, metadata):
     with gate.service() as service:
-        with pytest.raises(tinker.BadRequestError, match="tiny:full"):
-            service.create_lora_training_client("tiny").result()
-        chosen = service.create_lora_training_client(
-            "tiny", user_metadata={"tandem.training": "full"}
-        ).result()
-        assert chosen.get_info().is_lora is False
+        training = service.create_lora_training_client(model, user_metadata=metadata).result()
+        info = training.get_info()
+        assert (info.is_lora, info.lora_rank) == (False, None)
+        assert gate.worker("trainer")[1].spec.training.lora is None
+
+
+def test_an_unknown_kind_of_training_is_refused(gate):
+    with gate.service() as service:
         with pytest.raises(tinker.BadRequestError, match="the suffix 'huge'"):
             service.create_lora_training_client("tiny:huge").result()
+        with pytest.raises(tinker.BadRequestError, match="tandem_training is 'half'"):
+            service.create_lora_training_client(
+                "tiny", user_metadata={"tandem_training": "half"}
+            ).result()
 
 
 def test_a_checkpoint_is_saved_replaced_and_resumed(gate):
@@ -267,10 +276,20 @@ def test_a_repeated_sample_is_the_same_request(gate):
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [
-        ({"prompt_alt_tokens_k": 1}, "unsupported_input"),
-        ({"prompt_logprobs_last_n": 1}, "unsupported_input"),
-        ({"target_prompt_logprobs": {"data": [1]}}, "unsupported_input"),
+        ({"prompt_alt_tokens_k": 2000}, "invalid_request"),
+        ({"prompt_alt_tokens_k": -1}, "invalid_request"),
+        ({"prompt_logprobs_last_n": 1}, "invalid_request"),
+        ({"prompt_logprobs_last_n": 0, "prompt_logprobs": True}, "invalid_request"),
+        ({"target_prompt_logprobs": {"data": [1]}}, "invalid_request"),
+        ({"target_prompt_logprobs": {"data": [1.0], "dtype": "float32"}}, "invalid_request"),
+        (
+            {"target_prompt_logprobs": {"data": [2**70], "dtype": "int64", "shape": [1, 1]}},
+            "token_out_of_vocabulary",
+        ),
+        ({"topk_prompt_logprobs": 1001}, "invalid_request"),
+        ({"topk_sample_logprobs": -1}, "invalid_request"),
         ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "unsupported_input"),
+        ({"prompt": {"chunks": [{"type": "dmel", "dmel": ""}]}}, "unsupported_input"),
         ({"prompt": {"chunks": []}}, "empty_batch"),
         (
             {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [2**40]}]}},

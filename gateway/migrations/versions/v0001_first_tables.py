@@ -109,6 +109,7 @@ def upgrade() -> None:
         sa.Column("run_id", sa.String(length=100), nullable=False),
         sa.Column("version", sa.String(length=200), nullable=False),
         sa.Column("state", sa.String(length=16), nullable=False),
+        sa.Column("clients", sa.Integer(), nullable=False),
         sa.Column("created_at", sa.Float(), nullable=False),
         sa.PrimaryKeyConstraint("id"),
     )

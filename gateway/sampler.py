@@ -1,0 +1,324 @@
+"""One sampler: keeps its engine running, and brings samples to it.
+
+It holds nothing that cannot be loaded again, so that one that dies is started again, with
+back-off. A sample that was under way is sent once more to the new engine (sampling changes
+nothing, and its seed comes from the client); when that one dies, too, the sample fails with
+`worker_died`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gateway.clients import SamplerClient, WorkerUnavailable
+from gateway.fleet import FENCING_TOKEN, Fleet, Worker
+from gateway.futures import Future, Outcome, Result, Waiting
+from gateway.launchers.backoff import Backoff
+from gateway.metrics import Metrics
+from gateway.models import BaseModelEntry
+from gateway.samples import SampleMeter
+from gateway.versions import Version
+from tandem.errors import (
+    InternalError,
+    SampleCancelled,
+    TandemError,
+    WorkerDied,
+    WorkerStartFailed,
+    from_failure,
+)
+from tandem.telemetry import get_log
+from tandem.v1 import sampler_pb2
+
+SamplerState = Literal["starting", "ready", "failed", "stopped"]
+
+_REPORT_PATIENCE = 5.0
+"""Seconds to wait for the launcher's word after a connection broke."""
+
+
+@dataclass(eq=False)
+class _Sample:
+    """One that has not ended."""
+
+    future: Future
+    version: Version
+    task: asyncio.Task[None] | None = None
+    since: float = field(default_factory=time.monotonic)
+
+
+class Sampler:
+    """Keeps one engine running while it is wanted. It serves the base model, versions of all
+    weights one after the other, and, with a `max_lora_rank` above 0, adapters up to that rank
+    side by side."""
+
+    def __init__(
+        self,
+        *,
+        session_id: str,
+        model: BaseModelEntry,
+        fleet: Fleet,
+        metrics: Metrics,
+        meter: SampleMeter,
+        operation_timeout: float,
+        max_lora_rank: int,
+        max_adapters: int,
+    ) -> None:
+        self.session_id = session_id
+        self.model = model
+        self.max_lora_rank = max_lora_rank
+        self.state: SamplerState = "starting"
+        self.reason = ""
+        self.worker: Worker | None = None
+        self.state_since = time.monotonic()
+        self._fleet = fleet
+        self._metrics = metrics
+        self._meter = meter
+        self._timeout = operation_timeout
+        self._max_adapters = max_adapters
+        self._weights = ""  # the base model's
+        self._adapters: dict[str, None] = {}
+        self._wanted = asyncio.Event()
+        self._wanted.set()
+        self._died = asyncio.Event()
+        self._client: asyncio.Future[SamplerClient] = asyncio.get_running_loop().create_future()
+        self._samples: dict[str, _Sample] = {}
+        self._versions: Counter[str] = Counter()
+        self._keeper = asyncio.create_task(self._keep(), name=f"sampler-{session_id}")
+        self._log = get_log(session_id=session_id)
+
+    @property
+    def waiting(self) -> int:
+        """Samples that have not ended."""
+        return len(self._samples)
+
+    @property
+    def weights(self) -> str:
+        """The version of all weights that is in the engine, `base/NAME` for the base model's."""
+        return self._weights or f"base/{self.model.name}"
+
+    @property
+    def loaded(self) -> set[str]:
+        """What was served last: the weights, and the newest of the adapters beside them."""
+        return {self.weights, *self._adapters}
+
+    @property
+    def versions_in_use(self) -> set[str]:
+        """What somebody waits for, and the weights that a failed load would go back to. The
+        engine reads an adapter's files only for somebody who waits for it."""
+        return set(self._versions) | ({self._weights} if self._weights else set())
+
+    def submit(
+        self, *, future: Future, version: Version, request: sampler_pb2.SampleRequest
+    ) -> None:
+        """Sends a sample on its way."""
+        sample = _Sample(future=future, version=version)
+        self._versions[version.name] += 1
+        self._samples[future.request_id] = sample
+        sample.task = asyncio.create_task(self._answer(sample, request))
+        # Not within the task: one that is cancelled before it begins does nothing at all.
+        sample.task.add_done_callback(lambda _: self._forget(sample))
+
+    def cancel(self, request_id: str) -> bool:
+        """Gives up a sample, here and in the engine. False: it is not here, or has ended."""
+        sample = self._samples.get(request_id)
+        if sample is None or sample.task is None or sample.future.ended:
+            return False
+        sample.future.resolve(SampleCancelled("the sample was cancelled by its client"))
+        sample.task.cancel()
+        self._metrics.samples.labels(outcome=SampleCancelled.type).inc()
+        return True
+
+    def describe(self, request_id: str) -> Waiting:
+        """What a sample is waiting for, in words for its client."""
+        before = 0
+        for other in self._samples:
+            if other == request_id:
+                break
+            before += 1
+        sample = self._samples.get(request_id)
+        place = f"{before} sample{'' if before == 1 else 's'} before this one"
+        if sample is not None:
+            place += f", which has waited {time.monotonic() - sample.since:.0f} s"
+        if self.state != "ready":
+            age = time.monotonic() - self.state_since
+            why = f"; it failed before: {self.reason}" if self.reason else ""
+            return Waiting(f"the sampler is starting ({age:.0f} s){why}; {place}", paused=True)
+        return Waiting(f"the sampler is at work; {place}")
+
+    async def load(self, version: Version) -> None:
+        """Returns when the engine serves the version. Raises `LoadFailed` and its like; then
+        the engine goes on serving what it served before."""
+        self._versions[version.name] += 1
+        try:
+            reply = await self._load_twice(
+                sampler_pb2.LoadRequest(version=version.to_proto(), fencing_token=FENCING_TOKEN)
+            )
+        finally:
+            self._drop(version)
+        if reply.HasField("failure"):
+            raise from_failure(reply.failure)
+        self._note_loaded(version.name, adapter=version.adapter)
+        self._log.info(
+            "version_loaded",
+            version=version.name,
+            bytes=reply.bytes,
+            seconds=round(reply.seconds, 4),
+            canary_difference=reply.canary_difference,
+        )
+
+    async def stop(self, error: TandemError) -> None:
+        """Ends the engine; what waits fails with the error."""
+        self._set_state("stopped", error.message)
+        self._keeper.cancel()
+        for sample in list(self._samples.values()):
+            sample.future.resolve(error)
+            if sample.task is not None:
+                sample.task.cancel()
+        if not self._client.done():
+            self._client.set_exception(error)
+            self._client.exception()  # it may be that nobody waits
+        await asyncio.gather(self._keeper, return_exceptions=True)
+        if self.worker is not None:
+            await self._fleet.stop(self.worker, reason=error.message)
+            self.worker = None
+
+    async def abandon(self) -> None:
+        """Stops without telling anybody. The fleet ends the engine."""
+        self._keeper.cancel()
+        tasks = [s.task for s in self._samples.values() if s.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(self._keeper, *tasks, return_exceptions=True)
+
+    async def _answer(self, sample: _Sample, request: sampler_pb2.SampleRequest) -> None:
+        outcome: Outcome
+        try:
+            outcome = await self._sample(request)
+        except TandemError as error:
+            outcome = error
+        except Exception as error:  # noqa: BLE001 - a fault of ours must not hang the client
+            self._log.exception("sample_failed", request_id=sample.future.request_id)
+            outcome = InternalError(f"{type(error).__name__} in the gateway: {error}")
+        self._metrics.samples.labels(
+            outcome=outcome.type if isinstance(outcome, TandemError) else "done"
+        ).inc()
+        self._forget(sample)
+        sample.future.resolve(outcome)
+
+    def _forget(self, sample: _Sample) -> None:
+        if self._samples.get(sample.future.request_id) is sample:
+            del self._samples[sample.future.request_id]
+            self._drop(sample.version)
+
+    async def _sample(self, request: sampler_pb2.SampleRequest) -> Outcome:
+        client = await self._ready_client()
+        with self._meter.measure(request) as measured:
+            reply = measured.reply = await self._sample_twice(client, request)
+        if reply.HasField("failure"):
+            return from_failure(reply.failure)
+        self._note_loaded(reply.version.name, adapter=reply.version.adapter)
+        self._metrics.sampled_tokens.inc(reply.sampled_tokens)
+        return Result(media="protobuf", body=reply.response, weight_version=reply.version.name)
+
+    async def _sample_twice(
+        self, client: SamplerClient, request: sampler_pb2.SampleRequest
+    ) -> sampler_pb2.SampleReply:
+        try:
+            return await client.sample(request)
+        except WorkerUnavailable:
+            client = await self._next_client(client)
+            try:
+                return await client.sample(request)
+            except WorkerUnavailable as again:
+                raise WorkerDied(f"the sampler died twice during this sample: {again}") from again
+
+    async def _load_twice(self, request: sampler_pb2.LoadRequest) -> sampler_pb2.LoadReply:
+        client = await self._ready_client()
+        try:
+            return await client.load(request)
+        except WorkerUnavailable:
+            client = await self._next_client(client)
+            try:
+                return await client.load(request)
+            except WorkerUnavailable as again:
+                raise WorkerDied(f"the sampler died twice during a load: {again}") from again
+
+    async def _ready_client(self) -> SamplerClient:
+        """Raises the `WorkerStartFailed` of the start that was waited for."""
+        self._wanted.set()
+        return await asyncio.shield(self._client)
+
+    async def _next_client(self, broken: SamplerClient) -> SamplerClient:
+        """The client of the engine that comes after the broken one; the same one if the
+        launcher does not report an end, since then it was the connection alone."""
+        if self.worker is broken.worker:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_REPORT_PATIENCE):
+                    await self._died.wait()
+        return await self._ready_client()
+
+    def _note_loaded(self, name: str, *, adapter: bool) -> None:
+        if not adapter:
+            self._weights = "" if name == f"base/{self.model.name}" else name
+            return
+        self._weights = ""  # an adapter rests upon the base model's
+        self._adapters.pop(name, None)
+        self._adapters[name] = None
+        if len(self._adapters) > self._max_adapters:
+            del self._adapters[next(iter(self._adapters))]
+
+    def _drop(self, version: Version) -> None:
+        self._versions[version.name] -= 1
+        if self._versions[version.name] <= 0:
+            del self._versions[version.name]
+
+    def _set_state(self, state: SamplerState, reason: str = "") -> None:
+        self.state = state
+        self.reason = reason
+        self.state_since = time.monotonic()
+
+    async def _keep(self) -> None:
+        backoff = Backoff()
+        while True:
+            await self._wanted.wait()
+            self._died.clear()
+            self._set_state("starting", self.reason)
+            try:
+                worker = await self._fleet.start(
+                    kind="sampler",
+                    session_id=self.session_id,
+                    model=self.model,
+                    max_lora_rank=self.max_lora_rank,
+                    on_exit=self._on_exit,
+                )
+            except WorkerStartFailed as error:
+                self._set_state("failed", error.message)
+                self._wanted.clear()  # it is tried again when somebody asks again
+                self._replace_client().set_exception(error)
+                await asyncio.sleep(backoff.failed())
+                continue
+            backoff.ready()
+            self.worker = worker
+            self._set_state("ready")
+            self._client.set_result(SamplerClient(worker, timeout=self._timeout))
+            await self._died.wait()
+            await self._fleet.stop(worker, reason=self.reason)
+            await asyncio.sleep(backoff.failed())
+
+    def _replace_client(self) -> asyncio.Future[SamplerClient]:
+        old, self._client = self._client, asyncio.get_running_loop().create_future()
+        if not old.done():
+            old.add_done_callback(lambda f: f.exception())  # it may be that nobody waits
+        return old
+
+    def _on_exit(self, reason: str) -> None:
+        self.worker = None
+        self._weights = ""
+        self._adapters.clear()
+        self._set_state("starting", reason)
+        self._replace_client()
+        self._died.set()
