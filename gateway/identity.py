@@ -60,10 +60,12 @@ class Identity:
         api_key: Callable[[], str],
         signing_key: Callable[[], bytes],
         token_ttl: float,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._api_key = api_key
         self._signing_key = signing_key
         self._token_ttl = token_ttl
+        self._clock = clock
         self._checked: OrderedDict[bytes, Caller] = OrderedDict()
 
     def identify(self, credential: bytes) -> Caller:
@@ -81,7 +83,7 @@ class Identity:
     def issue(self, caller: Caller) -> str:
         """A token for the caller. One that was itself exchanged for a token lives no longer
         than that one, so that a token cannot renew itself for ever."""
-        now = time.time()
+        now = self._clock()
         expires_at = now + self._token_ttl
         if caller.expires_at is not None:
             expires_at = min(expires_at, caller.expires_at)
@@ -104,9 +106,11 @@ class Identity:
             self._checked[token] = caller
             if len(self._checked) > _REMEMBERED:
                 self._checked.popitem(last=False)
-        elif caller.expires_at is not None and caller.expires_at <= time.time():
+        if caller.expires_at is not None and caller.expires_at <= self._clock():
             del self._checked[token]
             raise TokenRefused("the token has expired; exchange the key for a new one")
+        if caller.key_id != key_id_of(self._api_key()):
+            raise TokenRefused("the key that this token was exchanged for is no longer good")
         return caller
 
     def _read(self, token: bytes) -> Caller:
@@ -122,8 +126,6 @@ class Identity:
             raise TokenRefused("the token has expired; exchange the key for a new one") from error
         except jwt.PyJWTError as error:
             raise TokenRefused(f"the token is not one of this gateway's: {error}") from error
-        if claims["key"] != key_id_of(self._api_key()):
-            raise TokenRefused("the key that this token was exchanged for is no longer good")
         return Caller(
             owner=str(claims["sub"]).removeprefix(USER_URN),
             key_id=claims["key"],
