@@ -11,6 +11,7 @@ import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import sys
 import tandem.v1.common_pb2
+import tandem.wire.v1.tinker_pb2
 import typing
 
 if sys.version_info >= (3, 10):
@@ -208,6 +209,51 @@ class SamplingParams(google.protobuf.message.Message):
 Global___SamplingParams: typing_extensions.TypeAlias = SamplingParams
 
 @typing.final
+class StructuredOutput(google.protobuf.message.Message):
+    """What a sample must look like, enforced token by token. At most one of these."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class Choices(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        CHOICES_FIELD_NUMBER: builtins.int
+        @property
+        def choices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+        def __init__(
+            self,
+            *,
+            choices: collections.abc.Iterable[builtins.str] | None = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["choices", b"choices"]) -> None: ...
+
+    REGEX_FIELD_NUMBER: builtins.int
+    JSON_SCHEMA_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
+    JSON_OBJECT_FIELD_NUMBER: builtins.int
+    regex: builtins.str
+    json_schema: builtins.str
+    """A JSON schema, as JSON."""
+    json_object: builtins.bool
+    """Any JSON object."""
+    @property
+    def choice(self) -> Global___StructuredOutput.Choices: ...
+    def __init__(
+        self,
+        *,
+        regex: builtins.str = ...,
+        json_schema: builtins.str = ...,
+        choice: Global___StructuredOutput.Choices | None = ...,
+        json_object: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["choice", b"choice", "form", b"form", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "form", b"form", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["form", b"form"]) -> typing.Literal["regex", "json_schema", "choice", "json_object"] | None: ...
+
+Global___StructuredOutput: typing_extensions.TypeAlias = StructuredOutput
+
+@typing.final
 class SampleRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -225,6 +271,7 @@ class SampleRequest(google.protobuf.message.Message):
     TARGET_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     PROMPT_ALT_TOKENS_K_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_LAST_N_FIELD_NUMBER: builtins.int
+    STRUCTURED_FIELD_NUMBER: builtins.int
     operation_id: builtins.str
     session_id: builtins.str
     prompt_tokens: builtins.bytes
@@ -250,6 +297,8 @@ class SampleRequest(google.protobuf.message.Message):
     def version(self) -> tandem.v1.common_pb2.WeightVersion: ...
     @property
     def params(self) -> Global___SamplingParams: ...
+    @property
+    def structured(self) -> Global___StructuredOutput: ...
     def __init__(
         self,
         *,
@@ -267,12 +316,76 @@ class SampleRequest(google.protobuf.message.Message):
         target_prompt_tokens: builtins.bytes = ...,
         prompt_alt_tokens_k: builtins.int = ...,
         prompt_logprobs_last_n: builtins.int | None = ...,
+        structured: Global___StructuredOutput | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "params", b"params", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "fencing_token", b"fencing_token", "num_samples", b"num_samples", "operation_id", b"operation_id", "params", b"params", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_tokens", b"prompt_tokens", "seq_id", b"seq_id", "session_id", b"session_id", "target_prompt_tokens", b"target_prompt_tokens", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "params", b"params", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "structured", b"structured", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "fencing_token", b"fencing_token", "num_samples", b"num_samples", "operation_id", b"operation_id", "params", b"params", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_tokens", b"prompt_tokens", "seq_id", b"seq_id", "session_id", b"session_id", "structured", b"structured", "target_prompt_tokens", b"target_prompt_tokens", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n"]) -> typing.Literal["prompt_logprobs_last_n"] | None: ...
 
 Global___SampleRequest: typing_extensions.TypeAlias = SampleRequest
+
+@typing.final
+class SampleDelta(google.protobuf.message.Message):
+    """New tokens of one of a request's samples."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    FINISHED_FIELD_NUMBER: builtins.int
+    STOP_REASON_FIELD_NUMBER: builtins.int
+    TOPK_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    tokens: builtins.bytes
+    """int32, little endian."""
+    logprobs: builtins.bytes
+    """float32, one for each token."""
+    finished: builtins.bool
+    """Set with the sample's last tokens."""
+    stop_reason: tandem.wire.v1.tinker_pb2.StopReason.ValueType
+    @property
+    def topk(self) -> tandem.wire.v1.tinker_pb2.TopkLogprobs:
+        """[tokens, topk_sample_logprobs], if they were asked for."""
+
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        tokens: builtins.bytes = ...,
+        logprobs: builtins.bytes = ...,
+        finished: builtins.bool = ...,
+        stop_reason: tandem.wire.v1.tinker_pb2.StopReason.ValueType = ...,
+        topk: tandem.wire.v1.tinker_pb2.TopkLogprobs | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["topk", b"topk"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["finished", b"finished", "index", b"index", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "tokens", b"tokens", "topk", b"topk"]) -> None: ...
+
+Global___SampleDelta: typing_extensions.TypeAlias = SampleDelta
+
+@typing.final
+class SampleEvent(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DELTA_FIELD_NUMBER: builtins.int
+    REPLY_FIELD_NUMBER: builtins.int
+    @property
+    def delta(self) -> Global___SampleDelta: ...
+    @property
+    def reply(self) -> Global___SampleReply:
+        """Ends the stream: the whole answer, or why there is none."""
+
+    def __init__(
+        self,
+        *,
+        delta: Global___SampleDelta | None = ...,
+        reply: Global___SampleReply | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["delta", b"delta", "event", b"event", "reply", b"reply"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["delta", b"delta", "event", b"event", "reply", b"reply"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["delta", "reply"] | None: ...
+
+Global___SampleEvent: typing_extensions.TypeAlias = SampleEvent
 
 @typing.final
 class SampleReply(google.protobuf.message.Message):

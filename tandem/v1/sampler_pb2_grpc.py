@@ -49,6 +49,11 @@ class SamplerStub(object):
                 request_serializer=tandem_dot_v1_dot_sampler__pb2.SampleRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_sampler__pb2.SampleReply.FromString,
                 _registered_method=True)
+        self.SampleStream = channel.unary_stream(
+                '/tandem.v1.Sampler/SampleStream',
+                request_serializer=tandem_dot_v1_dot_sampler__pb2.SampleRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_sampler__pb2.SampleEvent.FromString,
+                _registered_method=True)
 
 
 class SamplerServicer(object):
@@ -76,6 +81,13 @@ class SamplerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SampleStream(self, request, context):
+        """The same, with the tokens told as they are drawn. The last message has `reply`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SamplerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +105,11 @@ def add_SamplerServicer_to_server(servicer, server):
                     servicer.Sample,
                     request_deserializer=tandem_dot_v1_dot_sampler__pb2.SampleRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_sampler__pb2.SampleReply.SerializeToString,
+            ),
+            'SampleStream': grpc.unary_stream_rpc_method_handler(
+                    servicer.SampleStream,
+                    request_deserializer=tandem_dot_v1_dot_sampler__pb2.SampleRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_sampler__pb2.SampleEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +193,33 @@ class Sampler(object):
             '/tandem.v1.Sampler/Sample',
             tandem_dot_v1_dot_sampler__pb2.SampleRequest.SerializeToString,
             tandem_dot_v1_dot_sampler__pb2.SampleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SampleStream(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Sampler/SampleStream',
+            tandem_dot_v1_dot_sampler__pb2.SampleRequest.SerializeToString,
+            tandem_dot_v1_dot_sampler__pb2.SampleEvent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,7 +73,23 @@ _SamplerSampleType = typing_extensions.TypeVar(
     ],
 )
 
-class SamplerStub(typing.Generic[_SamplerDescribeType, _SamplerLoadType, _SamplerSampleType]):
+_SamplerSampleStreamType = typing_extensions.TypeVar(
+    '_SamplerSampleStreamType',
+    grpc.UnaryStreamMultiCallable[
+        tandem.v1.sampler_pb2.SampleRequest,
+        tandem.v1.sampler_pb2.SampleEvent,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        tandem.v1.sampler_pb2.SampleRequest,
+        tandem.v1.sampler_pb2.SampleEvent,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        tandem.v1.sampler_pb2.SampleRequest,
+        tandem.v1.sampler_pb2.SampleEvent,
+    ],
+)
+
+class SamplerStub(typing.Generic[_SamplerDescribeType, _SamplerLoadType, _SamplerSampleType, _SamplerSampleStreamType]):
     @typing.overload
     def __init__(self: SamplerStub[
         grpc.UnaryUnaryMultiCallable[
@@ -87,6 +103,10 @@ class SamplerStub(typing.Generic[_SamplerDescribeType, _SamplerLoadType, _Sample
         grpc.UnaryUnaryMultiCallable[
             tandem.v1.sampler_pb2.SampleRequest,
             tandem.v1.sampler_pb2.SampleReply,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            tandem.v1.sampler_pb2.SampleRequest,
+            tandem.v1.sampler_pb2.SampleEvent,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -104,6 +124,10 @@ class SamplerStub(typing.Generic[_SamplerDescribeType, _SamplerLoadType, _Sample
             tandem.v1.sampler_pb2.SampleRequest,
             tandem.v1.sampler_pb2.SampleReply,
         ],
+        grpc.aio.UnaryStreamMultiCallable[
+            tandem.v1.sampler_pb2.SampleRequest,
+            tandem.v1.sampler_pb2.SampleEvent,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Describe: _SamplerDescribeType
@@ -118,6 +142,9 @@ class SamplerStub(typing.Generic[_SamplerDescribeType, _SamplerLoadType, _Sample
     waits its turn and the engine changes over.
     """
 
+    SampleStream: _SamplerSampleStreamType
+    """The same, with the tokens told as they are drawn. The last message has `reply`."""
+
 SamplerAsyncStub: typing_extensions.TypeAlias = SamplerStub[
     grpc.aio.UnaryUnaryMultiCallable[
         tandem.v1.sampler_pb2.DescribeSamplerRequest,
@@ -130,6 +157,10 @@ SamplerAsyncStub: typing_extensions.TypeAlias = SamplerStub[
     grpc.aio.UnaryUnaryMultiCallable[
         tandem.v1.sampler_pb2.SampleRequest,
         tandem.v1.sampler_pb2.SampleReply,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        tandem.v1.sampler_pb2.SampleRequest,
+        tandem.v1.sampler_pb2.SampleEvent,
     ],
 ]
 
@@ -160,5 +191,13 @@ class SamplerServicer(metaclass=abc.ABCMeta):
         """Samples from exactly the version named. Where another one is loaded, the request
         waits its turn and the engine changes over.
         """
+
+    @abc.abstractmethod
+    def SampleStream(
+        self,
+        request: tandem.v1.sampler_pb2.SampleRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[tandem.v1.sampler_pb2.SampleEvent], collections.abc.AsyncIterator[tandem.v1.sampler_pb2.SampleEvent]]:
+        """The same, with the tokens told as they are drawn. The last message has `reply`."""
 
 def add_SamplerServicer_to_server(servicer: SamplerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
