@@ -117,4 +117,4 @@ def test_usage_and_storage_are_shown(training, tmp_path):
     storage = answer("billing", "checkpoint-storage", "--project-id", "cli")
     (row,) = storage["data"]
     assert (row["checkpoint_count"], row["size_bytes"]) == (1, 21)
-    assert "cli" in shown("billing", "checkpoint-storage")
+    assert "Current checkpoint storage" in shown("billing", "checkpoint-storage")
