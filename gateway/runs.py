@@ -18,8 +18,9 @@ from sqlalchemy import bindparam, insert, select, update
 from gateway.clients import TrainerClient, WorkerUnavailable
 from gateway.custom_losses import CustomLosses
 from gateway.database import Database
+from gateway.delivery import RunFacts, json_result
 from gateway.dispatch import Call, Dispatcher, EndsRun, Prepare, Send
-from gateway.execute import Executor, RunFacts, json_result
+from gateway.execute import Executor
 from gateway.fleet import Fleet, Worker
 from gateway.futures import Future, Futures, Outcome, Waiting
 from gateway.identity import LOCAL_OWNER
