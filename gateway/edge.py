@@ -64,7 +64,7 @@ class Edge:
             self._gateway.metrics.request_seconds.labels(route=route).observe(
                 time.perf_counter() - started
             )
-            if scope["method"] in _CHANGING and endpoint is not None and route not in NOT_AUDITED:
+            if _is_audited(scope, route=route, status=status):
                 self._audit(scope, route=route, status=status)
 
     def _audit(self, scope: Scope, *, route: str, status: int) -> None:
@@ -80,6 +80,18 @@ class Edge:
             status=status,
             detail=state.get("audit_detail", {}),
         )
+
+
+def _is_audited(scope: Scope, *, route: str, status: int) -> bool:
+    """Whether it was a request to change something, by somebody who is known, that got to a
+    route (which has other methods, where the status is 405)."""
+    return (
+        scope["method"] in _CHANGING
+        and "caller" in scope.get("state", {})
+        and "endpoint" in scope
+        and route not in NOT_AUDITED
+        and status != 405
+    )
 
 
 def _credential(scope: Scope) -> bytes:

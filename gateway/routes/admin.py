@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.models import BaseModelEntry
-from gateway.routes.wire import gateway_of, json_response, parse, read_body
+from gateway.routes.wire import gateway_of, json_response, note_for_audit, parse, read_body
 from tandem import __version__
 
 
@@ -117,6 +117,7 @@ async def add_model(request: Request) -> Response:
     """Takes `{"name", "path"}`, the path absolute; answers with the model. A name that is
     there already gets the new path."""
     body = parse(AddModel, await read_body(request))
+    note_for_audit(request, target=body.name)
     entry = await gateway_of(request).models.add(name=body.name, path=body.path)
     return json_response(_model(entry))
 

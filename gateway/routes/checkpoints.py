@@ -164,7 +164,6 @@ async def copy_weights(request: Request) -> Response:
         )
     )
     note_for_audit(request, target=path, source=body.source_path)
-    note_for_audit(request, target=path, source=body.source_path)
     return json_response({"tinker_path": path})
 
 

@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.routes.wire import gateway_of, json_response, parse, read_body
+from gateway.routes.wire import gateway_of, json_response, note_for_audit, parse, read_body
 from tandem.custom_loss import MAX_BYTES
 from tandem.errors import CustomLossInvalid
 
@@ -30,4 +30,5 @@ async def create_custom_loss(request: Request) -> Response:
     loss_id = await gateway.custom_losses.create(
         session_id=body.session_id, number=body.custom_loss_seq_id, definition=raw
     )
+    note_for_audit(request, target=loss_id)
     return json_response({"request_id": loss_id})

@@ -110,9 +110,24 @@ def test_rows_hold_no_key_no_token_and_no_content(gate, admin, tmp_path):
         client.post("/api/v1/create_session", json={"user_metadata": secret})
         log = client.get("/api/v1/audit").text
     assert "model_add" in log
-    assert about(admin, "audited", event_type="organizations") == [("model_remove", 204)]
+    assert about(admin, "audited", event_type="organizations") == [
+        ("model_add", 200),
+        ("model_remove", 204),
+    ]
     for hidden in (secret, KEY, token):
         assert hidden not in log
+
+
+def test_what_gets_to_no_route_that_changes_anything_leaves_no_row(gate, admin):
+    before = len(admin.get_audit_log().result().entries)
+    with gate.http() as client:
+        wrong = {"X-API-Key": "tml-wrong"}
+        for path, status in (("healthz", 405), ("sessions", 405), ("nowhere", 404)):
+            assert client.post(f"/api/v1/{path}").status_code == status
+        for path in ("trace_files/x.json", "downloads/s-1:train:0/weights/a/b"):
+            assert client.post(f"/api/v1/{path}", headers=wrong).status_code == 405
+        assert client.post("/api/v1/create_session", headers=wrong).status_code == 401
+    assert len(admin.get_audit_log().result().entries) == before
 
 
 def test_a_filter_that_is_unknown_is_refused(gate):
