@@ -17,7 +17,13 @@ from pathlib import Path
 import numpy as np
 
 from sampler_service.engine import Engine, EngineFacts, Float32Array, WeightsTouched
-from sampler_service.model_files import Inventory, check_inventory, loadable, read_inventory
+from sampler_service.model_files import (
+    Inventory,
+    check_inventory,
+    is_tied,
+    loadable,
+    read_inventory,
+)
 from tandem.errors import LoadFailed
 from tandem.weights import Canary, Manifest, open_version
 
@@ -131,6 +137,12 @@ class Loader:
             if manifest.adapter:
                 raise LoadFailed(f"{version.name} is an adapter, but was named as a full version")
             canary = manifest.canary
+            if self._tied and not is_tied(version.path):
+                raise LoadFailed(
+                    f"{version.name} has an output head of its own (an unembedding adapter was "
+                    "merged in), which an engine whose head is the embedding cannot load in "
+                    "place; sample from the adapter itself"
+                )
         offered = loadable(read_inventory(version.path), tied=self._tied)
         check_inventory(offered, expected=self._expected, name=version.name)
         return canary

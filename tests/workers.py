@@ -19,7 +19,7 @@ from tandem.settings import TrainerSettings
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 from tandem.weights import version_path
 from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerReport, WorkerSpec
+from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, TrainingSpec, WorkerReport, WorkerSpec
 
 SECRET = "a secret of this test"
 SESSION = "s-0123456789ab"
@@ -152,13 +152,16 @@ class TrainerClient:
             timeout=CALL_SECONDS,
         )
 
-    def publish(self, data_dir: Path, number: int = 1) -> tuple[trainer_pb2.PublishReply, Path]:
+    def publish(
+        self, data_dir: Path, number: int = 1, *, merged: bool = False
+    ) -> tuple[trainer_pb2.PublishReply, Path]:
         name = f"{RUN}/v{number:06d}-{os.urandom(4).hex()}"
         path = version_path(data_dir, name)
         reply = self.stub.Publish(
             trainer_pb2.PublishRequest(
                 header=self.header(),
                 version=common_pb2.WeightVersion(name=name, path=str(path), run_id=RUN),
+                merged=merged,
             ),
             metadata=self.metadata,
             timeout=CALL_SECONDS,
@@ -198,7 +201,12 @@ def group_members(process_group: int) -> list[int]:
 
 @contextmanager
 def trainer_process(
-    model: Path, data_dir: Path, *, wait: bool = True, **settings: Any
+    model: Path,
+    data_dir: Path,
+    *,
+    wait: bool = True,
+    training: TrainingSpec | None = None,
+    **settings: Any,
 ) -> Iterator[TrainerClient]:
     """A trainer in a process group of its own, killed whatever happens.
 
@@ -213,6 +221,7 @@ def trainer_process(
         data_dir=str(data_dir),
         session_id=SESSION,
         run_id=RUN,
+        training=training,
         trainer=TrainerSettings(**{"device": "cpu", "threads": 1, **settings}),
     )
     read, write = os.pipe()

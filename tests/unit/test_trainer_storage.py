@@ -217,7 +217,8 @@ def test_a_damaged_checkpoint_changes_nothing(models, tmp_path):
 def test_a_checkpoint_of_another_model_is_refused(models, tmp_path):
     save_to(Operations(make_trainer(models["llama"])), tmp_path / "a")
     reply = load_from(Operations(make_trainer(models["qwen3"])), tmp_path / "a")
-    assert reply.failure.type == "invalid_request"
+    assert reply.failure.type == "checkpoint_mismatch"
+    assert "of another model (LlamaForCausalLM)" in reply.failure.message
     assert "LlamaForCausalLM" in reply.failure.message
 
 
