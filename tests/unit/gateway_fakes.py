@@ -156,12 +156,15 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
 
 
 class FakeSampler(sampler_pb2_grpc.SamplerServicer):
-    """Answers every prompt with its tokens, reversed. `gate` holds samples back."""
+    """Answers every prompt with its tokens, reversed. `gate` holds samples back, and `slow_loads`
+    the loads that have a number in it, each until its event is set."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.requests: list[sampler_pb2.SampleRequest] = []
+        self.cancelled: list[int] = []
         self.loaded: list[str] = []
+        self.slow_loads: dict[int, asyncio.Event] = {}
         self.gate = asyncio.Event()
         self.gate.set()
         self.load_error: TandemError | None = None
@@ -170,14 +173,32 @@ class FakeSampler(sampler_pb2_grpc.SamplerServicer):
         if self.load_error is not None:
             return sampler_pb2.LoadReply(failure=self.load_error.to_failure())
         self.loaded.append(request.version.name)
+        if (slow := self.slow_loads.get(len(self.loaded))) is not None:
+            await slow.wait()
         return sampler_pb2.LoadReply(version=request.version, bytes=7)
 
     async def Sample(self, request, context):
         assert dict(context.invocation_metadata())[SECRET_METADATA_KEY] == self.spec.secret
         self.requests.append(request)
-        await self.gate.wait()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(request.seq_id)
+            raise
         tokens = np.frombuffer(request.prompt_tokens, np.int32)[::-1]
         response = tinker_pb2.SampleResponse()
+        if request.prompt_logprobs:
+            logprobs = np.full(len(tokens), -1, np.float32)
+            logprobs[: -request.prompt_logprobs_last_n or 1] = np.nan
+            response.prompt_logprobs = logprobs.tobytes()
+        if k := request.prompt_alt_tokens_k:
+            for field, dtype in (("tokens", np.int64), ("logprobs", np.float32)):
+                tensor = getattr(response.prompt_alt_tokens, field)
+                tensor.dense = np.zeros((len(tokens) - 1, k), dtype).tobytes()
+                tensor.dtype = (
+                    tinker_pb2.DTYPE_INT64 if dtype is np.int64 else tinker_pb2.DTYPE_FLOAT32
+                )
+                tensor.shape.extend([len(tokens) - 1, k])
         for _ in range(request.num_samples):
             response.sequences.add(
                 tokens=tokens.tobytes(), logprobs=np.zeros(len(tokens), np.float32).tobytes()
