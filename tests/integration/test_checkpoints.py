@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from peft import PeftModel
 from support.data import largest_difference, logprobs, sequences, supervised, train
+from support.models import LLAMA
 from support.stacks import TestStack
 from support.waiting import wait_until
 from tinker import ServiceClient, TrainingClient, types
@@ -123,6 +125,10 @@ def plain_logprobs(folder: Path, tokens: list[int]) -> np.ndarray:
     )
     assert not info["missing_keys"], info
     assert not info["unexpected_keys"], info
+    return logprobs_of(model, tokens)
+
+
+def logprobs_of(model: torch.nn.Module, tokens: list[int]) -> np.ndarray:
     with torch.no_grad():
         logits = model(torch.tensor([tokens[:-1]])).logits[0].double()
     chosen = logits.log_softmax(-1)[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])]
@@ -178,3 +184,31 @@ def test_download_addresses_of_a_real_gateway_serve_parts_and_refuse_changes(
     part = httpx.get(url, headers={"Range": "bytes=100-199"}, timeout=60)
     assert (part.status_code, part.content) == (206, whole[100:200])
     assert httpx.get(url.replace("model.safetensors", "config.json"), timeout=60).status_code == 403
+
+
+def test_an_adapters_state_continues_exactly_and_its_download_loads_in_peft(
+    stack: TestStack,
+    service: ServiceClient,
+    models: dict[str, Path],
+    checkpoint_command,
+    tmp_path: Path,
+) -> None:
+    probes = sequences(3, seed=180)
+    adapter = service.create_lora_training_client(LLAMA, rank=4, seed=5).result(timeout=240)
+    untrained = logprobs(adapter, probes)
+    train(adapter, seed=181)
+    expected = logprobs(adapter, probes)
+    assert largest_difference(untrained, expected) > 1e-2
+    external = adapter.save_weights_external("adapter").result(timeout=120).path
+    state = adapter.save_state("adapter").result(timeout=60).path
+    continued = service.create_training_client_from_state_with_optimizer(state).result(timeout=240)
+    assert continued.get_info().lora_rank == 4
+    assert next_steps(continued) == next_steps(adapter)
+
+    for path in (external, state):
+        checkpoint_command("download", path, "--output", str(tmp_path))
+        folder = tmp_path / path.removeprefix("tinker://").replace("/", "_")
+        base = AutoModelForCausalLM.from_pretrained(models[LLAMA], dtype=torch.float32)
+        loaded = PeftModel.from_pretrained(base, folder)
+        found = [logprobs_of(loaded, tokens) for tokens in probes]
+        assert largest_difference(expected, found) < 1e-4
