@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
+from random import Random
 
-from support.models import write_qwen
+import numpy as np
+
+from support.models import TIED
+from support.runs import start_runs
 from support.stacks import TestStack
-from tinker import ServiceClient
+from tinker import AdamParams, Datum, ModelInput, ServiceClient, TensorData
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 3
+STEPS = 8
 
 
 def run_recipe(stack: TestStack, folder: Path, **options: object) -> list[dict]:
@@ -24,8 +29,8 @@ def run_recipe(stack: TestStack, folder: Path, **options: object) -> list[dict]:
         "lora_rank": 8,
         "group_size": 4,
         "groups_per_batch": 8,
-        "learning_rate": 1e-3,
-        "max_tokens": 5,
+        "learning_rate": 3e-3,
+        "max_tokens": 12,
         "max_steps": STEPS,
         "eval_every": 0,
         "save_every": 2,
@@ -52,19 +57,51 @@ def run_recipe(stack: TestStack, folder: Path, **options: object) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
+def model_that_half_knows_the_format(stack: TestStack, service: ServiceClient, path: Path) -> None:
+    """A base model that often ends its answer as the recipe wants it, and often does not."""
+    trained = start_runs(service, TIED)[TIED]
+    tokenizer = trained.get_tokenizer()
+    random = Random(0)
+
+    def datum() -> Datum:
+        a, b, answer = (random.randint(0, 100) for _ in range(3))
+        ending = random.choice(["\n\nUser:", f" {answer}{answer}"])
+        text = f"User: What is 4 + 5?\n\nAssistant: 9\n\nUser: What is {a} + {b}?\n\nAssistant:"
+        tokens = tokenizer.encode(f"{text} {answer}{ending}", add_special_tokens=False)
+        weights = [float(place >= len(text)) for place in range(1, len(tokens))]
+        return Datum(
+            model_input=ModelInput.from_ints(tokens[:-1]),
+            loss_fn_inputs={
+                "target_tokens": TensorData.from_numpy(np.array(tokens[1:])),
+                "weights": TensorData.from_numpy(np.array(weights, np.float32)),
+            },
+        )
+
+    for _ in range(60):
+        trained.forward_backward([datum() for _ in range(16)], "cross_entropy")
+        step = trained.optim_step(AdamParams(learning_rate=3e-3, grad_clip_norm=1.0))
+    step.result()
+    trained.save_weights_for_sampler("half-trained").result()
+    shutil.copytree(stack.newest_version(trained), path)
+
+
 def test_the_math_rl_recipe_trains_with_its_default_loss(
     stack: TestStack, service: ServiceClient, tmp_path: Path
 ) -> None:
-    stack.stack.add_model(name="models/tiny", path=write_qwen(tmp_path / "models/tiny", seed=5))
+    model_that_half_knows_the_format(stack, service, tmp_path / "models/tiny")
+    stack.stack.add_model(name="models/tiny", path=tmp_path / "models/tiny")
 
     metrics = run_recipe(stack, tmp_path)
 
-    assert [row["progress/batch"] for row in metrics] == list(range(STEPS))
+    steps = metrics[:STEPS]
+    assert [row["progress/batch"] for row in steps] == list(range(STEPS))
     # What was sampled is what is trained: the recipe's own estimate of the KL divergence
     # between the sampler and the trainer, before each step.
-    for row in metrics:
+    for row in steps:
         assert abs(row["optim/kl_sample_train_v1"]) < 1e-5
         assert row["optim/kl_sample_train_v2"] < 1e-8
+    ended_well = [row["env/all/format"] for row in steps]
+    assert sum(ended_well[-3:]) / 3 > ended_well[0] + 0.1
     saved = [json.loads(line) for line in (tmp_path / "log/checkpoints.jsonl").open()]
     rest = service.create_rest_client()
     run_id = saved[-1]["state_path"].removeprefix("tinker://").split("/")[0]
