@@ -10,7 +10,6 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-
 from support.models import TIED
 from support.runs import start_runs
 from support.stacks import TestStack
