@@ -147,7 +147,8 @@ async def copy_weights(request: Request) -> Response:
     if body.session_id is not None:
         if body.model_seq_id is None:
             raise InvalidRequest("copy_weights with a session_id needs a model_seq_id, too")
-        await gateway.sessions.require(body.session_id)
+        # A copy in a session is of the session's project.
+        project_id = (await gateway.sessions.require(body.session_id)).project_id
         run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
     elif not project_id:
         raise InvalidRequest(

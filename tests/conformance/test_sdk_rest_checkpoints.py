@@ -7,8 +7,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import tinker
 from conform.calls import Call, settled
 from conform.claims import proves, proves_both
+from conform.surface import NEWEST
 from support.data import largest_difference, logprobs, sequences
 from support.models import TIED
 from support.refusal import refusal
@@ -97,7 +99,8 @@ def test_weights_are_described(
     full = f"tinker://{runs['full'].model_id}/weights/start"
     info = settled(rest.get_weights_info_by_tinker_path(full))
     assert (info.is_lora, info.lora_rank) == (False, None)
-    assert info.optimizer_config.type == "adamw"
+    if tinker.__version__ == NEWEST:  # the oldest releases do not know of it
+        assert info.optimizer_config.type == "adamw"
 
 
 @pytest.mark.core
