@@ -40,8 +40,12 @@ class Models:
         return list(self._entries.values())
 
     def get(self, name: str) -> BaseModelEntry:
-        """Raises `UnknownModel`, which names those that are known."""
+        """By name, or by the path that it was registered with: a client that names the path
+        can load the tokenizer from there, where the SDK looks for one under the name alone.
+        Raises `UnknownModel`, which names those that are known."""
         entry = self._entries.get(name)
+        if entry is None and name.startswith("/"):
+            entry = next((e for e in self._entries.values() if e.path == name), None)
         if entry is None:
             known = ", ".join(sorted(self._entries)) or "none yet; add one with `tandem models add`"
             raise UnknownModel(f"unknown model {name!r}; known: {known}")

@@ -146,6 +146,16 @@ def test_a_sample_of_the_oldest_form_names_a_model_alone(gate):
         assert (unknown.status_code, unknown.json()["type"]) == (404, "unknown_model")
 
 
+def test_a_model_can_be_asked_for_by_its_registered_path(gate, service):
+    path = gate.gateway.models.get("tiny").path
+    sampling = service.create_sampling_client(base_model=path).result()
+    assert sampling.sample(PROMPT, 1, PARAMS).result().sequences
+    assert sampling.get_base_model() == path, "from where the SDK loads the tokenizer"
+    assert engine_of(gate, sampling).requests[0].version.name == "base/tiny"
+    training = service.create_lora_training_client(f"{path}:full").result()
+    assert training.get_info().model_name == "tiny"
+
+
 # --- Clients that are copied --------------------------------------------------------------
 
 
