@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
 sys.path.insert(0, str(HERE.parent / "integration"))  # `support`, which both suites use
 if other_sdk := os.environ.get("TANDEM_TEST_SDK"):
     assert "tinker" not in sys.modules, "another SDK can only be tested in a session of its own"
@@ -49,14 +50,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what the installed SDK has not, and runs the tests about the suite last."""
     own = [item for item in items if HERE in item.path.parents]
-    absent = [item for item in own if not _subjects(item) <= SURFACE]
-    if other_sdk:
-        config.hook.pytest_deselected(items=absent)
-        items[:] = [item for item in items if item not in absent]
+    if not own:
+        return
+    absent = [item for item in own if other_sdk and not _subjects(item) <= SURFACE]
+    config.hook.pytest_deselected(items=absent)
     for item in own:
         # Deprecated methods are part of what is tested, and say so at every call.
         item.add_marker(pytest.mark.filterwarnings("ignore::FutureWarning"))
-    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
+    kept = [item for item in own if item not in absent]
+    kept.sort(key=lambda item: item.get_closest_marker("last") is not None)
+    before = items.index(own[0])
+    others = [item for item in items if item not in own]
+    items[:] = [*others[:before], *kept, *others[before:]]
 
 
 def _subjects(item: pytest.Item) -> set[str]:
@@ -92,7 +97,8 @@ def whole_suite(request: pytest.FixtureRequest) -> bool:
         return False
     if any("::" in argument for argument in config.args):
         return False
-    ran = {item.path.stem for item in request.session.items if HERE in item.path.parents}
+    items = [item for item in request.session.items if HERE in item.path.parents]
+    ran = {f"{HERE.name}.{item.path.stem}" for item in items}
     return ran == {module.__name__ for module in test_modules()}
 
 
@@ -102,7 +108,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen(tmp_path_factory.mktemp("models") / TIED, seed=1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def stack(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestStack]:
     data_dir = tmp_path_factory.mktemp("conformance")
     settings = {"trainer_ranks": "1"}
@@ -117,7 +123,7 @@ def stack(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             yield stack
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def service(stack: TestStack) -> Iterator[ServiceClient]:
     """The session that the whole suite shares."""
     with service_client(
@@ -126,12 +132,12 @@ def service(stack: TestStack) -> Iterator[ServiceClient]:
         yield service
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def session_id(service: ServiceClient) -> str:
     return service.holder.get_session_id()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def runs(service: ServiceClient) -> dict[str, TrainingClient]:
     """A full-parameter run and a LoRA run, each with a checkpoint of its beginning."""
     futures = {
@@ -171,13 +177,13 @@ def base(model_path: Path):
     return load(model_path)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def base_sampler(service: ServiceClient) -> SamplingClient:
     """A sampler of the base model's own weights, which `base` has, too."""
     return settled(service.create_sampling_client(base_model=TIED))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def checkpoints(runs: dict[str, TrainingClient]) -> dict[str, str]:
     """Paths of one checkpoint of each kind, all of the same trained weights of the LoRA run."""
     run = runs["lora"]

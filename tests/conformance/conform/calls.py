@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import tinker
-from tinker.lib.public_interfaces.rest_client import RestClient
-
 from conform.surface import client_class, public_methods
+from tinker.lib.public_interfaces.rest_client import RestClient
 
 PATIENCE = 240.0
 """Seconds until a call must have its result: long enough for a worker to start on a busy
