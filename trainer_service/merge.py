@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 from safetensors import safe_open
+from torch import nn
 
 from tandem.errors import InvalidRequest, NameTaken, TandemError
 from tandem.weights import open_version
@@ -26,7 +27,7 @@ from tandem.weights.manifest import MANIFEST_NAME
 from tandem.weights.store import fsync_path
 from trainer_service.lora import merged
 from trainer_service.lora_files import CONFIG_NAME, WEIGHTS_NAME, key_of, modules_of, read_scale
-from trainer_service.model import empty_model
+from trainer_service.model import empty_model, name_in_files
 from trainer_service.model_files import copy_small_files, write_index
 from trainer_service.safetensors_files import TensorPlace, TensorWriter, read_header
 
@@ -126,36 +127,34 @@ def _plan(
 
     A head that shares the embedding's weight is written beside it, in the last file.
     """
-    module_of = {f"{module}.weight": module for module in adapter.modules}
+    model = empty_model(base_dir)
+    module_of = {name_in_files(model, f"{name}.weight"): name for name in adapter.modules}
+    head, embedding = _tied_weights(model)
+    untied = head in module_of
     plan = {
         name: {tensor: _Step(place, module_of.pop(tensor, "")) for tensor, place in header.items()}
         for name, header in files.items()
     }
-    tied = _tied_weights(base_dir)
-    own = [head for head in tied if head.removesuffix(".weight") in adapter.modules]
-    for head in own:
-        everything = {
-            tensor: place for header in files.values() for tensor, place in header.items()
-        }
-        source = everything.get(tied[head])
-        if source is not None and module_of.pop(head, ""):  # else the files hold the head, too
-            plan[max(plan)][head] = _Step(source, head.removesuffix(".weight"))
+    if head in module_of:  # else the files hold the head as well
+        everything = {name: place for header in files.values() for name, place in header.items()}
+        if embedding in everything:
+            plan[max(plan)][head] = _Step(everything[embedding], module_of.pop(head))
     if module_of:
         raise InvalidRequest(
             f"the base model's files have no {min(module_of)}, which the adapter changes: it "
             "belongs to another base model, or the files are laid out otherwise"
         )
-    return plan, bool(own)
+    return plan, untied
 
 
-def _tied_weights(base_dir: Path) -> dict[str, str]:
-    """The name of the head's weight, if it is the embedding's, and the embedding's name."""
-    model = empty_model(base_dir)
-    if not model.config.get_text_config().tie_word_embeddings:
-        return {}
-    names = {module: name for name, module in model.named_modules()}
+def _tied_weights(model: nn.Module) -> tuple[str, str]:
+    """The names in files of the head's weight and of the embedding's that it shares; else ""."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    return {f"{names[head]}.weight": f"{names[embedding]}.weight"} if head is not None else {}
+    if head is None or not model.config.get_text_config().tie_word_embeddings:
+        return "", ""
+    names = {module: name for name, module in model.named_modules()}
+    first, second = (name_in_files(model, f"{names[part]}.weight") for part in (head, embedding))
+    return first, second
 
 
 def _write(path: Path, steps: Mapping[str, _Step], adapter: Adapter) -> None:

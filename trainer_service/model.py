@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from tandem.errors import InvalidRequest
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -67,6 +69,25 @@ def empty_model(path: Path) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
+
+
+def name_in_files(model: nn.Module, name: str) -> str:
+    """What a parameter is called in the model's files, where modules may have other names.
+
+    Raises `InvalidRequest` when it is not one tensor there.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    try:
+        parameter = model.get_parameter(name)
+    except AttributeError as error:
+        raise InvalidRequest(
+            f"the model has no {name}: the adapter belongs to another base model"
+        ) from error
+    found = list(revert_weight_conversion(model, {name: parameter.detach()}))
+    if len(found) != 1:
+        raise InvalidRequest(f"{name} is not a tensor by itself in the model's files")
+    return str(found[0])
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

@@ -13,12 +13,13 @@ _OURS = frozenset({"manifest.json", "adapter_config.json"})
 
 
 def copy_small_files(
-    source: Path, target: Path, *, dtype: str = "", untied: bool = False
+    source: Path, target: Path, *, dtype: str = "", untied: bool = False, adapter: bool = False
 ) -> list[Path]:
     """Configuration and tokenizer, so that the directory loads by itself. Returns the copies.
 
     The configuration is changed to say `dtype`, if one is given, and, when `untied`, that the
-    output head has a weight of its own.
+    output head has a weight of its own. An `adapter` gets none: with a `config.json`,
+    transformers would look for a whole model beside it instead of at the base model.
     """
     copied = []
     for file in sorted(source.iterdir()):
@@ -28,6 +29,7 @@ def copy_small_files(
             or file.name.endswith(WEIGHT_SUFFIXES)
             or file.name.endswith(".index.json")
             or file.name.startswith(".")
+            or (adapter and file.name == "config.json")
         ):
             continue
         path = target / file.name

@@ -176,7 +176,7 @@ def _commit(
     }
     lora = adapter_of(request, backend)
     if lora:
-        others = copy_small_files(base.path, partial.path)
+        others = copy_small_files(base.path, partial.path, adapter=True)
         config = AdapterConfig(
             base_model=base.name,
             rank=lora.rank,
