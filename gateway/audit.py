@@ -47,6 +47,8 @@ ACTIONS: Mapping[str, str] = {
     "unpublish_checkpoint": "checkpoint_unpublish",
     "set_checkpoint_ttl": "checkpoint_ttl_set",
     "delete_own_key": "apikey_delete",
+    "create_key": "apikey_create",
+    "revoke_key": "apikey_delete",
     "add_model": "model_add",
     "remove_model": "model_remove",
 }

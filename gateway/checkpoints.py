@@ -17,6 +17,7 @@ from sqlalchemy import ColumnElement, Insert, RowMapping, delete, func, insert, 
 
 from gateway.database import Database
 from gateway.holds import Holds
+from gateway.identity import Readers
 from gateway.names import CheckpointPath, parse_checkpoint_path, place_of_folder, place_of_version
 from gateway.tables import checkpoints, runs
 from tandem.errors import UnknownWeights
@@ -75,16 +76,19 @@ class Checkpoints:
         )
         return checkpoint_of(row) if row is not None else None
 
-    async def get(self, path: str) -> Checkpoint:
-        """Raises `UnknownWeights`, or `InvalidRequest` for what is no checkpoint path."""
+    async def get(self, path: str, *, readers: Readers | None = None) -> Checkpoint:
+        """`readers`: on whose behalf; None: whoever asks has been asked already. Raises
+        `UnknownWeights`, or `InvalidRequest` for what is no checkpoint path."""
         found = await self.find(parse_checkpoint_path(path))
-        if found is None:
-            raise UnknownWeights(f"there is no checkpoint {path!r}; it may be deleted or expired")
+        if found is None or (
+            readers is not None and not readers.may_read(owner=found.owner, public=found.public)
+        ):
+            raise unknown_checkpoint(path)
         return found
 
-    async def for_training(self, path: str) -> Checkpoint:
+    async def for_training(self, path: str, *, readers: Readers | None = None) -> Checkpoint:
         """One that a trainer can load. Raises as `get`."""
-        found = await self.get(path)
+        found = await self.get(path, readers=readers)
         if found.path.kind != "weights":
             raise UnknownWeights(
                 f"{path!r} holds weights without a trainer's state; a trainer loads what "
@@ -93,11 +97,13 @@ class Checkpoints:
         return found
 
     @asynccontextmanager
-    async def reading(self, path: str) -> AsyncIterator[Checkpoint]:
+    async def reading(
+        self, path: str, *, readers: Readers | None = None
+    ) -> AsyncIterator[Checkpoint]:
         """The checkpoint, whose files stay while the block runs, whatever becomes of its name.
         Raises as `get`."""
         with self._holds.look_up(parse_checkpoint_path(path).run_id):
-            checkpoint = await self.get(path)
+            checkpoint = await self.get(path, readers=readers)
             hold = self._holds.hold(checkpoint.place)
             hold.__enter__()
         try:
@@ -105,10 +111,12 @@ class Checkpoints:
         finally:
             hold.__exit__(None, None, None)
 
-    async def take_for_training(self, path: str, *, run_id: str) -> Checkpoint:
+    async def take_for_training(
+        self, path: str, *, run_id: str, readers: Readers | None = None
+    ) -> Checkpoint:
         """As `for_training`; its files stay until `holds.give_back`, or the end of `run_id`."""
         with self._holds.look_up(parse_checkpoint_path(path).run_id):
-            checkpoint = await self.for_training(path)
+            checkpoint = await self.for_training(path, readers=readers)
             self._holds.take(checkpoint.place, owner=run_id)
         return checkpoint
 
@@ -196,6 +204,10 @@ class Checkpoints:
             )
             .values(**values)
         )
+
+
+def unknown_checkpoint(path: str) -> UnknownWeights:
+    return UnknownWeights(f"there is no checkpoint {path!r}; it may be deleted or expired")
 
 
 def insert_row(checkpoint: Checkpoint) -> Insert:

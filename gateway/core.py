@@ -7,8 +7,10 @@ import fcntl
 import os
 import secrets
 import time
+from ipaddress import ip_address
 from pathlib import Path
 
+from gateway.access import Access
 from gateway.admission import Admission
 from gateway.audit import AuditLog
 from gateway.completions import Completions
@@ -20,6 +22,7 @@ from gateway.downloads import Downloads
 from gateway.fleet import ChannelFactory, Fleet, open_channel
 from gateway.futures import Futures
 from gateway.identity import Identity
+from gateway.keys import Keys
 from gateway.launchers.base import Launcher
 from gateway.metrics import Metrics
 from gateway.models import Models
@@ -60,8 +63,9 @@ class Gateway:
         self.database = Database.at(url=settings.database_url, data_dir=settings.data_dir)
         self.models = Models(database=self.database)
         self.sessions = Sessions(database=self.database, ttl=settings.session_ttl)
+        self.keys = Keys(database=self.database)
         self.identity = Identity(
-            api_key=lambda: self.api_key,
+            keys=self.keys,
             signing_key=lambda: self.signing_key,
             token_ttl=settings.token_ttl,
         )
@@ -94,6 +98,13 @@ class Gateway:
             models=self.models,
             versions=self.versions,
             idle_ttl=settings.sampler_idle_ttl,
+        )
+        self.access = Access(
+            identity=self.identity,
+            sessions=self.sessions,
+            sampling=self.sampling,
+            directory=self.directory,
+            checkpoints=self.versions.checkpoints,
         )
         self.sessionless = Sessionless(sessions=self.sessions, sampling=self.sampling)
         self.fleet = Fleet(
@@ -148,6 +159,9 @@ class Gateway:
                 self.api_key = keep_api_key(self.settings.data_dir)
             self.signing_key = keep_signing_key(self.settings.data_dir)
             await self.database.open()
+            await self.keys.open()
+            self.keys.set_local(self.api_key)
+            check_listening(self.settings, keys=self.keys)
             await self.models.open()
             await self.fleet.open()
             lost = await self.oplog.abandon()
@@ -171,6 +185,7 @@ class Gateway:
         await self.copies.close()
         await self.traces.close()
         self.usage.write()
+        self.keys.write_uses()
         await self.database.close()
         self._lock.release()
 
@@ -272,13 +287,32 @@ class DataDirectoryLock:
             self._fd = None
 
 
+def check_listening(settings: GatewaySettings, *, keys: Keys) -> None:
+    """Raises `InvalidRequest` where others could reach a gateway whose only key is the local
+    one, which was made for this machine."""
+    if is_loopback(settings.host) or keys.any_given_out():
+        return
+    raise InvalidRequest(
+        f"the gateway would listen on {settings.host}, where others reach it, and has no key but "
+        "the local one; make one first: tandem keys create --owner NAME --role admin "
+        f"--data-dir {settings.data_dir}"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def keep_api_key(data_dir: Path) -> str:
     """The key of this data directory, made on first use. The SDK wants the `tml-` in front."""
     path = data_dir / "api_key"
     try:
         return path.read_text(encoding="ascii").strip()
     except FileNotFoundError:
-        key = f"tml-{secrets.token_hex(24)}"
+        key = f"tml-{secrets.token_urlsafe(32)}"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "w", encoding="ascii") as file:
             file.write(key + "\n")

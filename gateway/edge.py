@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.audit import ACTIONS, NOT_AUDITED
-from gateway.core import Gateway
+from gateway.core import Gateway, is_loopback
 from gateway.downloads import PREFIX as DOWNLOADS
 from gateway.identity import Caller
 from gateway.routes.wire import error_response
@@ -19,13 +19,14 @@ from gateway.trace_exports import PREFIX as TRACES
 from tandem.errors import InternalError, TokenRefused, Unauthenticated
 from tandem.telemetry import get_log
 
-_OPEN_PATHS = frozenset({"/api/v1/healthz", "/metrics"})
+_OPEN_PATHS = frozenset({"/api/v1/healthz"})
+_LOCAL_PATHS = frozenset({"/metrics", "/openapi.json"})
 _CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 
 
 class Edge:
-    """Refuses what has no valid key (X-API-Key), and puts the `Caller` on the rest, which it
-    counts, times, and notes in the audit log."""
+    """Refuses what has no valid key (X-API-Key, or Authorization: Bearer), and puts the `Caller`
+    on the rest, which it counts, times, and notes in the audit log."""
 
     def __init__(self, app: ASGIApp, *, gateway: Gateway) -> None:
         self._app = app
@@ -46,11 +47,12 @@ class Edge:
             await send(message)
 
         try:
-            if not _is_open(scope["path"]):
+            if not _is_open(scope):
                 state = scope.setdefault("state", {})
                 state["caller"] = self._gateway.identity.identify(_credential(scope))
             await self._app(scope, receive, send_and_note)
         except Unauthenticated as refusal:
+            self._note_refusal(refusal, scope)
             await _unauthenticated(refusal, scope, receive, send_and_note)
         except Exception as error:  # noqa: BLE001 - whatever it was, the client gets a sentence
             self._log.exception("request_failed", path=scope["path"])
@@ -67,18 +69,24 @@ class Edge:
             if _is_audited(scope, route=route, status=status):
                 self._audit(scope, route=route, status=status)
 
+    def _note_refusal(self, refusal: Unauthenticated, scope: Scope) -> None:
+        """Counted and logged; what was presented is not in either."""
+        self._gateway.metrics.refused_keys.labels(reason=refusal.type).inc()
+        self._log.warning(
+            "key_refused", reason=refusal.type, address=_address(scope), path=scope["path"]
+        )
+
     def _audit(self, scope: Scope, *, route: str, status: int) -> None:
         state = scope["state"]
         caller: Caller = state["caller"]
         named: Mapping[str, str] = scope.get("path_params", {})
-        client = scope.get("client")
         self._gateway.audit.record(
             actor=caller.urn,
             action=ACTIONS.get(route, route),
             target=state.get("audit_target") or _target(named),
-            address=client[0] if client else "",
+            address=_address(scope),
             status=status,
-            detail=state.get("audit_detail", {}),
+            detail={"key": caller.key_id, **state.get("audit_detail", {})},
         )
 
 
@@ -95,7 +103,16 @@ def _is_audited(scope: Scope, *, route: str, status: int) -> bool:
 
 
 def _credential(scope: Scope) -> bytes:
-    return next((value for name, value in scope["headers"] if name == b"x-api-key"), b"")
+    headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of several, the first
+    if (key := headers.get(b"x-api-key")) is not None:
+        return key
+    scheme, _, credential = headers.get(b"authorization", b"").partition(b" ")
+    return credential.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _address(scope: Scope) -> str:
+    client = scope.get("client")
+    return client[0] if client else ""
 
 
 async def _unauthenticated(
@@ -118,6 +135,11 @@ def _target(named: Mapping[str, str]) -> str:
     return "/".join(named.values())
 
 
-def _is_open(path: str) -> bool:
-    """Addresses of downloads and traces carry a signature of their own."""
+def _is_open(scope: Scope) -> bool:
+    """Addresses of downloads and traces carry a signature of their own. Metrics and the
+    description of the routes are open to this machine, and not to what a proxy on it passes on."""
+    path: str = scope["path"]
+    if path in _LOCAL_PATHS:
+        forwarded = any(name in (b"forwarded", b"x-forwarded-for") for name, _ in scope["headers"])
+        return not forwarded and is_loopback(_address(scope))
     return path in _OPEN_PATHS or path.startswith((DOWNLOADS, TRACES))

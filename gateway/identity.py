@@ -1,44 +1,41 @@
-"""Who is calling: keys, the tokens that are exchanged for them, and the caller they name.
+"""Who is calling: the caller that a key, or a token that was exchanged for one, stands for.
 
-A caller presents in X-API-Key either the key itself or a JWT that was exchanged for it (RFC
-7519, HS256, signed with the data directory's signing key). A token names its key, so that it
-ends with the key, and is refused when another algorithm, issuer or signature is in it.
+A token is a JWT (RFC 7519, HS256, signed with the data directory's signing key). It names its
+key, so that it ends with the key, and is refused when another algorithm, issuer or signature is
+in it. Owner and role are always those of the key, whatever a token says.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import jwt
 
+from gateway.keys import LOCAL_OWNER, Keys, Role
 from tandem.errors import TokenRefused, Unauthenticated
 
-Role = Literal["admin", "user"]
+__all__ = ["LOCAL_OWNER", "ORGANIZATION", "USER_URN", "Caller", "Identity", "Readers", "Role"]
 
 ORGANIZATION = "tandem"
-LOCAL_OWNER = "local"
 USER_URN = "tml:organization_user:"
 """What the SDK's `user_urn`s begin with; the owner's name follows."""
 
 _ALGORITHM = "HS256"
 _ISSUER = "tandem-gateway"
-_REMEMBERED = 256
+_REMEMBERED = 1024
 """Tokens whose signature was checked already, so that it is not checked for each request."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Whose request it is. `key_id` names the key without telling anything of it; `expires_at`
-    (seconds since 1970) is that of the token, None where the key itself was presented."""
+    """Whose request it is. `key_id` (`k-…`) names the key without telling anything of it;
+    `expires_at` (seconds since 1970) is that of the token, None where the key itself came."""
 
     owner: str
-    key_id: int
+    key_id: str
     role: Role
     expires_at: float | None = None
 
@@ -46,47 +43,77 @@ class Caller:
     def urn(self) -> str:
         return urn_of(self.owner)
 
+    @property
+    def may_change(self) -> bool:
+        return self.role != "reader"
+
     def may_see(self, owner: str) -> bool:
+        """Also to change it, where the role may change anything."""
         return owner == self.owner or self.role == "admin"
 
 
+@dataclass(frozen=True)
+class Readers:
+    """On whose behalf a checkpoint is read: the caller's, and that of the key or token of
+    another owner who lends it."""
+
+    callers: tuple[Caller, ...]
+
+    def may_read(self, *, owner: str, public: bool) -> bool:
+        return public or any(caller.may_see(owner) for caller in self.callers)
+
+
+@dataclass(frozen=True)
+class _Token:
+    key_id: str
+    expires_at: float
+
+
 class Identity:
-    """Knows the one key of this gateway, whose owner is `local`. Keys are asked for when they
-    are needed, since they are read when the gateway opens; `token_ttl` in seconds."""
+    """`signing_key` is asked for when it is needed, since it is read when the gateway opens;
+    `token_ttl` in seconds."""
 
     def __init__(
         self,
         *,
-        api_key: Callable[[], str],
+        keys: Keys,
         signing_key: Callable[[], bytes],
         token_ttl: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._api_key = api_key
+        self._keys = keys
         self._signing_key = signing_key
         self._token_ttl = token_ttl
         self._clock = clock
-        self._checked: OrderedDict[bytes, Caller] = OrderedDict()
+        self._checked: OrderedDict[bytes, _Token] = OrderedDict()
 
     def identify(self, credential: bytes) -> Caller:
         """Raises `TokenRefused` for a token that is not or no longer good, `Unauthenticated`
-        for anything else that is not the key."""
-        key = self._api_key()
-        if hmac.compare_digest(credential, key.encode()):
-            return Caller(owner=LOCAL_OWNER, key_id=key_id_of(key), role="admin")
+        for anything else that is not a good key. Only who has a key learns that it is revoked."""
         if credential.startswith(b"eyJ"):
             return self._of_token(credential)
-        raise Unauthenticated(
-            "the API key is missing or wrong; `tandem up` prints the right one (TINKER_API_KEY)"
-        )
+        key = self._keys.find(credential)
+        if key is None:
+            raise Unauthenticated(
+                "the API key is missing or wrong; `tandem up` prints the local one, and an admin "
+                "makes others with `tandem keys create` (TINKER_API_KEY)"
+            )
+        if ended := self._keys.ended(key):
+            raise Unauthenticated(
+                f"the API key {key.id} {'was' if ended == 'revoked' else 'has'} {ended}; ask an "
+                "admin for a new one (`tandem keys create`)"
+            )
+        self._keys.note_use(key)
+        return Caller(owner=key.owner, key_id=key.id, role=key.role)
 
     def issue(self, caller: Caller) -> str:
-        """A token for the caller. One that was itself exchanged for a token lives no longer
-        than that one, so that a token cannot renew itself for ever."""
+        """A token for the caller, which lives no longer than its key. One that was itself
+        exchanged for a token lives no longer than that one, so that a token cannot renew itself
+        for ever."""
         now = self._clock()
-        expires_at = now + self._token_ttl
-        if caller.expires_at is not None:
-            expires_at = min(expires_at, caller.expires_at)
+        key = self._keys.get(caller.key_id)
+        ends = [caller.expires_at, key.expires_at if key is not None else None]
+        expires_at = min([now + self._token_ttl, *(end for end in ends if end is not None)])
         claims = {
             "iss": _ISSUER,
             "sub": caller.urn,
@@ -99,21 +126,22 @@ class Identity:
         }
         return jwt.encode(claims, self._signing_key(), algorithm=_ALGORITHM)
 
-    def _of_token(self, token: bytes) -> Caller:
-        caller = self._checked.get(token)
-        if caller is None:
-            caller = self._read(token)
-            self._checked[token] = caller
+    def _of_token(self, credential: bytes) -> Caller:
+        token = self._checked.get(credential)
+        if token is None:
+            token = self._checked[credential] = self._read(credential)
             if len(self._checked) > _REMEMBERED:
                 self._checked.popitem(last=False)
-        if caller.expires_at is not None and caller.expires_at <= self._clock():
-            del self._checked[token]
+        if token.expires_at <= self._clock():
+            del self._checked[credential]
             raise TokenRefused("the token has expired; exchange the key for a new one")
-        if caller.key_id != key_id_of(self._api_key()):
+        key = self._keys.get(token.key_id)
+        if key is None or self._keys.ended(key) is not None:
             raise TokenRefused("the key that this token was exchanged for is no longer good")
-        return caller
+        self._keys.note_use(key)
+        return Caller(owner=key.owner, key_id=key.id, role=key.role, expires_at=token.expires_at)
 
-    def _read(self, token: bytes) -> Caller:
+    def _read(self, token: bytes) -> _Token:
         try:
             claims = jwt.decode(
                 token,
@@ -126,19 +154,9 @@ class Identity:
             raise TokenRefused("the token has expired; exchange the key for a new one") from error
         except jwt.PyJWTError as error:
             raise TokenRefused(f"the token is not one of this gateway's: {error}") from error
-        return Caller(
-            owner=str(claims["sub"]).removeprefix(USER_URN),
-            key_id=claims["key"],
-            role=claims["role"],
-            expires_at=float(claims["exp"]),
-        )
+        return _Token(key_id=str(claims["key"]), expires_at=float(claims["exp"]))
 
 
 def urn_of(owner: str) -> str:
     """Literal example: `"local"` gives `"tml:organization_user:local"`."""
     return f"{USER_URN}{owner}"
-
-
-def key_id_of(api_key: str) -> int:
-    """A number for a key, from which the key cannot be found: 48 bits of its SHA-256."""
-    return int.from_bytes(hashlib.sha256(api_key.encode()).digest()[:6], "big")

@@ -60,6 +60,34 @@ class Metrics:
             "Events that clients sent about themselves; they are not kept.",
             registry=self.registry,
         )
+        self.refused_keys = Counter(
+            "tandem_gateway_refused_keys_total",
+            "Requests whose key or token was refused.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.refusals = Counter(
+            "tandem_gateway_refusals_total",
+            "Requests refused by a limit.",
+            ["limit"],
+            registry=self.registry,
+        )
+        self.timeouts = Counter(
+            "tandem_gateway_timeouts_total",
+            "Requests and connections ended because something took too long.",
+            ["what"],
+            registry=self.registry,
+        )
+        self.spilled_bytes = Counter(
+            "tandem_gateway_spilled_bytes_total",
+            "Bytes of sample results that went from memory to the disk.",
+            registry=self.registry,
+        )
+        self.results_given_up = Counter(
+            "tandem_gateway_results_given_up_total",
+            "Sample results given up because their owner had too many that nobody fetched.",
+            registry=self.registry,
+        )
         self.published_bytes = Counter(
             "tandem_gateway_published_bytes_total",
             "Bytes of published weight versions.",

@@ -39,6 +39,7 @@ class Reaper:
                 await self.expire_sessions()
                 self.sweep_futures()
                 self._gateway.usage.write()
+                self._gateway.keys.write_uses()
                 self._gateway.runs.write_request_times()
                 await self.expire_checkpoints()
                 if time.monotonic() >= next_housekeeping:

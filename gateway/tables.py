@@ -31,6 +31,21 @@ models = Table(
     Column("added_at", Float, nullable=False),
 )
 
+# Who may come in. The keys themselves are not here; the local one is in no row.
+keys = Table(
+    "keys",
+    metadata,
+    Column("id", String(32), primary_key=True),  # k-<12 hex>, the beginning of `digest`
+    Column("digest", LargeBinary, nullable=False),  # SHA-256 of the key
+    Column("owner", String(100), nullable=False),
+    Column("role", String(16), nullable=False),  # admin, member, reader
+    Column("name", String(100), nullable=False, default=""),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    Column("revoked_at", Float),
+    Column("last_used_at", Float),
+)
+
 sessions = Table(
     "sessions",
     metadata,

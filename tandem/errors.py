@@ -11,15 +11,19 @@
     │   ├── UnknownSampler          404
     │   ├── UnknownWeights          404
     │   ├── UnknownRequest          404
+    │   ├── UnknownKey              404
     │   ├── AddressForged           403
     │   ├── AddressExpired          410
     │   ├── SessionFinished         410
     │   ├── PayloadTooLarge         413
+    │   ├── RequestTimedOut         408
+    │   ├── LimitExceeded           403
     │   ├── InvalidRequest          400
     │   │   ├── MalformedPayload
     │   │   ├── UnsupportedInput
     │   │   ├── SdkTooOld
     │   │   ├── CustomLossInvalid
+    │   │   ├── StructuredOutputInvalid
     │   │   ├── UnsuitableLora
     │   │   └── CheckpointMismatch
     │   ├── EmptyBatch
@@ -60,6 +64,7 @@ answers when a request is refused at once; an accepted operation that fails is a
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from tandem.v1 import common_pb2
@@ -91,6 +96,11 @@ class TandemError(Exception):
     @property
     def message(self) -> str:
         return str(self.args[0]) if self.args else self.type
+
+    @property
+    def details(self) -> Mapping[str, object]:
+        """What a refusal says beside its sentence, for programs."""
+        return {}
 
     def to_failure(self) -> common_pb2.Failure:
         return common_pb2.Failure(type=self.type, message=self.message)
@@ -155,6 +165,12 @@ class UnknownRequest(UserError):
     status = 404
 
 
+class UnknownKey(UserError):
+    """An API key that is to be revoked, by its id."""
+
+    status = 404
+
+
 class AddressForged(UserError):
     """A download address that was not signed here, or was altered since."""
 
@@ -175,6 +191,33 @@ class PayloadTooLarge(UserError):
     status = 413
 
 
+class RequestTimedOut(UserError):
+    """A request whose body did not arrive in time. (408: the SDK sends it again.)"""
+
+    status = 408
+
+
+class LimitExceeded(UserError):
+    """An owner has as much of something as is allowed, and waiting will not mend it.
+
+    Literal example: `limit="runs", value=64, used=64`. Sizes in bytes.
+    """
+
+    status = 403
+
+    def __init__(self, message: str, *, limit: str = "", value: int = 0, used: int = 0) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.value = value
+        self.used = used
+
+    @property
+    def details(self) -> Mapping[str, object]:
+        if not self.limit:  # one that was read back from the log has its sentence alone
+            return {}
+        return {"limit": self.limit, "limit_value": self.value, "used": self.used}
+
+
 class InvalidRequest(UserError):
     """A field is missing, of the wrong type or out of its range."""
 
@@ -189,6 +232,11 @@ class SdkTooOld(InvalidRequest):
 
 class UnsupportedInput(InvalidRequest):
     """A well-formed input of a kind that this server does not take, such as an image."""
+
+
+class StructuredOutputInvalid(InvalidRequest):
+    """A form for samples (regex, JSON schema, choice) that is wrong, too large, or that the
+    model's tokens cannot follow."""
 
 
 class UnsuitableLora(InvalidRequest):
@@ -307,7 +355,27 @@ class GradientsNotFinite(ServerError):
 
 
 class Overloaded(ServerError):
+    """There is no room now, and there will be: `retry_after` in seconds, `position` the place
+    in the queue that the request would have had (0: it is not about a queue)."""
+
     status = 429
+
+    def __init__(
+        self, message: str, *, limit: str = "", retry_after: float = 1.0, position: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.retry_after = retry_after
+        self.position = position
+
+    @property
+    def details(self) -> Mapping[str, object]:
+        more: dict[str, object] = {"retry_after_seconds": self.retry_after}
+        if self.limit:
+            more["limit"] = self.limit
+        if self.position:
+            more["queue_position"] = self.position
+        return more
 
 
 class IllegalTransition(ServerError):

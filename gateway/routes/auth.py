@@ -6,8 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.identity import ORGANIZATION
-from gateway.routes.wire import caller_of, gateway_of, json_response
-from tandem.errors import PermissionDenied
+from gateway.routes.wire import caller_of, gateway_of, json_response, note_for_audit
+from tandem.errors import PermissionDenied, Unauthenticated
 
 
 async def exchange_token(request: Request) -> Response:
@@ -19,11 +19,14 @@ async def own_key(request: Request) -> Response:
     """`tinker auth login` asks this of a key before it stores it. There are no email addresses
     here: the owner's name stands in their place."""
     caller = caller_of(request)
+    key = gateway_of(request).keys.get(caller.key_id)
+    if key is None:  # it was replaced since the request came in
+        raise Unauthenticated("the API key is no longer good")
     return json_response(
         {
-            "key_id": caller.key_id,
-            "name": f"{caller.owner}-key",
-            "note": "the key of this gateway's data directory",
+            "key_id": key.number,
+            "name": key.name or f"{key.owner}-{key.id}",
+            "note": f"role {key.role}",
             "details": {
                 "org_details": {"name": ORGANIZATION},
                 "user_details": {"email": caller.owner},
@@ -32,10 +35,17 @@ async def own_key(request: Request) -> Response:
     )
 
 
-async def delete_own_key(_request: Request) -> Response:
-    """Refused: it is the gateway's only key, and nobody could ask for anything any more."""
-    raise PermissionDenied(
-        "this is the only key of the gateway, so it cannot be deleted here; to replace it, stop "
-        "the gateway, remove the file api_key in its data directory (or change TANDEM_API_KEY) "
-        "and start it again"
-    )
+async def delete_own_key(request: Request) -> Response:
+    """Revokes the key that the caller presents, or that its token stands for: 204. From then
+    on it is refused. The local key stays: the commands on this machine work with it."""
+    gateway, caller = gateway_of(request), caller_of(request)
+    note_for_audit(request, target=caller.key_id)
+    key = gateway.keys.get(caller.key_id)
+    if key is not None and key.local:
+        raise PermissionDenied(
+            "this is the local key of the gateway, so it cannot be deleted here; to replace it, "
+            "stop the gateway, remove the file api_key in its data directory (or change "
+            "TANDEM_API_KEY) and start it again"
+        )
+    await gateway.keys.revoke(caller.key_id)
+    return Response(status_code=204)

@@ -9,14 +9,22 @@ import pytest
 import tinker
 from gateway_fakes import KEY, running_gateway
 
-from gateway.identity import Identity, key_id_of
+from gateway.database import Database
+from gateway.identity import Identity
+from gateway.keys import Keys, digest_of, id_of
 from tandem.errors import TokenRefused, Unauthenticated
 
 SIGNING_KEY = b"k" * 32
 
 
-def identity(*, api_key: str = KEY, signing_key: bytes = SIGNING_KEY, ttl: float = 600) -> Identity:
-    return Identity(api_key=lambda: api_key, signing_key=lambda: signing_key, token_ttl=ttl)
+KEY_ID = id_of(digest_of(KEY.encode()))
+
+
+def identity(*, signing_key: bytes = SIGNING_KEY, ttl: float = 600) -> Identity:
+    """Of a gateway with the local key alone; its database is never opened."""
+    keys = Keys(database=Database(url="sqlite+aiosqlite://"))
+    keys.set_local(KEY)
+    return Identity(keys=keys, signing_key=lambda: signing_key, token_ttl=ttl)
 
 
 def forged(**changes: object) -> bytes:
@@ -26,7 +34,7 @@ def forged(**changes: object) -> bytes:
         "sub": "tml:organization_user:local",
         "iat": now,
         "exp": now + 600,
-        "key": key_id_of(KEY),
+        "key": KEY_ID,
         "role": "admin",
     } | changes
     return jwt.encode({k: v for k, v in claims.items() if v is not None}, SIGNING_KEY).encode()
@@ -60,7 +68,7 @@ def test_only_the_key_and_its_own_tokens_are_taken():
         forged(exp=int(time.time()) - 1),
         forged(exp=None),
         forged(iss="another"),
-        forged(key=7),
+        forged(key="k-000000000007"),
         forged()[:-4] + b"AAAA",
         b"eyJ not a token",
         identity(signing_key=b"x" * 32).issue(known.identify(KEY.encode())).encode(),
@@ -70,19 +78,20 @@ def test_only_the_key_and_its_own_tokens_are_taken():
 
 
 def test_a_token_ends_with_its_key_and_with_its_time_also_when_it_was_seen_before():
-    keys, later = [KEY], [0.0]
+    keys, later = Keys(database=Database(url="sqlite+aiosqlite://")), [0.0]
+    keys.set_local(KEY)
     known = Identity(
-        api_key=lambda: keys[-1],
+        keys=keys,
         signing_key=lambda: SIGNING_KEY,
         token_ttl=600,
         clock=lambda: time.time() + later[-1],
     )
     token = known.issue(known.identify(KEY.encode())).encode()
     assert known.identify(token).owner == "local"
-    keys.append("tml-new")
+    keys.set_local("tml-new")
     with pytest.raises(TokenRefused, match="no longer good"):
         known.identify(token)
-    keys.pop()
+    keys.set_local(KEY)
     later.append(601.0)
     with pytest.raises(TokenRefused):
         known.identify(token)
@@ -121,7 +130,7 @@ def test_an_expired_token_is_told_apart_so_that_the_sdk_gets_a_new_one(gate):
                 "sub": "tml:organization_user:local",
                 "iat": 1,
                 "exp": 2,
-                "key": key_id_of(KEY),
+                "key": KEY_ID,
                 "role": "admin",
             },
             gate.gateway.signing_key,
@@ -144,13 +153,13 @@ def test_the_sdk_replaces_a_token_that_the_gateway_refuses(gate):
     assert rest.list_sessions().result() is not None
 
 
-def test_a_key_can_be_asked_about_and_the_only_one_is_not_deleted(gate):
+def test_a_key_can_be_asked_about_and_the_local_one_is_not_deleted(gate):
     with gate.http() as client:
         about = client.get("/api/v1/auth/apikey/me").json()
-        assert about["key_id"] == key_id_of(KEY)
+        assert about["key_id"] == int(KEY_ID.removeprefix("k-"), 16)
         assert about["details"]["user_details"]["email"] == "local"
         assert KEY not in str(about)
         refused = client.delete("/api/v1/auth/apikey/me")
         assert refused.status_code == 403
-        assert "only key" in refused.json()["detail"]
+        assert "local key" in refused.json()["detail"]
         assert client.get("/api/v1/sessions").status_code == 200

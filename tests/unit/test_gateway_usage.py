@@ -15,7 +15,7 @@ from gateway.sessions import NewSession, Sessions
 from gateway.usage import SharedClock, Subject, Usage
 from gateway.usage_report import UsageReports
 
-ADMIN = Caller(owner="local", key_id=1, role="admin")
+ADMIN = Caller(owner="local", key_id="k-1", role="admin")
 HOUR = timedelta(hours=1)
 
 
@@ -90,7 +90,7 @@ async def test_usage_is_added_up_by_hour_over_writes_and_restarts(database):
     await sessions.assign_project(session_id=session.id, project_id="q")
     moved = await reports.events(ADMIN, starting_on=0, ending_before=9 * 3600, project_id="q")
     assert len(moved.events) == 3
-    others = Caller(owner="somebody", key_id=2, role="user")
+    others = Caller(owner="somebody", key_id="k-2", role="member")
     assert not (await reports.events(others, starting_on=0, ending_before=9 * 3600)).events
 
 

@@ -56,6 +56,19 @@ def upgrade() -> None:
     )
     op.create_index("custom_losses_by_session", "custom_losses", ["session_id"], unique=False)
     op.create_table(
+        "keys",
+        sa.Column("id", sa.String(length=32), nullable=False),
+        sa.Column("digest", sa.LargeBinary(), nullable=False),
+        sa.Column("owner", sa.String(length=100), nullable=False),
+        sa.Column("role", sa.String(length=16), nullable=False),
+        sa.Column("name", sa.String(length=100), nullable=False),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("expires_at", sa.Float(), nullable=True),
+        sa.Column("revoked_at", sa.Float(), nullable=True),
+        sa.Column("last_used_at", sa.Float(), nullable=True),
+        sa.PrimaryKeyConstraint("id"),
+    )
+    op.create_table(
         "models",
         sa.Column("name", sa.String(length=200), nullable=False),
         sa.Column("path", sa.Text(), nullable=False),
@@ -204,6 +217,7 @@ def downgrade() -> None:
     op.drop_index("operations_by_end", table_name="operations")
     op.drop_table("operations")
     op.drop_table("models")
+    op.drop_table("keys")
     op.drop_index("custom_losses_by_session", table_name="custom_losses")
     op.drop_table("custom_losses")
     op.drop_index("checkpoints_by_run", table_name="checkpoints")
