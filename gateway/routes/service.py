@@ -52,12 +52,14 @@ class Finish(BaseModel):
 
 
 async def healthz(_request: Request) -> Response:
+    """Whether the gateway is there."""
     return json_response({"status": "ok"})
 
 
 async def client_config(request: Request) -> Response:
-    """Everything that is not said here has the SDK's default. The first call of every client
-    that asks for it, so that one that is too old is told before anything else."""
+    """How the client should behave. Everything that is not said here has the SDK's default.
+    The first call of every client that asks for it, so that one that is too old is told before
+    anything else."""
     check_sdk_version(parse(ClientConfig, await read_body(request) or b"{}").sdk_version)
     return json_response(
         {
@@ -71,9 +73,9 @@ async def client_config(request: Request) -> Response:
             # Compression costs more than the loopback or a local network does; a body that
             # comes compressed all the same is taken.
             "proto_compress_fwdbwd": False,
-            # A poll of its own for each sample is no slower on a local network, and survives a
-            # restart of the gateway: a client of the common poll could not be told which of its
-            # samples are gone.
+            # A poll of its own for each sample is as fast (300 short samples with a real engine
+            # on a loopback: 1.1 to 2.0 s either way), and survives a restart of the gateway: a
+            # client of the common poll could not be told which of its samples are gone.
             "sample_use_retrieve_futures": False,
             "custom_loss_server_side": True,
             # Clients of one sampling session get numbers that nobody else has, where they would
@@ -84,7 +86,8 @@ async def client_config(request: Request) -> Response:
 
 
 async def dynamic_config(_request: Request) -> Response:
-    """Clients tell us of samples that they gave up, at most so many at once."""
+    """What the client asks for again and again. Clients tell us of samples that they gave up,
+    at most so many at once."""
     return json_response(
         {
             "refresh_interval_sec": 300,
@@ -95,6 +98,7 @@ async def dynamic_config(_request: Request) -> Response:
 
 
 async def capabilities(request: Request) -> Response:
+    """The base models that are there."""
     return json_response(
         {
             "supported_models": [
@@ -111,7 +115,8 @@ async def capabilities(request: Request) -> Response:
 
 
 async def create_session(request: Request) -> Response:
-    """400 for an SDK that is too old; one that was not tested gets a warning for its log."""
+    """Begins a session. 400 for an SDK that is too old; one that was not tested gets a warning
+    for its log."""
     body = parse(CreateSession, await read_body(request))
     warning = check_sdk_version(body.sdk_version)
     session = await gateway_of(request).sessions.create(
@@ -131,20 +136,20 @@ async def create_session(request: Request) -> Response:
 
 
 async def session_heartbeat(request: Request) -> Response:
-    """410 for a session that has ended, which stops the SDK's loop."""
+    """Keeps a session alive. 410 for one that has ended, which stops the SDK's loop."""
     body = parse(Heartbeat, await read_body(request))
-    await gateway_of(request).sessions.require(body.session_id)
+    await gateway_of(request).access.session(body.session_id, caller_of(request))
     return json_response({"type": "session_heartbeat"})
 
 
 async def finish_session(request: Request) -> Response:
-    """Answers when the session's workers are stopped. The first reason counts."""
+    """Ends a session. Answers when its workers are stopped. The first reason counts."""
     gateway = gateway_of(request)
     session_id = request.path_params["session_id"]
     body = parse(Finish, await read_body(request))
     note_for_audit(request, target=session_id, reason=body.reason.type)
     with suppress(SessionFinished):  # the first reason counts; we only wait for the end
-        await gateway.sessions.require(session_id)
+        await gateway.access.session(session_id, caller_of(request))
     await gateway.end_session(
         session_id=session_id, state="finished", reason=body.reason.type, detail=body.detail or ""
     )
