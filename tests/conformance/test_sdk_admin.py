@@ -128,7 +128,7 @@ def test_the_audit_log_has_what_was_done(
     def about(**filters: object) -> list[str]:
         entries = call(asked, "get_audit_log", **filters).entries
         return [
-            entry.event
+            f"{entry.event} by {entry.event_details}"
             for entry in sorted(entries, key=lambda entry: entry.timestamp)
             if path in str(entry.event_details) or entry.tinker_path == path
         ]
@@ -141,5 +141,7 @@ def test_the_audit_log_has_what_was_done(
         events = about(**filters)
         assert any("publish" in event for event in events), events
         assert "delete" in events[-1], events
+        owner = settled(rest.get_training_run(runs["lora"].model_id)).model_owner
+        assert all(owner in event for event in events), events
     assert not about(day=datetime.now(UTC).date() - timedelta(days=2))
     assert not about(event_type="teams")

@@ -81,15 +81,16 @@ def test_run_list_and_info(runs: dict[str, TrainingClient]) -> None:
 
 @pytest.mark.core
 @proves("tinker checkpoint list", that="lists a run's checkpoints, and the newest of all runs")
-@proves("tinker checkpoint info", that="shows the checkpoint's kind, size and run")
+@proves("tinker checkpoint info", that="shows the checkpoint's kind, size and path")
 def test_checkpoint_list_and_info(path: str, runs: dict[str, TrainingClient]) -> None:
     of_run = answer("checkpoint", "list", "--run-id", runs["lora"].model_id)["checkpoints"]
     assert path in {each["tinker_path"] for each in of_run}
     (newest,) = answer("checkpoint", "list", "--limit", "1")["checkpoints"]
     assert newest["tinker_path"] == path
     shown = json.dumps(answer("checkpoint", "info", path))
-    assert path in shown
-    assert "training" in shown
+    (listed,) = [each for each in of_run if each["tinker_path"] == path]
+    for part in (path, "training", str(listed["size_bytes"])):
+        assert part in shown
 
 
 @pytest.mark.core

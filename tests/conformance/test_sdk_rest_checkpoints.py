@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tinker
-from conform.calls import Call, settled
+from conform.calls import Call, refused_training, settled
 from conform.claims import proves, proves_both
 from conform.surface import NEWEST
 from support.data import largest_difference, logprobs, sequences
@@ -199,7 +199,11 @@ def _files(data_dir: Path, name: str) -> list[Path]:
     "outlives the source, and has the expiry that was asked for",
 )
 def test_a_copy_outlives_its_source(
-    call: Call, rest: RestClient, service: ServiceClient, runs: dict[str, TrainingClient]
+    call: Call,
+    rest: RestClient,
+    stack: TestStack,
+    service: ServiceClient,
+    runs: dict[str, TrainingClient],
 ) -> None:
     run = runs["lora"]
     source = settled(run.save_weights_for_sampler(f"source-{next(NUMBERS)}")).path
@@ -214,5 +218,6 @@ def test_a_copy_outlives_its_source(
     assert largest_difference(prompt_logprobs(sampler, probes), expected) < 1e-4
     archived = settled(rest.list_training_runs(limit=1000, project_id="archive")).training_runs
     assert copy.split("/")[2] in {each.training_run_id for each in archived}
+    assert "copy" in refused_training(stack, copy.split("/")[2]).message
     with pytest.raises(ValueError, match="destination_project_id"):
         call(rest, "copy_weights", source)

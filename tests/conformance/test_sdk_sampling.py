@@ -173,7 +173,7 @@ def _is_top(found: list[tuple[int, float]], row: torch.Tensor, *, k: int) -> Non
 
 @proves(
     "SamplingClient.sample",
-    that="a prompt that was seen before is counted as prefix-cache hits, in whole blocks",
+    that="a prompt that was seen before is counted as prefix-cache hits",
 )
 def test_a_repeated_prompt_is_found_in_the_cache(base_sampler: SamplingClient) -> None:
     (prompt,) = sequences(1, seed=60, shortest=200, longest=200)

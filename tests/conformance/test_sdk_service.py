@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tinker
-from conform.calls import Call, rest_client, service_client, settled
+from conform.calls import Call, refused_training, rest_client, service_client, settled
 from conform.claims import proves, proves_both
 from conform.plain import logprobs as plain_logprobs
 from conform.surface import NEWEST
@@ -160,7 +160,7 @@ def test_capabilities_can_be_asked_for_at_the_same_time(service: ServiceClient) 
     that="the copy is in the client's project, has the same weights, and cannot be trained",
 )
 def test_copied_weights_are_the_same_weights(
-    service: ServiceClient, rest: RestClient, checkpoints: dict[str, str]
+    stack: TestStack, service: ServiceClient, rest: RestClient, checkpoints: dict[str, str]
 ) -> None:
     path = checkpoints["sampler_weights"]
     copy = settled(service.copy_weights(path))
@@ -168,6 +168,7 @@ def test_copied_weights_are_the_same_weights(
     assert copy != path
     assert copy.split("/")[-2] == kind
     run_id = copy.split("/")[2]
+    assert "copy" in refused_training(stack, run_id).message
     listed = settled(rest.list_training_runs(limit=1000, project_id="conformance"))
     assert run_id in {run.training_run_id for run in listed.training_runs}
 

@@ -172,6 +172,22 @@ def test_policy_losses_have_their_published_values(full: TrainingClient, base, l
     assert largest_difference(outputs(result), now) < 1e-5
 
 
+@proves(
+    "TrainingClient.forward_backward",
+    that="more datums than one request holds come back in order, and their losses add up",
+)
+def test_a_large_batch_comes_back_in_order(full: TrainingClient, base) -> None:
+    tokens = sequences(40, seed=12, shortest=3, longest=4)
+    many = (tokens * 30)[:1100]
+    assert len(many) > full.holder.get_client_config().fwdbwd_max_chunk_len
+    result = settled(full.forward_backward(weighted(many), "cross_entropy"))
+    expected = (plain_logprobs(base, tokens) * 30)[:1100]
+    assert largest_difference(outputs(result), expected) < 1e-5
+    loss = -WEIGHT * sum(float(row.sum()) for row in expected)
+    assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
+    settled(full.optim_step(STEP))
+
+
 @pytest.mark.core
 @proves_both("TrainingClient.get_info", that="names the run, its base model, and its LoRA rank")
 def test_info_says_what_is_trained(call: Call, runs: dict[str, TrainingClient]) -> None:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import tinker
 from conform.surface import client_class, public_methods
+from support.plain import PlainClient, message
+from support.refusal import Refusal, refusal_of
+from support.stacks import TestStack
 from tinker.lib.public_interfaces.rest_client import RestClient
 
 PATIENCE = 240.0
@@ -59,6 +62,13 @@ def rest_client() -> RestClient:
     if hasattr(tinker, "RestClient"):
         return tinker.RestClient()
     return tinker.ServiceClient().create_rest_client()
+
+
+def refused_training(stack: TestStack, run_id: str) -> Refusal:
+    """Why a run takes no forward_backward; the SDK makes no client for such a run."""
+    plain = PlainClient(stack.stack.endpoint)
+    answer = plain.forward_backward(message(run_id, 1, [3, 4, 5]))
+    return refusal_of(answer) if answer.is_error else plain.failure(answer.json()["request_id"])
 
 
 def record_calls() -> set[str]:
