@@ -9,7 +9,10 @@ from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 
 from gateway.database import Database
+from gateway.fair import FairGate
 from gateway.futures import Future, Futures
+from gateway.ledger import wait_for_room
+from gateway.limits import Limits, give_back
 from gateway.names import request_id_of
 from gateway.operations import Body, Kind, Operation
 from gateway.oplog import OperationLog
@@ -24,7 +27,10 @@ from tandem.errors import (
 )
 
 _SMALL_PAYLOAD = 64 * 1024
-"""Payloads up to this size stay in memory; others are read again when their turn comes."""
+"""Payloads up to this size stay in memory while their owner has room there; others are read
+again when their turn comes."""
+_READS = 4
+"""Payloads that are read at once; owners take turns."""
 
 
 class Admission:
@@ -35,13 +41,16 @@ class Admission:
         log: OperationLog,
         futures: Futures,
         runs: Runs,
+        limits: Limits,
         max_queued: int,
     ) -> None:
         self._database = database
         self._oplog = log
         self._futures = futures
         self._runs = runs
+        self._limits = limits
         self._max_queued = max_queued
+        self._reads = FairGate(slots=_READS)
 
     async def submit(
         self,
@@ -71,25 +80,56 @@ class Admission:
         # In an ended run, whatever still has a future (or a row) was accepted before.
         if self._futures.get(request_id) is not None or run.dispatcher.consumed(seq_id):
             return request_id
-        if run.dispatcher.queued >= self._max_queued:
-            raise Overloaded(f"{run.dispatcher.queued} operations of this run wait already")
+        owner = self._limits.owner_of(run.session_id)
+        # Of what a run waits for, one more is let in whatever the bounds say: without it, all
+        # that is there already could not move, and its places would never become free.
+        forced = run.dispatcher.awaits(seq_id)
+        queued = run.dispatcher.queued
+        if queued >= self._max_queued and not forced:
+            self._limits.note_refusal("run_operations")
+            seconds = wait_for_room(run.dispatcher.rate, waiting=queued)
+            raise Overloaded(
+                f"{queued} operations of this run wait already, {self._max_queued} at most "
+                f"(TANDEM_MAX_QUEUED_OPERATIONS); ask again in {seconds:g} s",
+                limit="run_operations",
+                retry_after=seconds,
+                position=queued + 1,
+            )
+        size = len(request if payload is None else payload)
+        in_memory = payload is None or (
+            size <= _SMALL_PAYLOAD and self._limits.held.has_room(owner, size)
+        )
+        leases = self._limits.take_operation(
+            owner, size=size, held=size if in_memory else 0, forced=forced
+        )
         future = Future(
             request_id=request_id,
             source="operation",
             kind=kind,
+            owner=owner,
             describe=lambda: run.dispatcher.describe(seq_id),
         )
         arrival = run.arriving[seq_id] = asyncio.get_running_loop().create_future()
         try:
             blob = await self._oplog.accept(
-                run_id=run_id, seq_id=seq_id, kind=kind, request=request, payload=payload
+                run_id=run_id,
+                seq_id=seq_id,
+                kind=kind,
+                request=request,
+                payload=payload,
+                owner=owner,
             )
         except IntegrityError:  # the log has this place, of longer ago than memory goes
+            give_back(leases)
             return request_id
+        except BaseException:
+            give_back(leases)
+            raise
         finally:
             del run.arriving[seq_id]
             arrival.set_result(None)
         self._futures.add(future)
+        future.on_end(lambda _outcome: give_back(leases))
         run.dispatcher.put(
             Operation(
                 run_id=run_id,
@@ -97,9 +137,11 @@ class Admission:
                 kind=kind,
                 future=future,
                 body=body,
-                payload=payload if payload and len(payload) <= _SMALL_PAYLOAD else None,
+                payload=payload if in_memory else None,
                 blob=blob,
                 refused=refused,
+                size=size,
+                turn=lambda: self._reads.turn(owner),
             )
         )
         return request_id

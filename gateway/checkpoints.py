@@ -147,6 +147,16 @@ class Checkpoints:
         assert count is not None
         return [checkpoint_of(row) for row in rows], count["total"]
 
+    async def bytes_of_owner(self, owner: str) -> int:
+        """Of all of an owner's checkpoints together."""
+        row = await self._database.read_one(
+            select(func.coalesce(func.sum(checkpoints.c.bytes), 0).label("total")).where(
+                checkpoints.c.owner == owner, alive()
+            )
+        )
+        assert row is not None
+        return int(row["total"])
+
     async def set_public(self, checkpoint: Checkpoint, *, public: bool) -> None:
         await self._change(checkpoint, public=public)
 

@@ -119,7 +119,7 @@ class Completions:
             if queue is None:
                 return
             queue.last += 1
-            size = None if isinstance(outcome, TandemError) else len(outcome.body)
+            size = None if isinstance(outcome, TandemError) else outcome.size
             queue.waiting.append(
                 Completion(cursor=queue.last, request_id=future.request_id, size=size)
             )

@@ -22,6 +22,7 @@ from sqlalchemy import insert, select
 from gateway.checkpoints import Checkpoint, insert_row
 from gateway.database import Database
 from gateway.exports import files_of
+from gateway.identity import Readers
 from gateway.names import (
     checkpoint_folder,
     new_session_id,
@@ -41,10 +42,12 @@ _REASON = "it holds a copy of weights and cannot be trained"
 
 @dataclass(frozen=True)
 class CopyRequest:
-    """`run_id`: the place that the client chose for it, in a session; else in a new session of
-    the project `project_id`."""
+    """`readers`: on whose behalf the source is read; `owner`: of the copy. `run_id`: the place
+    that the client chose for it, in a session; else in a new session of the project
+    `project_id`."""
 
     source: str
+    readers: Readers
     owner: str
     project_id: str
     run_id: str | None
@@ -62,7 +65,7 @@ class Copies:
     async def copy(self, request: CopyRequest) -> str:
         """The path of the copy, which goes on being made when the client goes away.
 
-        Raises `UnknownWeights`, `InvalidRequest` for a run that is there already, or
+        Raises `UnknownWeights`, `InvalidRequest` for a run that is there already, `LimitExceeded` or
         `StorageFull`.
         """
         run_id = request.run_id or run_id_of(session_id=_session_id(request), model_seq_id=0)
@@ -82,7 +85,9 @@ class Copies:
             self._versions.checkpoints.mark(run_id)  # what it left has no name
 
     async def _copy(self, request: CopyRequest, run_id: str) -> str:
-        async with self._versions.checkpoints.reading(request.source) as source:
+        async with self._versions.checkpoints.reading(
+            request.source, readers=request.readers
+        ) as source:
             path = replace(source.path, run_id=run_id)
             run = await self._database.read_one(select(runs.c.reason).where(runs.c.id == run_id))
             if run is not None:
@@ -90,6 +95,7 @@ class Copies:
                 if run["reason"] == _REASON and found is not None:
                     return str(path)  # asked for again
                 raise InvalidRequest(f"there is a training run {run_id} already")
+            await self._versions.check_share(owner=request.owner, expected_bytes=source.bytes)
             now = time.time()
             copy = replace(
                 source,

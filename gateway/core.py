@@ -7,6 +7,7 @@ import fcntl
 import os
 import secrets
 import time
+from collections.abc import Iterable
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -24,9 +25,11 @@ from gateway.futures import Futures
 from gateway.identity import Identity
 from gateway.keys import Keys
 from gateway.launchers.base import Launcher
+from gateway.limits import Counts, Limits
 from gateway.metrics import Metrics
 from gateway.models import Models
 from gateway.oplog import OperationLog
+from gateway.results import Results
 from gateway.runs import Runs
 from gateway.samplers import Samplers
 from gateway.samples import Samples
@@ -62,7 +65,11 @@ class Gateway:
         self.metrics = Metrics()
         self.database = Database.at(url=settings.database_url, data_dir=settings.data_dir)
         self.models = Models(database=self.database)
-        self.sessions = Sessions(database=self.database, ttl=settings.session_ttl)
+        self.sessions = Sessions(
+            database=self.database,
+            ttl=settings.session_ttl,
+            check_room=lambda owner: self.limits.check("sessions", owner=owner),
+        )
         self.keys = Keys(database=self.database)
         self.identity = Identity(
             keys=self.keys,
@@ -82,7 +89,14 @@ class Gateway:
             key=lambda: self.signing_key,
             ttl=settings.trace_ttl,
         )
-        self.futures = Futures(result_ttl=settings.result_ttl)
+        self.limits = Limits(settings=settings.limit, metrics=self.metrics, counts=self._counts())
+        self.results = Results(
+            folder=settings.data_dir / "results" / "samples",
+            bytes_in_memory=settings.limit.result_bytes,
+            most_samples=settings.limit.results,
+            metrics=self.metrics,
+        )
+        self.futures = Futures(result_ttl=settings.result_ttl, keeper=self.results)
         self.completions = Completions(futures=self.futures, idle_ttl=settings.result_ttl)
         self.oplog = OperationLog(
             database=self.database, data_dir=settings.data_dir, result_ttl=settings.result_ttl
@@ -91,12 +105,14 @@ class Gateway:
             database=self.database,
             data_dir=settings.data_dir,
             min_free_bytes=settings.min_free_bytes,
+            limits=self.limits,
             in_use=lambda: self.runs.all_versions_in_use() | self.samplers.versions_in_use(),
         )
         self.sampling = SamplingSessions(
             database=self.database,
             models=self.models,
             versions=self.versions,
+            limits=self.limits,
             idle_ttl=settings.sampler_idle_ttl,
         )
         self.access = Access(
@@ -115,9 +131,15 @@ class Gateway:
             channel_factory=channel_factory,
         )
         self.samplers = Samplers(
-            settings=settings, fleet=self.fleet, metrics=self.metrics, samples=self.samples
+            settings=settings,
+            fleet=self.fleet,
+            metrics=self.metrics,
+            samples=self.samples,
+            limits=self.limits,
         )
-        self.custom_losses = CustomLosses(database=self.database, futures=self.futures)
+        self.custom_losses = CustomLosses(
+            database=self.database, futures=self.futures, limits=self.limits
+        )
         self.runs = Runs(
             settings=settings,
             database=self.database,
@@ -131,12 +153,14 @@ class Gateway:
             custom_losses=self.custom_losses,
             metrics=self.metrics,
             usage=self.usage,
+            limits=self.limits,
         )
         self.admission = Admission(
             database=self.database,
             log=self.oplog,
             futures=self.futures,
             runs=self.runs,
+            limits=self.limits,
             max_queued=settings.max_queued_operations,
         )
         self.copies = Copies(
@@ -159,6 +183,7 @@ class Gateway:
                 self.api_key = keep_api_key(self.settings.data_dir)
             self.signing_key = keep_signing_key(self.settings.data_dir)
             await self.database.open()
+            await self.results.open()
             await self.keys.open()
             self.keys.set_local(self.api_key)
             check_listening(self.settings, keys=self.keys)
@@ -226,6 +251,29 @@ class Gateway:
         finally:
             self._ending.pop(session_id, None)
 
+    def _counts(self) -> Counts:
+        def owned(session_ids: Iterable[str], owner: str) -> int:
+            sessions = map(self.sessions.get, session_ids)
+            return sum(session is not None and session.owner == owner for session in sessions)
+
+        return Counts(
+            owner_of=lambda session_id: self.sessions.owner_of(session_id),
+            active={
+                "sessions": lambda owner: sum(s.owner == owner for s in self.sessions.all()),
+                "runs": lambda owner: owned(
+                    (run.session_id for run in self.runs.all() if run.state != "ended"), owner
+                ),
+                "samplers": lambda owner: owned(
+                    (sampler.session_id for sampler in self.samplers.all()), owner
+                ),
+                "sampling_sessions": lambda owner: owned(
+                    (session.session_id for session in self.sampling.all()), owner
+                ),
+            },
+            custom_losses=lambda owner: self.custom_losses.count(owner),
+            checkpoint_bytes=lambda owner: self.versions.checkpoints.bytes_of_owner(owner),
+        )
+
     def _watch(self) -> None:
         watch = self.metrics.watch
         watch(
@@ -257,6 +305,31 @@ class Gateway:
             name="futures",
             help_text="Results and promises in memory.",
             value=lambda: len(self.futures),
+        )
+        watch(
+            name="queued_bytes",
+            help_text="Payloads of operations that have not ended, on the disk.",
+            value=lambda: self.limits.operation_bytes.total,
+        )
+        watch(
+            name="held_bytes",
+            help_text="Requests that wait in memory.",
+            value=lambda: self.limits.held.total,
+        )
+        watch(
+            name="body_bytes",
+            help_text="Bodies that are being received or handled.",
+            value=lambda: self.limits.bodies.total,
+        )
+        watch(
+            name="open_requests",
+            help_text="Requests that are being answered, long polls among them.",
+            value=lambda: self.limits.requests.total,
+        )
+        watch(
+            name="result_bytes",
+            help_text="Results in memory that nobody has fetched yet.",
+            value=lambda: self.results.bytes_held,
         )
 
 

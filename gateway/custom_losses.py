@@ -10,8 +10,9 @@ from sqlalchemy.exc import IntegrityError
 
 from gateway.database import Database
 from gateway.futures import Future, Futures, Outcome, Result, Waiting
+from gateway.limits import Limits
 from gateway.names import request_id_of
-from gateway.tables import custom_losses
+from gateway.tables import custom_losses, sessions
 from tandem.custom_loss import read_custom_loss
 from tandem.errors import CustomLossInvalid, UnknownLoss
 
@@ -23,8 +24,9 @@ class CustomLosses:
     """By `loss_id`, which is also the id of the request that created the loss:
     `SESSION:loss:NUMBER`. A loss can be used in its session alone, and goes with it."""
 
-    def __init__(self, *, database: Database, futures: Futures) -> None:
+    def __init__(self, *, database: Database, futures: Futures, limits: Limits) -> None:
         self._database = database
+        self._limits = limits
         self._futures = futures
         self._definitions: dict[str, bytes] = {}
 
@@ -32,13 +34,14 @@ class CustomLosses:
         """Checks and keeps a loss; returns its id, whose future has ended already.
 
         The same number with the same definition gives the loss of then. Raises
-        `MalformedPayload`, `CustomLossInvalid`.
+        `MalformedPayload`, `CustomLossInvalid`, `LimitExceeded`.
         """
         graph = read_custom_loss(definition)
         loss_id = request_id_of(owner=f"{session_id}:loss", seq_id=number)
         kept = await self._find(loss_id)
         if kept is None:
             await self._check_count(session_id)
+            await self._limits.check_custom_losses(session_id=session_id)
             row = {
                 "id": loss_id,
                 "session_id": session_id,
@@ -85,6 +88,16 @@ class CustomLosses:
         await self._database.write(
             delete(custom_losses).where(custom_losses.c.session_id == session_id)
         )
+
+    async def count(self, owner: str) -> int:
+        """Those in an owner's active sessions."""
+        row = await self._database.read_one(
+            select(func.count().label("losses"))
+            .select_from(custom_losses.join(sessions, sessions.c.id == custom_losses.c.session_id))
+            .where(sessions.c.owner == owner)
+        )
+        assert row is not None
+        return int(row["losses"])
 
     async def _find(self, loss_id: str) -> bytes | None:
         if (known := self._definitions.get(loss_id)) is not None:

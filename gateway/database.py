@@ -3,11 +3,15 @@
 Every write goes through a queue to a single writer, which puts all that waits into one
 transaction (group commit): under load, a hundred requests share one commit, and SQLite never
 sees two writers. Reads use connections of their own.
+
+What clients can send much of is put into the lane of its owner, and lanes take turns: the next
+transaction has something of everybody, however much one of them has sent.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,11 +21,14 @@ from sqlalchemy import Connection, Executable, RowMapping, event, make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
+from gateway.fair import FairQueue
 from gateway.migrations import upgrade
 from tandem.telemetry import get_log
 
 _BUSY_TIMEOUT_MS = 10_000
 _MAX_BATCH = 512
+_MAX_BATCH_BYTES = 32 * 2**20
+"""Of the files that one transaction waits for; more only where a single one is larger."""
 
 Row = Mapping[str, object]
 
@@ -34,6 +41,7 @@ class _Write:
     after: Callable[[], None] | None
     done: asyncio.Future[None] | None
     more: Sequence[Executable] = ()
+    size: int = 0
 
 
 def _prepare_sqlite(connection: object, _record: object) -> None:
@@ -54,7 +62,10 @@ class Database:
     def __init__(self, *, url: str) -> None:
         self._url = url
         self._engine: AsyncEngine | None = None
-        self._queue: asyncio.Queue[_Write | None] = asyncio.Queue()
+        self._common: deque[_Write] = deque()
+        self._lanes: FairQueue[_Write] = FairQueue()
+        self._work = asyncio.Event()
+        self._closing = False
         self._writer: asyncio.Task[None] | None = None
         self._log = get_log()
 
@@ -74,7 +85,8 @@ class Database:
 
     async def close(self) -> None:
         if self._writer is not None:
-            self._queue.put_nowait(None)
+            self._closing = True
+            self._work.set()
             await self._writer
             self._writer = None
         if self._engine is not None:
@@ -86,20 +98,23 @@ class Database:
         statement: Executable,
         *rows: Row,
         before: Callable[[], None] | None = None,
+        lane: str = "",
+        size: int = 0,
     ) -> None:
         """Returns when the statement is committed, executed once for each of the rows.
 
-        `before` is file work that has to be done first; it runs in a thread, and when it
-        raises, nothing is written and the error is raised here.
+        `before` is file work of `size` bytes that has to be done first; it runs in a thread,
+        and when it raises, nothing is written and the error is raised here. `lane` is the owner
+        of what is written; what has none goes before all lanes.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(_Write(statement, rows, before, None, done))
+        self._put(_Write(statement, rows, before, None, done, size=size), lane=lane)
         await done
 
     async def write_together(self, *statements: Executable) -> None:
         """As `write`, for several statements of which all are committed, or none."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(_Write(None, (), None, None, done, more=statements))
+        self._put(_Write(None, (), None, None, done, more=statements))
         await done
 
     def write_soon(
@@ -111,12 +126,13 @@ class Database:
     ) -> None:
         """As `write`, without waiting; a failure is logged. `after` is file work that may only
         be done once the rest is committed."""
-        self._queue.put_nowait(_Write(statement, rows, before, after, None))
+        self._put(_Write(statement, rows, before, after, None))
 
     async def flush(self) -> None:
-        """Returns when all that was handed over before is committed."""
+        """Returns when all that was handed over before is committed, but for what is in lanes:
+        those who put it there wait for it themselves."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(_Write(None, (), None, None, done))
+        self._put(_Write(None, (), None, None, done))
         await done
 
     async def read(self, statement: Executable) -> Sequence[RowMapping]:
@@ -130,15 +146,34 @@ class Database:
 
     async def _write_all(self) -> None:
         assert self._engine is not None
-        ended = False
         async with self._engine.connect() as connection:
-            while not ended:
-                batch = [await self._queue.get()]
-                while len(batch) < _MAX_BATCH and not self._queue.empty():
-                    batch.append(self._queue.get_nowait())
-                writes = [write for write in batch if write is not None]
-                ended = len(writes) < len(batch)
-                await self._write_batch(connection, writes)
+            while True:
+                await self._work.wait()
+                batch = self._take_batch()
+                if batch:
+                    await self._write_batch(connection, batch)
+                elif self._closing:
+                    return
+                else:
+                    self._work.clear()
+
+    def _put(self, write: _Write, *, lane: str = "") -> None:
+        if lane:
+            self._lanes.put(lane, write)
+        else:
+            self._common.append(write)
+        self._work.set()
+
+    def _take_batch(self) -> list[_Write]:
+        """What has no lane comes first: others wait for nothing but the commit itself."""
+        batch: list[_Write] = []
+        while self._common and len(batch) < _MAX_BATCH:
+            batch.append(self._common.popleft())
+        lanes, size = 0, 0
+        while self._lanes and lanes < _MAX_BATCH and size < _MAX_BATCH_BYTES:
+            batch.append(self._lanes.take())
+            lanes, size = lanes + 1, size + batch[-1].size
+        return batch
 
     async def _write_batch(self, connection: AsyncConnection, batch: list[_Write]) -> None:
         batch = await self._files_first(batch)

@@ -35,7 +35,18 @@ class RunFacts:
     published: int = 0
     parent: str = ""
     version_bytes: int = 0
+    trainable_parameters: int = 0
     busy_versions: set[str] = field(default_factory=set)
+
+    @property
+    def expected_version_bytes(self) -> int:
+        """Of the next weight version: as the last one, or at most 4 bytes a parameter."""
+        return self.version_bytes or 4 * self.trainable_parameters
+
+    @property
+    def expected_state_bytes(self) -> int:
+        """Of a trainer's state: the parameters and two moments of each, 4 bytes each."""
+        return max(12 * self.trainable_parameters, 3 * self.version_bytes)
 
 
 class Delivery:

@@ -14,9 +14,13 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from gateway.futures import Outcome, Waiting
+from gateway.ledger import Rate
 from gateway.operations import Operation
 from tandem.errors import InternalError, SequenceGap, TandemError
 from tandem.telemetry import get_log, log_context
+
+_WINDOW_BYTES = 32 * 2**20
+"""Of payloads under way to one trainer, which are in memory; more only for a single one."""
 
 
 class Call:
@@ -79,6 +83,7 @@ class Dispatcher:
         self._sent = -1  # nothing; 0 is the load that created the run
         self._incomplete = ""
         self._ready = False
+        self._ends = Rate()
         self._ended: TandemError | None = None
         self._preparing: Operation | None = None
         self._wake = asyncio.Event()
@@ -101,6 +106,15 @@ class Dispatcher:
         if seq_id in self._missing:
             return False
         return seq_id < self._next or seq_id in self._waiting
+
+    @property
+    def rate(self) -> float:
+        """Operations that end in a second, of late."""
+        return self._ends.per_second()
+
+    def awaits(self, seq_id: int) -> bool:
+        """Whether all that waits here waits for this one to arrive."""
+        return seq_id == self._next and seq_id not in self._waiting
 
     def start(self, *, sent: int = -1) -> None:
         """The trainer is ready. `sent`: what it has been given already, if anything."""
@@ -196,9 +210,13 @@ class Dispatcher:
         operation = self._waiting.get(self._next)
         if operation is None or not self._ready or self._holding >= self._window:
             return None
-        if operation.alone and self._under_way:
+        if self._under_way and (operation.alone or not self._has_room_for(operation)):
             return None
         return self._waiting.pop(self._next)
+
+    def _has_room_for(self, operation: Operation) -> bool:
+        under_way = sum(other.size for other, _call, _task in self._under_way.values())
+        return under_way + operation.size <= _WINDOW_BYTES
 
     def _refuse(self, operation: Operation, error: TandemError) -> None:
         self._preparing = None
@@ -244,6 +262,7 @@ class Dispatcher:
         if self._ended is not None:
             return
         del self._under_way[operation.seq_id]
+        self._ends.note()
         self._on_outcome(operation, outcome)
         if broken is not None:
             self._on_broken(broken)

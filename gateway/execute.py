@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -91,11 +90,7 @@ class Executor:
                 return await self._saves.load(operation, body)
 
     async def _forward_backward(self, operation: Operation, *, custom_loss: bytes = b"") -> Send:
-        payload = (
-            operation.payload
-            if operation.payload is not None
-            else await asyncio.to_thread(operation.read_payload)
-        )
+        payload = await operation.read_payload()
 
         async def send(call: Call) -> Outcome:
             request = trainer_pb2.ForwardBackwardRequest(

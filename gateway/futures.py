@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, Protocol
 
 from tandem.errors import TandemError
 
@@ -24,11 +25,21 @@ FETCHED_GRACE = 30.0
 
 @dataclass(frozen=True)
 class Result:
-    """The body of a successful answer. `weight_version` is that of a sample."""
+    """The body of a successful answer. `weight_version` is that of a sample.
+
+    A large one that is not in memory lies in a `file` of `file_bytes`, and `body` is empty.
+    """
 
     media: Media
-    body: bytes
+    body: bytes = b""
     weight_version: str = ""
+    file: Path | None = None
+    file_bytes: int = 0
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return len(self.body) if self.file is None else self.file_bytes
 
 
 Outcome = Result | TandemError
@@ -43,57 +54,91 @@ class Waiting:
 
 
 class Future:
-    """One promise. `describe` says what it is waiting for."""
+    """One promise. `describe` says what it is waiting for, `owner` whose it is."""
 
     def __init__(
-        self, *, request_id: str, source: Source, kind: str, describe: Callable[[], Waiting]
+        self,
+        *,
+        request_id: str,
+        source: Source,
+        kind: str,
+        describe: Callable[[], Waiting],
+        owner: str = "",
     ) -> None:
         self.request_id = request_id
+        self.owner = owner
         self.source: Source = source
         self.kind = kind
         self.describe = describe
         self.accepted_at = time.monotonic()
         self.ended_at: float | None = None
         self.fetched_at: float | None = None
-        self._outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._outcome: Outcome | None = None
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def ended(self) -> bool:
-        return self._outcome.done()
+        return self._ended.done()
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return self._outcome
 
     def resolve(self, outcome: Outcome) -> None:
         """The first outcome counts."""
-        if not self._outcome.done():
+        if not self._ended.done():
             self.ended_at = time.monotonic()
-            self._outcome.set_result(outcome)
+            self._outcome = outcome
+            self._ended.set_result(None)
+
+    def move_to(self, file: Path) -> None:
+        """The body of its result lies in a file from now on."""
+        assert isinstance(self._outcome, Result)
+        size = self._outcome.size
+        self._outcome = replace(self._outcome, body=b"", file=file, file_bytes=size)
 
     def on_end(self, tell: Callable[[Outcome], None]) -> None:
         """Tells of the outcome once it is there; soon, if it is there already."""
-        self._outcome.add_done_callback(lambda done: tell(done.result()))
+
+        def ended(_done: asyncio.Future[None]) -> None:
+            assert self._outcome is not None
+            tell(self._outcome)
+
+        self._ended.add_done_callback(ended)
 
     async def wait(
         self, *, timeout: float, closing: asyncio.Future[None] | None = None
     ) -> Outcome | None:
         """The outcome, or None when it has not come within `timeout` seconds, or before
         `closing` is done."""
-        if not self._outcome.done():
-            either: list[asyncio.Future[Outcome] | asyncio.Future[None]] = [self._outcome]
-            if closing is not None:
-                either.append(closing)
+        if not self._ended.done():
+            either = [self._ended] if closing is None else [self._ended, closing]
             await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        return self._outcome.result() if self._outcome.done() else None
+        return self._outcome
+
+
+class ResultKeeper(Protocol):
+    """Sees to it that results that nobody fetches do not fill the memory."""
+
+    def keep(self, future: Future, /) -> list[Future]:
+        """One that has ended; returns those that are to be dropped for it."""
+
+    def forget(self, future: Future, /) -> None:
+        """One that is not needed any more."""
 
 
 class Futures:
     """All promises of this gateway, by request_id."""
 
-    def __init__(self, *, result_ttl: float) -> None:
+    def __init__(self, *, result_ttl: float, keeper: ResultKeeper) -> None:
         self._result_ttl = result_ttl
+        self._keeper = keeper
         self._futures: dict[str, Future] = {}
         self._closing: asyncio.Future[None] | None = None
 
     def add(self, future: Future) -> Future:
         self._futures[future.request_id] = future
+        future.on_end(lambda _outcome: self._keep(future))
         return future
 
     def get(self, request_id: str) -> Future | None:
@@ -110,7 +155,7 @@ class Futures:
         an operation, which the sweep reports to the log."""
         future = self._futures.get(request_id)
         if future is not None and future.ended and future.source == "sample":
-            del self._futures[request_id]
+            self._drop(future)
 
     async def wait(self, future: Future, *, timeout: float) -> Outcome | None:
         """As `Future.wait`, and cut short when the gateway shuts down. Whoever hands the whole
@@ -145,8 +190,17 @@ class Futures:
         now = time.monotonic()
         gone = [f for f in self._futures.values() if self._is_over(f, now)]
         for future in gone:
-            del self._futures[future.request_id]
+            self._drop(future)
         return gone
+
+    def _keep(self, future: Future) -> None:
+        for over in self._keeper.keep(future):
+            self._drop(over)
+
+    def _drop(self, future: Future) -> None:
+        if self._futures.get(future.request_id) is future:
+            del self._futures[future.request_id]
+        self._keeper.forget(future)
 
     def _is_over(self, future: Future, now: float) -> bool:
         if future.ended_at is None:

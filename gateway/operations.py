@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from gateway.futures import Future
+from gateway.identity import Readers
 from tandem.errors import TandemError
 
 Kind = Literal[
@@ -86,6 +90,17 @@ class SaveWeightsExternal(BaseModel):
 class LoadWeights(BaseModel):
     path: str
     optimizer: bool = False
+    _readers: Readers | None = PrivateAttr(None)
+
+    def on_behalf_of(self, readers: Readers) -> LoadWeights:
+        """The checkpoint may not be there yet: who may read it is looked at when it is loaded."""
+        self._readers = readers
+        return self
+
+    @property
+    def readers(self) -> Readers:
+        assert self._readers is not None, "a load without anybody who asked for it"
+        return self._readers
 
 
 Body = (
@@ -104,6 +119,7 @@ class Operation:
 
     `payload` or `blob` has the protobuf of a forward_backward: small ones stay in memory,
     others are read again when their turn comes. `refused`: it only takes its place in the log.
+    `size`: bytes of its payload. `turn`: held while it is read, since owners take turns in that.
     """
 
     run_id: str
@@ -114,6 +130,8 @@ class Operation:
     payload: bytes | None = None
     blob: Path | None = None
     refused: TandemError | None = None
+    size: int = 0
+    turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
     accepted_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -132,8 +150,9 @@ class Operation:
             case _:
                 return False
 
-    def read_payload(self) -> bytes:
+    async def read_payload(self) -> bytes:
         if self.payload is not None:
             return self.payload
         assert self.blob is not None
-        return self.blob.read_bytes()
+        async with self.turn():
+            return await asyncio.to_thread(self.blob.read_bytes)

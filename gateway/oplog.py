@@ -7,6 +7,7 @@ fetched, or for `result_ttl`.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -47,9 +48,17 @@ class OperationLog:
         self._result_ttl = result_ttl
 
     async def accept(
-        self, *, run_id: str, seq_id: int, kind: str, request: bytes, payload: bytes | None
+        self,
+        *,
+        run_id: str,
+        seq_id: int,
+        kind: str,
+        request: bytes,
+        payload: bytes | None,
+        owner: str = "",
     ) -> Path | None:
-        """Returns once the operation would survive us; says where its payload lies.
+        """Returns once the operation would survive us; says where its payload lies. Owners
+        take turns; what has none goes before them.
 
         Raises `StorageFull`, or sqlalchemy's `IntegrityError` for a place that is taken.
         """
@@ -73,7 +82,9 @@ class OperationLog:
         }
         before = write_payload if payload is not None else None
         try:
-            await self._database.write(_ACCEPT, row, before=before)
+            await self._database.write(
+                _ACCEPT, row, before=before, lane=owner, size=len(payload or b"")
+            )
         except OSError as error:
             raise StorageFull(f"the payload could not be written: {error.strerror}") from error
         return blob if payload is not None else None
@@ -130,13 +141,14 @@ class OperationLog:
             return from_type(row["error_type"], row["error"])
         if row["state"] == "accepted":
             return GatewayRestarted("the gateway lost this operation when it restarted")
-        body = row["result"]
-        if body is None:
-            try:
-                body = result_blob(self._data_dir, request_id=request_id).read_bytes()
-            except OSError:
-                return UnknownRequest(f"the result of {request_id} was fetched or has expired")
-        return Result(media=row["media"], body=body)
+        if row["result"] is not None:
+            return Result(media=row["media"], body=row["result"])
+        file = result_blob(self._data_dir, request_id=request_id)
+        try:
+            size = (await asyncio.to_thread(file.stat)).st_size
+        except OSError:
+            return UnknownRequest(f"the result of {request_id} was fetched or has expired")
+        return Result(media=row["media"], file=file, file_bytes=size)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Gives up the results of operations that were fetched."""

@@ -23,7 +23,7 @@ from gateway.dispatch import Call, Dispatcher, EndsRun, Prepare, Send
 from gateway.execute import Executor
 from gateway.fleet import Fleet, Worker
 from gateway.futures import Future, Futures, Outcome, Waiting
-from gateway.identity import LOCAL_OWNER
+from gateway.limits import Limits
 from gateway.metrics import Metrics
 from gateway.models import BaseModelEntry
 from gateway.names import request_id_of, run_id_of
@@ -115,8 +115,10 @@ class Runs:
         custom_losses: CustomLosses,
         metrics: Metrics,
         usage: Usage,
+        limits: Limits,
     ) -> None:
         self._settings = settings
+        self._limits = limits
         self._database = database
         self._oplog = log
         self._futures = futures
@@ -188,7 +190,9 @@ class Runs:
         request: bytes,
     ) -> str:
         """Begins to start a run and returns the request_id of its creation, which ends when
-        the trainer is ready and, if asked, has loaded a checkpoint. Its place in the log is 0."""
+        the trainer is ready and, if asked, has loaded a checkpoint. Its place in the log is 0.
+
+        Raises `LimitExceeded` where its owner has as many runs or samplers as are allowed."""
         run_id = run_id_of(session_id=session_id, model_seq_id=model_seq_id)
         request_id = request_id_of(owner=run_id, seq_id=0)
         existing = self._runs.get(run_id)
@@ -197,6 +201,8 @@ class Runs:
             return request_id
         if await self._database.read_one(select(runs.c.id).where(runs.c.id == run_id)):
             return request_id  # of before a restart: the log says what became of it
+        self._limits.check_in_session("runs", session_id=session_id)
+        self._samplers.check_room(session_id=session_id, model_name=model.name, rank=training.rank)
         run = self._new_run(session_id=session_id, run_id=run_id, model=model, training=training)
         self._runs[run_id] = run
         future = Future(
@@ -222,7 +228,7 @@ class Runs:
                     "session_id": session_id,
                     "base_model": model.name,
                     "training": training.model_dump(),
-                    "owner": session.owner if session is not None else LOCAL_OWNER,
+                    "owner": self._sessions.owner_of(session_id),
                     "project_id": session.project_id if session is not None else "",
                     "state": "starting",
                     "error_type": "",
@@ -304,6 +310,7 @@ class Runs:
             about = await client.describe()
             run.architecture = about.architecture
             run.parameters = about.parameters
+            run.facts.trainable_parameters = about.trainable_parameters
             run.ranks = about.ranks
             executor = run.prepare = self._executor(run, client)
             if creation.body is not None:

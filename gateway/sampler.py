@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,6 +20,7 @@ from gateway.clients import SamplerClient, WorkerUnavailable
 from gateway.fleet import FENCING_TOKEN, Fleet, Worker
 from gateway.futures import Future, Outcome, Result, Waiting
 from gateway.launchers.backoff import Backoff
+from gateway.ledger import Rate
 from gateway.metrics import Metrics
 from gateway.models import BaseModelEntry
 from gateway.samples import SampleMeter
@@ -86,6 +88,7 @@ class Sampler:
         self._died = asyncio.Event()
         self._client: asyncio.Future[SamplerClient] = asyncio.get_running_loop().create_future()
         self._samples: dict[str, _Sample] = {}
+        self._ends = Rate()
         self._versions: Counter[str] = Counter()
         self._keeper = asyncio.create_task(self._keep(), name=f"sampler-{session_id}")
         self._log = get_log(session_id=session_id)
@@ -94,6 +97,11 @@ class Sampler:
     def waiting(self) -> int:
         """Samples that have not ended."""
         return len(self._samples)
+
+    @property
+    def rate(self) -> float:
+        """Samples that end in a second, of late."""
+        return self._ends.per_second()
 
     @property
     def weights(self) -> str:
@@ -113,22 +121,28 @@ class Sampler:
 
     def submit(
         self, *, future: Future, version: Version, request: sampler_pb2.SampleRequest
-    ) -> None:
-        """Sends a sample on its way."""
+    ) -> Callable[[], None]:
+        """Takes a sample, and returns what sends it on its way."""
         sample = _Sample(future=future, version=version)
         self._versions[version.name] += 1
         self._samples[future.request_id] = sample
-        sample.task = asyncio.create_task(self._answer(sample, request))
-        # Not within the task: one that is cancelled before it begins does nothing at all.
-        sample.task.add_done_callback(lambda _: self._forget(sample))
+
+        def start() -> None:
+            if future.ended:  # cancelled, or its session has ended
+                return
+            sample.task = asyncio.create_task(self._answer(sample, request))
+            # Not within the task: one that is cancelled before it begins does nothing at all.
+            sample.task.add_done_callback(lambda _: self._forget(sample))
+
+        return start
 
     def cancel(self, request_id: str) -> bool:
         """Gives up a sample, here and in the engine. False: it is not here, or has ended."""
         sample = self._samples.get(request_id)
-        if sample is None or sample.task is None or sample.future.ended:
+        if sample is None or sample.future.ended:
             return False
         sample.future.resolve(SampleCancelled("the sample was cancelled by its client"))
-        sample.task.cancel()
+        self._give_up(sample)
         self._metrics.samples.labels(outcome=SampleCancelled.type).inc()
         return True
 
@@ -176,8 +190,7 @@ class Sampler:
         self._keeper.cancel()
         for sample in list(self._samples.values()):
             sample.future.resolve(error)
-            if sample.task is not None:
-                sample.task.cancel()
+            self._give_up(sample)
         if not self._client.done():
             self._client.set_exception(error)
             self._client.exception()  # it may be that nobody waits
@@ -209,9 +222,16 @@ class Sampler:
         self._forget(sample)
         sample.future.resolve(outcome)
 
+    def _give_up(self, sample: _Sample) -> None:
+        if sample.task is not None:
+            sample.task.cancel()
+        else:
+            self._forget(sample)
+
     def _forget(self, sample: _Sample) -> None:
         if self._samples.get(sample.future.request_id) is sample:
             del self._samples[sample.future.request_id]
+            self._ends.note()
             self._drop(sample.version)
 
     async def _sample(self, request: sampler_pb2.SampleRequest) -> Outcome:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 
+from gateway.fair import FairStarter
 from gateway.fleet import Fleet
 from gateway.futures import Future
+from gateway.ledger import wait_for_room
+from gateway.limits import Limits, give_back
 from gateway.metrics import Metrics
 from gateway.models import BaseModelEntry
 from gateway.sampler import Sampler
@@ -28,12 +31,20 @@ class Samplers:
     """All samplers of this gateway."""
 
     def __init__(
-        self, *, settings: GatewaySettings, fleet: Fleet, metrics: Metrics, samples: Samples
+        self,
+        *,
+        settings: GatewaySettings,
+        fleet: Fleet,
+        metrics: Metrics,
+        samples: Samples,
+        limits: Limits,
     ) -> None:
         self._settings = settings
         self._fleet = fleet
         self._metrics = metrics
         self._samples = samples
+        self._limits = limits
+        self._starter = FairStarter()
         self._samplers: dict[tuple[str, str, int], Sampler] = {}
 
     def all(self) -> list[Sampler]:
@@ -50,9 +61,11 @@ class Samplers:
         return min(found, key=lambda pair: pair[0])[1] if found else None
 
     def ensure(self, *, session_id: str, model: BaseModelEntry, rank: int) -> Sampler:
-        """As `get`; where there is none, the engine of a new one begins to start."""
+        """As `get`; where there is none, the engine of a new one begins to start. Raises
+        `LimitExceeded` where that is one too many of its owner."""
         sampler = self.get(session_id=session_id, model_name=model.name, rank=rank)
         if sampler is None:
+            self._limits.check_in_session("samplers", session_id=session_id)
             largest = self._largest_rank(rank)
             sampler = self._samplers[session_id, model.name, largest] = Sampler(
                 session_id=session_id,
@@ -66,6 +79,11 @@ class Samplers:
             )
         return sampler
 
+    def check_room(self, *, session_id: str, model_name: str, rank: int) -> None:
+        """Raises the `LimitExceeded` that `ensure` would raise."""
+        if self.get(session_id=session_id, model_name=model_name, rank=rank) is None:
+            self._limits.check_in_session("samplers", session_id=session_id)
+
     def submit(
         self,
         sampler: Sampler,
@@ -74,20 +92,24 @@ class Samplers:
         version: Version,
         request: sampler_pb2.SampleRequest,
     ) -> None:
-        """Sends a sample on its way. Raises `Overloaded` when too many wait already, at this
-        sampler or at all: the SDK then comes back a little later with fewer at once."""
-        if sampler.waiting >= self._settings.max_waiting_samples:
+        """Takes a sample, which is sent when it is its owner's turn. Raises `Overloaded` when
+        too many wait already, at this sampler, of this owner or in all: the SDK then comes back
+        a little later with fewer at once."""
+        waiting = sampler.waiting
+        if waiting >= self._settings.max_waiting_samples:
+            self._limits.note_refusal("sampler_samples")
+            seconds = wait_for_room(sampler.rate, waiting=waiting)
             raise Overloaded(
-                f"{sampler.waiting} samples wait at this sampler already "
-                "(TANDEM_MAX_WAITING_SAMPLES); ask again a little later"
+                f"{waiting} samples wait at this sampler already "
+                f"(TANDEM_MAX_WAITING_SAMPLES); ask again in {seconds:g} s",
+                limit="sampler_samples",
+                retry_after=seconds,
+                position=waiting + 1,
             )
-        waiting = sum(other.waiting for other in self._samplers.values())
-        if waiting >= self._settings.max_waiting_samples_in_all:
-            raise Overloaded(
-                f"{waiting} samples wait at this gateway already "
-                "(TANDEM_MAX_WAITING_SAMPLES_IN_ALL); ask again a little later"
-            )
-        sampler.submit(future=future, version=version, request=request)
+        leases = self._limits.take_sample(future.owner, size=request.ByteSize())
+        future.on_end(lambda _outcome: give_back(leases))
+        start = sampler.submit(future=future, version=version, request=request)
+        self._starter.put(future.owner, start)
 
     def cancel(self, request_id: str) -> bool:
         """Gives up a sample. False: it is not here, or has ended."""
@@ -105,6 +127,7 @@ class Samplers:
 
     async def close(self) -> None:
         """The gateway stops: what waits is told nothing, and asks the next one."""
+        self._starter.clear()
         samplers, self._samplers = list(self._samplers.values()), {}
         await asyncio.gather(*(sampler.abandon() for sampler in samplers))
 

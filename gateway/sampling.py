@@ -15,6 +15,8 @@ from sqlalchemy import RowMapping, insert, select, update
 
 from gateway.checkpoints import Checkpoint
 from gateway.database import Database
+from gateway.identity import Readers
+from gateway.limits import Limits
 from gateway.models import BaseModelEntry, Models
 from gateway.names import sampling_session_id_of, split_model_name
 from gateway.tables import sampling_sessions
@@ -42,11 +44,12 @@ class SamplingSession:
 
 class SamplingSessions:
     def __init__(
-        self, *, database: Database, models: Models, versions: Versions, idle_ttl: float
+        self, *, database: Database, models: Models, versions: Versions, limits: Limits, idle_ttl: float
     ) -> None:
         self._database = database
         self._models = models
         self._versions = versions
+        self._limits = limits
         self._idle_ttl = idle_ttl
         self._active: dict[str, SamplingSession] = {}
 
@@ -64,9 +67,16 @@ class SamplingSessions:
         return list(self._active.values())
 
     async def create(
-        self, *, session_id: str, number: int, base_model: str | None, model_path: str | None
+        self,
+        *,
+        session_id: str,
+        number: int,
+        base_model: str | None,
+        model_path: str | None,
+        readers: Readers,
     ) -> SamplingSession:
-        """For a base model or a checkpoint; asked again for the same number, the first answer.
+        """For a base model, or a checkpoint that one of `readers` may read; asked again for the
+        same number, the first answer.
 
         Raises `UnknownModel`, `UnknownWeights` or `InvalidRequest`.
         """
@@ -74,7 +84,9 @@ class SamplingSessions:
         if existing is not None:
             return existing
         if model_path:
-            async with self._versions.checkpoints.reading(model_path) as checkpoint:
+            async with self._versions.checkpoints.reading(
+                model_path, readers=readers
+            ) as checkpoint:
                 return await self._add(
                     session_id=session_id,
                     number=number,
@@ -212,6 +224,7 @@ class SamplingSessions:
             return existing  # the same request came twice, at once
         if existing is not None:
             raise InvalidRequest(f"there is a sampling session {session.id} already")
+        self._limits.check_in_session("sampling_sessions", session_id=session_id)
         self._active[session.id] = session
         await self._database.write(
             insert(sampling_sessions),

@@ -72,9 +72,11 @@ class Saves:
                 run_id=facts.run_id, kind="sampler_weights", name=check_name(body.path)
             )
             await self._check_free(path, overwrite=False)
-        await self._versions.check_space(
-            expected_bytes=facts.version_bytes, what="publish the weights"
-        )
+        expected, what = facts.expected_version_bytes, "publish the weights"
+        if path is None:
+            await self._versions.check_space(expected_bytes=expected, what=what)
+        else:
+            await self._check_room(expected, what=what)
         name = self._new_name()
 
         async def send(call: Call) -> Outcome:
@@ -142,9 +144,8 @@ class Saves:
         await self._check_free(path, overwrite=False)
         recipients = body.age_encryption_recipients or []
         check_recipients(recipients)
-        await self._versions.check_space(
-            expected_bytes=facts.version_bytes * (2 if recipients else 1),
-            what="export the weights",
+        await self._check_room(
+            facts.expected_version_bytes * (2 if recipients else 1), what="export the weights"
         )
         plain, sealed = self._new_name(), self._new_name() if recipients else ""
 
@@ -194,9 +195,9 @@ class Saves:
     async def state(self, operation: Operation, body: SaveWeights) -> Send:
         facts = self._facts
         path = CheckpointPath(run_id=facts.run_id, kind="weights", name=check_name(body.path))
-        await self._check_free(path, overwrite=body.overwrite)
-        await self._versions.check_space(
-            expected_bytes=3 * facts.version_bytes, what="save a checkpoint"
+        replaced = await self._check_free(path, overwrite=body.overwrite)
+        await self._check_room(
+            facts.expected_state_bytes, what="save a checkpoint", replaced=replaced
         )
         folder = checkpoint_folder(self._data_dir, run_id=facts.run_id, name=body.path)
 
@@ -229,7 +230,7 @@ class Saves:
     async def load(self, operation: Operation, body: LoadWeights) -> Send:
         facts, holds = self._facts, self._versions.holds
         checkpoint = await self._versions.checkpoints.take_for_training(
-            body.path, run_id=facts.run_id
+            body.path, run_id=facts.run_id, readers=body.readers
         )
         try:
             await self._check_fits(operation, checkpoint, body)
@@ -273,10 +274,22 @@ class Saves:
             optimizer=body.optimizer,
         )
 
-    async def _check_free(self, path: CheckpointPath, *, overwrite: bool) -> None:
-        if not overwrite and await self._versions.checkpoints.find(path) is not None:
+    async def _check_room(
+        self, expected: int, *, what: str, replaced: Checkpoint | None = None
+    ) -> None:
+        """Raises `LimitExceeded` or `StorageFull`."""
+        origin = await self._versions.checkpoints.origin(self._facts.run_id)
+        await self._versions.check_room(
+            owner=origin.owner, expected_bytes=expected, what=what, replaced=replaced
+        )
+
+    async def _check_free(self, path: CheckpointPath, *, overwrite: bool) -> Checkpoint | None:
+        """What would be replaced, if anything."""
+        found = await self._versions.checkpoints.find(path)
+        if not overwrite and found is not None:
             hint = "; save with overwrite=True to replace it" if path.kind == "weights" else ""
             raise NameTaken(f"there is a checkpoint {path} already{hint}")
+        return found
 
     async def _put(
         self,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import orjson
@@ -14,12 +15,15 @@ from gateway.names import new_session_id
 from gateway.tables import runs, sessions
 from tandem.errors import SessionFinished, UnknownSession
 
+_REMEMBERED = 10_000
+"""Ended sessions whose owner is still known without asking the database."""
+
 
 @dataclass(frozen=True)
 class NewSession:
     """What a client says of its session. `sdk_version` is only noted."""
 
-    owner: str = "local"
+    owner: str
     project_id: str = ""
     display_name: str | None = None
     user_metadata: Mapping[str, object] | None = None
@@ -32,7 +36,7 @@ class Session:
     id: str
     created_at: float
     display_name: str | None
-    owner: str = "local"
+    owner: str
     project_id: str = ""
     seen_at: float = field(default_factory=time.monotonic)
 
@@ -40,10 +44,18 @@ class Session:
 class Sessions:
     """`ttl` in seconds. Sessions outlive a restart of the gateway: their clocks start anew."""
 
-    def __init__(self, *, database: Database, ttl: float) -> None:
+    def __init__(
+        self,
+        *,
+        database: Database,
+        ttl: float,
+        check_room: Callable[[str], None] = lambda _owner: None,
+    ) -> None:
         self._database = database
         self._ttl = ttl
+        self._check_room = check_room
         self._active: dict[str, Session] = {}
+        self._past_owners: OrderedDict[str, str] = OrderedDict()
 
     async def open(self) -> None:
         for row in await self._database.read(select(sessions).where(sessions.c.state == "active")):
@@ -59,6 +71,8 @@ class Sessions:
         return list(self._active.values())
 
     async def create(self, new: NewSession) -> Session:
+        """Raises `LimitExceeded` where its owner has as many as are allowed."""
+        self._check_room(new.owner)
         session = Session(
             id=new_session_id(),
             created_at=time.time(),
@@ -88,6 +102,11 @@ class Sessions:
     def get(self, session_id: str) -> Session | None:
         """The session while it is active; asking is no sign of life."""
         return self._active.get(session_id)
+
+    def owner_of(self, session_id: str) -> str:
+        """Also for some time after its end, when what was used last is counted; then empty."""
+        session = self._active.get(session_id)
+        return session.owner if session is not None else self._past_owners.get(session_id, "")
 
     async def assign_project(self, *, session_id: str, project_id: str) -> None:
         """Moves a session, active or ended, into a project with all its runs."""
@@ -124,8 +143,12 @@ class Sessions:
 
     async def end(self, *, session_id: str, state: str, reason: str, detail: str) -> bool:
         """Marks the end. False where it had ended before: the first reason counts."""
-        if self._active.pop(session_id, None) is None:
+        session = self._active.pop(session_id, None)
+        if session is None:
             return False
+        self._past_owners[session_id] = session.owner
+        if len(self._past_owners) > _REMEMBERED:
+            self._past_owners.popitem(last=False)
         await self._database.write(
             update(sessions)
             .where(sessions.c.id == session_id)

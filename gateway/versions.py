@@ -15,6 +15,7 @@ from gateway.checkpoints import Checkpoint, Checkpoints
 from gateway.collector import Collector
 from gateway.database import Database
 from gateway.holds import Holds
+from gateway.limits import Limits
 from gateway.tables import weight_versions
 from tandem.errors import StorageFull, UnknownWeights
 from tandem.v1 import common_pb2
@@ -57,11 +58,13 @@ class Versions:
         database: Database,
         data_dir: Path,
         min_free_bytes: int,
+        limits: Limits,
         in_use: Callable[[], set[str]],
     ) -> None:
         self._database = database
         self._data_dir = data_dir
         self._min_free_bytes = min_free_bytes
+        self._limits = limits
         self.holds = Holds()
         self.checkpoints = Checkpoints(database=database, holds=self.holds)
         self._collector = Collector(
@@ -77,6 +80,26 @@ class Versions:
                 f"{expected_bytes} are needed and {self._min_free_bytes} are kept free; "
                 "what was served before goes on being served"
             )
+
+    async def check_room(
+        self, *, owner: str, expected_bytes: int, what: str, replaced: Checkpoint | None = None
+    ) -> None:
+        """For a checkpoint, before anything of it is written. Raises `LimitExceeded` where its
+        owner would have too much, or as `check_space`."""
+        await self.check_share(
+            owner=owner,
+            expected_bytes=expected_bytes,
+            replaced_bytes=replaced.bytes if replaced is not None else 0,
+        )
+        await self.check_space(expected_bytes=expected_bytes, what=what)
+
+    async def check_share(
+        self, *, owner: str, expected_bytes: int, replaced_bytes: int = 0
+    ) -> None:
+        """Raises `LimitExceeded` where so much more would be too much for the owner."""
+        await self._limits.check_checkpoint_bytes(
+            owner=owner, expected=expected_bytes, replaced=replaced_bytes
+        )
 
     async def add_version(self, version: Version, *, parent: str, size: int) -> None:
         await self._database.write(version_row(version, parent=parent, size=size))

@@ -77,6 +77,89 @@ class SamplerSettings(BaseSettings):
     operation_timeout: float = Field(1800.0, gt=0)
 
 
+class LimitSettings(BaseSettings):
+    """What one owner may have at once, and all owners together. Environment: `TANDEM_LIMIT_*`.
+
+    The meaning of each, and how it is answered, is in `docs/limits.md`.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_LIMIT_")
+
+    sessions: int = Field(2000, ge=1, description="Active sessions of an owner; then 403.")
+    runs: int = Field(128, ge=1, description="Training runs of an owner that have not ended; 403.")
+    samplers: int = Field(128, ge=1, description="Sampler engines of an owner; then 403.")
+    sampling_sessions: int = Field(
+        10_000, ge=1, description="Active sampling sessions of an owner; then 403."
+    )
+    custom_losses: int = Field(
+        1024, ge=1, description="Custom losses in an owner's active sessions; then 403."
+    )
+    checkpoint_bytes: int = Field(
+        2**40, ge=0, description="Checkpoints of an owner together, the new one included; 403."
+    )
+    queued_operations: int = Field(
+        16_384, ge=1, description="Operations of an owner that have not ended; then 429."
+    )
+    queued_operations_in_all: int = Field(65_536, ge=1, description="Of all owners; then 429.")
+    queued_bytes: int = Field(
+        2 * 2**30, ge=1, description="Payloads of an owner's queued operations, on disk; 429."
+    )
+    queued_bytes_in_all: int = Field(8 * 2**30, ge=1, description="Of all owners; then 429.")
+    waiting_samples: int = Field(
+        16_384, ge=1, description="Samples of an owner that have not ended; then 429."
+    )
+    waiting_samples_in_all: int = Field(32_768, ge=1, description="Of all owners; then 429.")
+    held_bytes: int = Field(
+        256 * 2**20, ge=1, description="Requests of an owner that wait in memory; then 429."
+    )
+    held_bytes_in_all: int = Field(2**30, ge=1, description="Of all owners; then 429.")
+    body_bytes: int = Field(
+        256 * 2**20, ge=1, description="Bodies of an owner that are being received; then 429."
+    )
+    body_bytes_in_all: int = Field(2**30, ge=1, description="Of all owners; then 429.")
+    requests: int = Field(
+        8192, ge=1, description="Requests of an owner that are being answered; then 429."
+    )
+    result_bytes: int = Field(
+        64 * 2**20, ge=0, description="Results of an owner in memory; older ones go to the disk."
+    )
+    results: int = Field(
+        65_536,
+        ge=1,
+        description="Sample results of an owner that nobody fetched; the oldest are given up.",
+    )
+
+
+class HttpSettings(BaseSettings):
+    """Connections and how long each part of a request may take. Environment: `TANDEM_HTTP_*`."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_HTTP_")
+
+    max_connections: int = Field(8192, ge=1, description="Open at once; more are told 429.")
+    max_header_bytes: int = Field(
+        64 * 2**10, ge=1024, description="Request line and headers; then 431."
+    )
+    header_timeout: float = Field(
+        20.0, gt=0, description="For the headers of a request to arrive; then 408."
+    )
+    body_gap_timeout: float = Field(
+        30.0, gt=0, description="Between two pieces of a body; then 408."
+    )
+    body_timeout: float = Field(300.0, gt=0, description="For a whole body to arrive; then 408.")
+    keep_alive: float = Field(75.0, gt=0, description="An idle connection is closed after.")
+    write_timeout: float = Field(
+        60.0,
+        gt=0,
+        description="A client that takes nothing of an answer for this long is cut off.",
+    )
+    linger: float = Field(
+        10.0,
+        gt=0,
+        description="How long the rest of a refused body is thrown away before the connection "
+        "is closed, so that the client sees the answer.",
+    )
+
+
 class GatewaySettings(BaseSettings):
     """The gateway itself. Environment: `TANDEM_*`."""
 
@@ -103,12 +186,11 @@ class GatewaySettings(BaseSettings):
     )
     worker_start_timeout: float = Field(300.0, gt=0)
     worker_stop_timeout: float = Field(10.0, gt=0)
-    max_payload_bytes: int = Field(64 * 2**20, ge=1)
+    max_payload_bytes: int = Field(
+        64 * 2**20, ge=1, description="Body of one request, decompressed; then 413."
+    )
     max_queued_operations: int = Field(4096, ge=1, description="Per run; then 429.")
     max_waiting_samples: int = Field(8192, ge=1, description="Per sampler; then 429.")
-    max_waiting_samples_in_all: int = Field(
-        32768, ge=1, description="At all samplers together; then 429."
-    )
     dispatch_window: int = Field(4, ge=1, description="Operations sent ahead to a trainer.")
     sampler_idle_ttl: float = Field(
         3600.0, gt=0, description="An ephemeral sampling session unused for this long ends."
@@ -126,3 +208,5 @@ class GatewaySettings(BaseSettings):
 
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     sampler: SamplerSettings = Field(default_factory=SamplerSettings)
+    limit: LimitSettings = Field(default_factory=LimitSettings)
+    http: HttpSettings = Field(default_factory=HttpSettings)

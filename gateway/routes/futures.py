@@ -12,8 +12,17 @@ from starlette.responses import Response
 from gateway.completions import Completion, Target
 from gateway.futures import Future, Outcome, Waiting
 from gateway.names import split_request_id
-from gateway.routes.wire import JSON, PROTOBUF, gateway_of, json_response, parse, read_body
-from tandem.errors import InvalidRequest, TandemError, UnknownRequest, UnknownSampler
+from gateway.routes.file_answer import FileAnswer
+from gateway.routes.wire import (
+    JSON,
+    PROTOBUF,
+    caller_of,
+    gateway_of,
+    json_response,
+    parse,
+    read_body,
+)
+from tandem.errors import InvalidRequest, TandemError, UnknownRequest
 
 WEIGHT_VERSION_HEADER = "X-Tandem-Weight-Version"
 
@@ -46,25 +55,27 @@ class Cancel(BaseModel):
 
 
 async def retrieve_future(request: Request) -> Response:
-    """200 with the result, or with `{"error", "category", "type"}` where the operation failed;
-    408 while it has not ended; 410 for a sample that is to be asked for again; 404 else.
+    """What became of an accepted request. 200 with the result, or with `{"error", "category",
+    "type"}` where the operation failed; 408 while it has not ended; 410 for a sample that is to
+    be asked for again; 404 else.
 
     A large result is answered with its size alone where the client allows that."""
-    gateway = gateway_of(request)
+    gateway, caller = gateway_of(request), caller_of(request)
     body = parse(Retrieve, await read_body(request))
     request_id = body.request_id
-    gateway.sessions.touch(request_id.partition(":")[0])  # whoever asks is alive
+    await gateway.access.request(request_id, caller)
     future = gateway.futures.get(request_id)
     if future is not None:
         outcome = await gateway.futures.wait(future, timeout=gateway.settings.long_poll)
         if outcome is None:
             return _try_again(future)
         if body.allow_metadata_only and not isinstance(outcome, TandemError):
-            size = len(outcome.body)
+            size = outcome.size
             if size > INLINE_BYTES:
                 metadata = {"status": "complete_metadata", "response_payload_size": size}
                 return json_response({"request_id": request_id, **metadata})
-        future.fetched_at = time.monotonic()
+        if caller.may_change:  # what only a reader has seen must still be there for its owner
+            future.fetched_at = time.monotonic()
         return _answer(outcome)
     recalled = await gateway.oplog.recall(request_id)
     recalled = recalled or await gateway.custom_losses.recall(request_id)
@@ -82,8 +93,7 @@ async def retrieve_futures(request: Request) -> Response:
     gateway = gateway_of(request)
     body = parse(RetrieveMany, await read_body(request))
     target = body.target
-    if not await gateway.sampling.known(target.sampling_session_id):
-        raise UnknownSampler(f"there is no sampling session {target.sampling_session_id!r}")
+    await gateway.access.past_sampling_session(target.sampling_session_id, caller_of(request))
     longest = gateway.settings.long_poll
     polled = await gateway.completions.poll(
         Target(target.sampling_session_id, target.cloned_sampler_id),
@@ -107,6 +117,7 @@ async def cancel_future(request: Request) -> Response:
     since what comes after them counts on them."""
     gateway = gateway_of(request)
     request_id = parse(Cancel, await read_body(request)).request_id
+    await gateway.access.request(request_id, caller_of(request))
     owner = split_request_id(request_id)
     if owner is None:
         raise UnknownRequest(f"there is no request {request_id!r} on this server")
@@ -145,6 +156,8 @@ def _answer(outcome: Outcome) -> Response:
         )
     headers = {WEIGHT_VERSION_HEADER: outcome.weight_version} if outcome.weight_version else None
     media = PROTOBUF if outcome.media == "protobuf" else JSON
+    if outcome.file is not None:
+        return FileAnswer(outcome.file, size=outcome.file_bytes, media_type=media, headers=headers)
     return Response(outcome.body, media_type=media, headers=headers)
 
 

@@ -37,31 +37,38 @@ class Join(BaseModel):
 
 
 async def create_sampling_session(request: Request) -> Response:
-    gateway = gateway_of(request)
+    """Begins to sample from a base model or a checkpoint."""
+    gateway, caller = gateway_of(request), caller_of(request)
     body = parse(CreateSamplingSession, await read_body(request))
-    await gateway.sessions.require(body.session_id)
+    await gateway.access.session(body.session_id, caller)
     session = await gateway.sampling.create(
         session_id=body.session_id,
         number=body.sampling_session_seq_id,
         base_model=body.base_model,
         model_path=body.model_path,
+        readers=gateway.access.readers(caller),
     )
-    await gateway.sessions.require(body.session_id)  # it may have ended meanwhile
+    await gateway.access.session(body.session_id, caller)  # it may have ended meanwhile
     _sampler_of(gateway, session)
     note_for_audit(request, target=session.id)
     return json_response({"type": "create_sampling_session", "sampling_session_id": session.id})
 
 
 async def join_sampling_session(request: Request) -> Response:
-    """For one more client of a sampling session, such as one that was unpickled elsewhere."""
+    """A number for one more client of a sampling session, such as one that was unpickled
+    elsewhere."""
     gateway = gateway_of(request)
     body = parse(Join, await read_body(request))
+    await gateway.access.sampling_session(body.sampling_session_id, caller_of(request))
     number = await gateway.sampling.join(body.sampling_session_id)
     return json_response({"type": "join_sampling_session", "client_counter": number})
 
 
 async def get_sampler(request: Request) -> Response:
-    session = await gateway_of(request).sampling.require(request.path_params["sampler_id"])
+    """What a sampling session samples from."""
+    session = await gateway_of(request).access.sampling_session(
+        request.path_params["sampler_id"], caller_of(request)
+    )
     return json_response(
         {
             "sampler_id": session.id,
@@ -72,7 +79,8 @@ async def get_sampler(request: Request) -> Response:
 
 
 async def asample(request: Request) -> Response:
-    """A place asked for again gives the request of then. 429 when too many samples wait."""
+    """Asks for samples. A place asked for again gives the request of then. 429 when too many
+    samples wait."""
     gateway = gateway_of(request)
     body = parse(Sample, await read_body(request))
     session, seq_id = await _place(request, body)
@@ -90,6 +98,7 @@ async def asample(request: Request) -> Response:
             request_id=request_id,
             source="sample",
             kind="sample",
+            owner=gateway.limits.owner_of(session.session_id),
             describe=lambda: sampler.describe(request_id),
         )
         gateway.samplers.submit(sampler, future=future, version=version, request=message)
@@ -105,15 +114,17 @@ async def asample(request: Request) -> Response:
 
 async def _place(request: Request, body: Sample) -> tuple[SamplingSession, int]:
     """The sampling session, and the place in it."""
-    gateway = gateway_of(request)
+    gateway, caller = gateway_of(request), caller_of(request)
     if body.sampling_session_id is None:
         return await gateway.sessionless.place(
-            owner=caller_of(request).owner, base_model=body.base_model, model_path=body.model_path
+            owner=caller.owner,
+            base_model=body.base_model,
+            model_path=body.model_path,
+            readers=gateway.access.readers(caller),
         )
     if body.seq_id is None:
         raise InvalidRequest("a sample in a sampling session needs a seq_id")
-    session = await gateway.sampling.require(body.sampling_session_id)
-    await gateway.sessions.require(session.session_id)
+    session = await gateway.access.sampling_session(body.sampling_session_id, caller)
     return session, body.seq_id
 
 

@@ -258,7 +258,7 @@ def test_a_client_with_more_samples_than_may_wait_backs_off_and_finishes(tmp_pat
 
 def test_the_bound_on_all_samplers_together_says_when_to_come_back(tmp_path):
     with (
-        running_gateway(tmp_path, session_ttl=600, max_waiting_samples_in_all=2) as gate,
+        running_gateway(tmp_path, session_ttl=600, limit={"waiting_samples_in_all": 2}) as gate,
         gate.http() as client,
     ):
         samplers = [_sampler_id(gate) for _ in range(3)]
