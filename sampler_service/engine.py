@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tandem.errors import LoadFailed
+from tandem.errors import LoadFailed, TandemError
+
+if TYPE_CHECKING:
+    from sampler_service.form_compiler import CompiledForm
 
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
-
-
 Int64Array = npt.NDArray[np.int64]
 
 
@@ -97,6 +98,13 @@ class EngineRequest:
     topk: int = 0
     scoring: PromptScoring | None = None
     adapter: str | None = None
+    form: CompiledForm | None = None
+    streamed: bool = False
+
+    @property
+    def distinct_samples(self) -> int:
+        """Greedy samples of one prompt are all alike: one is computed."""
+        return self.num_samples if self.temperature > 0 else 1
 
 
 @dataclass(frozen=True)
@@ -135,12 +143,33 @@ class PromptScores:
 @dataclass(frozen=True)
 class EngineResult:
     """All samples of a request. `cached_tokens` counts prompt tokens that the prefix cache
-    held when the first sample began."""
+    held when the first sample began. With a `failure` there are no samples."""
 
     id: str
     samples: tuple[SampledTokens, ...]
     prompt: PromptScores | None = None
     cached_tokens: int = 0
+    failure: TandemError | None = None
+
+
+@dataclass(frozen=True)
+class EngineDelta:
+    """The tokens that one sample of a streamed request got in a step. `new.stopped` says how the
+    sample ended, if it is `finished`. Of a greedy request only sample 0 is told."""
+
+    id: str
+    index: int
+    new: SampledTokens
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step brought: the requests that ended, and the deltas of those that are streamed,
+    the last ones of a request that ends among them."""
+
+    results: list[EngineResult] = field(default_factory=list)
+    deltas: list[EngineDelta] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -161,8 +190,8 @@ class Engine(Protocol):
     def add(self, request: EngineRequest) -> None:
         """Admits a request. Its id must not be in use."""
 
-    def step(self) -> list[EngineResult]:
-        """Computes the next token of everything admitted; returns the requests that ended."""
+    def step(self) -> Step:
+        """Computes the next token of everything admitted."""
 
     def abort(self, ids: Sequence[str]) -> None:
         """Forgets requests; they are never returned. Unknown ids are passed over."""

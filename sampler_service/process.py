@@ -22,6 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from sampler_service.adapters import Adapters
+from sampler_service.form_compiler import FormCompiler
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.reload import Loader, Version, default_tolerance
 from sampler_service.scheduler import Scheduler
@@ -166,7 +167,11 @@ class _Process:
             metrics=self._metrics,
             on_fatal=end,
         )
-        self._servicer.ready(Serving(facts=engine.facts, scheduler=scheduler))
+        self._servicer.ready(
+            Serving(
+                facts=engine.facts, scheduler=scheduler, forms=FormCompiler(model, engine.facts)
+            )
+        )
         asyncio.run_coroutine_threadsafe(
             self._health.set("", health_pb2.HealthCheckResponse.SERVING), loop
         ).result(timeout=60)

@@ -137,7 +137,8 @@ class Loader:
             if manifest.adapter:
                 raise LoadFailed(f"{version.name} is an adapter, but was named as a full version")
             canary = manifest.canary
-            if self._tied and not is_tied(version.path):
+            untied = (version.path / "config.json").is_file() and not is_tied(version.path)
+            if self._tied and untied:
                 raise LoadFailed(
                     f"{version.name} has an output head of its own (an unembedding adapter was "
                     "merged in), which an engine whose head is the embedding cannot load in "

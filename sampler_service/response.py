@@ -1,12 +1,18 @@
-"""From an engine's result to the bytes of `tandem.wire.v1.SampleResponse`, which the client gets.
+"""Messages and what is inside: weight versions, and the `tandem.wire.v1.SampleResponse` that the
+client gets.
 
 Arrays are little-endian: tokens int32, logprobs float32, NaN where there is none.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from sampler_service.engine import EngineResult, SampledTokens, TopK
+from sampler_service.reload import Version
 from sampler_service.sampling import Question
+from tandem.errors import InvalidRequest
+from tandem.v1 import common_pb2
 from tandem.wire.v1 import tinker_pb2
 
 
@@ -33,13 +39,15 @@ def encode_response(result: EngineResult, *, version: str, question: Question) -
 
 def _sequence(sample: SampledTokens) -> tinker_pb2.SampledSequence:
     return tinker_pb2.SampledSequence(
-        stop_reason=(
-            tinker_pb2.STOP_REASON_STOP if sample.stopped else tinker_pb2.STOP_REASON_LENGTH
-        ),
+        stop_reason=stop_reason(stopped=sample.stopped),
         tokens=sample.tokens.astype("<i4", copy=False).tobytes(),
         logprobs=sample.logprobs.astype("<f4", copy=False).tobytes(),
         topk_sampled_logprobs=_topk(sample.topk) if sample.topk is not None else None,
     )
+
+
+def stop_reason(*, stopped: bool) -> tinker_pb2.StopReason.ValueType:
+    return tinker_pb2.STOP_REASON_STOP if stopped else tinker_pb2.STOP_REASON_LENGTH
 
 
 def _topk(topk: TopK) -> tinker_pb2.TopkLogprobs:
@@ -65,4 +73,26 @@ def _draws(draws: TopK) -> tinker_pb2.PromptAltTokens:
             dtype=tinker_pb2.DTYPE_FLOAT32,
             shape=draws.logprobs.shape,
         ),
+    )
+
+
+def version_of(message: common_pb2.WeightVersion) -> Version:
+    if not message.name or not message.path:
+        raise InvalidRequest("the request names no weight version, or not where it lies")
+    return Version(
+        name=message.name,
+        path=Path(message.path),
+        run_id=message.run_id,
+        step=message.step,
+        adapter=message.adapter,
+    )
+
+
+def version_message(version: Version) -> common_pb2.WeightVersion:
+    return common_pb2.WeightVersion(
+        name=version.name,
+        path=str(version.path),
+        run_id=version.run_id,
+        step=version.step,
+        adapter=version.adapter,
     )

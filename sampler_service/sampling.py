@@ -2,7 +2,8 @@
 
 The meaning of `stop` is that of the Tinker protocol: nothing given means that the model's end
 tokens stop, and a given list is the whole of what stops, so that an empty one stops nothing.
-A stop token, and the token that completes a stop string, are part of the sample.
+A stop token, and the token that completes a stop string, are part of the sample. Where a form is
+given, the model's end tokens stop whatever else does: nothing else can follow a complete form.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sampler_service.engine import EngineFacts, EngineRequest
+from sampler_service.forms import Form, parse_form
 from sampler_service.prompt_questions import (
     MAX_TOPK,
     Targets,
@@ -36,11 +38,13 @@ LEAST_TEMPERATURE = 0.01
 
 @dataclass(frozen=True)
 class Question:
-    """A request that can be computed, and what its answer must be laid out like."""
+    """A request that can be computed, once its form is compiled, and what its answer must be laid
+    out like."""
 
     request: EngineRequest
     prompt_logprobs: bool
     targets: Targets | None
+    form: Form | None = None
 
 
 def parse_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> Question:
@@ -61,6 +65,9 @@ def parse_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> Que
     max_tokens = _max_tokens(params, prompt=len(prompt), facts=facts)
     check_cells("topk_sample_logprobs", message.num_samples * max_tokens * topk)
     stop_token_ids, stop_strings = _stops(params, facts)
+    form = parse_form(message.structured)
+    if form is not None:
+        stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *facts.end_tokens)))
     targets = parse_targets(message.target_prompt_tokens, prompt=len(prompt), facts=facts)
     request = EngineRequest(
         id=message.operation_id,
@@ -76,7 +83,9 @@ def parse_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> Que
         topk=topk,
         scoring=prompt_scoring(message, targets, prompt=len(prompt), facts=facts),
     )
-    return Question(request=request, prompt_logprobs=message.prompt_logprobs, targets=targets)
+    return Question(
+        request=request, prompt_logprobs=message.prompt_logprobs, targets=targets, form=form
+    )
 
 
 def _prompt(payload: bytes, facts: EngineFacts) -> list[int]:

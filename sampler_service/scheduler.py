@@ -25,18 +25,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import groupby
 
 from sampler_service.adapters import Adapters
-from sampler_service.engine import Engine, WeightsTouched
+from sampler_service.engine import Engine, EngineResult, WeightsTouched
+from sampler_service.inbox import Inbox
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.reload import Loader, LoadOutcome, Version
 from sampler_service.states import State, StateMachine
+from sampler_service.waiting import WaitingList
 from sampler_service.work import Sampled, SampleJob, Status, Waiter
 from tandem.errors import LoadFailed, TandemError, WorkerDied
 from tandem.telemetry import get_log
-
-_GATHER_QUIET = 0.001
-_GATHER_MOST = 0.050
 
 
 class Scheduler:
@@ -69,13 +69,9 @@ class Scheduler:
         self._on_fatal = on_fatal
         self._log = get_log()
         self._machine = StateMachine(on_change=metrics.state)
-        self._condition = threading.Condition()
-        self._inbox: list[Waiter] = []
-        self._cancelled: list[str] = []
-        self._waiting: list[Waiter] = []
+        self._inbox = Inbox()
+        self._waiting = WaitingList()
         self._running: dict[str, Waiter] = {}
-        self._stopped = False
-        self._refusal: TandemError | None = None
         self._names_of_adapters: tuple[str, ...] = ()
         metrics.state(self._machine.state)
         metrics.version(version)
@@ -95,14 +91,10 @@ class Scheduler:
 
     def cancel(self, request_id: str) -> None:
         """Forgets a request, wherever it is. Nobody waits for its answer any more."""
-        with self._condition:
-            self._cancelled.append(request_id)
-            self._condition.notify()
+        self._inbox.cancel(request_id)
 
     def stop(self) -> None:
-        with self._condition:
-            self._stopped = True
-            self._condition.notify()
+        self._inbox.stop()
 
     @property
     def status(self) -> Status:
@@ -119,13 +111,9 @@ class Scheduler:
         return Waiter(version=version, weights=weights, arrived=self._clock(), job=job)
 
     def _hand_over(self, waiter: Waiter) -> None:
-        with self._condition:
-            if self._refusal is None and not self._stopped:
-                self._inbox.append(waiter)
-                self._condition.notify()
-                return
-            refusal = self._refusal or WorkerDied("the sampler is stopping")
-        waiter.fail(refusal)
+        refusal = self._inbox.put(waiter)
+        if refusal is not None:
+            waiter.fail(refusal)
 
     # --- The engine's thread ---------------------------------------------------------------
 
@@ -165,32 +153,18 @@ class Scheduler:
         return True
 
     def _take(self) -> bool:
-        """Moves the inbox into the waiting list; with nothing to do, waits for something."""
-        if not self._running and not self._waiting and not self._adapters.proving:
-            with self._condition:
-                self._condition.wait_for(lambda: self._inbox or self._cancelled or self._stopped)
-            self._gather()
-        with self._condition:
-            if self._stopped:
-                return False
-            arrived, self._inbox = self._inbox, []
-            cancelled, self._cancelled = self._cancelled, []
-        self._waiting.extend(arrived)
-        if cancelled:
-            self._forget(frozenset(cancelled))
+        """Moves what arrived into the waiting list; with nothing to do, waits for something."""
+        busy = self._running or self._waiting or self._adapters.proving
+        arrivals = self._inbox.take() if busy else self._inbox.wait()
+        if arrivals is None:
+            return False
+        self._waiting.extend(arrivals.waiters)
+        if arrivals.cancelled:
+            self._forget(arrivals.cancelled)
         return True
 
-    def _gather(self) -> None:
-        """Lets a burst of requests arrive before the first step of an idle engine: a step costs
-        nearly the same for one request and for fifty. Sleeps, so as not to be woken by each."""
-        until = time.monotonic() + _GATHER_MOST
-        seen = 0
-        while seen != len(self._inbox) and time.monotonic() < until:
-            seen = len(self._inbox)
-            time.sleep(_GATHER_QUIET)
-
     def _forget(self, ids: frozenset[str]) -> None:
-        self._waiting = [w for w in self._waiting if w.job is None or w.job.request.id not in ids]
+        self._waiting.forget(ids)
         running = [id_ for id_ in ids if id_ in self._running]
         for id_ in running:
             del self._running[id_]
@@ -209,11 +183,9 @@ class Scheduler:
         now = [w for w in at_hand if w in still and self._serves(w.version)]
         if not now:
             return
-        admitted = set(now)
-        self._waiting = [w for w in self._waiting if w not in admitted]
-        for waiter in now:
-            if waiter.job is None:
-                self._answer_load(waiter, LoadOutcome(waiter.version, 0, 0.0, float("nan")))
+        for version in {w.version for w in now if w.job is None}:
+            self._waiting.answer_loads(LoadOutcome(version, 0, 0.0, float("nan")))
+        self._waiting.remove(now)
         for waiter in sorted((w for w in now if w.job is not None), key=lambda w: w.order):
             self._start(waiter)
 
@@ -266,31 +238,37 @@ class Scheduler:
     def _adapter_added(self, outcome: LoadOutcome) -> None:
         self._metrics.adapter_added(outcome)
         self._log_load(outcome)
-        for waiter in [w for w in self._waiting if w.job is None and w.version == outcome.version]:
-            self._waiting.remove(waiter)
-            self._answer_load(waiter, outcome)
+        self._waiting.answer_loads(outcome)
 
     def _adapter_failed(self, version: Version, error: LoadFailed) -> None:
         self._metrics.load_failed()
         self._log.error("load_failed", version=version.name, error=error.message)
-        self._fail_waiters(version, error)
+        self._waiting.fail(version, error)
 
     def _step(self) -> None:
         began = time.perf_counter()
-        results = self._engine.step()
+        step = self._engine.step()
         self._metrics.stepped(seconds=time.perf_counter() - began)
-        for result in results:
+        for id_, deltas in groupby(step.deltas, key=lambda delta: delta.id):
+            job = self._running[id_].job
+            assert job is not None
+            if job.listener is not None:
+                job.listener(list(deltas))
+        for result in step.results:
             proven = self._adapters.finish(result)
             if proven is None:
-                waiter = self._running.pop(result.id)
-                seconds = self._clock() - waiter.admitted
-                waiter.sampled.set_result(
-                    Sampled(result=result, version=waiter.version, seconds=seconds)
-                )
+                self._answer(self._running.pop(result.id), result)
             elif isinstance(proven[1], LoadFailed):
                 self._adapter_failed(proven[0], proven[1])
             else:
                 self._adapter_added(proven[1])
+
+    def _answer(self, waiter: Waiter, result: EngineResult) -> None:
+        if result.failure is not None:
+            waiter.sampled.set_exception(result.failure)
+            return
+        seconds = self._clock() - waiter.admitted
+        waiter.sampled.set_result(Sampled(result=result, version=waiter.version, seconds=seconds))
 
     # --- Changing over ---------------------------------------------------------------------
 
@@ -306,16 +284,14 @@ class Scheduler:
             self._metrics.load_failed()
             self._log.error("load_failed", version=target.name, error=error.message)
             self._restore(error)
-            self._fail_waiters(target, LoadFailed(error.message), by_weights=True)
+            self._waiting.fail(target, LoadFailed(error.message), by_weights=True)
             return
         self._adapters.clear()
         self._version = target
         self._machine.move(State.AWAKE)
         self._metrics.loaded(outcome)
         self._log_load(outcome)
-        for waiter in [w for w in self._waiting if w.job is None and w.version == target]:
-            self._waiting.remove(waiter)
-            self._answer_load(waiter, outcome)
+        self._waiting.answer_loads(outcome)
 
     def _log_load(self, outcome: LoadOutcome) -> None:
         self._log.info(
@@ -347,25 +323,9 @@ class Scheduler:
         self._machine.move(State.AWAKE)
         self._log.info("restored", version=self._version.name)
 
-    def _fail_waiters(
-        self, version: Version, error: TandemError, *, by_weights: bool = False
-    ) -> None:
-        """Fails those who named a version, or, `by_weights`, those who need it loaded."""
-        failed = {w for w in self._waiting if (w.weights if by_weights else w.version) == version}
-        self._waiting = [w for w in self._waiting if w not in failed]
-        for waiter in failed:
-            waiter.fail(error)
-
-    def _answer_load(self, waiter: Waiter, outcome: LoadOutcome) -> None:
-        if waiter.loaded.set_running_or_notify_cancel():
-            waiter.loaded.set_result(outcome)
-
     def _refuse_all(self, error: TandemError) -> None:
-        with self._condition:
-            self._refusal = error
-            inbox, self._inbox = self._inbox, []
-        for waiter in [*inbox, *self._waiting]:
+        for waiter in [*self._inbox.close(error), *self._waiting.clear()]:
             waiter.fail(error)
         for waiter in self._running.values():
             waiter.sampled.set_exception(error)
-        self._waiting, self._running = [], {}
+        self._running = {}

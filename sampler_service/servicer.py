@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
 from typing import TypeVar
 
 import grpc
 
-from sampler_service.engine import EngineFacts
+from sampler_service.engine import EngineDelta, EngineFacts
+from sampler_service.form_compiler import FormCompiler
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.reload import Version
-from sampler_service.response import encode_response
+from sampler_service.response import encode_response, version_message, version_of
 from sampler_service.sampling import Question, parse_request
 from sampler_service.scheduler import Scheduler
+from sampler_service.streams import StreamBuffer
 from sampler_service.work import Sampled, SampleJob
-from tandem.errors import InvalidRequest, OperationTimedOut, TandemError
+from tandem.errors import OperationTimedOut, TandemError
 from tandem.telemetry import get_log
-from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
+from tandem.v1 import sampler_pb2, sampler_pb2_grpc
 from tandem.worker import SECRET_METADATA_KEY
 
 _Request = TypeVar("_Request")
@@ -42,6 +43,7 @@ class Serving:
 
     facts: EngineFacts
     scheduler: Scheduler
+    forms: FormCompiler
 
 
 class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
@@ -76,7 +78,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         facts, status = serving.facts, serving.scheduler.status
         return sampler_pb2.DescribeSamplerReply(
             state=_STATES[status.state.value],
-            version=_version_message(status.version),
+            version=version_message(status.version),
             vocabulary=facts.vocabulary,
             max_length=facts.max_length,
             dtype=facts.dtype,
@@ -95,7 +97,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     ) -> sampler_pb2.LoadReply:
         scheduler = (await self._admit(context, request.fencing_token)).scheduler
         try:
-            version = _version(request.version)
+            version = version_of(request.version)
             future = asyncio.wrap_future(scheduler.load(version))
             outcome = await asyncio.wait_for(future, self._time_left(context))
         except TimeoutError:
@@ -104,14 +106,14 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             error = raised
         else:
             return sampler_pb2.LoadReply(
-                version=_version_message(version),
+                version=version_message(version),
                 bytes=outcome.bytes,
                 seconds=outcome.seconds,
                 canary_difference=outcome.canary_difference,
             )
         self._log.warning("load_refused", version=request.version.name, error=error.message)
         return sampler_pb2.LoadReply(
-            failure=error.to_failure(), version=_version_message(scheduler.status.version)
+            failure=error.to_failure(), version=version_message(scheduler.status.version)
         )
 
     async def Sample(
@@ -120,26 +122,81 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         context: grpc.aio.ServicerContext[sampler_pb2.SampleRequest, sampler_pb2.SampleReply],
     ) -> sampler_pb2.SampleReply:
         serving = await self._admit(context, request.fencing_token)
-        started = time.monotonic()
         try:
             question = parse_request(request, serving.facts)
-            sampled = await self._sample(request, question, serving, self._time_left(context))
         except TandemError as error:
-            self._metrics.refused(error.type)
-            self._log.info(
-                "sample_refused",
-                request_id=request.operation_id,
-                session_id=request.session_id,
-                version=request.version.name,
-                error_type=error.type,
-                error=error.message,
+            return self._refused(request, error)
+        return await self._answer(request, question, serving, self._time_left(context))
+
+    async def SampleStream(  # type: ignore[override]
+        self,
+        request: sampler_pb2.SampleRequest,
+        context: grpc.aio.ServicerContext[sampler_pb2.SampleRequest, sampler_pb2.SampleEvent],
+    ) -> None:
+        """Writes instead of yielding, so that a write that blocks is under the deadline, too."""
+        serving = await self._admit(context, request.fencing_token)
+        timeout = self._time_left(context)
+        try:
+            question = parse_request(request, serving.facts)
+        except TandemError as error:
+            await context.write(sampler_pb2.SampleEvent(reply=self._refused(request, error)))
+            return
+        wanted = question.request
+        copies = wanted.num_samples if wanted.distinct_samples == 1 else 1
+        buffer = StreamBuffer(topk=wanted.topk, copies=copies)
+        answer = asyncio.create_task(
+            self._answer(request, question, serving, timeout, listener=buffer.add)
+        )
+        answer.add_done_callback(lambda _: buffer.close())
+        try:
+            async with asyncio.timeout(timeout):  # a reader may stop reading
+                while deltas := await buffer.take():
+                    for delta in deltas:
+                        await context.write(sampler_pb2.SampleEvent(delta=delta))
+                await context.write(sampler_pb2.SampleEvent(reply=await answer))
+        except TimeoutError:
+            await context.abort(
+                grpc.StatusCode.DEADLINE_EXCEEDED, f"the stream was not read within {timeout:.0f} s"
             )
-            return sampler_pb2.SampleReply(failure=error.to_failure(), version=request.version)
+        finally:
+            answer.cancel()  # which takes the request out of the engine, if it is there
+
+    async def _answer(
+        self,
+        request: sampler_pb2.SampleRequest,
+        question: Question,
+        serving: Serving,
+        timeout: float,
+        *,
+        listener: Callable[[Sequence[EngineDelta]], None] | None = None,
+    ) -> sampler_pb2.SampleReply:
+        """The reply to a request, or to what was wrong with it."""
+        started = time.monotonic()
+        try:
+            wanted = question.request
+            if question.form is not None:
+                wanted = replace(wanted, form=await serving.forms.compile(question.form))
+            # An operation that its caller sends again may meet its first call still running.
+            wanted = replace(
+                wanted,
+                id=f"{wanted.id}#{next(self._numbers)}",
+                streamed=listener is not None,
+            )
+            job = SampleJob(
+                request=wanted,
+                version=version_of(request.version),
+                session_id=request.session_id,
+                seq_id=request.seq_id,
+                listener=listener,
+            )
+            sampled = await _sample(job, serving.scheduler, timeout)
+        except TandemError as error:
+            return self._refused(request, error)
         response = encode_response(sampled.result, version=sampled.version.name, question=question)
         prompt_tokens = len(request.prompt_tokens) // 4
         return sampler_pb2.SampleReply(
             response=response,
-            version=_version_message(sampled.version),
+            version=version_message(sampled.version),
             prompt_tokens=prompt_tokens,
             sampled_tokens=self._metrics.answered(
                 sampled.result,
@@ -150,31 +207,19 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             seconds=sampled.seconds,
         )
 
-    async def _sample(
-        self,
-        request: sampler_pb2.SampleRequest,
-        question: Question,
-        serving: Serving,
-        timeout: float,
-    ) -> Sampled:
-        """One request through the scheduler; forgotten there if its caller goes or time is up."""
-        wanted = question.request
-        # An operation that its caller sends again may meet its first call still running.
-        job = SampleJob(
-            request=replace(wanted, id=f"{wanted.id}#{next(self._numbers)}"),
-            version=_version(request.version),
+    def _refused(
+        self, request: sampler_pb2.SampleRequest, error: TandemError
+    ) -> sampler_pb2.SampleReply:
+        self._metrics.refused(error.type)
+        self._log.info(
+            "sample_refused",
+            request_id=request.operation_id,
             session_id=request.session_id,
-            seq_id=request.seq_id,
+            version=request.version.name,
+            error_type=error.type,
+            error=error.message,
         )
-        future = asyncio.wrap_future(serving.scheduler.submit(job))
-        try:
-            return await asyncio.wait_for(future, timeout)
-        except asyncio.CancelledError:
-            serving.scheduler.cancel(job.request.id)
-            raise
-        except TimeoutError as error:
-            serving.scheduler.cancel(job.request.id)
-            raise OperationTimedOut(f"no sample within {timeout:.0f} s") from error
+        return sampler_pb2.SampleReply(failure=error.to_failure(), version=request.version)
 
     async def _admit(
         self, context: grpc.aio.ServicerContext[_Request, _Reply], fencing_token: int | None = None
@@ -200,23 +245,14 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         return self._timeout if left is None else min(self._timeout, float(left))
 
 
-def _version(message: common_pb2.WeightVersion) -> Version:
-    if not message.name or not message.path:
-        raise InvalidRequest("the request names no weight version, or not where it lies")
-    return Version(
-        name=message.name,
-        path=Path(message.path),
-        run_id=message.run_id,
-        step=message.step,
-        adapter=message.adapter,
-    )
-
-
-def _version_message(version: Version) -> common_pb2.WeightVersion:
-    return common_pb2.WeightVersion(
-        name=version.name,
-        path=str(version.path),
-        run_id=version.run_id,
-        step=version.step,
-        adapter=version.adapter,
-    )
+async def _sample(job: SampleJob, scheduler: Scheduler, timeout: float) -> Sampled:
+    """One request through the scheduler; forgotten there if its caller goes or time is up."""
+    future = asyncio.wrap_future(scheduler.submit(job))
+    try:
+        return await asyncio.wait_for(future, timeout)
+    except asyncio.CancelledError:
+        scheduler.cancel(job.request.id)
+        raise
+    except TimeoutError as error:
+        scheduler.cancel(job.request.id)
+        raise OperationTimedOut(f"no sample within {timeout:.0f} s") from error

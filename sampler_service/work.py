@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from sampler_service.engine import EngineRequest, EngineResult
+from sampler_service.engine import EngineDelta, EngineRequest, EngineResult
 from sampler_service.reload import LoadOutcome, Version
 from sampler_service.states import State
 from tandem.errors import TandemError
@@ -13,12 +14,17 @@ from tandem.errors import TandemError
 
 @dataclass(frozen=True)
 class SampleJob:
-    """A request for a version, with its place among those that wait."""
+    """A request for a version, with its place among those that wait.
+
+    `listener` hears, in the engine's thread, what a streamed request got in each step, and must
+    return at once. The last it hears of a request is before the answer.
+    """
 
     request: EngineRequest
     version: Version
     session_id: str
     seq_id: int
+    listener: Callable[[Sequence[EngineDelta]], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from sampler_service.engine import (
     EngineResult,
     PromptScores,
     SampledTokens,
+    Step,
 )
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.reload import LoadOutcome, Version
@@ -61,7 +62,7 @@ class FakeEngine:
         self.admitted.append(request.id)
         self.left[request.id] = request.max_tokens
 
-    def step(self) -> list[EngineResult]:
+    def step(self) -> Step:
         if self.broken:
             raise RuntimeError("out of order")
         self.together.add(frozenset(self.requests[id_].adapter for id_ in self.left))
@@ -70,10 +71,12 @@ class FakeEngine:
         for id_ in done:
             del self.left[id_]
         sample = SampledTokens(np.zeros(1, np.int32), np.zeros(1, np.float32), stopped=False)
-        return [
-            EngineResult(id=id_, samples=(sample,), prompt=self.scores(self.requests[id_]))
-            for id_ in done
-        ]
+        return Step(
+            [
+                EngineResult(id=id_, samples=(sample,), prompt=self.scores(self.requests[id_]))
+                for id_ in done
+            ]
+        )
 
     def scores(self, request: EngineRequest) -> PromptScores | None:
         if request.scoring is None:

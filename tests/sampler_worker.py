@@ -252,6 +252,7 @@ class SamplerClient:
         last_n: int | None = None,
         targets: wire.Tensor | None = None,
         draws: int = 0,
+        form: sampler_pb2.StructuredOutput | None = None,
     ) -> sampler_pb2.SampleRequest:
         """As the gateway makes it. `stop` None, [] or a list means what it does in the SDK."""
         number = next(self.numbers)
@@ -278,6 +279,7 @@ class SamplerClient:
             prompt_logprobs_last_n=last_n,
             target_prompt_tokens=b"" if targets is None else targets.SerializeToString(),
             prompt_alt_tokens_k=draws,
+            structured=form,
             fencing_token=self.fencing_token,
         )
 
