@@ -34,7 +34,7 @@ Need = Literal["nothing", "signature", "look", "change", "admin"]
 NEEDS: Mapping[str, Need] = {
     # Without a key. Addresses that the gateway signed carry their own proof.
     "healthz": "nothing",
-    "metrics": "nothing",  # from this machine; from elsewhere any key (edge.py)
+    "metrics": "nothing",  # from this machine; from elsewhere it takes any key (edge.py)
     "openapi": "nothing",  # as metrics
     "download": "signature",
     "trace_file": "signature",
@@ -43,7 +43,6 @@ NEEDS: Mapping[str, Need] = {
     "dynamic_config": "look",
     "capabilities": "look",
     "telemetry": "look",
-    "openapi": "look",
     "get_version": "look",
     "status": "look",
     "list_models": "look",
@@ -175,12 +174,13 @@ class Access:
             raise UnknownRun(f"there is no training run {run_id!r} on this server") from error
 
     async def sampling_session(self, sampler_id: str, caller: Caller) -> SamplingSession:
-        """One that can be sampled from. Raises `SessionFinished` or `UnknownSampler`."""
-        try:
-            await self.session(sampler_id.partition(":sample:")[0], caller)
-        except UnknownSession as error:
-            raise _unknown_sampler(sampler_id) from error
-        return await self._sampling.require(sampler_id)
+        """One that can be sampled from. Raises `UnknownSampler`, or `SessionFinished` where its
+        session is about to end."""
+        if not await self._owns_session(sampler_id.partition(":sample:")[0], caller):
+            raise _unknown_sampler(sampler_id)
+        found = await self._sampling.require(sampler_id)
+        await self.session(found.session_id, caller)
+        return found
 
     async def past_sampling_session(self, sampler_id: str, caller: Caller) -> None:
         """One that there is or was. Raises `UnknownSampler`."""

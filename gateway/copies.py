@@ -65,8 +65,8 @@ class Copies:
     async def copy(self, request: CopyRequest) -> str:
         """The path of the copy, which goes on being made when the client goes away.
 
-        Raises `UnknownWeights`, `InvalidRequest` for a run that is there already, `LimitExceeded` or
-        `StorageFull`.
+        Raises `UnknownWeights`, `InvalidRequest` for a run that is there already,
+        `LimitExceeded` or `StorageFull`.
         """
         run_id = request.run_id or run_id_of(session_id=_session_id(request), model_seq_id=0)
         task = self._under_way.get(run_id)

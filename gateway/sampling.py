@@ -44,7 +44,13 @@ class SamplingSession:
 
 class SamplingSessions:
     def __init__(
-        self, *, database: Database, models: Models, versions: Versions, limits: Limits, idle_ttl: float
+        self,
+        *,
+        database: Database,
+        models: Models,
+        versions: Versions,
+        limits: Limits,
+        idle_ttl: float,
     ) -> None:
         self._database = database
         self._models = models

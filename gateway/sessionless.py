@@ -11,6 +11,7 @@ import asyncio
 from collections import defaultdict
 from itertools import count
 
+from gateway.identity import Readers
 from gateway.sampling import SamplingSession, SamplingSessions
 from gateway.sessions import NewSession, Sessions
 from tandem.errors import InvalidRequest
@@ -33,7 +34,7 @@ class Sessionless:
         self._one_at_a_time = asyncio.Lock()
 
     async def place(
-        self, *, owner: str, base_model: str | None, model_path: str | None
+        self, *, owner: str, base_model: str | None, model_path: str | None, readers: Readers
     ) -> tuple[SamplingSession, int]:
         """A sampling session of this model or checkpoint, and the next place in it. Raises what
         the creation of a sampling session raises."""
@@ -50,6 +51,7 @@ class Sessionless:
                 number=number,
                 base_model=base_model,
                 model_path=model_path,
+                readers=readers,
             )
             return session, next(opened.places[session.id])
 

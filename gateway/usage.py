@@ -18,7 +18,6 @@ from sqlalchemy import BigInteger, String, and_, bindparam, exists, insert, sele
 from sqlalchemy.sql.elements import BindParameter
 
 from gateway.database import Database
-from gateway.identity import LOCAL_OWNER
 from gateway.operations import LoadWeights, Operation, SaveWeightsForSampler
 from gateway.sessions import Sessions
 from gateway.tables import usage
@@ -127,10 +126,9 @@ class Usage:
         if found is None:
             if len(self._sums) >= _MOST_UNWRITTEN:
                 self.write()
-            session = self._sessions.get(subject.session_id)
             found = self._sums[key] = _Sum(
                 session_id=subject.session_id,
-                owner=session.owner if session is not None else LOCAL_OWNER,
+                owner=self._sessions.owner_of(subject.session_id),
                 base_model=subject.base_model,
             )
         found.count += 1

@@ -13,7 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.models import BaseModelEntry
-from gateway.routes.wire import gateway_of, json_response, note_for_audit, parse, read_body
+from gateway.routes.wire import (
+    caller_of,
+    gateway_of,
+    json_response,
+    note_for_audit,
+    parse,
+    read_body,
+)
 from tandem import __version__
 
 
@@ -23,31 +30,37 @@ class AddModel(BaseModel):
 
 
 async def status(request: Request) -> Response:
-    """`{"gateway": {"version", "pid", "started_at", "data_dir"}, "sessions": [{"id",
-    "display_name", "created_at", "idle_seconds"}], "runs": [{"id", "session_id", "base_model",
-    "state", "reason", "worker", "step", "parameters", "ranks", "queued", "under_way",
-    "weight_version"}], "samplers": [{"session_id", "base_model", "state", "reason", "worker",
-    "weight_version", "waiting"}], "sampling_sessions": [{"id", "kind", "base_model",
+    """What runs: `{"gateway": {"version", "pid", "started_at", "data_dir"}, "sessions": [{"id",
+    "owner", "display_name", "created_at", "idle_seconds"}], "runs": [{"id", "session_id",
+    "base_model", "state", "reason", "worker", "step", "parameters", "ranks", "queued",
+    "under_way", "weight_version"}], "samplers": [{"session_id", "base_model", "state", "reason",
+    "worker", "weight_version", "waiting"}], "sampling_sessions": [{"id", "kind", "base_model",
     "weight_version"}], "workers": [{"id", "kind", "session_id", "run_id", "state", "pid",
-    "address", "metrics_port", "log", "age_seconds"}]}`. Times are seconds since 1970."""
-    gateway = gateway_of(request)
+    "address", "metrics_port", "log", "age_seconds"}]}`. Times are seconds since 1970.
+
+    All owners' for an admin, else the caller's own, without how workers are reached."""
+    gateway, caller = gateway_of(request), caller_of(request)
     now = time.time()
+    mine = {session.id for session in gateway.sessions.all() if caller.may_see(session.owner)}
+    admin = caller.role == "admin"  # how workers are reached, and where files lie, is for admins
     return json_response(
         {
             "gateway": {
                 "version": __version__,
-                "pid": os.getpid(),
+                "pid": os.getpid() if admin else 0,
                 "started_at": gateway.started_at,
-                "data_dir": str(gateway.settings.data_dir),
+                "data_dir": str(gateway.settings.data_dir) if admin else "",
             },
             "sessions": [
                 {
                     "id": session.id,
+                    "owner": session.owner,
                     "display_name": session.display_name,
                     "created_at": session.created_at,
                     "idle_seconds": round(time.monotonic() - session.seen_at, 1),
                 }
                 for session in gateway.sessions.all()
+                if session.id in mine
             ],
             "runs": [
                 {
@@ -65,6 +78,7 @@ async def status(request: Request) -> Response:
                     "weight_version": run.facts.parent,
                 }
                 for run in gateway.runs.all()
+                if run.session_id in mine
             ],
             "samplers": [
                 {
@@ -79,6 +93,7 @@ async def status(request: Request) -> Response:
                     "waiting": sampler.waiting,
                 }
                 for sampler in gateway.samplers.all()
+                if sampler.session_id in mine
             ],
             "sampling_sessions": [
                 {
@@ -88,6 +103,7 @@ async def status(request: Request) -> Response:
                     "weight_version": session.version.name,
                 }
                 for session in gateway.sampling.all()
+                if session.session_id in mine
             ],
             "workers": [
                 {
@@ -96,26 +112,30 @@ async def status(request: Request) -> Response:
                     "session_id": worker.session_id,
                     "run_id": worker.run_id,
                     "state": worker.state,
-                    "pid": worker.worker.handle.pid if worker.worker else 0,
-                    "address": worker.worker.handle.address if worker.worker else "",
-                    "metrics_port": worker.worker.handle.metrics_port if worker.worker else 0,
-                    "log": str(worker.worker.handle.log_path) if worker.worker else "",
+                    "pid": worker.worker.handle.pid if worker.worker and admin else 0,
+                    "address": worker.worker.handle.address if worker.worker and admin else "",
+                    "metrics_port": worker.worker.handle.metrics_port
+                    if worker.worker and admin
+                    else 0,
+                    "log": str(worker.worker.handle.log_path) if worker.worker and admin else "",
                     "age_seconds": round(now - worker.started_at, 1),
                 }
                 for worker in gateway.fleet.all()
+                if worker.session_id in mine
             ],
         }
     )
 
 
 async def list_models(request: Request) -> Response:
-    """`{"models": [{"name", "path", "max_length"}]}`; `max_length` in tokens, or null."""
+    """The base models: `{"models": [{"name", "path", "max_length"}]}`; `max_length` in tokens,
+    or null."""
     return json_response({"models": [_model(m) for m in gateway_of(request).models.all()]})
 
 
 async def add_model(request: Request) -> Response:
-    """Takes `{"name", "path"}`, the path absolute; answers with the model. A name that is
-    there already gets the new path."""
+    """Registers a base model. Takes `{"name", "path"}`, the path absolute; answers with the
+    model. A name that is there already gets the new path."""
     body = parse(AddModel, await read_body(request))
     note_for_audit(request, target=body.name)
     entry = await gateway_of(request).models.add(name=body.name, path=body.path)
@@ -123,7 +143,7 @@ async def add_model(request: Request) -> Response:
 
 
 async def remove_model(request: Request) -> Response:
-    """DELETE models/NAME: 204. What runs with the model goes on."""
+    """Removes a base model's name. What runs with the model goes on."""
     await gateway_of(request).models.remove(request.path_params["name"])
     return Response(status_code=204)
 
@@ -138,7 +158,7 @@ async def config(request: Request) -> Response:
 
 
 async def get_version(_request: Request) -> Response:
-    """`{"version": "0.1.0"}`"""
+    """Tandem's version: `{"version": "0.1.0"}`"""
     return json_response({"version": __version__})
 
 

@@ -10,8 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.audit import Entry
-from gateway.routes.wire import caller_of, gateway_of, iso, json_response, parse_query
-from tandem.errors import PermissionDenied
+from gateway.routes.wire import gateway_of, iso, json_response, parse_query
 
 
 class AuditQuery(BaseModel):
@@ -20,9 +19,7 @@ class AuditQuery(BaseModel):
 
 
 async def audit_log(request: Request) -> Response:
-    """The entries of a day (UTC; today where none is named), oldest first. For admins."""
-    if caller_of(request).role != "admin":
-        raise PermissionDenied("the audit log is for admins")
+    """The audit log of a day (UTC; today where none is named), oldest first. For admins."""
     query = parse_query(AuditQuery, request)
     entries = await gateway_of(request).audit.of_day(
         day=query.day or dt.datetime.now(dt.UTC).date(), event_type=query.event_type

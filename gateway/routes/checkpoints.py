@@ -8,7 +8,6 @@ from starlette.responses import Response
 
 from gateway.checkpoints import Checkpoint
 from gateway.copies import CopyRequest
-from gateway.identity import Caller
 from gateway.names import check_ttl, checkpoint_path, run_id_of
 from gateway.routes.wire import (
     address_of,
@@ -18,12 +17,24 @@ from gateway.routes.wire import (
     json_response,
     note_for_audit,
     parse,
+    parse_query,
     read_body,
 )
-from tandem.errors import InvalidRequest, UnknownWeights
+from tandem.errors import InvalidRequest
 
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _LARGEST_PAGE = 10_000
+
+
+class CheckpointsQuery(BaseModel):
+    """A page of more than 10,000 is one of 10,000."""
+
+    limit: int = Field(100, ge=0, lt=10**12)
+    offset: int = Field(0, ge=0, lt=10**12)
+
+
+class FilesQuery(BaseModel):
+    path: str
 
 
 class TinkerPath(BaseModel):
@@ -46,19 +57,20 @@ class CopyWeights(BaseModel):
 
 
 async def run_checkpoints(request: Request) -> Response:
-    """Those of one run, oldest first."""
+    """The checkpoints of one run, oldest first."""
     gateway, caller = gateway_of(request), caller_of(request)
     run = await gateway.directory.run(request.path_params["run_id"], caller, scope="accessible")
     found = await gateway.versions.checkpoints.of_run(run.id)
     return json_response(
-        {"checkpoints": [described(c) for c in found if c.public or _owns(caller, c)]}
+        {"checkpoints": [described(c) for c in found if c.public or caller.may_see(c.owner)]}
     )
 
 
 async def user_checkpoints(request: Request) -> Response:
-    """A page of all that the user has, newest first."""
+    """A page of all checkpoints that the user has, newest first."""
     gateway = gateway_of(request)
-    limit, offset = _page(request)
+    query = parse_query(CheckpointsQuery, request)
+    limit, offset = min(query.limit, _LARGEST_PAGE), query.offset
     found, total = await gateway.versions.checkpoints.of_owner(
         caller_of(request).owner, limit=limit, offset=offset
     )
@@ -71,22 +83,25 @@ async def user_checkpoints(request: Request) -> Response:
 
 
 async def delete_checkpoint(request: Request) -> Response:
+    """Deletes a checkpoint and its files."""
     checkpoint = await _named(request)
     await gateway_of(request).versions.checkpoints.delete(checkpoint)
     return Response(status_code=204)
 
 
 async def publish_checkpoint(request: Request) -> Response:
-    """Also when it is published already: nothing is wrong then."""
+    """Lets everybody with a key read it. Also when it is published already: nothing is wrong
+    then."""
     return await _set_public(request, public=True)
 
 
 async def unpublish_checkpoint(request: Request) -> Response:
+    """Takes a published checkpoint back to its owner alone."""
     return await _set_public(request, public=False)
 
 
 async def set_checkpoint_ttl(request: Request) -> Response:
-    """Counted from now; null: it does not expire any more."""
+    """Sets when a checkpoint expires. Counted from now; null: it does not expire any more."""
     body = parse(Ttl, await read_body(request))
     check_ttl(body.ttl_seconds)
     checkpoint = await _named(request)
@@ -95,6 +110,7 @@ async def set_checkpoint_ttl(request: Request) -> Response:
 
 
 async def external_weights_urls(request: Request) -> Response:
+    """Signed addresses of the files of an export, which need no key for an hour."""
     checkpoint = await _named(request, change=False)
     if checkpoint.path.kind != "external_weights":
         raise InvalidRequest(
@@ -107,9 +123,8 @@ async def external_weights_urls(request: Request) -> Response:
 
 async def checkpoint_files(request: Request) -> Response:
     """As `external_weights_urls`, for a checkpoint of any kind (`?path=tinker://…`)."""
-    path = request.query_params.get("path", "")
-    checkpoint = await gateway_of(request).versions.checkpoints.get(path)
-    check_readable(request, checkpoint)
+    path = parse_query(FilesQuery, request).path
+    checkpoint = await gateway_of(request).access.checkpoint(path, caller_of(request))
     return await _signed(request, checkpoint)
 
 
@@ -117,8 +132,7 @@ async def weights_info(request: Request) -> Response:
     """What a client has to know to load a checkpoint."""
     gateway = gateway_of(request)
     body = parse(TinkerPath, await read_body(request))
-    checkpoint = await gateway.versions.checkpoints.get(body.tinker_path)
-    check_readable(request, checkpoint)
+    checkpoint = await gateway.access.checkpoint(body.tinker_path, caller_of(request))
     training = (await gateway.versions.checkpoints.origin(checkpoint.path.run_id)).training
     lora = training.lora
     info: dict[str, object] = {
@@ -137,18 +151,20 @@ async def weights_info(request: Request) -> Response:
 
 
 async def copy_weights(request: Request) -> Response:
-    gateway = gateway_of(request)
+    """Copies a checkpoint into a project, or into a session. Answers when it is copied."""
+    gateway, caller = gateway_of(request), caller_of(request)
     body = parse(CopyWeights, await read_body(request))
     check_ttl(body.ttl_seconds)
     token = request.headers.get("x-tinker-weights-access-token") or body.weights_access_token
-    source = await gateway.versions.checkpoints.get(body.source_path)
-    check_readable(request, source, token=token)
-    run_id, project_id = None, body.destination_project_id or ""
+    readers = gateway.access.readers(caller, token=token)
+    await gateway.versions.checkpoints.get(body.source_path, readers=readers)
+    owner, run_id, project_id = caller.owner, None, body.destination_project_id or ""
     if body.session_id is not None:
         if body.model_seq_id is None:
             raise InvalidRequest("copy_weights with a session_id needs a model_seq_id, too")
-        # A copy in a session is of the session's project.
-        project_id = (await gateway.sessions.require(body.session_id)).project_id
+        # A copy in a session is of the session's project, and of its owner.
+        session = await gateway.access.session(body.session_id, caller)
+        owner, project_id = session.owner, session.project_id
         run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
     elif not project_id:
         raise InvalidRequest(
@@ -157,7 +173,8 @@ async def copy_weights(request: Request) -> Response:
     path = await gateway.copies.copy(
         CopyRequest(
             source=body.source_path,
-            owner=caller_of(request).owner,
+            readers=readers,
+            owner=owner,
             project_id=project_id,
             run_id=run_id,
             ttl_seconds=body.ttl_seconds,
@@ -173,35 +190,14 @@ def optimizer_config(name: str) -> dict[str, object]:
     return {"type": name, "version": 1} if name == "dimuon" else {"type": name}
 
 
-def check_readable(request: Request, checkpoint: Checkpoint, *, token: str | None = None) -> None:
-    """Raises `UnknownWeights` for what the caller may not read: neither its own nor public, nor
-    of the owner whose key or token is in `token`."""
-    callers = [caller_of(request)]
-    if token:
-        callers.append(gateway_of(request).identity.identify(token.encode()))
-    if not checkpoint.public and not any(_owns(c, checkpoint) for c in callers):
-        raise _unknown(str(checkpoint.path))
-
-
 async def _named(request: Request, *, change: bool = True) -> Checkpoint:
     """The checkpoint that the address names, and that the caller may read, or `change`. Raises
     `UnknownWeights` or `InvalidRequest`."""
     given = request.path_params
     path = checkpoint_path(run_id=given["run_id"], kind=given["kind"], name=given["name"])
-    found = await gateway_of(request).versions.checkpoints.find(path)
-    if found is None or (change and not _owns(caller_of(request), found)):
-        raise _unknown(str(path))
-    if not change:
-        check_readable(request, found)
-    return found
-
-
-def _owns(caller: Caller, checkpoint: Checkpoint) -> bool:
-    return caller.role == "admin" or caller.owner == checkpoint.owner
-
-
-def _unknown(path: str) -> UnknownWeights:
-    return UnknownWeights(f"there is no checkpoint {path!r}; it may be deleted or expired")
+    access = gateway_of(request).access
+    find = access.own_checkpoint if change else access.checkpoint
+    return await find(path, caller_of(request))
 
 
 async def _set_public(request: Request, *, public: bool) -> Response:
@@ -233,14 +229,3 @@ def described(checkpoint: Checkpoint) -> dict[str, object]:
         "user_metadata": checkpoint.user_metadata,
         "expires_at": iso(expires_at) if expires_at is not None else None,
     }
-
-
-def _page(request: Request) -> tuple[int, int]:
-    """Raises `InvalidRequest` for what are no numbers."""
-    found = []
-    for name, default in (("limit", 100), ("offset", 0)):
-        text = request.query_params.get(name, str(default))
-        if not text.isascii() or not text.isdigit() or len(text) > 12:
-            raise InvalidRequest(f"{name} is {text[:40]!r}; it must be a number, not negative")
-        found.append(int(text))
-    return min(found[0], _LARGEST_PAGE), found[1]

@@ -6,7 +6,14 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.routes.wire import gateway_of, json_response, note_for_audit, parse, read_body
+from gateway.routes.wire import (
+    caller_of,
+    gateway_of,
+    json_response,
+    note_for_audit,
+    parse,
+    read_body,
+)
 from tandem.custom_loss import MAX_BYTES
 from tandem.errors import CustomLossInvalid
 
@@ -19,14 +26,14 @@ class CreateCustomLoss(BaseModel):
 
 
 async def create_custom_loss(request: Request) -> Response:
-    """A promise of `{"loss_id"}`, which is kept already. A graph that is not allowed is refused
-    at once, so that the SDK raises its typed error at once."""
+    """Registers a traced loss. A promise of `{"loss_id"}`, which is kept already. A graph that
+    is not allowed is refused at once, so that the SDK raises its typed error at once."""
     gateway = gateway_of(request)
     raw = await read_body(request)
     if len(raw) > MAX_BYTES:
         raise CustomLossInvalid(f"the custom loss has {len(raw)} bytes, {MAX_BYTES} at most")
     body = parse(CreateCustomLoss, raw)
-    await gateway.sessions.require(body.session_id)
+    await gateway.access.session(body.session_id, caller_of(request))
     loss_id = await gateway.custom_losses.create(
         session_id=body.session_id, number=body.custom_loss_seq_id, definition=raw
     )

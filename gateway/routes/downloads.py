@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.downloads import Address, Downloads
-from gateway.routes.wire import gateway_of
+from gateway.routes.wire import gateway_of, parse_query
 from gateway.versions import Versions
 
 
+class DownloadQuery(BaseModel):
+    place: str = ""
+    expires: str = ""
+    signature: str = ""
+
+
 async def download(request: Request) -> Response:
-    """Whole, or the part that a Range header asks for."""
+    """A file of a checkpoint, whole, or the part that a Range header asks for."""
     gateway = gateway_of(request)
-    given, query = request.path_params, request.query_params
+    given, query = request.path_params, parse_query(DownloadQuery, request)
     address = Address(
         run_id=given["run_id"],
         kind=given["kind"],
         name=given["name"],
         file=given["file"],
-        place=query.get("place", ""),
-        expires=query.get("expires", ""),
-        signature=query.get("signature", ""),
+        place=query.place,
+        expires=query.expires,
+        signature=query.signature,
     )
     path = gateway.downloads.check(address, method=request.method)
     return _HeldFile(address, path=path, downloads=gateway.downloads, versions=gateway.versions)

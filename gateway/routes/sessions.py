@@ -36,6 +36,11 @@ class ScopeQuery(BaseModel):
     access_scope: Scope = "owned"
 
 
+class TraceQuery(BaseModel):
+    expires: str = ""
+    signature: str = ""
+
+
 class Project(BaseModel):
     project_id: ProjectId
 
@@ -100,6 +105,7 @@ async def list_sessions(request: Request) -> Response:
 
 
 async def get_session(request: Request) -> Response:
+    """What a session has: its runs, its samplers, its metadata."""
     query = parse_query(ScopeQuery, request)
     found = await gateway_of(request).directory.contents(
         request.path_params["session_id"], caller_of(request), scope=query.access_scope
@@ -169,11 +175,12 @@ async def trace_export(request: Request) -> Response:
 
 
 async def trace_file(request: Request) -> Response:
-    query = request.query_params
+    """An exported trace. The signature of its address is the key."""
+    query = parse_query(TraceQuery, request)
     path = gateway_of(request).traces.find(
         file=request.path_params["file"],
-        expires=query.get("expires", ""),
-        signature=query.get("signature", ""),
+        expires=query.expires,
+        signature=query.signature,
     )
     return FileResponse(path, media_type="application/json", filename=path.name)
 

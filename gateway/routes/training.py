@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+import orjson
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
@@ -26,18 +27,18 @@ from gateway.operations import (
     SaveWeightsForSampler,
     UseCustomLoss,
 )
-from gateway.routes.checkpoints import check_readable, optimizer_config
+from gateway.routes.checkpoints import optimizer_config
 from gateway.routes.prefix import read_routing_prefix
 from gateway.routes.wire import (
     JSON,
     BodyTooLarge,
+    caller_of,
     gateway_of,
     json_response,
     note_for_audit,
     parse,
     promise,
     read_body,
-    require_run,
 )
 from gateway.sdk_version import json_refused
 from tandem.errors import (
@@ -88,11 +89,16 @@ class CreateViaLoad(BaseModel):
     base_model: str | None = None
     user_metadata: dict[str, object] | None = None
     optimizer_config: OptimizerConfig | None = None
-    weights_access_token: str | None = None
 
 
 class Addressing(BaseModel):
     session_id: str | None = None
+
+
+class Lent(BaseModel):
+    """A key or token of the owner of a checkpoint, who lets others load it."""
+
+    weights_access_token: str | None = None
 
 
 class Place(BaseModel):
@@ -112,7 +118,8 @@ class ModelId(BaseModel):
 
 
 async def forward_backward(request: Request) -> Response:
-    """The body goes into the log as it is; the gateway reads the routing fields alone."""
+    """Computes a batch's loss, and its gradients unless `forward_only` is set. The body goes
+    into the log as it is; the gateway reads the routing fields alone."""
     gateway = gateway_of(request)
     if request.headers.get("content-type", "").startswith(JSON):
         raise json_refused("forward_backward")
@@ -132,7 +139,7 @@ async def forward_backward(request: Request) -> Response:
         raise MalformedPayload(
             "the body is not a ForwardBackwardRequest: model_id or seq_id is missing"
         )
-    await require_run(gateway, routing.model_id)
+    await gateway.access.run(routing.model_id, caller_of(request))
     await gateway.admission.submit(
         run_id=routing.model_id,
         seq_id=routing.seq_id,
@@ -144,39 +151,47 @@ async def forward_backward(request: Request) -> Response:
 
 
 async def optim_step(request: Request) -> Response:
+    """Applies the gradients since the last step."""
     return await _submit(request, "optim_step", _optim_step_body)
 
 
 async def save_weights(request: Request) -> Response:
+    """Saves a run's state, to resume from, under a name."""
     return await _submit(request, "save_weights", lambda raw: parse(SaveWeights, raw))
 
 
 async def save_weights_for_sampler(request: Request) -> Response:
+    """Publishes a run's weights for sampling: under a name, or ephemeral."""
     return await _submit(
         request, "save_weights_for_sampler", lambda raw: parse(SaveWeightsForSampler, raw)
     )
 
 
 async def save_weights_external(request: Request) -> Response:
+    """Exports a run's weights for download."""
     return await _submit(
         request, "save_weights_external", lambda raw: parse(SaveWeightsExternal, raw)
     )
 
 
 async def load_weights(request: Request) -> Response:
-    """Into a new run (`session_id`, `model_seq_id`), or into one that is there (`model_id`)."""
-    raw = await read_body(request)
+    """Loads a saved state into a new run (`session_id`, `model_seq_id`), or into one that is
+    there (`model_id`)."""
+    raw, token = _without_token(await read_body(request))
+    gateway, caller = gateway_of(request), caller_of(request)
+    readers = gateway.access.readers(caller, token=token)
     if parse(Addressing, raw).session_id is None:
         return await _submit(
-            request, "load_weights", lambda body: parse(LoadWeights, body), raw=raw
+            request,
+            "load_weights",
+            lambda body: parse(LoadWeights, body).on_behalf_of(readers),
+            raw=raw,
         )
-    gateway = gateway_of(request)
     body = parse(CreateViaLoad, raw)
-    load = parse(LoadWeights, raw)
-    await gateway.sessions.require(body.session_id)
+    load = parse(LoadWeights, raw).on_behalf_of(readers)
+    await gateway.access.session(body.session_id, caller)
     asked = _check_optimizer(body.optimizer_config) if body.optimizer_config else None
-    checkpoint = await gateway.versions.checkpoints.for_training(load.path)
-    check_readable(request, checkpoint, token=body.weights_access_token)
+    checkpoint = await gateway.versions.checkpoints.for_training(load.path, readers=readers)
     name, full = split_model_name(body.base_model or checkpoint.base_model)
     origin = await gateway.versions.checkpoints.origin(checkpoint.path.run_id)
     await gateway.runs.create(
@@ -200,11 +215,12 @@ async def load_weights(request: Request) -> Response:
 
 
 async def create_model(request: Request) -> Response:
-    """A user's mistake is answered at once, so that the SDK raises its typed error at once."""
+    """Begins a training run. A user's mistake is answered at once, so that the SDK raises its
+    typed error at once."""
     gateway = gateway_of(request)
     raw = await read_body(request)
     body = parse(CreateModel, raw)
-    await gateway.sessions.require(body.session_id)
+    await gateway.access.session(body.session_id, caller_of(request))
     optimizer = _check_optimizer(body.optimizer_config)
     name, full = split_model_name(body.base_model)
     model = gateway.models.get(name)
@@ -225,10 +241,10 @@ async def create_model(request: Request) -> Response:
 
 
 async def get_info(request: Request) -> Response:
-    """Also once the run has ended, as long as its session is active."""
+    """What a run trains. Also once the run has ended, as long as its session is active."""
     gateway = gateway_of(request)
     body = parse(ModelId, await read_body(request))
-    await require_run(gateway, body.model_id)
+    await gateway.access.run(body.model_id, caller_of(request))
     run = gateway.runs.get(body.model_id)
     if run is None:
         raise UnknownRun(f"training run {body.model_id!r} does not run on this server")
@@ -275,6 +291,16 @@ def wants_full_training(user_metadata: Mapping[str, object] | None) -> bool:
     return choice == "full"
 
 
+def _without_token(raw: bytes) -> tuple[bytes, str | None]:
+    """The body as it is kept in the log, and the key or token in it, which is not."""
+    if b"weights_access_token" not in raw:
+        return raw, None
+    token = parse(Lent, raw).weights_access_token
+    fields = orjson.loads(raw)
+    fields.pop("weights_access_token", None)
+    return orjson.dumps(fields), token
+
+
 async def _submit(
     request: Request, kind: Kind, read: Callable[[bytes], Body], *, raw: bytes | None = None
 ) -> Response:
@@ -286,7 +312,7 @@ async def _submit(
     if raw is None:
         raw = await read_body(request)
     place = parse(Place, raw)
-    await require_run(gateway, place.model_id)
+    await gateway.access.run(place.model_id, caller_of(request))
     body: Body | None = None
     refused: UserError | None = None
     try:
@@ -328,7 +354,7 @@ async def _refuse(request: Request, prefix: bytes, error: UserError) -> Response
     if routing is None:
         raise error
     gateway = gateway_of(request)
-    await require_run(gateway, routing.run_id)
+    await gateway.access.run(routing.run_id, caller_of(request))
     await gateway.admission.submit(
         run_id=routing.run_id, seq_id=routing.seq_id, kind="forward_backward", refused=error
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import io
 from typing import TypeVar, cast
@@ -9,29 +10,32 @@ from typing import TypeVar, cast
 import orjson
 import zstandard
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.core import Gateway
 from gateway.identity import Caller
+from gateway.ledger import Lease
 from gateway.names import request_id_of
 from tandem.errors import (
     InvalidRequest,
     MalformedPayload,
+    Overloaded,
     PayloadTooLarge,
+    RequestTimedOut,
     TandemError,
-    UnknownRun,
-    UnknownSession,
 )
 
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 AUTH = "/api/v1/auth/"
 
-_DRAINED_FACTOR = 4
-"""How much of a body that is too large is read, in multiples of the limit, before we answer:
-a client that is still writing when the connection closes would not see the answer."""
 _PREFIX_BYTES = 4096
+_QUICKLY_DECOMPRESSED = 64 * 2**10
+_ZSTD_PIECE = 2**20
+_ZSTD_WINDOW = 8 * 2**20
+"""The memory that a frame may ask for: what RFC 8878 recommends every decoder to give, and what
+no compression level but the `ultra` ones goes beyond."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -84,68 +88,110 @@ def promise(owner: str, seq_id: int, **more: object) -> Response:
 def error_response(error: TandemError, *, path: str = "") -> Response:
     """A request that was refused. Never 409, and never 5xx for a user's mistake: the SDK
     repeats those for five minutes."""
-    body = {"error": error.message, "type": error.type, "category": error.category}
+    body: dict[str, object] = {
+        "error": error.message,
+        "type": error.type,
+        "category": error.category,
+        **error.details,
+    }
     if path.startswith(AUTH):  # where the `tinker` command logs in, it shows `detail` alone
         body["detail"] = error.message
     response = json_response(body, status=error.status)
     if error.status == 429:
-        response.headers["Retry-After"] = "1"  # seconds; the SDK waits as long before a sample
+        seconds = error.retry_after if isinstance(error, Overloaded) else 1.0
+        response.headers["Retry-After"] = f"{seconds:.0f}"  # the SDK waits as long
+    if isinstance(error, RequestTimedOut):  # what still comes of it is of no use
+        response.headers["Connection"] = "close"
     return response
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, *, limit: int | None = None) -> bytes:
     """The body as sent, or decompressed where it says `Content-Encoding: zstd`.
 
-    Raises `BodyTooLarge`, by its announced size, while it is read, or while it is decompressed;
-    `MalformedPayload` for a damaged or unknown encoding.
+    `limit` in bytes, `max_payload_bytes` if none is given. Raises `BodyTooLarge`, by its
+    announced size, while it is read, or while it is decompressed; `MalformedPayload` for a
+    damaged or unknown encoding; `RequestTimedOut`; `Overloaded` where the bodies that are being
+    received take all the memory that they may.
     """
-    limit = gateway_of(request).settings.max_payload_bytes
-    raw = await _read_raw(request, limit)
+    most = gateway_of(request).settings.max_payload_bytes
+    limit = most if limit is None else min(limit, most)
+    lease: Lease = request.state.body_lease
+    raw = await _read_raw(request, limit=limit, lease=lease)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "identity":
         return raw
     if encoding != "zstd":
-        raise MalformedPayload(f"the content encoding {encoding!r} is unknown; known: zstd")
-    return _decompress(raw, limit)
+        raise MalformedPayload(f"the content encoding {encoding[:40]!r} is unknown; known: zstd")
+    if len(raw) <= _QUICKLY_DECOMPRESSED:
+        body = _decompress(raw, limit)
+    else:
+        body = await asyncio.to_thread(_decompress, raw, limit)
+    lease.more(len(body))
+    return body
 
 
-async def _read_raw(request: Request, limit: int) -> bytes:
+async def _read_raw(request: Request, *, limit: int, lease: Lease) -> bytes:
+    """What is refused by its length is not read, but for the first bytes, which say whose it is.
+    The connection throws the rest away (`gateway/protocol.py`)."""
     announced = request.headers.get("content-length", "")
+    size = int(announced) if announced.isdigit() else 0
+    if size <= limit:
+        lease.more(size)
+    deadline = asyncio.get_running_loop().time() + gateway_of(request).settings.http.body_timeout
     chunks: list[bytes] = []
-    size = 0
-    too_large = announced.isdigit() and int(announced) > limit
-    prefix = b""
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            too_large = too_large or size > limit
-            if not too_large:
-                chunks.append(chunk)
-                continue
-            if len(prefix) < _PREFIX_BYTES:
-                prefix = (prefix or b"".join(chunks)) + chunk
-                prefix = prefix[:_PREFIX_BYTES]
-                chunks.clear()
-            if size > _DRAINED_FACTOR * limit:
-                break
-    except ClientDisconnect as error:
-        raise MalformedPayload("the client went away before its request was complete") from error
-    if too_large:
+    read = 0
+    more = True
+    while more:
+        chunk, more = await _next_chunk(request, deadline=deadline)
+        chunks.append(chunk)
+        read += len(chunk)
+        if lease.amount < read <= limit:  # of a body that announced nothing
+            lease.more(len(chunk))
+        if read > limit or (size > limit and read >= _PREFIX_BYTES):
+            break
+    body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    if size > limit or read > limit:
         raise BodyTooLarge(
-            f"the request has {announced or f'more than {size}'} bytes, {limit} at most "
-            "(TANDEM_MAX_PAYLOAD_BYTES); send fewer datums at once",
-            prefix=prefix,
+            f"the request has {announced or f'more than {limit}'} bytes, {limit} at most "
+            "(TANDEM_MAX_PAYLOAD_BYTES); send less at once",
+            prefix=body[:_PREFIX_BYTES],
         )
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    return body
+
+
+async def _next_chunk(request: Request, *, deadline: float) -> tuple[bytes, bool]:
+    """One piece of the body, and whether there are more. `deadline` in the loop's time."""
+    settings = gateway_of(request).settings.http
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout_at(min(loop.time() + settings.body_gap_timeout, deadline)):
+            message = await request.receive()
+    except TimeoutError:
+        gateway_of(request).metrics.timeouts.labels(what="body").inc()
+        raise RequestTimedOut(
+            f"the body of the request did not arrive: nothing of it came for "
+            f"{settings.body_gap_timeout:g} s, or not all of it within "
+            f"{settings.body_timeout:g} s; send it again"
+        ) from None
+    if message["type"] == "http.disconnect":
+        raise MalformedPayload("the client went away before its request was complete")
+    return message.get("body", b""), message.get("more_body", False)
 
 
 def _decompress(raw: bytes, limit: int) -> bytes:
+    """In pieces, so that a few bytes that stand for very many take no more than the limit."""
+    pieces: list[bytes] = []
+    size = 0
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
     try:
-        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(raw)) as reader:
-            body = reader.read(limit + 1)
+        with decompressor.stream_reader(io.BytesIO(raw)) as reader:
+            while size <= limit and (piece := reader.read(min(_ZSTD_PIECE, limit + 1 - size))):
+                pieces.append(piece)
+                size += len(piece)
     except zstandard.ZstdError as error:
         raise MalformedPayload(f"the body is not zstd, as its header says: {error}") from error
-    if len(body) > limit:
+    body = b"".join(pieces)
+    if size > limit:
         raise BodyTooLarge(
             f"the request has more than {limit} bytes when decompressed, which is the most "
             "allowed (TANDEM_MAX_PAYLOAD_BYTES)",
@@ -174,13 +220,3 @@ def parse_query(model: type[Model], request: Request) -> Model:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise InvalidRequest(f"{where}: {first['msg']}" if where else first["msg"]) from error
-
-
-async def require_run(gateway: Gateway, run_id: str) -> None:
-    """Notes a sign of life of the run's session. Raises `SessionFinished` or `UnknownRun`."""
-    session_id, _, _number = run_id.partition(":train:")
-    if gateway.sessions.touch(session_id) is None:
-        try:
-            await gateway.sessions.require(session_id)
-        except UnknownSession as error:
-            raise UnknownRun(f"there is no training run {run_id!r} on this server") from error

@@ -61,7 +61,9 @@ async def database(tmp_path):
 
 async def test_usage_is_added_up_by_hour_over_writes_and_restarts(database):
     sessions = Sessions(database=database, ttl=60)
-    session = await sessions.create(NewSession(project_id="p", user_metadata={"a": "b"}))
+    session = await sessions.create(
+        NewSession(owner="local", project_id="p", user_metadata={"a": "b"})
+    )
     now = [7200.0]
     subject = Subject(id=f"{session.id}:train:0", session_id=session.id, base_model="tiny")
     for _ in range(2):  # the second is that of the next gateway
