@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -55,7 +56,7 @@ def call(
     method: str,
     path: str,
     *,
-    body: dict[str, str] | None = None,
+    body: Mapping[str, object] | None = None,
     api: str = OWN_API,
 ) -> object:
     """Calls the gateway's API, its own or the SDK's, and returns the JSON; an error answer

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from tandem.cli import checkpoints, demo, models, observe, up
+from tandem.cli import checkpoints, demo, keys, models, observe, up
 from tandem.cli.context import fail
 from tandem.errors import TandemError
 
@@ -22,6 +22,7 @@ app.command("status")(observe.status)
 app.command("logs")(observe.logs)
 app.command("config")(observe.config)
 app.command("version")(observe.version)
+app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
 app.add_typer(checkpoints.app, name="checkpoints")
 

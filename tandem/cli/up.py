@@ -39,6 +39,10 @@ def up(
             out.print("Point the tinker SDK at it:\n", soft_wrap=True)
             out.print(f"  export TINKER_BASE_URL={endpoint.url}", soft_wrap=True)
             out.print(f"  export TINKER_API_KEY={endpoint.api_key}\n", soft_wrap=True)
+            out.print(
+                "That is the local key, an admin's, which stays on this machine; `tandem keys "
+                "create --owner NAME` makes keys for others."
+            )
             out.print("`tandem status` shows what runs. Ctrl-C stops everything.")
         try:
             while stack.process.poll() is None:

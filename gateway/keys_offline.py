@@ -1,0 +1,76 @@
+"""Keys of a data directory that no gateway uses now: `python -m gateway.keys_offline`.
+
+The `tandem keys` command starts it, and asks the gateway instead where one runs. A request comes
+as JSON on standard input, so that nothing of it is in an argument, and the answer is JSON on
+standard output: what the routes of `routes/keys.py` answer, or `{"error"}` with exit status 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Literal
+
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from gateway.core import DataDirectoryLock
+from gateway.database import Database
+from gateway.keys import Keys, NewKey
+from gateway.routes.keys import CreateKey, described
+from tandem.errors import TandemError
+from tandem.settings import GatewaySettings
+from tandem.telemetry import configure_logging
+
+
+class Request(BaseModel):
+    action: Literal["create", "list", "revoke"]
+    create: CreateKey | None = None
+    key_id: str = ""
+
+
+async def answer(request: Request, settings: GatewaySettings) -> dict[str, object]:
+    """Raises a `TandemError`: also where a gateway uses the directory after all."""
+    lock = DataDirectoryLock(settings.data_dir)
+    lock.take()
+    database = Database.at(url=settings.database_url, data_dir=settings.data_dir)
+    try:
+        await database.open()
+        keys = Keys(database=database)
+        await keys.open()
+        return await _carry_out(request, keys)
+    finally:
+        await database.close()
+        lock.release()
+
+
+async def _carry_out(request: Request, keys: Keys) -> dict[str, object]:
+    if request.create is not None:
+        new = request.create
+        key, secret = await keys.create(
+            NewKey(owner=new.owner, role=new.role, name=new.name, expires_in=new.expires_in)
+        )
+        return {**described(keys, key), "key": secret}
+    if request.action == "revoke":
+        return described(keys, await keys.revoke(request.key_id))
+    return {"keys": [described(keys, key) for key in keys.all()]}
+
+
+def main() -> int:
+    configure_logging(service="gateway", level="warning")
+    settings = GatewaySettings()
+    settings = settings.model_copy(update={"data_dir": settings.data_dir.resolve()})
+    try:
+        request = Request.model_validate_json(sys.stdin.buffer.read())
+        said = asyncio.run(answer(request, settings))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        said = {"error": f"{first['loc'][-1] if first['loc'] else 'request'}: {first['msg']}"}
+    except TandemError as error:
+        said = {"error": error.message}
+    sys.stdout.buffer.write(orjson.dumps(said))
+    return 1 if "error" in said else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
