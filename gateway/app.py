@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.access import guarded
 from gateway.core import Gateway
 from gateway.downloads import PREFIX
 from gateway.edge import Edge
@@ -28,6 +29,7 @@ from gateway.routes import (
     custom_loss,
     downloads,
     futures,
+    keys,
     runs_list,
     sampling,
     service,
@@ -85,7 +87,7 @@ def create_app(
     app.add_middleware(Edge, gateway=gateway)
     app.add_exception_handler(TandemError, _tandem_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.router.routes.extend(_routes())
+    app.router.routes.extend(guarded(_routes()))
     return app
 
 
@@ -157,13 +159,16 @@ def _routes() -> list[Route]:
         Route(f"{own}/models", admin.list_models),
         Route(f"{own}/models", admin.add_model, methods=["POST"]),
         Route(f"{own}/models/{{name:path}}", admin.remove_model, methods=["DELETE"]),
+        Route(f"{own}/keys", keys.list_keys),
+        Route(f"{own}/keys", keys.create_key, methods=["POST"]),
+        Route(f"{own}/keys/{{key_id}}", keys.revoke_key, methods=["DELETE"]),
         Route(f"{own}/config", admin.config),
         Route(f"{own}/version", admin.get_version),
-        Route("/metrics", _metrics),
+        Route("/metrics", metrics),
     ]
 
 
-async def _metrics(request: Request) -> Response:
+async def metrics(request: Request) -> Response:
     registry = gateway_of(request).metrics.registry
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
