@@ -24,6 +24,10 @@ _ALWAYS = {
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
+    # One process computes, and still listens for others: on this machine alone.
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
     # vLLM's messages go through our log, as JSON, from warnings on.
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
@@ -63,13 +63,18 @@ class FormCompiler:
         *,
         seconds: float = COMPILE_SECONDS,
         tokenizer_seconds: float = TOKENIZER_SECONDS,
+        load: Callable[[Path, EngineFacts], LLTokenizer] | None = None,
+        compile_one: Callable[[Form, LLTokenizer], CompiledForm] | None = None,
     ) -> None:
         """`seconds` is how long one form may take, `tokenizer_seconds` how long the first may wait
-        for the tokenizer."""
+        for the tokenizer. `load` and `compile_one` do the work: `load_tokenizer`, `compile_form`.
+        """
         self._model = model
         self._facts = facts
         self._seconds = seconds
         self._tokenizer_seconds = tokenizer_seconds
+        self._load = load or load_tokenizer
+        self._compile_one = compile_one or compile_form
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="forms")
         self._tokenizer: Future[LLTokenizer] | None = None
         self._kept: OrderedDict[Form, CompiledForm] = OrderedDict()
@@ -83,7 +88,7 @@ class FormCompiler:
             self._kept.move_to_end(form)
             return known
         if self._tokenizer is None or (self._tokenizer.done() and self._tokenizer.exception()):
-            self._tokenizer = self._threads.submit(load_tokenizer, self._model, self._facts)
+            self._tokenizer = self._threads.submit(self._load, self._model, self._facts)
         loading = asyncio.shield(asyncio.wrap_future(self._tokenizer))
         try:
             tokenizer = await asyncio.wait_for(loading, self._tokenizer_seconds)
@@ -93,7 +98,7 @@ class FormCompiler:
 
         def work() -> CompiledForm:
             began.set()
-            return compile_form(form, tokenizer)
+            return self._compile_one(form, tokenizer)
 
         job = self._threads.submit(work)
         try:
@@ -174,7 +179,9 @@ def load_tokenizer(model: Path, facts: EngineFacts) -> LLTokenizer:
             "structured output needs a model with an end token, which closes the form"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(
+            model, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise UnsupportedInput(
             f"structured output needs the model's tokenizer, which does not load: {error}"

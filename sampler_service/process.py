@@ -39,6 +39,7 @@ from tandem.worker import (
     read_spec,
     send_report,
 )
+from tandem.worker_access import SecretInterceptor
 
 _STOP_GRACE = 1.0
 
@@ -62,7 +63,6 @@ class _Process:
         self._metrics = SamplerMetrics(CollectorRegistry())
         self._health = health.aio.HealthServicer()
         self._servicer = SamplerServicer(
-            secret=spec.secret,
             fencing_token=spec.fencing_token,
             timeout=self._settings.operation_timeout,
             metrics=self._metrics,
@@ -91,7 +91,9 @@ class _Process:
         return 0 if error is None else 1
 
     async def _bind(self) -> grpc.aio.Server:
-        server = grpc.aio.server(options=GRPC_OPTIONS)
+        server = grpc.aio.server(
+            options=GRPC_OPTIONS, interceptors=[SecretInterceptor(self._spec.secret)]
+        )
         sampler_pb2_grpc.add_SamplerServicer_to_server(self._servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         port = server.add_insecure_port(f"{self._spec.host}:0")

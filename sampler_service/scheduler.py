@@ -28,11 +28,11 @@ from dataclasses import replace
 from itertools import groupby
 
 from sampler_service.adapters import Adapters
-from sampler_service.engine import Engine, EngineResult, WeightsTouched
+from sampler_service.engine import Engine, EngineResult
 from sampler_service.inbox import Inbox
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.reload import Loader, LoadOutcome, Version
-from sampler_service.states import State, StateMachine
+from sampler_service.turnover import Turnover, WeightsLost
 from sampler_service.waiting import WaitingList
 from sampler_service.work import Sampled, SampleJob, Status, Waiter
 from tandem.errors import LoadFailed, TandemError, WorkerDied
@@ -59,22 +59,18 @@ class Scheduler:
         on_fatal: Callable[[TandemError], None] = lambda _: None,
     ) -> None:
         self._engine = engine
-        self._loader = loader
         self._adapters = adapters
         self._base = version
-        self._version = version
+        self._turnover = Turnover(loader, adapters, version=version, metrics=metrics)
         self._patience = patience
         self._metrics = metrics
         self._clock = clock
         self._on_fatal = on_fatal
         self._log = get_log()
-        self._machine = StateMachine(on_change=metrics.state)
         self._inbox = Inbox()
         self._waiting = WaitingList()
         self._running: dict[str, Waiter] = {}
         self._names_of_adapters: tuple[str, ...] = ()
-        metrics.state(self._machine.state)
-        metrics.version(version)
 
     # --- Called from any thread ------------------------------------------------------------
 
@@ -99,8 +95,8 @@ class Scheduler:
     @property
     def status(self) -> Status:
         return Status(
-            state=self._machine.state,
-            version=self._version,
+            state=self._turnover.state,
+            version=self._turnover.version,
             running=len(self._running),
             waiting=len(self._waiting) + len(self._inbox),
             adapters=self._names_of_adapters,
@@ -130,8 +126,7 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001 (an engine may raise anything, and is then lost)
             self._log.exception("engine_failed")
             refusal = WorkerDied(f"the engine failed: {error}")
-            if self._machine.state is not State.FAILED:
-                self._machine.move(State.FAILED)
+            self._turnover.fail()
             self._refuse_all(refusal)
             self._on_fatal(refusal)
 
@@ -177,7 +172,9 @@ class Scheduler:
         limit = float("inf")
         if held_up and self._clock() - min(held_up) > self._patience:
             limit = min(held_up)
-        at_hand = [w for w in self._waiting if w.weights == self._version and w.arrived <= limit]
+        at_hand = [
+            w for w in self._waiting if w.weights == self._turnover.version and w.arrived <= limit
+        ]
         self._add_adapters(at_hand)
         still = set(self._waiting)
         now = [w for w in at_hand if w in still and self._serves(w.version)]
@@ -191,13 +188,15 @@ class Scheduler:
 
     def _held_up(self, waiter: Waiter) -> bool:
         """Whether it needs other weights, or room for its adapter that others take up."""
-        if waiter.weights != self._version:
+        if waiter.weights != self._turnover.version:
             return True
         new = waiter.version.adapter and waiter.version not in self._adapters
         return new and self._adapters.full
 
     def _serves(self, version: Version) -> bool:
-        return self._adapters.ready(version) if version.adapter else version == self._version
+        return (
+            self._adapters.ready(version) if version.adapter else version == self._turnover.version
+        )
 
     def _start(self, waiter: Waiter) -> None:
         """Hands a request to the engine."""
@@ -237,12 +236,11 @@ class Scheduler:
 
     def _adapter_added(self, outcome: LoadOutcome) -> None:
         self._metrics.adapter_added(outcome)
-        self._log_load(outcome)
+        self._turnover.note(outcome)
         self._waiting.answer_loads(outcome)
 
     def _adapter_failed(self, version: Version, error: LoadFailed) -> None:
-        self._metrics.load_failed()
-        self._log.error("load_failed", version=version.name, error=error.message)
+        self._turnover.note_failure(version, error)
         self._waiting.fail(version, error)
 
     def _step(self) -> None:
@@ -274,54 +272,18 @@ class Scheduler:
 
     def _change_over(self) -> None:
         """Loads the weights of the oldest waiter for others. The engine has drained."""
-        foreign = [w for w in self._waiting if w.weights != self._version]
+        foreign = [w for w in self._waiting if w.weights != self._turnover.version]
         # Whoever the loaded weights serve was admitted before, or arrived after one of these.
         target = min(foreign, key=lambda w: w.arrived).weights
-        self._machine.move(State.LOADING)
         try:
-            outcome = self._loader.load(target)
+            outcome = self._turnover.change_to(target)
+        except WeightsLost as error:
+            self._refuse_all(error)
+            self._on_fatal(error)
         except LoadFailed as error:
-            self._metrics.load_failed()
-            self._log.error("load_failed", version=target.name, error=error.message)
-            self._restore(error)
-            self._waiting.fail(target, LoadFailed(error.message), by_weights=True)
-            return
-        self._adapters.clear()
-        self._version = target
-        self._machine.move(State.AWAKE)
-        self._metrics.loaded(outcome)
-        self._log_load(outcome)
-        self._waiting.answer_loads(outcome)
-
-    def _log_load(self, outcome: LoadOutcome) -> None:
-        self._log.info(
-            "loaded",
-            version=outcome.version.name,
-            seconds=round(outcome.seconds, 4),
-            bytes=outcome.bytes,
-            canary_difference=outcome.canary_difference,
-        )
-
-    def _restore(self, cause: LoadFailed) -> None:
-        """Makes sure that the old version serves again, or that nothing does."""
-        if not isinstance(cause, WeightsTouched):
-            self._machine.move(State.AWAKE)
-            return
-        self._adapters.clear()
-        try:
-            self._loader.load(self._version)
-        except LoadFailed as error:
-            refusal = LoadFailed(
-                f"{cause.message}; {self._version.name}, which served before, could not be "
-                f"loaded again: {error.message}"
-            )
-            self._machine.move(State.FAILED)
-            self._log.error("restore_failed", version=self._version.name, error=error.message)
-            self._refuse_all(refusal)
-            self._on_fatal(refusal)
-            return
-        self._machine.move(State.AWAKE)
-        self._log.info("restored", version=self._version.name)
+            self._waiting.fail(target, error, by_weights=True)
+        else:
+            self._waiting.answer_loads(outcome)
 
     def _refuse_all(self, error: TandemError) -> None:
         for waiter in [*self._inbox.close(error), *self._waiting.clear()]:

@@ -1,9 +1,8 @@
-"""The gRPC face of the sampler: who may call, which token is current, and what is answered."""
+"""The gRPC face of the sampler: which token is current, and what is answered."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,6 @@ from sampler_service.work import Sampled, SampleJob
 from tandem.errors import OperationTimedOut, TandemError
 from tandem.telemetry import get_log
 from tandem.v1 import sampler_pb2, sampler_pb2_grpc
-from tandem.worker import SECRET_METADATA_KEY
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
@@ -47,16 +45,14 @@ class Serving:
 
 
 class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
-    """Answers from the moment the port is bound; `ready` gives it the engine.
+    """Answers from the moment the port is bound; `ready` gives it the engine. Who may call is
+    decided before (`tandem/worker_access.py`).
 
-    Before, and with a wrong secret or an old fencing token, a call ends with a gRPC status;
+    Before it is ready, and with an old fencing token, a call ends with a gRPC status;
     a user's mistake is a `Failure` in the reply.
     """
 
-    def __init__(
-        self, *, secret: str, fencing_token: int, timeout: float, metrics: SamplerMetrics
-    ) -> None:
-        self._secret = secret.encode()
+    def __init__(self, *, fencing_token: int, timeout: float, metrics: SamplerMetrics) -> None:
         self._newest_token = fencing_token
         self._timeout = timeout
         self._metrics = metrics
@@ -224,10 +220,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     async def _admit(
         self, context: grpc.aio.ServicerContext[_Request, _Reply], fencing_token: int | None = None
     ) -> Serving:
-        """Checks secret, fencing token and readiness, and aborts the call if one is wrong."""
-        offered = dict(context.invocation_metadata() or ()).get(SECRET_METADATA_KEY, "")
-        if not hmac.compare_digest(str(offered).encode(), self._secret):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the worker's secret is wrong")
+        """Checks fencing token and readiness, and aborts the call if one is wrong."""
         if fencing_token is not None:
             if fencing_token < self._newest_token:
                 await context.abort(

@@ -44,6 +44,8 @@ def engine_args(model: Path, settings: SamplerSettings) -> EngineArgs:
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=max(_BATCH_TOKENS, length),
         distributed_executor_backend="uni",
+        load_format="safetensors",  # never a pickled .bin
+        trust_remote_code=False,  # never code from the model's folder
         disable_log_stats=True,
         skip_tokenizer_init=True,
         generation_config="vllm",

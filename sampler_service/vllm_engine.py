@@ -152,6 +152,7 @@ class VllmEngine:
             return
         del self._owner[output.request_id], pending.parts[output.request_id]
         pending.outputs[index] = completion
+        pending.grammars.pop(index, None)
         if index == 0:
             pending.cached_tokens = output.num_cached_tokens or 0
             if request.scoring is not None:
