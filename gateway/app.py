@@ -20,6 +20,7 @@ from gateway.fleet import ChannelFactory, open_channel
 from gateway.launchers.base import Launcher
 from gateway.launchers.process import ProcessLauncher
 from gateway.reaper import Reaper
+from gateway.reception import Reception
 from gateway.routes import (
     admin,
     audit,
@@ -84,6 +85,7 @@ def create_app(
     )
     app.state.gateway = gateway
     app.state.start_error = ""
+    app.add_middleware(Reception, limits=gateway.limits)
     app.add_middleware(Edge, gateway=gateway)
     app.add_exception_handler(TandemError, _tandem_error)
     app.add_exception_handler(HTTPException, _http_error)

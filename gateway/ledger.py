@@ -99,6 +99,10 @@ class Ledger:
         self.add(owner, amount)
         return Lease(ledger=self, owner=owner, amount=amount)
 
+    def empty_lease(self, owner: str) -> Lease:
+        """One that takes its amounts later."""
+        return Lease(ledger=self, owner=owner, amount=0)
+
     def has_room(self, owner: str, amount: int) -> bool:
         return (
             self._held[owner] + amount <= self._per_owner and self._total + amount <= self._in_all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ from fastapi import FastAPI
 
 from gateway.app import create_app
 from gateway.core import Gateway
+from gateway.protocol import bounded_protocol
 from tandem.settings import GatewaySettings
 from tandem.stack import ENDPOINT_NAME
 from tandem.telemetry import configure_logging, get_log
@@ -69,27 +71,43 @@ def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
         host=settings.host,
         port=settings.port,
         loop="uvloop",
-        http="httptools",
+        http=bounded_protocol(settings=settings.http, metrics=gateway.metrics),
         ws="none",
         lifespan="on",
         access_log=False,
         server_header=False,
         log_config=None,
         backlog=4096,
-        timeout_keep_alive=75,
+        timeout_keep_alive=settings.http.keep_alive,
         timeout_graceful_shutdown=_GRACEFUL_SECONDS,
     )
     return GatewayServer(config, gateway=gateway)
 
 
+def _keep_to_ourselves() -> None:
+    """Files of ours and of the workers, which inherit this, are for their owner alone, and no
+    process that crashes leaves its memory, with the secrets in it, on the disk."""
+    os.umask(0o077)
+    _soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+
+
+def _raise_file_limit() -> None:
+    """Every connection is an open file, and the usual soft limit is 1024."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def run(settings: GatewaySettings) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status."""
     configure_logging(service="gateway", level=settings.log_level)
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    _keep_to_ourselves()
+    settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     # uvicorn handles these signals while it serves and raises them once more afterwards; by
     # then everything is stopped, and there is nothing left to do.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
+    _raise_file_limit()
     app = create_app(settings)
     server = make_server(app, settings)
     with suppress(SystemExit):  # of uvicorn, when it cannot start

@@ -130,6 +130,25 @@ class LimitSettings(BaseSettings):
     )
 
 
+class OpenAISettings(BaseSettings):
+    """The OpenAI-compatible routes under /v1. Environment: `TANDEM_OPENAI_*`."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_OPENAI_")
+
+    idle_ttl: float = Field(
+        900.0, gt=0, description="An owner's engines for /v1 end when unused for this long."
+    )
+    start_timeout: float = Field(
+        240.0, gt=0, description="How long a request waits for an engine to start; then 503."
+    )
+    request_timeout: float = Field(
+        1800.0, gt=0, description="How long a request may take altogether; then 504."
+    )
+    max_choices: int = Field(
+        1024, ge=1, description="Prompts times choices of one request; then 400."
+    )
+
+
 class HttpSettings(BaseSettings):
     """Connections and how long each part of a request may take. Environment: `TANDEM_HTTP_*`."""
 
@@ -146,7 +165,7 @@ class HttpSettings(BaseSettings):
         30.0, gt=0, description="Between two pieces of a body; then 408."
     )
     body_timeout: float = Field(300.0, gt=0, description="For a whole body to arrive; then 408.")
-    keep_alive: float = Field(75.0, gt=0, description="An idle connection is closed after.")
+    keep_alive: int = Field(75, ge=1, description="An idle connection is closed after.")
     write_timeout: float = Field(
         60.0,
         gt=0,
@@ -210,3 +229,4 @@ class GatewaySettings(BaseSettings):
     sampler: SamplerSettings = Field(default_factory=SamplerSettings)
     limit: LimitSettings = Field(default_factory=LimitSettings)
     http: HttpSettings = Field(default_factory=HttpSettings)
+    openai: OpenAISettings = Field(default_factory=OpenAISettings)
