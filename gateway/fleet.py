@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc.aio
 from sqlalchemy import delete, insert, select, update
@@ -17,7 +18,7 @@ from gateway.launchers.base import Launcher, WorkerHandle
 from gateway.metrics import Metrics
 from gateway.models import BaseModelEntry
 from gateway.tables import workers
-from tandem.errors import TandemError
+from tandem.errors import TandemError, WorkerCrashed
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, TrainingSpec, WorkerKind, WorkerSpec
@@ -127,7 +128,37 @@ class Fleet:
 
         `training` is what a trainer trains, `max_lora_rank` the largest that a sampler serves.
         `on_exit` is told, in one sentence, when the worker ends without having been stopped.
+        One that crashes before it is ready has done nothing yet, and is started once more: in
+        gRPC's threads we have seen a segmentation fault at about one start in a hundred while
+        many processes started.
         """
+        start = partial(
+            self._start,
+            kind=kind,
+            session_id=session_id,
+            model=model,
+            run_id=run_id,
+            training=training,
+            max_lora_rank=max_lora_rank,
+            on_exit=on_exit,
+        )
+        try:
+            return await start()
+        except WorkerCrashed as error:
+            self._log.warning("worker_started_again", session_id=session_id, reason=error.message)
+            return await start()
+
+    async def _start(
+        self,
+        *,
+        kind: WorkerKind,
+        session_id: str,
+        model: BaseModelEntry,
+        run_id: str,
+        training: TrainingSpec | None,
+        max_lora_rank: int,
+        on_exit: Callable[[str], None],
+    ) -> Worker:
         prefix = f"{kind}-{session_id}"
         worker_id = f"{prefix}-{self._numbers[prefix]}"
         self._numbers[prefix] += 1

@@ -322,6 +322,10 @@ class WorkerStartFailed(ServerError):
     pass
 
 
+class WorkerCrashed(WorkerStartFailed):
+    """It started, and a fault in native code ended it before it was ready."""
+
+
 class WorkerDied(ServerError):
     pass
 

@@ -20,7 +20,11 @@ from tandem.telemetry import get_log
 from tandem.worker import WorkerSpec
 
 _MODULES = {"trainer": "trainer_service", "sampler": "sampler_service"}
-_NOT_FOR_WORKERS = frozenset({"TANDEM_API_KEY", "TINKER_API_KEY"})
+_NOT_FOR_WORKERS = re.compile(
+    r"TANDEM_DATABASE_URL|.*(_KEY|_KEY_ID|_TOKEN|_SECRET|_PASSWORD|_PASSPHRASE|_CREDENTIALS)",
+    re.IGNORECASE,
+)
+"""Variables that hold secrets, by their names: workers need none of anybody's."""
 _MAX_SPEC_BYTES = 16 * select.PIPE_BUF  # what a pipe holds before anybody reads it
 
 
@@ -159,10 +163,10 @@ class ProcessLauncher:
         """Raises `OSError` when the log cannot be opened or the program not be executed."""
         self._logs.mkdir(parents=True, exist_ok=True)
         log_path = self._logs / f"{spec.worker_id}.log"
-        environment = {k: v for k, v in os.environ.items() if k not in _NOT_FOR_WORKERS}
+        environment = {k: v for k, v in os.environ.items() if not _NOT_FOR_WORKERS.fullmatch(k)}
         # Python makes all of these uninheritable; only what is named below reaches the child,
         # so that no worker holds the lifeline of another one open.
-        log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640)
+        log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         log_start = os.fstat(log_fd).st_size
         spec_fd, lifeline_fd = os.pipe()
         report_fd, worker_report_fd = os.pipe()

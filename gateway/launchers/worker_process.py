@@ -11,7 +11,7 @@ from typing import Any
 from gateway.launchers.base import WorkerHandle
 from gateway.launchers.groups import group_gone, group_members, kill_group
 from gateway.launchers.report import ReportReader
-from tandem.errors import WorkerStartFailed
+from tandem.errors import WorkerCrashed, WorkerStartFailed
 from tandem.telemetry import get_log
 from tandem.worker import WorkerReport, WorkerSpec
 
@@ -84,7 +84,8 @@ class WorkerProcess:
         if self.expected:
             return WorkerStartFailed(f"the {self.spec.kind} was stopped while it started")
         reason = self._error or self.ended.result()
-        return WorkerStartFailed(f"the {self.spec.kind} did not start: {reason}")
+        kind = WorkerCrashed if -(self._process.returncode or 0) in _CRASHES else WorkerStartFailed
+        return kind(f"the {self.spec.kind} did not start: {reason}")
 
     async def stop(self, timeout: float) -> None:
         """Asks it to end, kills its group after `timeout` seconds, returns when it has ended."""
@@ -157,6 +158,9 @@ class WorkerProcess:
             return f"({error})"
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return " | ".join(lines[-_TAIL_LINES:]).replace(self.spec.secret, "(secret)")
+
+
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
 
 
 def _signal_name(number: int) -> str:

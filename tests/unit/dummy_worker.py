@@ -65,6 +65,8 @@ def main(behaviour: str, report_fd: int) -> None:
         case "crash":
             print(f"Traceback …\nOSError: no such model (said with {spec.secret})", file=sys.stderr)
             sys.exit(3)
+        case "fault":
+            os.kill(os.getpid(), signal.SIGSEGV)
         case "refuse":
             complain(report_fd)
             sys.exit(1)

@@ -54,6 +54,15 @@ def test_a_trainer_that_cannot_start_fails_the_creation_with_its_reason(gate):
         training_client(service)
 
 
+def test_a_worker_that_crashes_at_its_start_is_started_once_more(gate):
+    gate.launcher.crashes = 1
+    with gate.service() as service:
+        assert training_client(service).get_info().model_id
+        gate.launcher.crashes = 100
+        with pytest.raises(tinker.RequestFailedError, match=r"worker_crashed.*SIGSEGV"):
+            training_client(service)
+
+
 def test_a_sampler_that_dies_is_started_again_and_its_samples_are_repeated(gate):
     with gate.service() as service:
         sampling = service.create_sampling_client(base_model="tiny").result()

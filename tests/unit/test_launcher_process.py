@@ -14,7 +14,7 @@ from gateway.launchers.base import WorkerExit
 from gateway.launchers.groups import group_members
 from gateway.launchers.health import serving
 from gateway.launchers.process import ProcessLauncher, default_command
-from tandem.errors import WorkerStartFailed
+from tandem.errors import WorkerCrashed, WorkerStartFailed
 from tandem.worker import WorkerSpec
 
 DUMMY = str(Path(__file__).with_name("dummy_worker.py"))
@@ -173,6 +173,11 @@ async def test_a_crash_at_the_start_is_explained_by_the_log_without_the_secret(m
     assert "OSError: no such model" in caught.value.message
     assert "earlier life" not in caught.value.message
     assert SECRET not in caught.value.message
+
+
+async def test_a_fault_in_native_code_is_told_apart_from_a_refusal(make):
+    with pytest.raises(WorkerCrashed, match="killed by SIGSEGV"):
+        await make("fault").start(spec())
 
 
 async def test_a_worker_that_never_reports_is_killed_and_its_log_named(make, tmp_path):
