@@ -197,6 +197,7 @@ class Gateway:
             if lost or lost_runs:
                 self._log.warning("restarted", operations_failed=lost, runs_ended=lost_runs)
         except BaseException:
+            await self.database.close()
             self._lock.release()
             raise
 
