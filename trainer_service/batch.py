@@ -106,11 +106,37 @@ def read_floats(data: bytes, dtype: int) -> Float32Array:
     return values.astype(np.float32, copy=False)
 
 
-def densify(tensor: wire.Tensor, *, where: str, expected: tuple[int, ...]) -> wire.Tensor:
+MAX_DENSE_CELLS = 2**26
+"""Of all sparse tensors of a request together, empty ones included: half a GiB as int64. A few
+bytes can name a shape of any size."""
+
+
+class DenseRoom:
+    """What is left of the cells that a request's sparse tensors may come to."""
+
+    def __init__(self, cells: int = MAX_DENSE_CELLS) -> None:
+        self._cells = cells
+        self._left = cells
+
+    def take(self, cells: int, *, where: str) -> None:
+        """Raises `LossInputShape` where there is too little left."""
+        if cells > self._left:
+            raise LossInputShape(
+                f"{where} has {cells} cells when its empty ones are filled in; the sparse tensors "
+                f"of a request may have {self._cells} together: send fewer datums at once, or "
+                "fewer columns"
+            )
+        self._left -= cells
+
+
+def densify(
+    tensor: wire.Tensor, *, where: str, expected: tuple[int, ...], room: DenseRoom
+) -> wire.Tensor:
     """A sparse (CSR) [N, K] tensor with its empty cells as zeros, as the SDK itself does it.
 
     `where` names the tensor in the sentence of a `LossInputShape`, which is raised when it has
-    not the `expected` shape, or when the three arrays do not describe a matrix of it.
+    not the `expected` shape, when the three arrays do not describe a matrix of it, or when it
+    does not fit into the `room`.
     """
     csr, shape, size = tensor.sparse_csr, tuple(tensor.shape), item_bytes(tensor.dtype)
     if len(shape) != 2 or not size:
@@ -135,6 +161,7 @@ def densify(tensor: wire.Tensor, *, where: str, expected: tuple[int, ...]) -> wi
         or ((column < 0) | (column >= columns)).any()
     ):
         raise LossInputShape(f"{where}: the sparse arrays do not describe a {rows}x{columns} one")
+    room.take(rows * columns, where=where)
     row = np.repeat(np.arange(rows), counts)
     if (np.diff(row * columns + column) <= 0).any():
         raise LossInputShape(f"{where}: the columns of a row must rise, each once")

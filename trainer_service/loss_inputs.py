@@ -13,6 +13,7 @@ from tandem.wire.v1 import tinker_pb2 as wire
 from trainer_service.batch import (
     FLOAT_TYPES,
     INTEGER_TYPES,
+    DenseRoom,
     Float32Array,
     Int64Array,
     densify,
@@ -31,7 +32,7 @@ class InputReader:
     """Reads one input after the other for a batch of n datums; `read` [E] is what it has so far.
 
     `lengths` [n], and `trailing` [n]: the K of [N, K] targets, 0 for [N]. `sparse` says whether
-    any targets came as a sparse matrix.
+    any targets came as a sparse matrix, `room` how large those of the request may be.
     """
 
     data: Sequence[wire.Datum]
@@ -40,6 +41,7 @@ class InputReader:
     lengths: Int64Array
     trailing: Int64Array
     sparse: bool
+    room: DenseRoom
     read: dict[str, Float32Array] = field(default_factory=dict)
 
     def add(self, given: Input) -> None:
@@ -115,7 +117,7 @@ class InputReader:
         length, width = int(self.lengths[index]), int(self.trailing[index])
         entry = (length, width) if width else (length,)
         if tensor.HasField("sparse_csr"):
-            tensor = densify(tensor, where=where, expected=entry)
+            tensor = densify(tensor, where=where, expected=entry, room=self.room)
         accepted = FLOAT_TYPES if given.shape == "entry" else FLOAT_TYPES | INTEGER_TYPES
         if tensor.dtype not in accepted:
             raise LossInputShape(f"{where} must be float32, not {type_name(tensor.dtype)}")
@@ -140,14 +142,16 @@ class InputReader:
         return tensor.dense, tensor.dtype
 
 
-def read_array(datum: wire.Datum, given: Input, *, index: int) -> NDArray[np.generic]:
+def read_array(
+    datum: wire.Datum, given: Input, *, index: int, room: DenseRoom
+) -> NDArray[np.generic]:
     """An input of its own shape and `given.rank` dimensions: float32 or int64."""
     where = f"datum {index}, {given.name!r}"
     if given.name not in datum.loss_fn_inputs:
         raise LossInputMissing(f"datum {index} lacks {given.name!r}, which the loss takes")
     tensor = datum.loss_fn_inputs[given.name]
     if tensor.HasField("sparse_csr"):
-        tensor = densify(tensor, where=where, expected=tuple(tensor.shape))
+        tensor = densify(tensor, where=where, expected=tuple(tensor.shape), room=room)
     if tensor.dtype not in FLOAT_TYPES | INTEGER_TYPES:
         raise LossInputShape(f"{where} is of {type_name(tensor.dtype)}, which is not known")
     shape = tuple(tensor.shape)

@@ -16,7 +16,9 @@ def read_settings(message: wire.ForwardBackwardRequest, loss: Loss) -> Settings:
     for name, value in _given(message).items():
         if name not in declared:
             known = ", ".join(sorted(declared)) or "none"
-            raise UnknownLossSetting(f"{loss.name} has no setting {name!r}; its settings: {known}")
+            raise UnknownLossSetting(
+                f"{loss.name} has no setting {name[:100]!r}; its settings: {known}"
+            )
         _check(value, declared[name], loss)
         values[name] = value
     settings = Settings(values)
@@ -42,11 +44,12 @@ def _check(value: SettingValue, setting: Setting, loss: Loss) -> None:
             raise UnknownLossSetting(f"{what} must be a text, not the number {value!r}")
         if setting.choices and value not in setting.choices:
             raise UnknownLossSetting(
-                f"{what} must be one of {', '.join(setting.choices)}, not {value!r}"
+                f"{what} must be one of {', '.join(setting.choices)}, not {value[:100]!r}"
             )
         return
     if isinstance(value, str) or not math.isfinite(value):
-        raise UnknownLossSetting(f"{what} must be a finite number, not {value!r}")
+        given = value[:100] if isinstance(value, str) else value
+        raise UnknownLossSetting(f"{what} must be a finite number, not {given!r}")
     low, high = setting.low, setting.high
     too_low = low is not None and (value < low or (setting.above and value == low))
     if too_low or (high is not None and value > high):

@@ -25,6 +25,7 @@ from tandem.wire.v1 import tinker_pb2 as wire
 from trainer_service.batch import (
     INTEGER_TYPES,
     Batch,
+    DenseRoom,
     Int64Array,
     densify,
     read_integers,
@@ -65,13 +66,16 @@ def validate(
                 "the loss 'custom' came without its definition: create one with "
                 "ServiceClient.create_custom_loss and pass its handle to forward_backward_custom"
             )
-        raise UnknownLoss(f"unknown loss {message.loss_fn!r}; known: {', '.join(sorted(losses))}")
+        raise UnknownLoss(
+            f"unknown loss {message.loss_fn[:100]!r}; known: {', '.join(sorted(losses))}"
+        )
     settings = read_settings(message, loss)
     if not message.data:
         raise EmptyBatch("the batch has no datum")
     _check_groups(message.data, loss)
     tokens, lengths = _tokens(message.data, limits)
-    targets, trailing, sparse = _targets(message.data, lengths, loss, limits)
+    room = DenseRoom()
+    targets, trailing, sparse = _targets(message.data, lengths, loss, limits, room)
     widths = np.maximum(trailing, 1)
     sequences = read_sequences(message.data, lengths=lengths, widths=widths)
     reader = InputReader(
@@ -81,12 +85,14 @@ def validate(
         lengths=lengths,
         trailing=trailing,
         sparse=sparse,
+        room=room,
     )
     arrays = {}
     for given in loss.inputs:
         if given.shape == "free":
             arrays[given.name] = tuple(
-                read_array(datum, given, index=index) for index, datum in enumerate(message.data)
+                read_array(datum, given, index=index, room=room)
+                for index, datum in enumerate(message.data)
             )
         else:
             reader.add(given)
@@ -178,7 +184,11 @@ def _needs(loss: Loss) -> str:
 
 
 def _targets(
-    data: Sequence[wire.Datum], lengths: Int64Array, loss: Loss, limits: Limits
+    data: Sequence[wire.Datum],
+    lengths: Int64Array,
+    loss: Loss,
+    limits: Limits,
+    room: DenseRoom,
 ) -> tuple[Int64Array, Int64Array, bool]:
     """Target tokens [E], the K of each datum (0 for one dimension), and whether any was sparse."""
     parts: list[bytes] = []
@@ -196,7 +206,8 @@ def _targets(
             sparse = True
             # An empty cell must not cost more memory than there are tokens to choose from.
             columns = min(tensor.shape[1] if len(tensor.shape) == 2 else 0, limits.vocabulary)
-            tensor = densify(tensor, where=where, expected=(int(lengths[index]), columns))
+            expected = (int(lengths[index]), columns)
+            tensor = densify(tensor, where=where, expected=expected, room=room)
         if tensor.dtype not in INTEGER_TYPES:
             raise LossInputShape(f"{where} must be int64, not {type_name(tensor.dtype)}")
         shape = tuple(tensor.shape)

@@ -9,7 +9,7 @@ import torch
 from tandem import errors
 from tandem.wire.v1 import tinker_pb2 as wire
 from tests.workers import datum, dense, request
-from trainer_service.batch import Batch, parse
+from trainer_service.batch import Batch, DenseRoom, densify, parse
 from trainer_service.losses import LOSSES
 from trainer_service.validate import Limits, validate
 
@@ -115,6 +115,23 @@ def test_a_sparse_tensor_wider_than_the_vocabulary_is_refused_before_it_costs_me
     made.loss_fn_inputs["target_tokens"].CopyFrom(bad)
     with pytest.raises(errors.LossInputShape, match=r"must be \[2, 50\]"):
         check(request([made]))
+
+
+@pytest.mark.parametrize("columns", [2**25, 2**40, 2**62])
+def test_an_input_of_a_custom_loss_that_names_a_vast_shape_is_refused(columns):
+    pair = sparse([[1.0, 0.0], [0.0, 1.0]])
+    pair.shape[:] = [2, columns]
+    room = DenseRoom(cells=2**26 - 1)
+    with pytest.raises(errors.LossInputShape, match=r"datum 0, 'pair' has \d+ cells"):
+        densify(pair, where="datum 0, 'pair'", expected=(2, columns), room=room)
+
+
+def test_sparse_tensors_of_a_request_share_their_room():
+    room = DenseRoom(cells=10)
+    for _ in range(2):
+        densify(sparse([[1.0, 0.0], [0.0, 1.0]]), where="x", expected=(2, 2), room=room)
+    with pytest.raises(errors.LossInputShape, match="may have 10 together"):
+        densify(sparse([[1.0, 0.0], [0.0, 1.0]]), where="x", expected=(2, 2), room=room)
 
 
 def test_what_the_sdk_makes_of_a_sparse_matrix_is_read_as_the_dense_one():
