@@ -12,9 +12,9 @@ are the same. What we hold against the library, and where:
 - A seeded request whose prompt is computed in chunks ends a CPU engine (it rewinds its random
   generator, which CPU generators cannot). Chunked prefill is off there.
 - `ignore_eos` is always on, and end tokens are stop tokens like others (`sampling.py`).
-- Structured output needs a tokenizer that vLLM holds, and is compiled inside its steps. We
-  compile forms beforehand and elsewhere (`form_compiler.py`), and vLLM masks with them
-  (`form_masks.py`).
+- Structured output needs a tokenizer that vLLM loads when it starts, and is compiled once the
+  request is in the engine. We compile forms beforehand (`form_compiler.py`), with a tokenizer
+  that only they need, and vLLM masks with them (`form_masks.py`).
 """
 
 from __future__ import annotations
