@@ -113,8 +113,8 @@ class Dispatcher:
         return self._ends.per_second()
 
     def awaits(self, seq_id: int) -> bool:
-        """Whether all that waits here waits for this one to arrive."""
-        return seq_id == self._next and seq_id not in self._waiting
+        """Whether something waits here, and all of it for this one to arrive."""
+        return seq_id == self._next and bool(self._waiting) and seq_id not in self._waiting
 
     def start(self, *, sent: int = -1) -> None:
         """The trainer is ready. `sent`: what it has been given already, if anything."""
