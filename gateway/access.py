@@ -42,6 +42,8 @@ NEEDS: Mapping[str, Need] = {
     "client_config": "look",
     "dynamic_config": "look",
     "capabilities": "look",
+    "openai_models": "look",
+    "openai_model": "look",
     "telemetry": "look",
     "get_version": "look",
     "status": "look",
@@ -82,6 +84,8 @@ NEEDS: Mapping[str, Need] = {
     "create_sampling_session": "change",
     "join_sampling_session": "change",
     "asample": "change",
+    "openai_completions": "change",
+    "openai_chat_completions": "change",
     "retrieve_futures": "change",  # it also says which samples are not needed any more
     "cancel_future": "change",
     "copy_weights": "change",

@@ -6,19 +6,27 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from gateway.access import guarded
 from gateway.core import Gateway
+from gateway.description.served import OPENAPI, openapi
 from gateway.downloads import PREFIX
 from gateway.edge import Edge
 from gateway.fleet import ChannelFactory, open_channel
 from gateway.launchers.base import Launcher
 from gateway.launchers.process import ProcessLauncher
+from gateway.openai.errors import PREFIX as OPENAI
+from gateway.openai.errors import openai_http_error
+from gateway.openai.routes import (
+    openai_chat_completions,
+    openai_completions,
+    openai_model,
+    openai_models,
+)
 from gateway.reaper import Reaper
 from gateway.reception import Reception
 from gateway.routes import (
@@ -33,11 +41,12 @@ from gateway.routes import (
     keys,
     runs_list,
     sampling,
+    scrape,
     service,
     sessions,
     training,
 )
-from gateway.routes.wire import error_response, gateway_of, json_response
+from gateway.routes.wire import error_response, json_response
 from gateway.trace_exports import PREFIX as TRACES
 from tandem.errors import TandemError
 from tandem.settings import GatewaySettings
@@ -103,6 +112,10 @@ def _routes() -> list[Route]:
         Route(f"{api}/retrieve_futures", futures.retrieve_futures, methods=["POST"]),
         Route(f"{api}/cancel_future", futures.cancel_future, methods=["POST"]),
         Route(f"{api}/asample", sampling.asample, methods=["POST"]),
+        Route("/v1/chat/completions", openai_chat_completions, methods=["POST"]),
+        Route("/v1/completions", openai_completions, methods=["POST"]),
+        Route("/v1/models", openai_models),
+        Route("/v1/models/{model:path}", openai_model),
         Route(f"{api}/forward_backward", training.forward_backward, methods=["POST"]),
         Route(f"{api}/optim_step", training.optim_step, methods=["POST"]),
         Route(f"{api}/session_heartbeat", service.session_heartbeat, methods=["POST"]),
@@ -166,13 +179,9 @@ def _routes() -> list[Route]:
         Route(f"{own}/keys/{{key_id}}", keys.revoke_key, methods=["DELETE"]),
         Route(f"{own}/config", admin.config),
         Route(f"{own}/version", admin.get_version),
-        Route("/metrics", metrics),
+        Route("/metrics", scrape.metrics),
+        Route(OPENAPI, openapi),
     ]
-
-
-async def metrics(request: Request) -> Response:
-    registry = gateway_of(request).metrics.registry
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
 async def _tandem_error(request: Request, error: Exception) -> Response:
@@ -184,5 +193,20 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """What the router refuses: an unknown path, or another method."""
     assert isinstance(error, HTTPException)
     sentence = f"{request.method} {request.url.path}: {error.detail}"
-    body = {"error": sentence, "type": "unknown_endpoint", "category": "user"}
-    return json_response(body, status=error.status_code)
+    if request.url.path.startswith(OPENAI):
+        response = openai_http_error(sentence, status=error.status_code)
+    else:
+        body = {"error": sentence, "type": "unknown_endpoint", "category": "user"}
+        response = json_response(body, status=error.status_code)
+    if error.status_code == 405:
+        response.headers["Allow"] = ", ".join(_methods_at(request))
+    return response
+
+
+def _methods_at(request: Request) -> list[str]:
+    """What the path takes: the router itself knows of the first route that has it."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return sorted(found)

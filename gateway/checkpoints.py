@@ -192,6 +192,11 @@ class Checkpoints:
         found, self._unnamed_runs = sorted(self._unnamed_runs), set()
         return found
 
+    async def find_origin(self, run_id: str) -> Origin | None:
+        """As `origin`; None for a run that never was."""
+        row = await self._database.read_one(select(runs.c.id).where(runs.c.id == run_id))
+        return await self.origin(run_id) if row is not None else None
+
     async def origin(self, run_id: str) -> Origin:
         """Whose a run is, and what it trains or trained."""
         row = await self._database.read_one(

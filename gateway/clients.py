@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 import grpc
@@ -17,6 +17,10 @@ _DESCRIBE_TIMEOUT = 30.0
 
 Request = TypeVar("Request", contravariant=True)
 Reply = TypeVar("Reply", covariant=True)
+
+
+Tell = Callable[[sampler_pb2.SampleDelta], Awaitable[None]]
+"""Takes new tokens of a sample."""
 
 
 class _Method(Protocol[Request, Reply]):
@@ -76,6 +80,30 @@ class SamplerClient:
 
     async def sample(self, request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleReply:
         return await _call(self.worker, self._stub.Sample, request, self._timeout)
+
+    async def sample_stream(
+        self, request: sampler_pb2.SampleRequest, tell: Tell
+    ) -> sampler_pb2.SampleReply:
+        """As `sample`, and tells of the tokens as they are drawn. While `tell` waits, nothing
+        more is read."""
+
+        async def read(
+            request: sampler_pb2.SampleRequest,
+            *,
+            metadata: tuple[tuple[str, str], ...],
+            timeout: float,
+        ) -> sampler_pb2.SampleReply:
+            call = self._stub.SampleStream(request, metadata=metadata, timeout=timeout)
+            try:
+                async for event in call:
+                    if event.HasField("reply"):
+                        return event.reply
+                    await tell(event.delta)
+            finally:
+                call.cancel()  # does nothing to one that has ended
+            raise InternalError("the sampler ended a stream without an answer")
+
+        return await _call(self.worker, read, request, self._timeout)
 
 
 async def _call(

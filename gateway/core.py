@@ -28,6 +28,7 @@ from gateway.launchers.base import Launcher
 from gateway.limits import Counts, Limits
 from gateway.metrics import Metrics
 from gateway.models import Models
+from gateway.openai.entrance import Entrance
 from gateway.oplog import OperationLog
 from gateway.results import Results
 from gateway.runs import Runs
@@ -162,6 +163,17 @@ class Gateway:
             runs=self.runs,
             limits=self.limits,
             max_queued=settings.max_queued_operations,
+        )
+        self.openai = Entrance.of(
+            settings=settings,
+            models=self.models,
+            versions=self.versions,
+            runs=self.runs,
+            access=self.access,
+            sessions=self.sessions,
+            sampling=self.sampling,
+            samplers=self.samplers,
+            closing=lambda: self.futures.closing,
         )
         self.copies = Copies(
             database=self.database, data_dir=settings.data_dir, versions=self.versions
@@ -343,7 +355,7 @@ class DataDirectoryLock:
 
     def take(self) -> None:
         """Raises `InvalidRequest` when another process holds it."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -34,6 +34,7 @@ class RunFacts:
     step: int = 0
     published: int = 0
     parent: str = ""
+    newest: str = ""
     version_bytes: int = 0
     trainable_parameters: int = 0
     busy_versions: set[str] = field(default_factory=set)

@@ -180,10 +180,15 @@ class Futures:
             self._closing = asyncio.get_running_loop().create_future()
         return self._closing
 
+    @property
+    def closing(self) -> bool:
+        """Whether the gateway is shutting down."""
+        return self._closing is not None and self._closing.done()
+
     def release_waiters(self) -> None:
         """Ends all long polls: the gateway is shutting down."""
-        if self._closing is not None and not self._closing.done():
-            self._closing.set_result(None)
+        if not self._until_closing().done():
+            self._until_closing().set_result(None)
 
     def sweep(self) -> list[Future]:
         """Forgets what was fetched, or has not been for `result_ttl`; returns what it forgot."""

@@ -18,11 +18,13 @@ from tandem.errors import InvalidRequest, UnknownModel
 
 @dataclass(frozen=True)
 class BaseModelEntry:
-    """`path` is a folder in the Hugging Face layout; `max_length` is in tokens, if it says so."""
+    """`path` is a folder in the Hugging Face layout; `max_length` is in tokens, if it says so.
+    `added_at` in seconds since 1970."""
 
     name: str
     path: str
     max_length: int | None
+    added_at: float = 0.0
 
 
 class Models:
@@ -33,7 +35,10 @@ class Models:
     async def open(self) -> None:
         for row in await self._database.read(select(models).order_by(models.c.name)):
             self._entries[row["name"]] = BaseModelEntry(
-                name=row["name"], path=row["path"], max_length=row["max_length"]
+                name=row["name"],
+                path=row["path"],
+                max_length=row["max_length"],
+                added_at=row["added_at"],
             )
 
     def all(self) -> list[BaseModelEntry]:
@@ -55,8 +60,9 @@ class Models:
         """Registers a model, or gives a registered name another path. Raises `InvalidRequest`."""
         check_model_name(name)
         max_length = await asyncio.to_thread(_read_max_length, Path(path))
-        entry = BaseModelEntry(name=name, path=path, max_length=max_length)
-        row = {"path": path, "max_length": max_length, "added_at": time.time()}
+        added_at = time.time()
+        entry = BaseModelEntry(name=name, path=path, max_length=max_length, added_at=added_at)
+        row = {"path": path, "max_length": max_length, "added_at": added_at}
         if name in self._entries:
             await self._database.write(update(models).where(models.c.name == name).values(**row))
         else:

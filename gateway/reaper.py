@@ -58,7 +58,7 @@ class Reaper:
                     session_id=session.id,
                     state="expired",
                     reason="expired",
-                    detail=sessions.expired_reason(),
+                    detail=sessions.expired_reason(session),
                 )
                 for session in sessions.overdue()
             )

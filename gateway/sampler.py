@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gateway.clients import SamplerClient, WorkerUnavailable
+from gateway.clients import SamplerClient, Tell, WorkerUnavailable
 from gateway.fleet import FENCING_TOKEN, Fleet, Worker
 from gateway.futures import Future, Outcome, Result, Waiting
 from gateway.launchers.backoff import Backoff
@@ -120,9 +120,15 @@ class Sampler:
         return set(self._versions) | ({self._weights} if self._weights else set())
 
     def submit(
-        self, *, future: Future, version: Version, request: sampler_pb2.SampleRequest
+        self,
+        *,
+        future: Future,
+        version: Version,
+        request: sampler_pb2.SampleRequest,
+        tell: Tell | None = None,
     ) -> Callable[[], None]:
-        """Takes a sample, and returns what sends it on its way."""
+        """Takes a sample, and returns what sends it on its way. `tell` is given the tokens as
+        they are drawn, before the whole answer; where it waits, so do they."""
         sample = _Sample(future=future, version=version)
         self._versions[version.name] += 1
         self._samples[future.request_id] = sample
@@ -130,7 +136,7 @@ class Sampler:
         def start() -> None:
             if future.ended:  # cancelled, or its session has ended
                 return
-            sample.task = asyncio.create_task(self._answer(sample, request))
+            sample.task = asyncio.create_task(self._answer(sample, request, tell))
             # Not within the task: one that is cancelled before it begins does nothing at all.
             sample.task.add_done_callback(lambda _: self._forget(sample))
 
@@ -207,10 +213,12 @@ class Sampler:
             task.cancel()
         await asyncio.gather(self._keeper, *tasks, return_exceptions=True)
 
-    async def _answer(self, sample: _Sample, request: sampler_pb2.SampleRequest) -> None:
+    async def _answer(
+        self, sample: _Sample, request: sampler_pb2.SampleRequest, tell: Tell | None
+    ) -> None:
         outcome: Outcome
         try:
-            outcome = await self._sample(request)
+            outcome = await self._sample(request, tell)
         except TandemError as error:
             outcome = error
         except Exception as error:  # noqa: BLE001 - a fault of ours must not hang the client
@@ -234,10 +242,14 @@ class Sampler:
             self._ends.note()
             self._drop(sample.version)
 
-    async def _sample(self, request: sampler_pb2.SampleRequest) -> Outcome:
+    async def _sample(self, request: sampler_pb2.SampleRequest, tell: Tell | None) -> Outcome:
         client = await self._ready_client()
         with self._meter.measure(request) as measured:
-            reply = measured.reply = await self._sample_twice(client, request)
+            if tell is None:
+                reply = await self._sample_twice(client, request)
+            else:
+                reply = await self._stream_twice(client, request, tell)
+            measured.reply = reply
         if reply.HasField("failure"):
             return from_failure(reply.failure)
         self._note_loaded(reply.version.name, adapter=reply.version.adapter)
@@ -253,6 +265,29 @@ class Sampler:
             client = await self._next_client(client)
             try:
                 return await client.sample(request)
+            except WorkerUnavailable as again:
+                raise WorkerDied(f"the sampler died twice during this sample: {again}") from again
+
+    async def _stream_twice(
+        self, client: SamplerClient, request: sampler_pb2.SampleRequest, tell: Tell
+    ) -> sampler_pb2.SampleReply:
+        """A stream is begun again only while nothing was told: a sample without a seed would
+        go on as another."""
+        told = False
+
+        async def tell_and_note(delta: sampler_pb2.SampleDelta) -> None:
+            nonlocal told
+            told = True
+            await tell(delta)
+
+        try:
+            return await client.sample_stream(request, tell_and_note)
+        except WorkerUnavailable as error:
+            if told:
+                raise WorkerDied(f"the sampler died during this sample: {error}") from error
+            client = await self._next_client(client)
+            try:
+                return await client.sample_stream(request, tell_and_note)
             except WorkerUnavailable as again:
                 raise WorkerDied(f"the sampler died twice during this sample: {again}") from again
 

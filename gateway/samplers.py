@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
+from gateway.clients import Tell
 from gateway.fair import FairStarter
 from gateway.fleet import Fleet
 from gateway.futures import Future
@@ -91,8 +92,10 @@ class Samplers:
         future: Future,
         version: Version,
         request: sampler_pb2.SampleRequest,
+        tell: Tell | None = None,
     ) -> None:
-        """Takes a sample, which is sent when it is its owner's turn. Raises `Overloaded` when
+        """Takes a sample, which is sent when it is its owner's turn; `tell` is given its tokens
+        as they are drawn. Raises `Overloaded` when
         too many wait already, at this sampler, of this owner or in all: the SDK then comes back
         a little later with fewer at once."""
         waiting = sampler.waiting
@@ -108,7 +111,7 @@ class Samplers:
             )
         leases = self._limits.take_sample(future.owner, size=request.ByteSize())
         future.on_end(lambda _outcome: give_back(leases))
-        start = sampler.submit(future=future, version=version, request=request)
+        start = sampler.submit(future=future, version=version, request=request, tell=tell)
         self._starter.put(future.owner, start)
 
     def cancel(self, request_id: str) -> bool:

@@ -111,6 +111,31 @@ class SamplingSessions:
             version=base_version(self._models.get(name)),
         )
 
+    async def serve(
+        self, *, session_id: str, number: int, model_path: str, version: Version, rank: int
+    ) -> SamplingSession:
+        """One that samples from this version from now on, whatever it sampled from before; made
+        on first use. Whoever asks may read the version, and holds its files meanwhile. Raises
+        `LimitExceeded`."""
+        session = self._active.get(sampling_session_id_of(session_id=session_id, number=number))
+        if session is None:
+            session = await self._add(
+                session_id=session_id,
+                number=number,
+                kind="named" if version.run_id else "base",
+                model_path=model_path,
+                version=version,
+            )
+        if session.version.name != version.name:
+            session.version, session.rank = version, rank
+            await self._database.write(
+                update(sampling_sessions)
+                .where(sampling_sessions.c.id == session.id)
+                .values(version=version.name, run_id=version.run_id)
+            )
+        session.used_at = time.monotonic()
+        return session
+
     async def create_ephemeral(
         self,
         *,

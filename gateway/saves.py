@@ -84,6 +84,7 @@ class Saves:
             try:
                 version, size = await self._publish(operation, call, name)
                 call.release()
+                facts.newest = name
                 if path is not None:
                     return await self._name_version(path, version, size, body)
                 return await self._serve_version(version, call, body)

@@ -21,7 +21,8 @@ _REMEMBERED = 10_000
 
 @dataclass(frozen=True)
 class NewSession:
-    """What a client says of its session. `sdk_version` is only noted."""
+    """What a client says of its session. `sdk_version` is only noted. `ttl`: one without
+    heartbeats, which ends so many seconds after its last request."""
 
     owner: str
     project_id: str = ""
@@ -29,6 +30,7 @@ class NewSession:
     user_metadata: Mapping[str, object] | None = None
     tags: Sequence[str] = ()
     sdk_version: str = ""
+    ttl: float | None = None
 
 
 @dataclass
@@ -38,6 +40,7 @@ class Session:
     display_name: str | None
     owner: str
     project_id: str = ""
+    ttl: float | None = None
     seen_at: float = field(default_factory=time.monotonic)
 
 
@@ -79,6 +82,7 @@ class Sessions:
             display_name=new.display_name,
             owner=new.owner,
             project_id=new.project_id,
+            ttl=new.ttl,
         )
         await self._database.write(
             insert(sessions),
@@ -139,7 +143,7 @@ class Sessions:
     def overdue(self) -> list[Session]:
         """Those whose last sign of life is older than the ttl."""
         now = time.monotonic()
-        return [s for s in self._active.values() if now - s.seen_at > self._ttl]
+        return [s for s in self._active.values() if now - s.seen_at > (s.ttl or self._ttl)]
 
     async def end(self, *, session_id: str, state: str, reason: str, detail: str) -> bool:
         """Marks the end. False where it had ended before: the first reason counts."""
@@ -156,7 +160,9 @@ class Sessions:
         )
         return True
 
-    def expired_reason(self) -> str:
+    def expired_reason(self, session: Session) -> str:
+        if session.ttl is not None:
+            return f"no request for {session.ttl:g} s"
         return f"no heartbeat for {self._ttl:g} s"
 
 

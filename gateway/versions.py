@@ -122,6 +122,13 @@ class Versions:
             adapter=row["adapter"],
         )
 
+    async def created_at(self, name: str) -> float:
+        """In seconds since 1970; 0 for one that never was."""
+        row = await self._database.read_one(
+            select(weight_versions.c.created_at).where(weight_versions.c.name == name)
+        )
+        return float(row["created_at"]) if row is not None else 0.0
+
     async def folder_of(self, checkpoint: Checkpoint) -> Path:
         """Where a checkpoint's files lie. Raises `UnknownWeights`."""
         if checkpoint.folder:

@@ -17,6 +17,8 @@ from gateway.core import Gateway
 from gateway.identity import Caller
 from gateway.ledger import Lease
 from gateway.names import request_id_of
+from gateway.openai.errors import PREFIX as OPENAI
+from gateway.openai.errors import openai_error
 from tandem.errors import (
     InvalidRequest,
     MalformedPayload,
@@ -87,7 +89,9 @@ def promise(owner: str, seq_id: int, **more: object) -> Response:
 
 def error_response(error: TandemError, *, path: str = "") -> Response:
     """A request that was refused. Never 409, and never 5xx for a user's mistake: the SDK
-    repeats those for five minutes."""
+    repeats those for five minutes. Under `/v1/` it looks as OpenAI's clients want it."""
+    if path.startswith(OPENAI):
+        return openai_error(error)
     body: dict[str, object] = {
         "error": error.message,
         "type": error.type,
