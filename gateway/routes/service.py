@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.routes.wire import (
+    SMALL_BODY,
     caller_of,
     gateway_of,
     json_response,
@@ -117,7 +118,7 @@ async def capabilities(request: Request) -> Response:
 async def create_session(request: Request) -> Response:
     """Begins a session. 400 for an SDK that is too old; one that was not tested gets a warning
     for its log."""
-    body = parse(CreateSession, await read_body(request))
+    body = parse(CreateSession, await read_body(request, limit=SMALL_BODY))
     warning = check_sdk_version(body.sdk_version)
     session = await gateway_of(request).sessions.create(
         NewSession(

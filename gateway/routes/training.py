@@ -31,6 +31,7 @@ from gateway.routes.checkpoints import optimizer_config
 from gateway.routes.prefix import read_routing_prefix
 from gateway.routes.wire import (
     JSON,
+    SMALL_BODY,
     BodyTooLarge,
     caller_of,
     gateway_of,
@@ -45,6 +46,7 @@ from tandem.errors import (
     InvalidRequest,
     MalformedPayload,
     OptimizerSetting,
+    PayloadTooLarge,
     UnknownRun,
     UnsuitableLora,
     UserError,
@@ -187,6 +189,7 @@ async def load_weights(request: Request) -> Response:
             lambda body: parse(LoadWeights, body).on_behalf_of(readers),
             raw=raw,
         )
+    _check_small(raw)
     body = parse(CreateViaLoad, raw)
     load = parse(LoadWeights, raw).on_behalf_of(readers)
     await gateway.access.session(body.session_id, caller)
@@ -218,7 +221,7 @@ async def create_model(request: Request) -> Response:
     """Begins a training run. A user's mistake is answered at once, so that the SDK raises its
     typed error at once."""
     gateway = gateway_of(request)
-    raw = await read_body(request)
+    raw = await read_body(request, limit=SMALL_BODY)
     body = parse(CreateModel, raw)
     await gateway.access.session(body.session_id, caller_of(request))
     optimizer = _check_optimizer(body.optimizer_config)
@@ -316,6 +319,7 @@ async def _submit(
     body: Body | None = None
     refused: UserError | None = None
     try:
+        _check_small(raw)
         body = read(raw)
         check_names(body)
         note_for_audit(request, target=_target(place.model_id, body))
@@ -326,10 +330,16 @@ async def _submit(
         seq_id=place.seq_id,
         kind=kind,
         body=body,
-        request=raw,
+        request=b"" if isinstance(refused, PayloadTooLarge) else raw,
         refused=refused,
     )
     return promise(place.model_id, place.seq_id, model_id=place.model_id)
+
+
+def _check_small(raw: bytes) -> None:
+    """Of what memory and the log hold until its turn. Raises `PayloadTooLarge`."""
+    if len(raw) > SMALL_BODY:
+        raise PayloadTooLarge(f"the request has {len(raw)} bytes, {SMALL_BODY} at most")
 
 
 def _target(run_id: str, body: Body) -> str:

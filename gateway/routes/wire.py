@@ -32,6 +32,8 @@ PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 AUTH = "/api/v1/auth/"
 
+SMALL_BODY = 2**20
+"""Bytes of a request that is kept as it is, in the database or in memory until its turn."""
 _PREFIX_BYTES = 4096
 _QUICKLY_DECOMPRESSED = 64 * 2**10
 _ZSTD_PIECE = 2**20
@@ -156,8 +158,8 @@ async def _read_raw(request: Request, *, limit: int, lease: Lease) -> bytes:
     body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
     if size > limit or read > limit:
         raise BodyTooLarge(
-            f"the request has {announced or f'more than {limit}'} bytes, {limit} at most "
-            "(TANDEM_MAX_PAYLOAD_BYTES); send less at once",
+            f"the request has {announced or f'more than {limit}'} bytes, {limit} at most"
+            f"{'' if limit == SMALL_BODY else ' (TANDEM_MAX_PAYLOAD_BYTES)'}; send less at once",
             prefix=body[:_PREFIX_BYTES],
         )
     return body

@@ -207,6 +207,19 @@ def test_a_client_that_sends_all_of_a_refused_body_still_reads_the_answer(gate, 
         assert client.get("/api/v1/healthz").status_code == 200
 
 
+def test_a_small_operation_that_is_too_large_takes_its_place_and_is_not_kept(tmp_path):
+    with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
+        run_id = gate.run_id(gate.session_id())
+        step = {"model_id": run_id, "seq_id": 1, "adam_params": {}, "more": "x" * 2**20}
+        assert client.post("/api/v1/optim_step", json=step).status_code == 200
+        client.post("/api/v1/optim_step", json={**step, "seq_id": 2, "more": ""})
+        assert gate.retrieve(f"{run_id}:1").json()["type"] == "payload_too_large"
+        assert gate.retrieve(f"{run_id}:2").json()["type"] == "optim_step"
+        new = {"session_id": run_id.split(":")[0], "model_seq_id": 1, "base_model": "tiny"}
+        new["user_metadata"] = {"more": "x" * 2**20}
+        assert client.post("/api/v1/create_model", json=new).status_code == 413
+
+
 def test_the_rest_of_a_refused_body_is_not_kept(gate):
     """It comes while the connection lingers, and goes nowhere."""
     with Raw(gate) as raw:
