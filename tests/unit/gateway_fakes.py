@@ -10,7 +10,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future as ThreadFuture
 from contextlib import contextmanager
 from pathlib import Path
@@ -269,9 +269,10 @@ def _delta(index: int, sequence, at: int, *, k: int) -> sampler_pb2.SampleDelta:
 
 
 class FakeLauncher:
-    """Implements `Launcher` with gRPC servers in this process."""
+    """Implements `Launcher` with gRPC servers in this process; `trainer` is made for each run."""
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Callable[[WorkerSpec], FakeTrainer] = FakeTrainer) -> None:
+        self._trainer = trainer
         self.specs: list[WorkerSpec] = []
         self.stopped: list[str] = []
         self.servicers: dict[str, FakeTrainer | FakeSampler] = {}
@@ -292,7 +293,7 @@ class FakeLauncher:
             raise WorkerStartFailed(reason)
         server = grpc.aio.server()
         if spec.kind == "trainer":
-            trainer = self.servicers[spec.worker_id] = FakeTrainer(spec)
+            trainer = self.servicers[spec.worker_id] = self._trainer(spec)
             trainer_pb2_grpc.add_TrainerServicer_to_server(trainer, server)
         else:
             sampler = self.servicers[spec.worker_id] = FakeSampler(spec)
@@ -426,13 +427,15 @@ def make_model(folder: Path) -> Path:
 
 
 @contextmanager
-def running_gateway(tmp_path: Path, **changes) -> Iterator[Gate]:
+def running_gateway(
+    tmp_path: Path, *, launcher: FakeLauncher | None = None, **changes
+) -> Iterator[Gate]:
     """A gateway on a free port that knows the model `tiny`."""
+    launcher = launcher or FakeLauncher()
     settings = settings_for(tmp_path, **changes)
     ready: ThreadFuture[Gate] = ThreadFuture()
 
     async def serve() -> None:
-        launcher = FakeLauncher()
         server = make_server(create_app(settings, launcher=launcher), settings)
         server.config.load()
         server.capture_signals = _no_signals  # we are not in the main thread
