@@ -273,6 +273,10 @@ class Scheduler:
     def _change_over(self) -> None:
         """Loads the weights of the oldest waiter for others. The engine has drained."""
         foreign = [w for w in self._waiting if w.weights != self._turnover.version]
+        if not foreign:
+            # An adapter found no room beside those that this turn's waiters named, and none of
+            # these went into the engine (loads, refusals): the next turn has room.
+            return
         # Whoever the loaded weights serve was admitted before, or arrived after one of these.
         target = min(foreign, key=lambda w: w.arrived).weights
         try:

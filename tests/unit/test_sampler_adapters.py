@@ -228,3 +228,30 @@ def test_a_sampler_without_adapters_says_so(base: Path, tmp_path: Path):
     bench.settle()
     with pytest.raises(LoadFailed, match="started without any"):
         refused.result(0)
+
+
+def test_a_load_of_what_serves_does_not_stop_the_engine_for_one_without_room(
+    base: Path, tmp_path: Path
+):
+    bench = Bench(base=base, rank=RANK, room=1)
+    here, late = adapter(tmp_path, 1), adapter(tmp_path, 2)
+    bench.ask(here, "here")
+    bench.settle()
+    load, answer = bench.scheduler.load(here), bench.ask(late, "late")
+    bench.settle()
+    assert load.result(0).version == here
+    assert answer.result(0).version == late
+    assert bench.loader.loads == []
+
+
+def test_a_request_that_the_engine_refuses_does_not_stop_it_for_one_without_room(
+    base: Path, tmp_path: Path
+):
+    bench = Bench(base=base, rank=RANK, room=1)
+    here, late = adapter(tmp_path, 1), adapter(tmp_path, 2)
+    bench.ask(here, "here")
+    bench.settle()
+    refused, answer = bench.ask(here, "refused", steps=101), bench.ask(late, "late")
+    bench.settle()
+    assert refused.exception(0) is not None
+    assert answer.result(0).version == late
