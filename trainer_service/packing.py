@@ -45,8 +45,11 @@ def can_pack(model: nn.Module) -> bool:
 
     if not isinstance(model, PreTrainedModel):
         return False
+    text = model.config.get_text_config()
+    if getattr(text, "attention_chunk_size", None):
+        return False  # chunks are in the mask alone, and longer than what is tried here
     before = str(model.config._attn_implementation)
-    vocabulary = int(model.config.get_text_config().vocab_size)
+    vocabulary = int(text.vocab_size)
     first, second = torch.arange(5) % vocabulary, torch.arange(7, 0, -1) % vocabulary
     with torch.no_grad():
         alone = [

@@ -90,6 +90,29 @@ def test_a_model_that_mixes_neighbouring_tokens_is_left_as_it_is() -> None:
     assert model(input_ids=tokens).logits.shape == (1, 3, VOCABULARY)
 
 
+def test_a_model_whose_attention_ends_at_chunks_is_left_as_it_is() -> None:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        intermediate_size_mlp=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_local_experts=2,
+        attention_chunk_size=16,
+    )
+    model, tokens = Llama4ForCausalLM(config).eval(), torch.arange(40)[None] % VOCABULARY
+    before = model(input_ids=tokens).logits
+
+    assert not can_pack(model)
+    torch.testing.assert_close(model(input_ids=tokens).logits, before)
+
+
 def test_a_plain_batch_can_still_be_computed(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path)
     model, plain = load_model(path), load_model(path)
