@@ -1,7 +1,9 @@
 """The audit log: who changed what, from where, and what came of it.
 
 Each request that changes something leaves a row when it has been answered, refused ones too.
-Rows hold names, never bodies: no key, no prompt, no weight. The steps of training and samples
+Rows hold names, never bodies: no key, no prompt, no weight. An attempt without a good key has
+the actor `unknown`, and there are no more rows of these than `UNKNOWN_ROWS` a minute, so that
+nobody fills the disk who may do nothing else. The steps of training and samples
 are not here; a run's operation log has each of its operations.
 """
 
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -17,10 +19,16 @@ from sqlalchemy import ColumnElement, delete, insert, or_, select
 
 from gateway.database import Database
 from gateway.tables import audit
+from tandem.telemetry import without_credentials
 
 _INSERT = insert(audit)
 _MOST_ENTRIES = 10_000
 """Of one answer, newest kept: what a busy day can have must not fill the gateway's memory."""
+
+UNKNOWN = "unknown"
+"""The actor of an attempt without a good key."""
+UNKNOWN_ROWS = 120
+"""Such attempts that a minute leaves rows of; what is more is counted in the metrics alone."""
 
 RESOURCES: Mapping[str, Sequence[str]] = {
     "checkpoints": ("checkpoint",),
@@ -73,6 +81,8 @@ NOT_AUDITED = frozenset(
         "forward_backward",
         "optim_step",
         "asample",
+        "openai_completions",
+        "openai_chat_completions",
         "cancel_future",
     }
 )
@@ -92,8 +102,29 @@ class Entry:
 
 
 class AuditLog:
-    def __init__(self, *, database: Database) -> None:
+    def __init__(self, *, database: Database, clock: Callable[[], float] = time.monotonic) -> None:
         self._database = database
+        self._clock = clock
+        self._minute = 0
+        self._unknown = 0
+
+    def record_unknown(
+        self, *, action: str, target: str, address: str, status: int, reason: str
+    ) -> None:
+        """As `record`, for an attempt by nobody who is known."""
+        minute = int(self._clock() // 60)
+        if minute != self._minute:
+            self._minute, self._unknown = minute, 0
+        self._unknown += 1
+        if self._unknown <= UNKNOWN_ROWS:
+            self.record(
+                actor=UNKNOWN,
+                action=action,
+                target=target,
+                address=address,
+                status=status,
+                detail={"reason": reason},
+            )
 
     def record(
         self,
@@ -112,7 +143,7 @@ class AuditLog:
                 "at": time.time(),
                 "actor": actor[:100],
                 "action": action[:64],
-                "target": target[:300],
+                "target": without_credentials(target)[:300],
                 "address": address[:64],
                 "status": status,
                 "detail": orjson.dumps(dict(detail)).decode() if detail else "",

@@ -93,9 +93,9 @@ class Collector:
         found: list[Path] = []
         for root in (self._data_dir / name for name in _ROOTS):
             if folder is not None:
-                found += [root / folder] if (root / folder).is_dir() else []
+                found += [root / folder] if _is_own_dir(root / folder) else []
             elif root.is_dir():
-                found += [p for p in sorted(root.iterdir()) if p.is_dir() and p.name != _TRASH]
+                found += [p for p in sorted(root.iterdir()) if _is_own_dir(p) and p.name != _TRASH]
         return found
 
     def _used(self) -> set[str]:
@@ -134,13 +134,13 @@ class Collector:
 
     def _delete(self, trash: Path) -> None:
         try:
-            shutil.rmtree(trash) if trash.is_dir() else trash.unlink()
+            shutil.rmtree(trash) if _is_own_dir(trash) else trash.unlink()
         except OSError as error:  # it stays in the trash, which is emptied again later
             self._log.error("not_removed", path=str(trash), reason=str(error))
 
     def _empty_trash(self) -> None:
         for trash in (self._data_dir / root / _TRASH for root in _ROOTS):
-            if not trash.is_dir():
+            if not _is_own_dir(trash):
                 continue
             for child in trash.iterdir():
                 self._delete(child)
@@ -164,3 +164,8 @@ class Collector:
                 .where(weight_versions.c.name.in_(names))
                 .values(collected_at=time.time())
             )
+
+
+def _is_own_dir(path: Path) -> bool:
+    """A folder and no link to one: what lies elsewhere is not ours to remove."""
+    return path.is_dir() and not path.is_symlink()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.audit import ACTIONS, NOT_AUDITED
@@ -58,7 +59,7 @@ class Edge:
             self._log.exception("request_failed", path=scope["path"])
             if status == 0:
                 internal = InternalError(f"{type(error).__name__} in the gateway; see its log")
-                await error_response(internal)(scope, receive, send_and_note)
+                await error_response(internal, path=scope["path"])(scope, receive, send_and_note)
         finally:
             endpoint = scope.get("endpoint")
             route = getattr(endpoint, "__name__", "none")
@@ -73,8 +74,17 @@ class Edge:
         """Counted and logged; what was presented is not in either."""
         self._gateway.metrics.refused_keys.labels(reason=refusal.type).inc()
         self._log.warning(
-            "key_refused", reason=refusal.type, address=_address(scope), path=scope["path"]
+            "key_refused", reason=refusal.type, address=_address(scope), path=scope["path"][:200]
         )
+        route, named = _destination(scope)
+        if route and route not in NOT_AUDITED:
+            self._gateway.audit.record_unknown(
+                action=ACTIONS.get(route, route),
+                target=_target(named),
+                address=_address(scope),
+                status=refusal.status,
+                reason=refusal.type,
+            )
 
     def _audit(self, scope: Scope, *, route: str, status: int) -> None:
         state = scope["state"]
@@ -100,6 +110,17 @@ def _is_audited(scope: Scope, *, route: str, status: int) -> bool:
         and route not in NOT_AUDITED
         and status != 405
     )
+
+
+def _destination(scope: Scope) -> tuple[str, Mapping[str, str]]:
+    """The route that changes something to which a request was on its way, and what its path
+    names; "" for none."""
+    if scope["method"] in _CHANGING:
+        for route in scope["app"].routes:
+            match, found = route.matches(scope)
+            if match is Match.FULL:
+                return found["endpoint"].__name__, found["path_params"]
+    return "", {}
 
 
 def _credential(scope: Scope) -> bytes:

@@ -15,6 +15,7 @@ from gateway.age import SUFFIX, read_recipient
 from gateway.checkpoints import Checkpoint
 from tandem.errors import CheckpointDamaged, InvalidRequest, PublishFailed
 from tandem.weights import FileEntry, Manifest, PartialVersion, open_version
+from tandem.weights.store import check_own_file
 
 _SLOWEST = 4 * 2**20
 """Bytes a second: encryption that is slower than this is given up."""
@@ -96,7 +97,7 @@ def files_of(checkpoint: Checkpoint, folder: Path) -> dict[str, Path]:
     """The files that make up a checkpoint, by name: what its manifest or record lists, and
     nothing else that may lie in the folder. A trainer's state includes its record.
 
-    Raises `CheckpointDamaged` where that list cannot be read.
+    Raises `CheckpointDamaged` where that list cannot be read, or leads out of the folder.
     """
     try:
         if checkpoint.path.kind == "weights":
@@ -107,6 +108,7 @@ def files_of(checkpoint: Checkpoint, folder: Path) -> dict[str, Path]:
             names = [entry.name for entry in manifest.files]
     except (OSError, ValidationError, ValueError, KeyError, TypeError) as error:
         raise CheckpointDamaged(f"{checkpoint.path} cannot be read: {error}") from error
-    if odd := [name for name in names if name != Path(name).name or name == ".."]:
-        raise CheckpointDamaged(f"{checkpoint.path} lists {odd[0]!r}, which is no file's name")
-    return {name: folder / name for name in names}
+    try:
+        return {name: check_own_file(folder, name) for name in names}
+    except OSError as error:
+        raise CheckpointDamaged(f"{checkpoint.path} cannot be read: {error}") from error

@@ -55,7 +55,8 @@ def request_id_of(*, owner: str, seq_id: int) -> str:
 def split_request_id(request_id: str) -> tuple[str, int] | None:
     """The owner and the seq_id, or None for what was never a request id of ours."""
     owner, _, number = request_id.rpartition(":")
-    return (owner, int(number)) if owner and number.isdigit() and len(number) < 20 else None
+    plain = number.isascii() and number.isdigit()  # of any script, a request had many names
+    return (owner, int(number)) if owner and plain and len(number) < 20 else None
 
 
 def check_name(name: str) -> str:

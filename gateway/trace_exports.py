@@ -89,7 +89,7 @@ class TraceExports:
         if time.time() >= int(expires):
             raise AddressExpired("this address of a trace has expired; export it again")
         path = self._folder / file
-        if not _FILE.fullmatch(file) or not path.is_file():
+        if not _FILE.fullmatch(file) or path.is_symlink() or not path.is_file():
             raise UnknownWeights("the file of this trace is gone; export it again")
         return path
 

@@ -109,11 +109,12 @@ class Stack:
         self.stop()
 
     def _start(self) -> None:
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.log_path.parent.mkdir(mode=0o700, exist_ok=True)
         environment = dict(os.environ)
         environment |= {f"TANDEM_{key.upper()}": value for key, value in self._settings.items()}
         environment["TANDEM_DATA_DIR"] = str(self.data_dir)
-        with self.log_path.open("ab") as log:
+        with open(self.log_path, "ab", opener=_private) as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "gateway"],
                 env=environment,
@@ -154,6 +155,10 @@ class Stack:
                 process.wait()
         self._process = None
         self._endpoint = None
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def answers(endpoint: Endpoint) -> bool:

@@ -8,6 +8,7 @@ prefix `tandem_`, base units and no label whose values are unbounded.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +21,19 @@ from prometheus_client import CollectorRegistry, start_http_server
 Log = structlog.stdlib.BoundLogger
 
 
+_CREDENTIAL = re.compile(
+    r"tml-[A-Za-z0-9_-]{16,}|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+"
+)
+
+
+def without_credentials(text: str) -> str:
+    """The text with what looks like a key or a token taken out: people put them into the wrong
+    places, such as a path, and from there they must not get into logs."""
+    return _CREDENTIAL.sub("(credential)", text)
+
+
 def _dumps(value: object, **_: object) -> str:
-    return orjson.dumps(value, default=str).decode()
+    return without_credentials(orjson.dumps(value, default=str).decode())
 
 
 class _Forgiving:

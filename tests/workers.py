@@ -102,7 +102,10 @@ class TrainerClient:
     def wait_until_serving(self) -> None:
         stub = health_pb2_grpc.HealthStub(self.channel)
         for reply in stub.Watch(
-            health_pb2.HealthCheckRequest(), timeout=START_SECONDS, wait_for_ready=True
+            health_pb2.HealthCheckRequest(),
+            metadata=self.metadata,
+            timeout=START_SECONDS,
+            wait_for_ready=True,
         ):
             if reply.status == health_pb2.HealthCheckResponse.SERVING:
                 return

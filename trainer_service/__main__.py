@@ -29,6 +29,7 @@ from tandem.worker import (
     read_spec,
     send_report,
 )
+from tandem.worker_access import SecretInterceptor
 from trainer_service.engine_thread import EngineThread
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.ranks import Ranks
@@ -87,13 +88,14 @@ class _Worker:
             beat=self._settings.collective_timeout / 3,
             on_broken=lambda error: break_with(_sentence(error, ranks)),
         )
-        server = grpc.aio.server(options=GRPC_OPTIONS)
+        server = grpc.aio.server(
+            options=GRPC_OPTIONS, interceptors=[SecretInterceptor(self._spec.secret)]
+        )
         health_servicer = health.aio.HealthServicer()
         await health_servicer.set("", _NOT_SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         servicer = TrainerServicer(
             engine=engine,
-            secret=self._spec.secret,
             fencing_token=self._spec.fencing_token,
             operation_timeout=self._settings.operation_timeout,
             metrics=TrainerMetrics(registry),

@@ -28,10 +28,11 @@ from tandem.errors import (
     ServerError,
 )
 from tandem.weights import FileEntry, checksum_file
-from tandem.weights.store import fsync_path
+from tandem.weights.store import check_own_file, fsync_path
 from tandem.worker import LoraSpec, TrainingSpec
 from trainer_service.backends.base import TrainerBackend
 from trainer_service.base_model import BaseModelFiles
+from trainer_service.checkpoint_reader import CheckpointReader, read_layout
 from trainer_service.control import Control
 from trainer_service.files import agree, check_free_space, storage_error
 
@@ -187,9 +188,11 @@ def check(
         record = _read_record(path)
         _match(record, path.name, optimizer=optimizer, backend=backend, base=base)
         for entry in record.files:
+            check_own_file(path, entry.name)
             if checksum_file(path / entry.name) != entry:
                 raise CheckpointDamaged(f"checkpoint {path.name}: {entry.name} is damaged")
             control.beat()  # the other ranks are idle meanwhile
+        read_layout(path, files=_names(record))
     except OSError as error:
         raise CheckpointDamaged(f"checkpoint {path.name} cannot be read: {error}") from error
     except ValidationError as error:
@@ -264,8 +267,17 @@ def load(
     with_moments = optimizer and record.optimizer
     state = _state(backend, optimizer=with_moments, create=with_moments)
     with _quiet():
-        dcp.load(state, checkpoint_id=path, process_group=control.group, no_dist=control.size == 1)
+        dcp.load(
+            state,
+            storage_reader=CheckpointReader(path, files=_names(record)),
+            process_group=control.group,
+            no_dist=control.size == 1,
+        )
     return record
+
+
+def _names(record: CheckpointRecord) -> set[str]:
+    return {entry.name for entry in record.files}
 
 
 def _state(backend: TrainerBackend, *, optimizer: bool, create: bool) -> dict[str, Tensor]:

@@ -55,7 +55,9 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
     needs_group = size > 1 or device == "cuda" or settings.dtype == "bfloat16"
     group = None
     if needs_group:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
+        # All ranks are on this machine, and what they say to each other is for nobody else.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         if store is None:
             store = dist.TCPStore(
                 "127.0.0.1", assignment.store_port, is_master=False, timeout=START_TIMEOUT

@@ -41,7 +41,11 @@ def load_model(path: Path) -> nn.Module:
 
     # The name of a model that is not here must not send anybody to the hub.
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, local_files_only=True
+        path,
+        dtype=torch.float32,
+        local_files_only=True,
+        use_safetensors=True,  # never a pickled .bin
+        trust_remote_code=False,  # never code from the model's folder
     )
     model.eval()
     for parameter in model.parameters():
@@ -65,7 +69,7 @@ def empty_model(path: Path) -> nn.Module:
     """The model's modules without memory for their weights, from its configuration alone."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -12,7 +11,6 @@ import grpc
 
 from tandem.telemetry import Log
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
-from tandem.worker import SECRET_METADATA_KEY
 from trainer_service.engine_thread import EngineThread
 from trainer_service.metrics import TrainerMetrics
 from trainer_service.sequence import OperationSequence
@@ -53,14 +51,14 @@ KEPT_RESULTS = 32
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
-    """`broken` is set to a sentence once the process group is of no use any more: then every
-    call is answered with ABORTED and that sentence."""
+    """Who may call is decided before (`tandem/worker_access.py`). `broken` is set to a sentence
+    once the process group is of no use any more: then every call is answered with ABORTED and
+    that sentence."""
 
     def __init__(
         self,
         *,
         engine: EngineThread,
-        secret: str,
         fencing_token: int,
         operation_timeout: float,
         metrics: TrainerMetrics,
@@ -68,7 +66,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         broken: asyncio.Future[str],
     ) -> None:
         self._engine = engine
-        self._secret = secret.encode()
         self._fencing_token = fencing_token
         self._operation_timeout = operation_timeout
         self._metrics = metrics
@@ -79,7 +76,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def Describe(
         self, request: trainer_pb2.DescribeTrainerRequest, context: Context
     ) -> trainer_pb2.DescribeTrainerReply:
-        await self._authenticate(context)
         applied = self._sequence.applied
         job = self._engine.submit(lambda operations: operations.describe(last_seq_id=applied))
         return await self._or_broken(
@@ -138,14 +134,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
 
     # --- Admission -------------------------------------------------------------------------
 
-    async def _authenticate(self, context: Context) -> None:
-        given = dict(context.invocation_metadata() or ()).get(SECRET_METADATA_KEY, "")
-        given_bytes = given.encode() if isinstance(given, str) else given
-        if not hmac.compare_digest(given_bytes, self._secret):
-            await _abort(
-                context, grpc.StatusCode.UNAUTHENTICATED, "the worker's secret is missing or wrong"
-            )
-
     async def _fence(self, header: common_pb2.OperationHeader, context: Context) -> None:
         if header.fencing_token < self._fencing_token:
             await _abort(
@@ -163,7 +151,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         reply_type: type[R],
         job: Callable[[Operations], R],
     ) -> R:
-        await self._authenticate(context)
         header = request.header
         await self._fence(header, context)
         reply: Reply | None = self._sequence.result(header.seq_id)

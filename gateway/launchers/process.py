@@ -21,7 +21,8 @@ from tandem.worker import WorkerSpec
 
 _MODULES = {"trainer": "trainer_service", "sampler": "sampler_service"}
 _NOT_FOR_WORKERS = re.compile(
-    r"TANDEM_DATABASE_URL|.*(_KEY|_KEY_ID|_TOKEN|_SECRET|_PASSWORD|_PASSPHRASE|_CREDENTIALS)",
+    r"TANDEM_DATABASE_URL|PGPASSWORD"
+    r"|.*(_KEY|_KEY_ID|_TOKEN|_SECRET|_PASSWORD|_PASSPHRASE|_CREDENTIALS)",
     re.IGNORECASE,
 )
 """Variables that hold secrets, by their names: workers need none of anybody's."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Collection
 from pathlib import Path
 
@@ -74,6 +75,18 @@ class PartialVersion:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+def check_own_file(folder: Path, name: str) -> Path:
+    """The file of a folder that we wrote. Raises `OSError` where the name leads elsewhere, the
+    folder or the file is a link, or the file is no plain file: we never write such, so somebody
+    else did."""
+    file = folder / name
+    if not name or name != Path(name).name or name == ".." or "\0" in name:
+        raise OSError(f"{name[:100]!r} is not the name of a file")
+    if folder.is_symlink() or not stat.S_ISREG(file.lstat().st_mode):
+        raise OSError(f"{folder.name}/{name} is not a plain file in a folder of its own")
+    return file
+
+
 def open_version(path: Path, *, name: str = "", checksums: bool = True) -> Manifest:
     """Reads and verifies a version before anything is loaded from it.
 
@@ -89,8 +102,8 @@ def open_version(path: Path, *, name: str = "", checksums: bool = True) -> Manif
     if name and manifest.version != name:
         raise LoadFailed(f"{path.name} holds {manifest.version}, not {name}")
     for entry in manifest.files:
-        file = path / entry.name
         try:
+            file = check_own_file(path, entry.name)
             size = file.stat().st_size
         except OSError as error:
             raise LoadFailed(f"{manifest.version} lacks {entry.name}: {error}") from error

@@ -126,7 +126,6 @@ def test_what_gets_to_no_route_that_changes_anything_leaves_no_row(gate, admin):
             assert client.post(f"/api/v1/{path}").status_code == status
         for path in ("trace_files/x.json", "downloads/s-1:train:0/weights/a/b"):
             assert client.post(f"/api/v1/{path}", headers=wrong).status_code == 405
-        assert client.post("/api/v1/create_session", headers=wrong).status_code == 401
     assert len(admin.get_audit_log().result().entries) == before
 
 
