@@ -24,9 +24,11 @@ from tinker import types
 
 from gateway.app import create_app
 from gateway.launchers.base import WorkerExit, WorkerHandle
+from gateway.limits import Counts, Limits
+from gateway.metrics import Metrics
 from gateway.server import GatewayServer, make_server
 from tandem.errors import TandemError, WorkerCrashed, WorkerStartFailed
-from tandem.settings import GatewaySettings
+from tandem.settings import GatewaySettings, LimitSettings
 from tandem.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tandem.weights import Manifest, PartialVersion, checksum_file, version_path
 from tandem.wire.v1 import tinker_pb2
@@ -416,6 +418,27 @@ def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
         "sampler": {"operation_timeout": 20},
     }
     return GatewaySettings(**(values | changes))
+
+
+def no_counts() -> Limits:
+    """The limits of a gateway in which nobody has anything yet."""
+
+    async def nothing(_owner: str) -> int:
+        return 0
+
+    return Limits(
+        settings=LimitSettings(),
+        metrics=Metrics(),
+        counts=Counts(
+            owner_of=lambda _session_id: "local",
+            active={
+                what: lambda _owner: 0
+                for what in ("sessions", "runs", "samplers", "sampling_sessions")
+            },
+            custom_losses=nothing,
+            checkpoint_bytes=nothing,
+        ),
+    )
 
 
 def make_model(folder: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tinker
-from gateway_fakes import running_gateway, wait_for
+from gateway_fakes import no_counts, running_gateway, wait_for
 from sqlalchemy import insert
 
 from gateway.checkpoints import Checkpoint
@@ -32,7 +32,11 @@ async def store(tmp_path):
     await database.open()
     in_use: set[str] = set()
     versions = Versions(
-        database=database, data_dir=tmp_path, min_free_bytes=0, in_use=lambda: set(in_use)
+        database=database,
+        data_dir=tmp_path,
+        min_free_bytes=0,
+        limits=no_counts(),
+        in_use=lambda: set(in_use),
     )
     versions.data_dir, versions.used, versions.database = tmp_path, in_use, database
     yield versions
@@ -151,7 +155,13 @@ async def test_a_save_that_is_named_while_the_collector_looks_stays(tmp_path):
             return await super()._named(run_id)
 
     collector = Slow(database=database, data_dir=tmp_path, holds=holds, in_use=set)
-    versions = Versions(database=database, data_dir=tmp_path, min_free_bytes=0, in_use=set)
+    versions = Versions(
+        database=database,
+        data_dir=tmp_path,
+        min_free_bytes=0,
+        limits=no_counts(),
+        in_use=set,
+    )
     versions.data_dir = tmp_path
     place = "checkpoints/s-1_train_0/a-11111111"
     path = folder(versions, place)
