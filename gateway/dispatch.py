@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from gateway.futures import Outcome, Waiting
+from gateway.holes import Holes
 from gateway.ledger import Rate
 from gateway.operations import Operation
 from tandem.errors import InternalError, SequenceGap, TandemError
@@ -88,7 +89,7 @@ class Dispatcher:
         self._preparing: Operation | None = None
         self._wake = asyncio.Event()
         self._loop = asyncio.create_task(self._advance(), name="dispatcher")
-        self._missing: set[int] = set()
+        self._missing = Holes()
         self._gap_timer: asyncio.TimerHandle | None = None
         self._log = get_log()
 
@@ -127,8 +128,7 @@ class Dispatcher:
         seq_id = operation.seq_id
         if self._ended is not None:
             self._on_outcome(operation, self._ended)
-        elif seq_id in self._missing:
-            self._missing.discard(seq_id)
+        elif self._missing.fill(seq_id):
             self._on_outcome(
                 operation,
                 SequenceGap(
@@ -288,7 +288,7 @@ class Dispatcher:
             self._watch_gap()
             return
         last = max(self._waiting)
-        self._missing.update(seq for seq in range(hole, last) if seq not in self._waiting)
+        self._missing.add(hole, last, filled=self._waiting)
         self._next = last + 1
         message = (
             f"operation {hole} did not arrive within {self._gap_timeout:g} s, so that those "
