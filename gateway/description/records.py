@@ -215,6 +215,7 @@ class GatewayStatus(AnswerFields):
 
 class SessionNow(AnswerFields):
     id: str
+    owner: str
     display_name: str | None
     created_at: float
     idle_seconds: float
