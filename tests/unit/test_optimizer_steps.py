@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from trainer_service.optimizers import (
     AdamWSettings,
     DiMuon,
     DiMuonSettings,
+    Optimizer,
+    StepSettings,
+    make_optimizer,
     outer_parameters,
     step_settings,
 )
@@ -51,6 +55,12 @@ def alone(value: torch.Tensor) -> None:
 
 
 HIDDEN = {"up.weight", "down.weight"}
+SETTINGS: dict[str, StepSettings] = {
+    "adamw": AdamWSettings(
+        learning_rate=0.02, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0
+    ),
+    "dimuon": DiMuonSettings(learning_rate=0.02, beta1=0.9, grad_clip_norm=1.0),
+}
 
 
 def dimuon(model: nn.Module) -> DiMuon:
@@ -200,6 +210,53 @@ def test_state_that_is_put_back_goes_on_as_if_nothing_had_been() -> None:
     same(ours, theirs)
     second.reset()
     assert second.state(create=False) == {}
+
+
+def made(kind: Literal["adamw", "dimuon"], model: Tiny) -> Optimizer:
+    return make_optimizer(
+        kind,
+        dict(model.named_parameters()),
+        outer=outer_parameters(model),
+        sum_over_ranks=alone,
+    )
+
+
+def first_step_without_two(model: Tiny, optimizer: Optimizer, settings: StepSettings) -> None:
+    """As with experts that no token has been sent to yet."""
+    backward(model, 0)
+    model.up.weight.grad = model.norm.weight.grad = None
+    optimizer.step(settings)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_parameter_that_is_used_late_goes_on_from_what_was_saved(kind) -> None:
+    ours, theirs = Tiny(), Tiny()
+    first, second = made(kind, ours), made(kind, theirs)
+    first_step_without_two(ours, first, SETTINGS[kind])
+    theirs.load_state_dict(ours.state_dict())
+    saved, empty = first.state(create=False), second.state(create=True)
+    assert saved.keys() == empty.keys()
+    for name, tensor in empty.items():
+        tensor.copy_(saved[name])
+    for model, optimizer in ((ours, first), (theirs, second)):
+        for step in range(1, 3):
+            backward(model, step)
+            optimizer.step(SETTINGS[kind])
+    same(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_saving_changes_no_later_step(kind) -> None:
+    saved, plain = Tiny(), Tiny()
+    for model in (saved, plain):
+        optimizer = made(kind, model)
+        first_step_without_two(model, optimizer, SETTINGS[kind])
+        if model is saved:
+            optimizer.state(create=False)
+        for step in range(1, 3):
+            backward(model, step)
+            optimizer.step(SETTINGS[kind])
+    same(saved, plain)
 
 
 def test_gradients_that_are_not_finite_change_nothing() -> None:

@@ -50,7 +50,7 @@ class AdamW:
         self._moments.drop_gradients()
 
     def state(self, *, create: bool) -> dict[str, Tensor]:
-        return self._moments.state(create=create)
+        return self._moments.state(create=create or self._moments.begun)
 
     def reset(self) -> None:
         self.drop_gradients()
@@ -81,6 +81,10 @@ class Moments:
     def drop_gradients(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    @property
+    def begun(self) -> bool:
+        return self._adamw is not None and any(self._adamw.state.values())
 
     def state(self, *, create: bool) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

@@ -27,7 +27,9 @@ class Optimizer(Protocol):
     def state(self, *, create: bool) -> dict[str, Tensor]:
         """The live state tensors by `{parameter}.{kind of state}`, sharded as the parameters.
 
-        Empty before the first step, unless `create` makes it as zeros, for loading into.
+        Empty before the first step, unless `create` makes it as zeros, for loading into. From
+        then on of all parameters: zeros where none ever had a gradient, which is what the
+        optimizer would begin with, so that what is saved and what is loaded have the same names.
         """
         ...
 

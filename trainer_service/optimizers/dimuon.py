@@ -85,6 +85,7 @@ class DiMuon:
             parameter.grad = None
 
     def state(self, *, create: bool) -> dict[str, Tensor]:
+        create = create or self._plain.begun or self._sharded.begun or self._moments.begun
         return {
             **self._plain.state(create=create),
             **self._sharded.state(create=create),
@@ -112,6 +113,10 @@ class PlainMuon:
             group["lr"] = settings.learning_rate
             group["momentum"] = settings.beta1
         self._muon.step()
+
+    @property
+    def begun(self) -> bool:
+        return self._muon is not None and any(self._muon.state.values())
 
     def state(self, *, create: bool) -> dict[str, Tensor]:
         if self._muon is None:
@@ -181,6 +186,10 @@ class ShardedMuon:
             buffer = self._buffers[name] = torch.zeros_like(gradient)
         buffer.lerp_(gradient, 1 - momentum)
         return gradient.lerp(buffer, momentum)
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._buffers)
 
     def state(self, *, create: bool) -> dict[str, Tensor]:
         for name, matrix in self._matrices.items():
