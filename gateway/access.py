@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.checkpoints import Checkpoint, Checkpoints, unknown_checkpoint
 from gateway.directory import Directory
 from gateway.identity import Caller, Identity, Readers
+from gateway.metrics import Metrics
 from gateway.names import CheckpointPath, parse_checkpoint_path
 from gateway.sampling import SamplingSession, SamplingSessions
 from gateway.sessions import Session, Sessions, why_ended
@@ -147,12 +148,14 @@ class Access:
         self,
         *,
         identity: Identity,
+        metrics: Metrics,
         sessions: Sessions,
         sampling: SamplingSessions,
         directory: Directory,
         checkpoints: Checkpoints,
     ) -> None:
         self._identity = identity
+        self._metrics = metrics
         self._sessions = sessions
         self._sampling = sampling
         self._directory = directory
@@ -210,6 +213,7 @@ class Access:
         try:
             return Readers((caller, self._identity.identify(token.encode())))
         except Unauthenticated as error:
+            self._metrics.refused_keys.labels(reason="weights_access_token").inc()
             raise PermissionDenied(f"the access token for the weights: {error.message}") from error
 
     async def checkpoint(

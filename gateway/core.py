@@ -118,6 +118,7 @@ class Gateway:
         )
         self.access = Access(
             identity=self.identity,
+            metrics=self.metrics,
             sessions=self.sessions,
             sampling=self.sampling,
             directory=self.directory,

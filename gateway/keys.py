@@ -95,7 +95,7 @@ class Keys:
             digest=digest,
             owner=LOCAL_OWNER,
             role="admin",
-            name="the key of this gateway's data directory",
+            name="local-key",
             created_at=self._clock(),
             local=True,
         )

@@ -155,8 +155,10 @@ def test_an_owner_lends_a_checkpoint_with_a_key_that_is_kept_nowhere(world, ben,
     assert lent not in kept
     assert lent not in str([dict(row) for row in rows(world, audit)])
     world.gate.run(world.gate.gateway.keys.revoke(key_id(world, lent)))
+    refused = world.gate.gateway.metrics.refused_keys.labels(reason="weights_access_token")
     with pytest.raises(tinker.PermissionDeniedError, match="access token for the weights"):
         ben.create_training_client_from_state(world.state, weights_access_token=lent).result()
+    assert refused._value.get() == 1
 
 
 def key_id(world: World, secret: str) -> str:
