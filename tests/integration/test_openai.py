@@ -1,0 +1,228 @@
+"""The `openai` package against the real stack: the numbers of the SDK, forms, and a model in
+training."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import openai
+import pytest
+import tinker
+from support.models import write_qwen
+from support.stacks import running
+from tinker import types
+
+MODEL = "test/speaker"
+PROMPT = "Once upon a time"
+CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}]
+TEMPLATE = """\
+{% for message in messages %}[{{ message.role }}] {{ message.content }}{{ eos_token }}{% endfor %}
+{% if add_generation_prompt %}[assistant] {% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    folder = write_qwen(tmp_path_factory.mktemp("models") / "speaker", seed=5)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    settings = {"sampler_max_lora_rank": "8"}  # one engine for the base model and its adapters
+    data = tmp_path_factory.mktemp("data")
+    with running(data, models={MODEL: folder}, settings=settings) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def client(stack):
+    endpoint = stack.stack.endpoint
+    with openai.OpenAI(
+        base_url=f"{endpoint.url}/v1", api_key=endpoint.api_key, max_retries=0, timeout=300
+    ) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def service(stack):
+    with stack.service() as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def training(service) -> tinker.TrainingClient:
+    """A LoRA run, whose session has an engine of its own."""
+    return service.create_lora_training_client(MODEL, rank=4).result(timeout=240)
+
+
+@pytest.fixture(scope="module")
+def sampling(service, training) -> tinker.SamplingClient:
+    """The SDK's view of the base model."""
+    return service.create_sampling_client(base_model=MODEL).result(timeout=240)
+
+
+def tokens_of(client, text: str) -> list[int]:
+    answer = client.completions.create(
+        model=MODEL, prompt=text, max_tokens=1, extra_body={"return_token_ids": True}
+    )
+    return answer.choices[0].prompt_token_ids
+
+
+def test_tokens_and_logprobs_are_those_of_the_sdk(client, sampling):
+    answer = client.completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        n=3,
+        max_tokens=20,
+        seed=11,
+        logprobs=2,
+        extra_body={"return_token_ids": True},
+    )
+    tokens = tokens_of(client, PROMPT)
+    expected = sampling.sample(
+        types.ModelInput.from_ints(tokens), 3, types.SamplingParams(max_tokens=20, seed=11)
+    ).result(timeout=240)
+    assert [c.token_ids for c in answer.choices] == [s.tokens for s in expected.sequences]
+    for choice, sequence in zip(answer.choices, expected.sequences, strict=True):
+        found = choice.logprobs.token_logprobs
+        assert np.allclose(found, sequence.logprobs, atol=1e-4)
+        assert choice.finish_reason == sequence.stop_reason
+        for best, logprob in zip(choice.logprobs.top_logprobs, found, strict=True):
+            assert max(best.values()) >= logprob - 1e-6
+    assert answer.tandem_weight_version == f"base/{MODEL}"
+
+
+def test_an_echo_scores_a_text_as_the_sdk_does(client, sampling):
+    choice = client.completions.create(
+        model=MODEL, prompt=PROMPT, echo=True, max_tokens=0, logprobs=0
+    ).choices[0]
+    tokens = types.ModelInput.from_ints(tokens_of(client, PROMPT))
+    expected = sampling.compute_logprobs(tokens).result(timeout=240)
+    assert choice.text == PROMPT
+    assert choice.logprobs.token_logprobs[0] is None
+    assert np.allclose(choice.logprobs.token_logprobs[1:], expected[1:], atol=1e-4)
+
+
+def test_a_streamed_completion_is_the_one_that_is_not_streamed(client):
+    more = {
+        "model": MODEL,
+        "prompt": PROMPT,
+        "n": 2,
+        "seed": 3,
+        "max_tokens": 40,
+        "logprobs": 1,
+        "extra_body": {"return_token_ids": True},
+    }
+    whole = client.completions.create(**more)
+    parts = list(
+        client.completions.create(stream=True, stream_options={"include_usage": True}, **more)
+    )
+    assert len(parts) > 20
+    for expected in whole.choices:
+        mine = [c for part in parts for c in part.choices if c.index == expected.index]
+        assert "".join(c.text for c in mine) == expected.text
+        assert [t for c in mine for t in c.token_ids] == expected.token_ids
+        told = [v for c in mine if c.logprobs for v in c.logprobs.token_logprobs]
+        assert np.allclose(told, expected.logprobs.token_logprobs, atol=1e-5)
+        assert mine[-1].finish_reason == expected.finish_reason
+    # What is cached may differ, since the first request has filled the cache.
+    assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert parts[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_a_streamed_chat_is_the_one_that_is_not_streamed(client):
+    more = {"model": MODEL, "messages": CHAT, "seed": 3, "max_completion_tokens": 30}
+    whole = client.chat.completions.create(**more)
+    parts = list(client.chat.completions.create(stream=True, **more))
+    text = "".join(part.choices[0].delta.content or "" for part in parts)
+    assert text == whole.choices[0].message.content
+    rendered = "[system] Be kind.<eos>[user] Hello?<eos>[assistant] "
+    special = 2 * (len("<eos>") - 1)  # one token for each character, and one for each of these
+    assert whole.usage.prompt_tokens == len(rendered) - special
+
+
+def test_a_stop_string_ends_the_text_before_it_and_the_tokens_with_it(client):
+    more = {"model": MODEL, "prompt": PROMPT, "seed": 3, "max_tokens": 40}
+    body = {"extra_body": {"return_token_ids": True}}
+    text = client.completions.create(**more).choices[0].text
+    stop = text[10:12]
+    choice = client.completions.create(stop=[stop], **more, **body).choices[0]
+    assert choice.text == text[: text.index(stop)]
+    assert choice.finish_reason == "stop"
+    assert len(choice.token_ids) >= len(choice.text) + len(stop)
+    parts = client.completions.create(stop=[stop], stream=True, **more)
+    assert "".join(part.choices[0].text for part in parts) == choice.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_structured_answers_have_their_form(client, stream):
+    def answer(**body) -> str:
+        found = client.chat.completions.create(
+            model=MODEL, messages=CHAT, max_tokens=120, seed=4, stream=stream, extra_body=body
+        )
+        if not stream:
+            return found.choices[0].message.content
+        return "".join(part.choices[0].delta.content or "" for part in found)
+
+    assert re.fullmatch("[a-f]{3}-[0-9]{2}", answer(guided_regex="[a-f]{3}-[0-9]{2}"))
+    assert answer(structured_outputs={"choice": ["red", "green"]}) in ("red", "green")
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2]}, "ok": {"type": "boolean"}},
+        "required": ["n", "ok"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    found = json.loads(answer(response_format=form))
+    assert found.keys() == {"n", "ok"}
+    assert found["n"] in (1, 2)
+    assert isinstance(found["ok"], bool)
+
+
+def test_what_the_engine_refuses_is_a_bad_request(client):
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=9999, stream=stream)
+        assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(
+                model=MODEL, prompt=PROMPT, stream=stream, extra_body={"guided_regex": "("}
+            )
+
+
+def test_a_request_after_a_save_is_answered_with_the_new_weights(client, training):
+    run = training.model_id
+    first = training.save_weights_for_sampler("first").result(timeout=120).path
+    more = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "logprobs": 0}
+    before = client.completions.create(model=run, **more)
+    assert before.tandem_weight_version.startswith(f"{run}/v")
+    assert client.completions.create(model=first, **more).choices == before.choices
+
+    tokens = tokens_of(client, PROMPT + "!!!!!!!!!!!!")
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData(
+                data=tokens[1:], dtype="int64", shape=[len(tokens) - 1]
+            ),
+            "weights": types.TensorData(
+                data=[1.0] * (len(tokens) - 1), dtype="float32", shape=[len(tokens) - 1]
+            ),
+        },
+    )
+    for _ in range(6):
+        training.forward_backward([datum], "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=0.05)).result(timeout=120)
+    trained = training.save_weights_and_get_sampling_client().result(timeout=120)
+
+    after = client.completions.create(model=run, **more)
+    assert after.tandem_weight_version > before.tandem_weight_version
+    assert after.choices[0].logprobs != before.choices[0].logprobs
+    prompt = types.ModelInput.from_ints(tokens_of(client, PROMPT))
+    expected = trained.sample(prompt, 1, types.SamplingParams(max_tokens=12, temperature=0)).result(
+        timeout=240
+    )
+    found = after.choices[0].logprobs.token_logprobs
+    assert np.allclose(found, expected.sequences[0].logprobs, atol=1e-4)
+    # What was named stays what it was.
+    again = client.completions.create(model=first, **more)
+    assert again.choices[0].text == before.choices[0].text
+    assert again.tandem_weight_version == before.tandem_weight_version
