@@ -37,7 +37,7 @@ class Checkpoint:
     bytes: int
     optimizer: bool
     created_at: float
-    owner: str = "local"
+    owner: str
     public: bool = False
     user_metadata: Mapping[str, str] | None = None
     expires_at: float | None = None
@@ -50,9 +50,9 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Origin:
-    """The run of a checkpoint."""
+    """The run of a checkpoint. `owner` is empty for a run that has no row: nobody's."""
 
-    owner: str = "local"
+    owner: str = ""
     training: TrainingSpec = field(default_factory=TrainingSpec)
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import orjson
 from sqlalchemy import insert, select, update
 
 from gateway.database import Database
 from gateway.names import new_session_id
 from gateway.tables import runs, sessions
-from tandem.errors import SessionFinished, UnknownSession
 
 _REMEMBERED = 10_000
 """Ended sessions whose owner is still known without asking the database."""
@@ -130,16 +129,6 @@ class Sessions:
             session.seen_at = time.monotonic()
         return session
 
-    async def require(self, session_id: str) -> Session:
-        """The active session. Raises `SessionFinished` or `UnknownSession`."""
-        session = self.touch(session_id)
-        if session is not None:
-            return session
-        row = await self._database.read_one(select(sessions).where(sessions.c.id == session_id))
-        if row is None:
-            raise UnknownSession(f"there is no session {session_id!r} on this server")
-        raise SessionFinished(why_ended(session_id, reason=row["reason"], detail=row["detail"]))
-
     def overdue(self) -> list[Session]:
         """Those whose last sign of life is older than the ttl."""
         now = time.monotonic()
@@ -172,7 +161,7 @@ def _texts(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
     if not metadata:
         return None
     return {
-        key: value if isinstance(value, str) else orjson.dumps(value).decode()
+        key: value if isinstance(value, str) else json.dumps(value)
         for key, value in metadata.items()
     }
 

@@ -57,7 +57,7 @@ sessions = Table(
     Column("user_metadata", JSON),
     Column("tags", JSON),
     Column("project_id", String(200), nullable=False, default=""),
-    Column("owner", String(100), nullable=False, default="local"),
+    Column("owner", String(100), nullable=False),
     Column("sdk_version", String(64), nullable=False, default=""),
     Column("created_at", Float, nullable=False),
     Column("ended_at", Float),
@@ -73,7 +73,7 @@ runs = Table(
     Column("session_id", String(64), nullable=False),
     Column("base_model", String(200), nullable=False),
     Column("training", JSON),  # a tandem.worker.TrainingSpec
-    Column("owner", String(100), nullable=False, default="local"),
+    Column("owner", String(100), nullable=False),
     Column("project_id", String(200), nullable=False, default=""),
     Column("state", String(16), nullable=False),  # starting, ready, ended
     Column("error_type", String(64), nullable=False, default=""),
@@ -150,7 +150,7 @@ checkpoints = Table(
     Column("step", BigInteger, nullable=False),
     Column("bytes", BigInteger, nullable=False),
     Column("optimizer", Boolean, nullable=False),
-    Column("owner", String(100), nullable=False, default="local"),
+    Column("owner", String(100), nullable=False),
     Column("public", Boolean, nullable=False, default=False),
     Column("user_metadata", JSON),
     Column("created_at", Float, nullable=False),
@@ -195,7 +195,7 @@ usage = Table(
     Column("event", String(32), primary_key=True),
     Column("subject", String(100), primary_key=True),  # a run, or a sampling session
     Column("session_id", String(64), nullable=False),
-    Column("owner", String(100), nullable=False, default="local"),
+    Column("owner", String(100), nullable=False),
     Column("base_model", String(200), nullable=False),
     Column("count", BigInteger, nullable=False),
     Column("input_tokens", BigInteger, nullable=False),

@@ -60,6 +60,7 @@ def checkpoint(store, place: str, *, path: str = PATH) -> Checkpoint:
         bytes=7,
         optimizer=True,
         created_at=time.time(),
+        owner="local",
     )
 
 
