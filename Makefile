@@ -1,4 +1,4 @@
-.PHONY: setup demo test conformance lint bench protos clean
+.PHONY: setup demo test conformance lint bench bench-gateway protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -25,6 +25,9 @@ lint: setup      ## ruff, mypy (strict), import-linter.
 
 bench: setup     ## Measures Tandem beside its floor, in one run; writes benchmarks/results/.
 	@.venv/bin/python -m benchmarks $(ARGS)
+
+bench-gateway: setup ## Measures a gateway under 1,000 sessions and 64 samplers. ARGS="--quick"
+	@.venv/bin/python -m benchmarks.gateway_load $(ARGS)
 
 protos: setup    ## Regenerates the stubs from protos/.
 	@scripts/protos.sh
