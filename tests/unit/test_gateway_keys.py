@@ -255,20 +255,23 @@ def test_the_command_works_with_a_gateway_and_without_one(tmp_path, monkeypatch)
         assert done.exception is None, done.exception
         return done.output
 
-    before = json.loads(tandem("create", "--owner", "ann", "--expires", "30d", "--json"))
+    def said(*arguments: str):
+        """As JSON. A gateway that runs beside, in a thread, logs to the same place."""
+        output = tandem(*arguments, "--json")
+        return json.JSONDecoder().raw_decode(output, output.index("{\n"))[0]
+
+    before = said("create", "--owner", "ann", "--expires", "30d")
     assert (before["owner"], before["role"], before["state"]) == ("ann", "member", "active")
     with running_gateway(tmp_path, session_ttl=600) as gate:
         with gate.http(before["key"]) as client:
             assert client.get("/api/v1/sessions").status_code == 200
-        made = json.loads(
-            tandem("create", "--owner", "ben", "--role", "reader", "--name", "x", "--json")
-        )
+        made = said("create", "--owner", "ben", "--role", "reader", "--name", "x")
         assert made["id"] in tandem("list")
         assert made["key"] not in tandem("list")
         assert "revoked" in tandem("revoke", before["id"])
         with gate.http(before["key"]) as client:
             assert client.get("/api/v1/sessions").status_code == 401
-    states = {k["id"]: k["state"] for k in json.loads(tandem("list", "--json"))["keys"]}
+    states = {k["id"]: k["state"] for k in said("list")["keys"]}
     assert states == {before["id"]: "revoked", made["id"]: "active"}
     with pytest.raises(AssertionError, match="no key 'k-7'"):
         tandem("revoke", "k-7")
