@@ -107,6 +107,8 @@ def openai_error(error: TandemError) -> Response:
     )
     if isinstance(error, Overloaded):
         response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    elif status == 408:  # what still comes of the request is of no use
+        response.headers["Connection"] = "close"
     elif status in (503, 504):
         response.headers["Retry-After"] = str(math.ceil(_RETRY_SOON))
     return response

@@ -240,7 +240,7 @@ class Running:
         if self._closing():
             raise GatewayRestarted("the gateway is being stopped; ask again a little later")
         if self._sampler.state != "ready" and waited > self._settings.start_timeout:
-            why = next(f for f in self._futures if not f.ended).describe().reason
+            why = self._futures[-1].describe().reason
             raise NotReady(
                 f"{why}; it goes on, so ask again a little later (TANDEM_OPENAI_START_TIMEOUT)"
             )

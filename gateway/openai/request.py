@@ -94,7 +94,6 @@ def _int32(tokens: Sequence[int]) -> bytes:
     """Little endian, as all machines that vLLM runs on have it."""
     if not tokens:
         raise EmptyBatch("the prompt is empty; sampling needs at least one token")
-    try:
-        return array("i", tokens).tobytes()
-    except OverflowError as error:
-        raise TokenOutOfVocabulary("the prompt holds a number that is no token id") from error
+    if not all(0 <= token < 2**31 for token in (min(tokens), max(tokens))):
+        raise TokenOutOfVocabulary("the prompt holds a number that is no token id")
+    return array("i", tokens).tobytes()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-
-import orjson
 
 from gateway.openai.errors import FieldRefused
 from tandem.v1 import sampler_pb2
@@ -77,7 +76,7 @@ def _form(kind: str, value: object, *, param: str) -> sampler_pb2.StructuredOutp
     if kind == "regex" and isinstance(value, str):
         return sampler_pb2.StructuredOutput(regex=value)
     if kind == "json" and isinstance(value, dict | bool):
-        return sampler_pb2.StructuredOutput(json_schema=orjson.dumps(value).decode())
+        return sampler_pb2.StructuredOutput(json_schema=json.dumps(value, ensure_ascii=False))
     if kind == "json" and isinstance(value, str):
         return sampler_pb2.StructuredOutput(json_schema=value)
     if kind == "choice" and isinstance(value, list) and all(isinstance(v, str) for v in value):

@@ -257,3 +257,18 @@ def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error(gate):
     error = refusal(openai.APIError, list, stream)
     assert "died during this sample" in error.message
     wait_for(lambda: not any(s.waiting for s in gate.gateway.samplers.all()))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("token", [-1, 2**31, 2**40])
+def test_a_number_that_is_no_token_is_refused(client, token, stream):
+    error = refusal(openai.BadRequestError, complete, client, prompt=[1, token], stream=stream)
+    assert error.code == "token_out_of_vocabulary"
+
+
+def test_numbers_of_any_size_in_a_schema_reach_the_engine(gate):
+    _, key = gate.run(gate.gateway.keys.create(NewKey(owner="large", role="member")))
+    client = client_of(gate, key=key)
+    complete(client, extra_body={"guided_json": {"maximum": 10**30}})
+    engine = gate.worker("sampler")[1]
+    assert engine.requests[-1].structured.json_schema == f'{{"maximum": {10**30}}}'

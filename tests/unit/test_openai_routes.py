@@ -86,7 +86,7 @@ def test_defaults_are_openais(gate, client):
     ("fields", "form", "value"),
     [
         ({"guided_regex": "a+"}, "regex", "a+"),
-        ({"guided_json": {"type": "object"}}, "json_schema", '{"type":"object"}'),
+        ({"guided_json": {"type": "object"}}, "json_schema", '{"type": "object"}'),
         (
             {"structured_outputs": {"json": '{"type": "object"}'}},
             "json_schema",
