@@ -12,7 +12,7 @@ from starlette.types import Receive
 from gateway.access import Access
 from gateway.identity import Caller
 from gateway.models import Models
-from gateway.openai.answer import Heading, Json, Usage, choices_of, new_id
+from gateway.openai.answer import VERSION_HEADER, Heading, Json, Usage, choices_of, new_id
 from gateway.openai.bodies import Body, ChatBody, CompletionBody
 from gateway.openai.chat import ChatWriter, chat_prompt, chat_request, check_chat
 from gateway.openai.choice import Choice, Chunk, Piece, piece_of_delta, piece_of_sequence
@@ -77,7 +77,7 @@ class Job:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        return {"X-Tandem-Weight-Version": self.served.version.name}
+        return {VERSION_HEADER: self.served.version.name}
 
     def heading(self, kind: str) -> Heading:
         return Heading(
