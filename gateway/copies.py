@@ -60,7 +60,7 @@ class Copies:
         self._database = database
         self._data_dir = data_dir
         self._versions = versions
-        self._under_way: dict[str, asyncio.Task[str]] = {}
+        self._under_way: dict[str, tuple[str, asyncio.Task[str]]] = {}
 
     async def copy(self, request: CopyRequest) -> str:
         """The path of the copy, which goes on being made when the client goes away.
@@ -69,15 +69,19 @@ class Copies:
         `LimitExceeded` or `StorageFull`.
         """
         run_id = request.run_id or run_id_of(session_id=_session_id(request), model_seq_id=0)
-        task = self._under_way.get(run_id)
-        if task is None:
-            task = self._under_way[run_id] = asyncio.create_task(self._copy(request, run_id))
+        if run_id not in self._under_way:
+            task = asyncio.create_task(self._copy(request, run_id))
+            self._under_way[run_id] = (request.source, task)
             task.add_done_callback(lambda done: self._ended(run_id, done))
+        source, task = self._under_way[run_id]
+        if source != request.source:
+            raise InvalidRequest(f"a copy of other weights is being made as {run_id}")
         return await asyncio.shield(task)
 
     async def close(self) -> None:
         """Waits for what is being copied."""
-        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+        tasks = [task for _, task in self._under_way.values()]
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _ended(self, run_id: str, task: asyncio.Task[str]) -> None:
         self._under_way.pop(run_id, None)

@@ -37,6 +37,7 @@ from gateway.usage import RunMeter, Subject, Usage
 from gateway.versions import Versions
 from tandem.errors import (
     GatewayRestarted,
+    InternalError,
     SessionFinished,
     TandemError,
     WorkerDied,
@@ -325,6 +326,9 @@ class Runs:
             outcome = ending.error
         except TandemError as error:
             outcome = error
+        except Exception as error:  # noqa: BLE001 - a fault of ours must not leave a client waiting
+            self._log.exception("start_failed", run_id=run.id)
+            outcome = InternalError(f"{type(error).__name__} while the run started; see the log")
         if run.error is not None:  # it ended while it started, and its creation with it
             outcome = run.error
         self._on_outcome(creation, outcome)

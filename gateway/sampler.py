@@ -351,18 +351,27 @@ class Sampler:
                     on_exit=self._on_exit,
                 )
             except WorkerStartFailed as error:
-                self._set_state("failed", error.message)
-                self._wanted.clear()  # it is tried again when somebody asks again
-                self._replace_client().set_exception(error)
-                await asyncio.sleep(backoff.failed())
+                await self._fail_to_start(error, backoff)
+                continue
+            except Exception as error:  # noqa: BLE001 - a fault of ours must not leave clients waiting
+                self._log.exception("start_failed")
+                sentence = f"{type(error).__name__} while the sampler started; see the log"
+                await self._fail_to_start(WorkerStartFailed(sentence), backoff)
                 continue
             backoff.ready()
-            self.worker = worker
-            self._set_state("ready")
-            self._client.set_result(SamplerClient(worker, timeout=self._timeout))
+            if not self._died.is_set():  # it may have ended just as it became ready
+                self.worker = worker
+                self._set_state("ready")
+                self._client.set_result(SamplerClient(worker, timeout=self._timeout))
             await self._died.wait()
             await self._fleet.stop(worker, reason=self.reason)
             await asyncio.sleep(backoff.failed())
+
+    async def _fail_to_start(self, error: WorkerStartFailed, backoff: Backoff) -> None:
+        self._set_state("failed", error.message)
+        self._wanted.clear()  # it is tried again when somebody asks again
+        self._replace_client().set_exception(error)
+        await asyncio.sleep(backoff.failed())
 
     def _replace_client(self) -> asyncio.Future[SamplerClient]:
         old, self._client = self._client, asyncio.get_running_loop().create_future()

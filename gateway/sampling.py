@@ -62,7 +62,9 @@ class SamplingSessions:
     async def open(self) -> None:
         """Those that an earlier gateway left, as far as their model and weights are there."""
         for row in await self._database.read(
-            select(sampling_sessions).where(sampling_sessions.c.state == "active")
+            select(sampling_sessions)
+            .where(sampling_sessions.c.state == "active")
+            .order_by(sampling_sessions.c.created_at)
         ):
             try:
                 self._active[row["id"]] = await self._restore(row)

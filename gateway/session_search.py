@@ -129,8 +129,13 @@ class SessionSearch:
 
     async def _read_cursor(self, filters: Filters, caller: Caller, cursor: Cursor) -> SessionRecord:
         session_id, _, signature = cursor.last_session_id.rpartition(".")
-        when = cursor.last_created_at.astimezone(dt.UTC)
-        if not is_signed(self._key(), signature, *_signed(filters, caller, when, session_id)):
+        try:
+            when = cursor.last_created_at.astimezone(dt.UTC)
+        except OverflowError:  # a time that UTC has no year for
+            when = None
+        if when is None or not is_signed(
+            self._key(), signature, *_signed(filters, caller, when, session_id)
+        ):
             raise InvalidRequest(
                 "the cursor is not one that this search handed out; pass `next_cursor` back as "
                 "it came and leave the filters as they were, or begin without a cursor"

@@ -32,6 +32,8 @@ from tandem.errors import (
 from tandem.v1 import sampler_pb2
 
 MAX_SAMPLES = 16384
+MAX_ANSWER_TOKENS = 2**24
+"""Tokens of all samples of a request together: an answer of at most 128 MiB."""
 LEAST_TEMPERATURE = 0.01
 """vLLM raises a smaller one to this, which would be another distribution than the one asked for."""
 
@@ -63,6 +65,11 @@ def parse_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> Que
     if not 0 <= topk <= widest:
         raise InvalidRequest(f"topk_sample_logprobs is {topk}; 0 to {widest} are possible")
     max_tokens = _max_tokens(params, prompt=len(prompt), facts=facts)
+    if message.num_samples * max_tokens > MAX_ANSWER_TOKENS:
+        raise InvalidRequest(
+            f"{message.num_samples} samples of up to {max_tokens} tokens may come to more than "
+            f"{MAX_ANSWER_TOKENS} tokens in one answer; ask for fewer, or lower max_tokens"
+        )
     check_cells("topk_sample_logprobs", message.num_samples * max_tokens * topk)
     stop_token_ids, stop_strings = _stops(params, facts)
     form = parse_form(message.structured)

@@ -205,6 +205,9 @@ class GatewaySettings(BaseSettings):
     )
     worker_start_timeout: float = Field(300.0, gt=0)
     worker_stop_timeout: float = Field(10.0, gt=0)
+    compress_payloads: bool = Field(
+        False, description="Ask clients to compress (zstd) the batches that they send."
+    )
     max_payload_bytes: int = Field(
         64 * 2**20, ge=1, description="Body of one request, decompressed; then 413."
     )

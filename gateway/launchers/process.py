@@ -106,7 +106,7 @@ class ProcessLauncher:
         try:
             either: set[asyncio.Future[Any]] = {check, worker.failed}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not check.done():
+            if worker.failed.done():  # also one that ended just as it became ready
                 raise worker.start_failure()
             if answer := check.result():
                 raise WorkerStartFailed(

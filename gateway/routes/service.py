@@ -71,9 +71,8 @@ async def client_config(request: Request) -> Response:
             # Their sizes are the SDK's (1024 datums, 5 MB): large enough for a full micro-batch
             # each, small enough that the first is computed while the others still come.
             "parallel_fwdbwd_chunks": True,
-            # Compression costs more than the loopback or a local network does; a body that
-            # comes compressed all the same is taken.
-            "proto_compress_fwdbwd": False,
+            # Costs more than the loopback or a local network does, and pays on a slow line.
+            "proto_compress_fwdbwd": gateway_of(request).settings.compress_payloads,
             # A poll of its own for each sample is as fast (300 short samples with a real engine
             # on a loopback: 1.1 to 2.0 s either way), and survives a restart of the gateway: a
             # client of the common poll could not be told which of its samples are gone.

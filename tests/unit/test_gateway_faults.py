@@ -10,6 +10,7 @@ import tinker
 from gateway_fakes import datum, running_gateway, wait_for
 from tinker import types
 
+from gateway.clients import TrainerClient
 from tandem.errors import LoadFailed, PublishFailed
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
@@ -61,6 +62,29 @@ def test_a_worker_that_crashes_at_its_start_is_started_once_more(gate):
         gate.launcher.crashes = 100
         with pytest.raises(tinker.RequestFailedError, match=r"worker_crashed.*SIGSEGV"):
             training_client(service)
+
+
+def test_a_fault_of_ours_while_a_run_starts_is_told(gate, monkeypatch):
+    async def odd(_client):
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(TrainerClient, "describe", odd)
+    with (
+        gate.service() as service,
+        pytest.raises(tinker.RequestFailedError, match=r"internal_error.*RuntimeError"),
+    ):
+        training_client(service)
+
+
+def test_a_fault_of_ours_while_a_sampler_starts_is_told(gate, monkeypatch):
+    def odd(_channel):
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(gate.gateway.fleet, "_channel_factory", odd)
+    with gate.service() as service:
+        sampling = service.create_sampling_client(base_model="tiny").result()
+        with pytest.raises(tinker.RequestFailedError, match="RuntimeError while the sampler"):
+            sampling.sample(PROMPT, 1, PARAMS).result()
 
 
 def test_a_sampler_that_dies_is_started_again_and_its_samples_are_repeated(gate):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 import tinker
@@ -181,7 +181,9 @@ def test_pages_of_a_search_add_up_and_a_foreign_cursor_is_refused(gate, rest, ma
         update={"last_session_id": made[0] + cursor.last_session_id[len(made[0]) :]}
     )
     bare = cursor.model_copy(update={"last_session_id": made[2]})
-    for tampered in (later, other, bare):
+    east = timezone(timedelta(hours=14))
+    before_time = cursor.model_copy(update={"last_created_at": datetime(1, 1, 1, tzinfo=east)})
+    for tampered in (later, other, bare, before_time):
         with pytest.raises(tinker.BadRequestError, match="cursor"):
             rest.search_sessions(types.SessionSearchRequest(**by, cursor=tampered)).result()
     with pytest.raises(tinker.BadRequestError, match="cursor"):

@@ -169,6 +169,12 @@ def test_an_answer_with_too_many_logprobs_is_refused_before_it_is_computed(field
         engine_request(request, facts)
 
 
+def test_an_answer_with_too_many_tokens_is_refused_before_it_is_computed():
+    facts = replace(FACTS, max_length=10000)
+    with pytest.raises(InvalidRequest, match="more than 16777216 tokens"):
+        engine_request(message(num_samples=16000, max_tokens=9000), facts)
+
+
 def test_nothing_is_scored_when_nothing_is_asked():
     assert engine_request(message(), FACTS).scoring is None
 
