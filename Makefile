@@ -1,4 +1,4 @@
-.PHONY: setup demo test conformance lint bench bench-gateway protos clean
+.PHONY: setup demo test conformance lint bench bench-gateway fuzz api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -28,6 +28,12 @@ bench: setup     ## Measures Tandem beside its floor, in one run; writes benchma
 
 bench-gateway: setup ## Measures a gateway under 1,000 sessions and 64 samplers. ARGS="--quick"
 	@.venv/bin/python -m benchmarks.gateway_load $(ARGS)
+
+fuzz: setup      ## Sends the gateway what no client would send. ARGS="--requests 100000 --seed 1"
+	@.venv/bin/python -m tests.fuzz $(ARGS)
+
+api-docs: setup  ## Writes docs/api.md, out of the application's own routes.
+	@.venv/bin/python -m scripts.api_docs
 
 protos: setup    ## Regenerates the stubs from protos/.
 	@scripts/protos.sh

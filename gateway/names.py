@@ -56,7 +56,10 @@ def split_request_id(request_id: str) -> tuple[str, int] | None:
     """The owner and the seq_id, or None for what was never a request id of ours."""
     owner, _, number = request_id.rpartition(":")
     plain = number.isascii() and number.isdigit()  # of any script, a request had many names
-    return (owner, int(number)) if owner and plain and len(number) < 20 else None
+    if not owner or not plain or len(number) > 19:
+        return None
+    seq_id = int(number)
+    return (owner, seq_id) if seq_id < 2**63 else None  # what a database can be asked for
 
 
 def check_name(name: str) -> str:

@@ -71,6 +71,9 @@ from tandem.v1 import common_pb2
 
 Category = Literal["user", "server"]
 
+_LONGEST_MESSAGE = 4000
+"""Characters."""
+
 
 def _snake(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
@@ -95,7 +98,10 @@ class TandemError(Exception):
 
     @property
     def message(self) -> str:
-        return str(self.args[0]) if self.args else self.type
+        """The sentence. Where it repeats what a client sent it is cut: no answer, log line or
+        row grows with a name of megabytes."""
+        text = str(self.args[0]) if self.args else self.type
+        return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}…"
 
     @property
     def details(self) -> Mapping[str, object]:

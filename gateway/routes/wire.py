@@ -140,7 +140,7 @@ async def _read_raw(request: Request, *, limit: int, lease: Lease) -> bytes:
     """What is refused by its length is not read, but for the first bytes, which say whose it is.
     The connection throws the rest away (`gateway/protocol.py`)."""
     announced = request.headers.get("content-length", "")
-    size = int(announced) if announced.isdigit() else 0
+    size = int(announced) if announced.isascii() and announced.isdigit() else 0
     if size <= limit:
         lease.more(size)
     deadline = asyncio.get_running_loop().time() + gateway_of(request).settings.http.body_timeout

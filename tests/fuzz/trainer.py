@@ -1,0 +1,60 @@
+"""The trainer's own decoder and checks: nothing but `UserError`, in little time and memory."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tandem.errors import UserError
+from tests.fuzz.seeds import custom_loss_body
+from trainer_service.batch import parse
+from trainer_service.losses.source import losses_for
+from trainer_service.operations import LOSSES
+from trainer_service.validate import Limits, validate
+
+LIMITS = Limits(vocabulary=151_936, max_length=4096)
+DEADLINE = 2.0
+"""Seconds for one small body."""
+LONGEST_SENTENCE = 5000
+
+
+class Checked:
+    """What the trainer makes of a body: the type of its error, or `ok`."""
+
+    def __init__(self) -> None:
+        self._losses = losses_for(registry=LOSSES, definition=custom_loss_body())
+
+    @property
+    def losses(self) -> list[str]:
+        """Those that need nothing but their inputs."""
+        return sorted(LOSSES)
+
+    def __call__(self, body: bytes) -> str:
+        """Raises whatever is no `UserError`, and `AssertionError` for one that took too long."""
+        began = time.perf_counter()
+        try:
+            validate(parse(body), losses=self._losses, limits=LIMITS)
+            return "ok"
+        except UserError as error:
+            assert len(error.message) < LONGEST_SENTENCE, f"{error.type} has a very long sentence"
+            return error.type
+        finally:
+            seconds = time.perf_counter() - began
+            assert seconds < DEADLINE, f"it took {seconds:.1f} s"
+
+
+@contextmanager
+def bounded_memory(more: int) -> Iterator[None]:
+    """Lets this process map `more` bytes beside what it has: what wants more gets a
+    `MemoryError` in place of the machine's memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    limit = pages * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
