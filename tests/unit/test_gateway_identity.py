@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import jwt
 import pytest
@@ -103,6 +104,23 @@ def test_a_token_cannot_renew_itself_for_ever():
     longer = identity(ttl=6000)
     second = longer.identify(longer.issue(first).encode())
     assert second.expires_at == first.expires_at
+
+
+def test_owner_and_role_are_those_of_the_key_whatever_the_token_says():
+    """Also for a token with a good signature, as one of an earlier version could be."""
+    caller = identity().identify(forged(sub="tml:organization_user:eve", role="reader"))
+    assert (caller.owner, caller.role) == ("local", "admin")
+
+
+def test_a_token_does_not_outlive_its_key():
+    keys = Keys(database=Database(url="sqlite+aiosqlite://"))
+    local = keys.set_local(KEY)
+    ends = time.time() + 60
+    keys._keys[local.id] = replace(local, expires_at=ends)
+    known = Identity(keys=keys, signing_key=lambda: SIGNING_KEY, token_ttl=600)
+    token = known.issue(known.identify(KEY.encode()))
+    claims = jwt.decode(token, SIGNING_KEY, algorithms=["HS256"])
+    assert claims["exp"] == int(ends)
 
 
 def test_whoami_names_the_owner_of_the_key(gate):
