@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+import tempfile
 import textwrap
+from pathlib import Path
 
 import pytest
 from gateway_fakes import KEY, running_gateway, settings_for
@@ -17,6 +19,7 @@ from starlette.routing import Route
 from gateway.app import create_app
 from gateway.description.document import document
 from gateway.description.served import described_operations
+from scripts.api_docs import PAGE, page
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +61,18 @@ def test_what_is_described_is_what_the_routes_parse(operations):
         parsed = _parsed(operation.handler, "parse") | _parsed(operation.handler, "parse_body")
         assert parsed == said, operation.path
         assert _parsed(operation.handler, "parse_query") == set(described.queries), operation.path
+
+
+def test_the_page_in_the_docs_is_that_of_the_routes_there_are():
+    assert PAGE.read_text() == page(), "docs/api.md is of other routes; run `make api-docs`"
+
+
+def test_the_page_names_every_route_and_no_machine(operations):
+    text = page()
+    for operation in operations:
+        assert f"### {operation.method} {operation.path}\n" in text
+    assert str(Path.cwd()) not in text
+    assert tempfile.gettempdir() + "/" not in text
 
 
 def test_the_description_is_served_to_this_machine_without_a_key(tmp_path, operations):
