@@ -204,9 +204,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _methods_at(request: Request) -> list[str]:
-    """What the path takes: the router itself knows of the first route that has it."""
-    found: set[str] = set()
-    for route in request.app.routes:
-        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
-            found |= route.methods or set()
-    return sorted(found)
+    """What the path takes: the router itself knows of the first route alone that has it."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
+    first = next(matching)
+    same = (route.methods or set() for route in routes if route.path == first.path)
+    return sorted(set[str]().union(*same))

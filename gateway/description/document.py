@@ -142,7 +142,9 @@ def operations(app: FastAPI, described: Mapping[Handler, Described]) -> Sequence
 def document(found: Iterable[Operation]) -> Json:
     """The whole document; the same operations give the same bytes."""
     found = list(found)
-    models = sorted({m for o in found for m in _models(o)}, key=lambda m: (m.__qualname__, m.__module__))
+    models = sorted(
+        {m for o in found for m in _models(o)}, key=lambda m: (m.__qualname__, m.__module__)
+    )
     refs, definitions = models_json_schema(
         [(model, "validation") for model in models],
         ref_template="#/components/schemas/{model}",

@@ -10,12 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.audit import Entry
+from gateway.routes.times import Day
 from gateway.routes.wire import gateway_of, iso, json_response, parse_query
 
 
 class AuditQuery(BaseModel):
     event_type: Literal["all", "checkpoints", "projects", "teams", "organizations"] = "all"
-    day: dt.date | None = None
+    day: Day | None = None
 
 
 async def audit_log(request: Request) -> Response:

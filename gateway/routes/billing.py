@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime as dt
 from typing import Annotated
 
-from pydantic import AwareDatetime, BaseModel, Field
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.identity import urn_of
+from gateway.routes.times import Moment
 from gateway.routes.wire import caller_of, gateway_of, iso, json_response, parse_query
 from gateway.usage import HOUR
 from gateway.usage_report import UsageEvent
@@ -22,8 +23,8 @@ ProjectFilter = Annotated[str | None, Field(max_length=200)]
 
 
 class UsageQuery(BaseModel):
-    starting_on: AwareDatetime
-    ending_before: AwareDatetime
+    starting_on: Moment
+    ending_before: Moment
     project_id: ProjectFilter = None
     session_id: ProjectFilter = None
 

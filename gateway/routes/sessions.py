@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from gateway.directory import Scope, SessionRecord, Storage
 from gateway.identity import urn_of
+from gateway.routes.times import Moment
 from gateway.routes.wire import (
     address_of,
     caller_of,
@@ -62,7 +63,7 @@ class StatusFilter(_Strict):
 
 
 class CursorFields(_Strict):
-    last_created_at: AwareDatetime
+    last_created_at: Moment
     last_session_id: str
 
 
