@@ -30,7 +30,6 @@ from tests.workers import (
     request,
     trainer_process,
 )
-from trainer_service.losses import LOSSES
 from trainer_service.servicer import KEPT_RESULTS
 
 
@@ -84,7 +83,7 @@ def published(client: TrainerClient, data_dir: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "cispo"])
 def test_two_ranks_compute_what_one_rank_computes(one, two, tmp_path, loss):
     results = []
     for client in (one, two):
@@ -194,9 +193,7 @@ def test_optimizer_settings_out_of_range_are_refused(one, setting):
 
 def test_gradients_that_are_not_finite_are_dropped(two, tmp_path):
     before = published(two, tmp_path)
-    tokens = [5, 6]
-    explosive = datum(tokens, logprobs=[-500.0] * 2, advantages=[1.0] * 2)
-    two.output(request([explosive], "importance_sampling"))
+    two.output(request([datum([5, 6], weights=[3e38, 3e38])]))
     assert two.optim_step().failure.type == "gradients_not_finite"
     after = published(two, tmp_path)
     assert all(torch.equal(before[name], after[name]) for name in before)
