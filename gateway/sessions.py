@@ -161,7 +161,9 @@ def _texts(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
     if not metadata:
         return None
     return {
-        key: value if isinstance(value, str) else json.dumps(value)
+        key: value
+        if isinstance(value, str)
+        else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         for key, value in metadata.items()
     }
 
