@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,15 @@ from random import Random
 
 import pytest
 
+from tandem.errors import UserError
 from tandem.wire.v1 import tinker_pb2
-from tests.fuzz import protobuf
+from tests.fuzz import json_bodies, protobuf
 from tests.fuzz.memory import resident_bytes
 from tests.fuzz.secrets import SecretFound, Watch
-from tests.fuzz.seeds import protobuf_seeds
-from tests.fuzz.trainer import Checked
+from tests.fuzz.seeds import custom_loss_body, protobuf_seeds
+from tests.fuzz.trainer import Checked, bounded_memory
+from trainer_service.losses.source import losses_for
+from trainer_service.operations import LOSSES
 
 ROOT = Path(__file__).parents[2]
 REQUESTS = 5000
@@ -51,6 +55,20 @@ def test_the_trainer_refuses_what_is_wrong_with_nothing_but_its_own_errors():
         found.add(checked(protobuf.mutate(rng, rng.choice(seeds), rng.choice(seeds))))
     assert resident_bytes() - before < 64 * 2**20
     assert {"ok", "malformed_payload", "loss_input_shape", "unsupported_input"} <= found
+
+
+def test_the_trainer_refuses_damaged_custom_losses_with_nothing_but_its_own_errors():
+    seed = json.loads(custom_loss_body())
+    found = set()
+    with bounded_memory(2**30):
+        for number in range(3000):
+            body = json_bodies.mutate(Random(f"loss:{number}"), seed)
+            try:
+                losses_for(registry=LOSSES, definition=body)
+                found.add("ok")
+            except UserError as error:
+                found.add(error.type)
+    assert found == {"ok", "malformed_payload", "custom_loss_invalid"}
 
 
 def test_the_seeds_are_good_and_their_mutations_the_same_every_time():
