@@ -16,7 +16,6 @@
     │   ├── AddressExpired          410
     │   ├── SessionFinished         410
     │   ├── PayloadTooLarge         413
-    │   ├── RequestTimedOut         408
     │   ├── LimitExceeded           403
     │   ├── InvalidRequest          400
     │   │   ├── MalformedPayload
@@ -43,6 +42,7 @@
     │   └── SequenceGap
     └── ServerError: the request was right; the platform failed it
         ├── WorkerStartFailed
+        │   └── WorkerCrashed
         ├── WorkerDied
         ├── OperationTimedOut
         ├── GatewayRestarted
@@ -52,6 +52,7 @@
         ├── CheckpointDamaged
         ├── GradientsNotFinite
         ├── Overloaded              429
+        ├── RequestTimedOut         408
         ├── IllegalTransition
         └── InternalError
 
@@ -195,12 +196,6 @@ class SessionFinished(UserError):
 
 class PayloadTooLarge(UserError):
     status = 413
-
-
-class RequestTimedOut(UserError):
-    """A request whose body did not arrive in time. (408: the SDK sends it again.)"""
-
-    status = 408
 
 
 class LimitExceeded(UserError):
@@ -386,6 +381,13 @@ class Overloaded(ServerError):
         if self.position:
             more["queue_position"] = self.position
         return more
+
+
+class RequestTimedOut(ServerError):
+    """A request whose body did not arrive in time. It may be sent again, which the SDK does
+    by itself."""
+
+    status = 408
 
 
 class IllegalTransition(ServerError):
