@@ -7,15 +7,21 @@ and room for adapters, too. Each test begins and ends with the base weights or n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from tests.sampler_worker import SamplerClient, sampler_process
 from tests.tiny import write_tiny_model
 
 LENGTH = 512
+
+# Gateways of these tests run in this process, and commands are tested by what they print: what
+# is logged must go neither between their lines nor into a stream that is closed after a command.
+structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))
 
 
 @pytest.fixture(scope="session")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-import structlog
 from click.testing import CliRunner as ClickRunner
 from gateway_fakes import running_gateway, wait_for
 from test_gateway_checkpoints import place, step
@@ -20,11 +18,8 @@ from tandem.errors import InvalidRequest, NameTaken, ServerError
 
 @pytest.fixture(scope="module")
 def gate(tmp_path_factory):
-    # The commands run in the gateway's process here, and what they print is JSON alone.
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))
     with running_gateway(tmp_path_factory.mktemp("commands"), session_ttl=600) as gate:
         yield gate
-    structlog.reset_defaults()
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
 import tinker
-from click.testing import CliRunner
 from gateway_fakes import KEY, datum, running_gateway
-from tinker.cli.__main__ import main_cli
-from tinker.cli.exceptions import TinkerCliError
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +36,29 @@ def training(gate):
         yield training
 
 
+def run(*arguments: str, typed: str | None) -> subprocess.CompletedProcess[str]:
+    """The command as a process of its own: within this one, clients of other gateways that
+    earlier tests closed make it wait."""
+    return subprocess.run(
+        [sys.executable, "-m", "tinker.cli", *arguments],
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
 def shown(*arguments: str, typed: str | None = None) -> str:
-    result = CliRunner().invoke(main_cli, arguments, input=typed, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
+    ended = run(*arguments, typed=typed)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def refused(*arguments: str, typed: str | None = None) -> str:
+    ended = run(*arguments, typed=typed)
+    assert ended.returncode != 0, ended.stdout
+    return ended.stdout + ended.stderr
 
 
 def answer(*arguments: str) -> dict:
@@ -60,15 +78,13 @@ def test_who_the_key_is_of_and_whether_it_works(monkeypatch):
     assert "tml:organization:tandem" in shown("auth", "whoami")
     assert "Tinker accessible: yes" in shown("auth", "status")
     monkeypatch.setenv("TINKER_API_KEY", "tml-wrong")
-    with pytest.raises(TinkerCliError, match="Authentication failed"):
-        shown("auth", "status")
+    assert "Authentication failed" in refused("auth", "status")
 
 
 def test_login_stores_a_key_that_works_and_says_why_another_does_not(monkeypatch, tmp_path):
     monkeypatch.delenv("TINKER_API_KEY")
-    with pytest.raises(TinkerCliError) as refused:
-        shown("auth", "login", typed="tml-wrong\n")
-    assert "the API key is missing or wrong" in str(refused.value.details)
+    said = refused("auth", "login", typed="tml-wrong\n")
+    assert "the API key is missing or wrong" in " ".join(said.split())
     assert "Logged in as local (tandem)" in shown("auth", "login", typed=f"{KEY}\n")
     stored = json.loads((tmp_path / ".tinker" / "credentials.json").read_text())
     assert stored["keys"][stored["default"]]["key"] == KEY
@@ -85,8 +101,7 @@ def test_runs_are_listed_and_shown(training):
     assert "because" in table
     columns = "id,model,owner,lora,updated,status,checkpoint,checkpoint_time"
     assert "OK" in shown("run", "list", "-c", columns)
-    with pytest.raises(TinkerCliError, match="not found"):
-        shown("run", "info", "s-0:train:0")
+    assert "not found" in refused("run", "info", "s-0:train:0")
 
 
 def test_a_trace_is_written_to_a_file(training, tmp_path):

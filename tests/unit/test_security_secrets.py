@@ -28,10 +28,11 @@ def log(capfd):
     """What this process logs, as the gateway does."""
     import structlog
 
+    before = structlog.get_config()
     stream = io.StringIO()
     configure_logging(service="gateway", level="debug", stream=stream)
     yield stream
-    structlog.reset_defaults()
+    structlog.configure(**before)
     logging.basicConfig(level=logging.WARNING, force=True)
     logging.captureWarnings(False)
 
