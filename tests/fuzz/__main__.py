@@ -30,6 +30,9 @@ PER_WORLD = 250
 GROWTH = 96 * 2**20
 """Bytes that may be held more at the end than after the first part: room for what is kept for
 a while by design (results, finished samples, pages of the database)."""
+_MEMORY = 6 * 2**30
+"""That this process may map beside what it has at the start: what wants all the memory of the
+machine is a fault that is told, not one that ends its neighbours."""
 _TRAINER_MEMORY = 2 * 2**30
 
 
@@ -42,7 +45,7 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=1, help="stop after so many faults")
     given = parser.parse_args()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, bounded_memory(_MEMORY):
         run = Run(Path(folder), seed=given.seed, keep=given.keep, most=given.most)
         faults = run.all(first=given.first, requests=given.requests)
     seconds = time.monotonic() - began

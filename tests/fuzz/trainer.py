@@ -53,6 +53,8 @@ def bounded_memory(more: int) -> Iterator[None]:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     limit = pages * resource.getpagesize() + more
+    if before[0] != resource.RLIM_INFINITY:
+        limit = min(limit, before[0])
     resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
     try:
         yield
