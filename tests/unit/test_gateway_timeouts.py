@@ -162,7 +162,7 @@ def test_a_body_that_stops_is_408_with_a_sentence(gate):
         raw.post("/api/v1/create_session", "Content-Length: 1000")
         raw.send(b'{"tags":')
         status, headers, body = raw.answer()
-        assert (status, body["type"], body["category"]) == (408, "request_timed_out", "user")
+        assert (status, body["type"], body["category"]) == (408, "request_timed_out", "server")
         assert headers["connection"] == "close"
         assert raw.rest() == b""
     assert timeouts(gate, "body") == before + 1
