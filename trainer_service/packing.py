@@ -104,19 +104,14 @@ def packed_attention(
     if not runs:
         return _attend(query, key, value, scaling, sliding_window).transpose(1, 2), None
     results: list[Tensor] = []
-    start = 0
-    for count, length in runs:
-        end = start + count * length
-        q, k, v = (_rows(tensor, start, end, count) for tensor in (query, key, value))
+    # Split and not sliced: the gradient of each slice would be a row of zeros with a piece in it.
+    sizes = [count * length for count, length in runs]
+    pieces = zip(*(tensor[0].split(sizes, dim=1) for tensor in (query, key, value)), strict=True)
+    for (count, length), piece in zip(runs, pieces, strict=True):
+        q, k, v = (part.unflatten(1, (count, length)).transpose(0, 1) for part in piece)
         result = _attend(q, k, v, scaling, sliding_window)
         results.append(result.transpose(1, 2).reshape(count * length, *result.shape[1::2]))
-        start = end
     return torch.cat(results)[None], None
-
-
-def _rows(tensor: Tensor, start: int, end: int, count: int) -> Tensor:
-    """[1, heads, T, size] from start to end as a view [count, heads, length, size]."""
-    return tensor[0, :, start:end].unflatten(1, (count, -1)).transpose(0, 1)
 
 
 def _attend(
