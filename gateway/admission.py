@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
@@ -74,9 +75,7 @@ class Admission:
         if run is None:
             return await self._submit_to_lost(run_id=run_id, seq_id=seq_id, kind=kind)
         run.last_request_at = time.time()
-        if seq_id in run.arriving:
-            await run.arrived(seq_id)
-            return request_id
+        await run.arrived(seq_id)  # the same request, sent before; should it fail, this one goes
         # In an ended run, whatever still has a future (or a row) was accepted before.
         if self._futures.get(request_id) is not None or run.dispatcher.consumed(seq_id):
             return request_id
@@ -155,9 +154,10 @@ class Admission:
             raise SessionFinished(f"training run {run_id} has ended: {row['reason']}")
         request_id = request_id_of(owner=run_id, seq_id=seq_id)
         if await self._oplog.recall(request_id) is None:
-            await self._oplog.accept(
-                run_id=run_id, seq_id=seq_id, kind=kind, request=b"", payload=None
-            )
+            with suppress(IntegrityError):  # the same request came twice, at once
+                await self._oplog.accept(
+                    run_id=run_id, seq_id=seq_id, kind=kind, request=b"", payload=None
+                )
             self._oplog.end(
                 run_id=run_id,
                 seq_id=seq_id,

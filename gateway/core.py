@@ -113,6 +113,7 @@ class Gateway:
             database=self.database,
             models=self.models,
             versions=self.versions,
+            sessions=self.sessions,
             limits=self.limits,
             idle_ttl=settings.sampler_idle_ttl,
         )
@@ -137,6 +138,7 @@ class Gateway:
             fleet=self.fleet,
             metrics=self.metrics,
             samples=self.samples,
+            sessions=self.sessions,
             limits=self.limits,
         )
         self.custom_losses = CustomLosses(
@@ -223,6 +225,7 @@ class Gateway:
         await self.fleet.close()
         await self.copies.close()
         await self.traces.close()
+        await self.results.close()
         self.usage.write()
         self.keys.write_uses()
         await self.database.close()
@@ -233,17 +236,14 @@ class Gateway:
 
         Asked twice, both wait for the one end, and the first reason counts.
         """
-        if await self.sessions.end(
-            session_id=session_id, state=state, reason=reason, detail=detail
-        ):
-            self._log.info(
-                "session_ended", session_id=session_id, state=state, reason=reason, detail=detail
+        task = self._ending.get(session_id)
+        if task is None:
+            if self.sessions.get(session_id) is None:
+                return
+            task = self._ending[session_id] = asyncio.create_task(
+                self._end_session(session_id, state=state, reason=reason, detail=detail)
             )
-            self._ending[session_id] = asyncio.create_task(
-                self._clear(session_id, why_ended(session_id, reason=reason, detail=detail))
-            )
-        if (task := self._ending.get(session_id)) is not None:
-            await asyncio.shield(task)
+        await asyncio.shield(task)
 
     async def collect(self, run_id: str) -> bool:
         """Removes the run's files that nothing names or uses. False: some are still in use."""
@@ -251,19 +251,34 @@ class Gateway:
             return await self.versions.sweep_run(run_id)
         return await self.versions.collect(run_id)
 
-    async def _clear(self, session_id: str, why: str) -> None:
-        error = SessionFinished(why)
+    async def _end_session(self, session_id: str, *, state: str, reason: str, detail: str) -> None:
         try:
-            run_ids, _ = await asyncio.gather(
-                self.runs.end_session(session_id, error),
-                self.samplers.end_session(session_id, error),
-            )
-            named = self.sampling.end_session(session_id)
-            await self.custom_losses.end_session(session_id)
-            for run_id in sorted({*run_ids, *named}):
-                await self.collect(run_id)
+            try:
+                await self.sessions.end(
+                    session_id=session_id, state=state, reason=reason, detail=detail
+                )
+            finally:  # should the database refuse, its workers stop all the same
+                self._log.info(
+                    "session_ended",
+                    session_id=session_id,
+                    state=state,
+                    reason=reason,
+                    detail=detail,
+                )
+                await self._clear(session_id, why_ended(session_id, reason=reason, detail=detail))
         finally:
             self._ending.pop(session_id, None)
+
+    async def _clear(self, session_id: str, why: str) -> None:
+        error = SessionFinished(why)
+        run_ids, _ = await asyncio.gather(
+            self.runs.end_session(session_id, error),
+            self.samplers.end_session(session_id, error),
+        )
+        named = self.sampling.end_session(session_id)
+        await self.custom_losses.end_session(session_id)
+        for run_id in sorted({*run_ids, *named}):
+            await self.collect(run_id)
 
     def _counts(self) -> Counts:
         def owned(session_ids: Iterable[str], owner: str) -> int:

@@ -94,7 +94,7 @@ class CustomLosses:
         row = await self._database.read_one(
             select(func.count().label("losses"))
             .select_from(custom_losses.join(sessions, sessions.c.id == custom_losses.c.session_id))
-            .where(sessions.c.owner == owner)
+            .where(sessions.c.owner == owner, sessions.c.state == "active")
         )
         assert row is not None
         return int(row["losses"])

@@ -179,19 +179,21 @@ class Database:
         batch = await self._files_first(batch)
         try:
             await self._transact(connection, batch)
-        except SQLAlchemyError:
-            # One bad row must not fail the others: each is tried alone.
+        except Exception:  # noqa: BLE001 - a driver's refusal of a value is no SQLAlchemyError
+            # One bad row must not fail the others, nor end the writer: each is tried alone.
             for write in batch:
                 try:
                     await self._transact(connection, [write])
-                except SQLAlchemyError as error:
+                except Exception as error:  # noqa: BLE001 - its caller is told, or the log
                     self._fail(write, error)
         for write in batch:
             if write.done is not None and not write.done.done():
                 write.done.set_result(None)
         later = [write.after for write in batch if write.after is not None]
         if later:
-            await asyncio.to_thread(_run_each, later)
+            errors = await asyncio.to_thread(_run_each, later)
+            for failed in errors.values():  # what was committed stays; files may be left over
+                self._log.error("file_work_failed", error=str(failed))
 
     async def _files_first(self, batch: list[_Write]) -> list[_Write]:
         work = [write.before for write in batch if write.before is not None]
@@ -243,7 +245,7 @@ def _run_each(work: list[Callable[[], None]]) -> dict[Callable[[], None], Except
     for call in work:
         try:
             call()
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - its caller is told, or the log
             errors[call] = error
     return errors
 

@@ -94,7 +94,10 @@ class Fleet:
 
         async def watch() -> None:
             async for exit_ in exits:
-                self._ended(exit_.worker_id, exit_.reason)
+                try:
+                    self._ended(exit_.worker_id, exit_.reason)
+                except Exception:  # noqa: BLE001 - the ends of others must still be heard of
+                    self._log.exception("exit_not_handled", worker_id=exit_.worker_id)
 
         self._watcher = asyncio.create_task(watch(), name="worker-watcher")
 

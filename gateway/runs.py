@@ -95,8 +95,8 @@ class Run:
         return self.facts.session_id
 
     async def arrived(self, seq_id: int) -> None:
-        """Returns when the operation that is on its way into the log has got there."""
-        if seq_id in self.arriving:
+        """Returns when no operation is on its way to this place of the log (any more)."""
+        while seq_id in self.arriving:
             await asyncio.shield(self.arriving[seq_id])
 
 
@@ -193,17 +193,22 @@ class Runs:
         """Begins to start a run and returns the request_id of its creation, which ends when
         the trainer is ready and, if asked, has loaded a checkpoint. Its place in the log is 0.
 
-        Raises `LimitExceeded` where its owner has as many runs or samplers as are allowed."""
+        Raises `LimitExceeded` where its owner has as many runs or samplers as are allowed, and
+        `SessionFinished`; then nothing is left of it."""
         run_id = run_id_of(session_id=session_id, model_seq_id=model_seq_id)
         request_id = request_id_of(owner=run_id, seq_id=0)
-        existing = self._runs.get(run_id)
-        if existing is not None:
+        known = await self._database.read_one(select(runs.c.id).where(runs.c.id == run_id))
+        while (existing := self._runs.get(run_id)) is not None:  # the same request came before
             await existing.arrived(0)
-            return request_id
-        if await self._database.read_one(select(runs.c.id).where(runs.c.id == run_id)):
+            if self._runs.get(run_id) is existing:  # else it could not be written
+                return request_id
+        if known is not None:
             return request_id  # of before a restart: the log says what became of it
+        # From here to where the run is registered nothing is waited for.
+        session = self._sessions.require(session_id)
         self._limits.check_in_session("runs", session_id=session_id)
-        self._samplers.check_room(session_id=session_id, model_name=model.name, rank=training.rank)
+        # Engine and trainer start side by side: the loop will need both.
+        self._samplers.ensure(session_id=session_id, model=model, rank=training.rank)
         run = self._new_run(session_id=session_id, run_id=run_id, model=model, training=training)
         self._runs[run_id] = run
         future = Future(
@@ -219,7 +224,6 @@ class Runs:
             future=future,
             body=load,
         )
-        session = self._sessions.get(session_id)
         arrival = run.arriving[0] = asyncio.get_running_loop().create_future()
         try:
             await self._database.write(
@@ -229,8 +233,8 @@ class Runs:
                     "session_id": session_id,
                     "base_model": model.name,
                     "training": training.model_dump(),
-                    "owner": self._sessions.owner_of(session_id),
-                    "project_id": session.project_id if session is not None else "",
+                    "owner": session.owner,
+                    "project_id": session.project_id,
                     "state": "starting",
                     "error_type": "",
                     "reason": "",
@@ -252,8 +256,6 @@ class Runs:
         if run.error is not None:  # its session has ended meanwhile
             self._on_outcome(operation, run.error)
             return request_id
-        # Engine and trainer start side by side: the loop will need both.
-        self._samplers.ensure(session_id=session_id, model=model, rank=training.rank)
         run.bring_up = asyncio.create_task(self._bring_up(run, operation), name=f"start-{run_id}")
         return request_id
 

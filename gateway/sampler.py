@@ -110,7 +110,9 @@ class Sampler:
 
     @property
     def loaded(self) -> set[str]:
-        """What was served last: the weights, and the newest of the adapters beside them."""
+        """What was served last: the weights, and the newest of the adapters beside them. For the
+        status alone: every load and every sample names its version, and the engine knows best
+        what it has to load for it."""
         return {self.weights, *self._adapters}
 
     @property
@@ -370,19 +372,16 @@ class Sampler:
     async def _fail_to_start(self, error: WorkerStartFailed, backoff: Backoff) -> None:
         self._set_state("failed", error.message)
         self._wanted.clear()  # it is tried again when somebody asks again
-        self._replace_client().set_exception(error)
+        self._client.set_exception(error)
+        self._client.exception()  # it may be that nobody waits
+        self._client = asyncio.get_running_loop().create_future()
         await asyncio.sleep(backoff.failed())
-
-    def _replace_client(self) -> asyncio.Future[SamplerClient]:
-        old, self._client = self._client, asyncio.get_running_loop().create_future()
-        if not old.done():
-            old.add_done_callback(lambda f: f.exception())  # it may be that nobody waits
-        return old
 
     def _on_exit(self, reason: str) -> None:
         self.worker = None
         self._weights = ""
         self._adapters.clear()
         self._set_state("starting", reason)
-        self._replace_client()
+        if self._client.done():  # else whoever waits for it goes on waiting, for the next engine
+            self._client = asyncio.get_running_loop().create_future()
         self._died.set()

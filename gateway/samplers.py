@@ -19,6 +19,7 @@ from gateway.metrics import Metrics
 from gateway.models import BaseModelEntry
 from gateway.sampler import Sampler
 from gateway.samples import SampleMeter, Samples
+from gateway.sessions import Sessions
 from gateway.versions import Version
 from tandem.errors import Overloaded, SessionFinished, TandemError
 from tandem.settings import GatewaySettings
@@ -38,12 +39,14 @@ class Samplers:
         fleet: Fleet,
         metrics: Metrics,
         samples: Samples,
+        sessions: Sessions,
         limits: Limits,
     ) -> None:
         self._settings = settings
         self._fleet = fleet
         self._metrics = metrics
         self._samples = samples
+        self._sessions = sessions
         self._limits = limits
         self._starter = FairStarter()
         self._samplers: dict[tuple[str, str, int], Sampler] = {}
@@ -63,9 +66,10 @@ class Samplers:
 
     def ensure(self, *, session_id: str, model: BaseModelEntry, rank: int) -> Sampler:
         """As `get`; where there is none, the engine of a new one begins to start. Raises
-        `LimitExceeded` where that is one too many of its owner."""
+        `LimitExceeded` where that is one too many of its owner, and `SessionFinished`."""
         sampler = self.get(session_id=session_id, model_name=model.name, rank=rank)
         if sampler is None:
+            self._sessions.require(session_id)
             self._limits.check_in_session("samplers", session_id=session_id)
             largest = self._largest_rank(rank)
             sampler = self._samplers[session_id, model.name, largest] = Sampler(
@@ -79,11 +83,6 @@ class Samplers:
                 max_adapters=self._settings.sampler.max_adapters,
             )
         return sampler
-
-    def check_room(self, *, session_id: str, model_name: str, rank: int) -> None:
-        """Raises the `LimitExceeded` that `ensure` would raise."""
-        if self.get(session_id=session_id, model_name=model_name, rank=rank) is None:
-            self._limits.check_in_session("samplers", session_id=session_id)
 
     def submit(
         self,

@@ -19,9 +19,10 @@ from gateway.identity import Readers
 from gateway.limits import Limits
 from gateway.models import BaseModelEntry, Models
 from gateway.names import sampling_session_id_of, split_model_name
+from gateway.sessions import Sessions
 from gateway.tables import sampling_sessions
 from gateway.versions import Version, Versions
-from tandem.errors import InvalidRequest, UnknownSampler, UnknownWeights
+from tandem.errors import InvalidRequest, SessionFinished, UnknownSampler, UnknownWeights
 
 SamplingKind = Literal["base", "named", "snapshot", "inflight"]
 
@@ -49,18 +50,21 @@ class SamplingSessions:
         database: Database,
         models: Models,
         versions: Versions,
+        sessions: Sessions,
         limits: Limits,
         idle_ttl: float,
     ) -> None:
         self._database = database
         self._models = models
         self._versions = versions
+        self._sessions = sessions
         self._limits = limits
         self._idle_ttl = idle_ttl
         self._active: dict[str, SamplingSession] = {}
 
     async def open(self) -> None:
-        """Those that an earlier gateway left, as far as their model and weights are there."""
+        """Those that an earlier gateway left, as far as their session, model and weights are
+        there."""
         for row in await self._database.read(
             select(sampling_sessions)
             .where(sampling_sessions.c.state == "active")
@@ -68,7 +72,7 @@ class SamplingSessions:
         ):
             try:
                 self._active[row["id"]] = await self._restore(row)
-            except (UnknownSampler, UnknownWeights, InvalidRequest):
+            except (SessionFinished, UnknownSampler, UnknownWeights, InvalidRequest):
                 self._note_end([row["id"]])
 
     def all(self) -> list[SamplingSession]:
@@ -86,7 +90,8 @@ class SamplingSessions:
         """For a base model, or a checkpoint that one of `readers` may read; asked again for the
         same number, the first answer.
 
-        Raises `UnknownModel`, `UnknownWeights` or `InvalidRequest`.
+        Raises `UnknownModel`, `UnknownWeights`, `InvalidRequest`, `LimitExceeded` or
+        `SessionFinished`.
         """
         existing = self._active.get(sampling_session_id_of(session_id=session_id, number=number))
         if existing is not None:
@@ -257,23 +262,28 @@ class SamplingSessions:
             return existing  # the same request came twice, at once
         if existing is not None:
             raise InvalidRequest(f"there is a sampling session {session.id} already")
+        self._sessions.require(session_id)
         self._limits.check_in_session("sampling_sessions", session_id=session_id)
         self._active[session.id] = session
-        await self._database.write(
-            insert(sampling_sessions),
-            {
-                "id": session.id,
-                "session_id": session_id,
-                "kind": kind,
-                "base_model": version.base_model,
-                "model_path": model_path,
-                "run_id": version.run_id,
-                "version": version.name,
-                "state": "active",
-                "clients": 0,
-                "created_at": time.time(),
-            },
-        )
+        try:
+            await self._database.write(
+                insert(sampling_sessions),
+                {
+                    "id": session.id,
+                    "session_id": session_id,
+                    "kind": kind,
+                    "base_model": version.base_model,
+                    "model_path": model_path,
+                    "run_id": version.run_id,
+                    "version": version.name,
+                    "state": "active",
+                    "clients": 0,
+                    "created_at": time.time(),
+                },
+            )
+        except Exception:
+            self._active.pop(session.id, None)
+            raise
         return session
 
     async def _named_version(self, checkpoint: Checkpoint) -> Version:
@@ -291,6 +301,7 @@ class SamplingSessions:
         return (await self._versions.checkpoints.origin(version.run_id)).training.rank
 
     async def _restore(self, row: RowMapping) -> SamplingSession:
+        self._sessions.require(row["session_id"])
         if row["kind"] == "base":
             version = base_version(self._models.get(row["base_model"]))
         else:

@@ -13,6 +13,7 @@ from sqlalchemy import insert, select, update
 from gateway.database import Database
 from gateway.names import new_session_id
 from gateway.tables import runs, sessions
+from tandem.errors import SessionFinished
 
 _REMEMBERED = 10_000
 """Ended sessions whose owner is still known without asking the database."""
@@ -105,6 +106,14 @@ class Sessions:
     def get(self, session_id: str) -> Session | None:
         """The session while it is active; asking is no sign of life."""
         return self._active.get(session_id)
+
+    def require(self, session_id: str) -> Session:
+        """Raises `SessionFinished`. Whoever waited for something since its session was last
+        looked at asks before it starts anything that only the end of the session stops."""
+        session = self._active.get(session_id)
+        if session is None:
+            raise SessionFinished(f"session {session_id} has ended; make a new ServiceClient")
+        return session
 
     def owner_of(self, session_id: str) -> str:
         """Also for some time after its end, when what was used last is counted; then empty."""

@@ -3,8 +3,12 @@
 An adapter lies in PEFT's layout (`adapter_config.json`, `adapter_model.safetensors`) beside our
 manifest. Before it is added: the manifest and its checksums, the settings, and that every pair
 A [r, in], B [out, r] fits a matrix of the base model. Afterwards: that the engine computes the
-trainer's canary with it, as a request among those that run already. Nothing that is not about
-this adapter waits for any of it.
+trainer's canary with it, as a request among those that run already.
+
+What is read of an adapter's files (checksums, then its tensors) is read in the engine's thread,
+between two steps: what runs waits for that long, as it does while the engine copies the tensors
+to their place. An adapter is a few parts in a hundred of its base model, and each is read once
+as long as it stays. Nothing waits for the canary.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ class Scheduler:
         return waiter.sampled
 
     def load(self, version: Version) -> Future[LoadOutcome]:
-        """Ends when the version serves. A version that is loaded already ends at once."""
+        """Ends when the version serves. A version that is loaded already ends at once. Whoever
+        cancels the future before its turn leaves the engine as it is."""
         waiter = self._waiter(version, None)
         self._hand_over(waiter)
         return waiter.loaded
@@ -156,6 +157,7 @@ class Scheduler:
         self._waiting.extend(arrivals.waiters)
         if arrivals.cancelled:
             self._forget(arrivals.cancelled)
+        self._waiting.drop_given_up()  # nothing is loaded for nobody
         return True
 
     def _forget(self, ids: frozenset[str]) -> None:

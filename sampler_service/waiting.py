@@ -28,6 +28,10 @@ class WaitingList:
         """Drops requests by their ids; nobody waits for them any more."""
         self._waiters = [w for w in self._waiters if w.job is None or w.job.request.id not in ids]
 
+    def drop_given_up(self) -> None:
+        """A load has no id to be cancelled by: that its caller went shows in its future."""
+        self._waiters = [w for w in self._waiters if not w.given_up]
+
     def remove(self, waiters: Collection[Waiter]) -> None:
         gone = set(waiters)
         self._waiters = [w for w in self._waiters if w not in gone]

@@ -59,12 +59,18 @@ class Waiter:
     sampled: Future[Sampled] = field(default_factory=Future)
     loaded: Future[LoadOutcome] = field(default_factory=Future)
 
+    @property
+    def given_up(self) -> bool:
+        """Whether nobody waits for it any more: its caller went, or ran out of time."""
+        return self._future.cancelled()
+
     def fail(self, error: TandemError) -> None:
-        future: Future[Sampled] | Future[LoadOutcome] = (
-            self.sampled if self.job is not None else self.loaded
-        )
-        if future.set_running_or_notify_cancel():
-            future.set_exception(error)
+        if self._future.set_running_or_notify_cancel():
+            self._future.set_exception(error)
+
+    @property
+    def _future(self) -> Future[Sampled] | Future[LoadOutcome]:
+        return self.sampled if self.job is not None else self.loaded
 
     @property
     def order(self) -> tuple[str, int, float]:

@@ -84,6 +84,19 @@ def test_an_explicit_load_waits_like_a_request_and_ends_when_the_version_serves(
     assert bench.scheduler.status.version == NEW
 
 
+def test_a_load_that_its_caller_gave_up_is_not_carried_out():
+    bench = Bench()
+    running = bench.ask(BASE, "running", steps=2)
+    given_up, wanted = bench.scheduler.load(NEW), bench.scheduler.load(OTHER)
+    bench.turns(1)
+    assert given_up.cancel(), "as asyncio does when a call is over its deadline"
+    bench.settle()
+    assert running.result(0).version == BASE
+    assert wanted.result(0).version == OTHER
+    assert bench.loader.loads == ["run/v2"]
+    assert bench.scheduler.status.waiting == 0
+
+
 def test_a_load_of_what_is_loaded_ends_at_once_though_requests_run():
     bench = Bench()
     bench.ask(BASE, "running", steps=5)
