@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
-import secrets
 import time
 from collections.abc import Iterable
-from ipaddress import ip_address
-from pathlib import Path
 
 from gateway.access import Access
 from gateway.admission import Admission
@@ -17,15 +12,18 @@ from gateway.audit import AuditLog
 from gateway.completions import Completions
 from gateway.copies import Copies
 from gateway.custom_losses import CustomLosses
+from gateway.data_directory import DataDirectoryLock, keep_api_key
 from gateway.database import Database
 from gateway.directory import Directory
 from gateway.downloads import Downloads
 from gateway.fleet import ChannelFactory, Fleet, open_channel
 from gateway.futures import Futures
+from gateway.gauges import watch_parts
 from gateway.identity import Identity
 from gateway.keys import Keys
 from gateway.launchers.base import Launcher
 from gateway.limits import Counts, Limits
+from gateway.listening import check_listening
 from gateway.metrics import Metrics
 from gateway.models import Models
 from gateway.openai.entrance import Entrance
@@ -43,7 +41,7 @@ from gateway.trace_exports import TraceExports
 from gateway.usage import Usage
 from gateway.usage_report import UsageReports
 from gateway.versions import Versions
-from tandem.errors import InvalidRequest, SessionFinished
+from tandem.errors import SessionFinished
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 
@@ -185,7 +183,16 @@ class Gateway:
         self._lock = DataDirectoryLock(settings.data_dir)
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._log = get_log()
-        self._watch()
+        watch_parts(
+            self.metrics,
+            sessions=self.sessions,
+            runs=self.runs,
+            fleet=self.fleet,
+            samplers=self.samplers,
+            futures=self.futures,
+            limits=self.limits,
+            results=self.results,
+        )
 
     async def open(self) -> None:
         """Takes the data directory, and clears up what an earlier gateway left in it.
@@ -302,120 +309,3 @@ class Gateway:
             custom_losses=lambda owner: self.custom_losses.count(owner),
             checkpoint_bytes=lambda owner: self.versions.checkpoints.bytes_of_owner(owner),
         )
-
-    def _watch(self) -> None:
-        watch = self.metrics.watch
-        watch(
-            name="sessions",
-            help_text="Active sessions.",
-            value=lambda: len(self.sessions.all()),
-        )
-        watch(
-            name="runs",
-            help_text="Training runs that have not ended.",
-            value=lambda: sum(1 for run in self.runs.all() if run.state != "ended"),
-        )
-        watch(
-            name="workers",
-            help_text="Workers that start or serve.",
-            value=lambda: len(self.fleet.all()),
-        )
-        watch(
-            name="queued_operations",
-            help_text="Operations that have not ended.",
-            value=lambda: sum(run.dispatcher.queued for run in self.runs.all()),
-        )
-        watch(
-            name="waiting_samples",
-            help_text="Samples that have not ended.",
-            value=lambda: sum(sampler.waiting for sampler in self.samplers.all()),
-        )
-        watch(
-            name="futures",
-            help_text="Results and promises in memory.",
-            value=lambda: len(self.futures),
-        )
-        watch(
-            name="queued_bytes",
-            help_text="Payloads of operations that have not ended, on the disk.",
-            value=lambda: self.limits.operation_bytes.total,
-        )
-        watch(
-            name="held_bytes",
-            help_text="Requests that wait in memory.",
-            value=lambda: self.limits.held.total,
-        )
-        watch(
-            name="body_bytes",
-            help_text="Bodies that are being received or handled.",
-            value=lambda: self.limits.bodies.total,
-        )
-        watch(
-            name="open_requests",
-            help_text="Requests that are being answered, long polls among them.",
-            value=lambda: self.limits.requests.total,
-        )
-        watch(
-            name="result_bytes",
-            help_text="Results in memory that nobody has fetched yet.",
-            value=lambda: self.results.bytes_held,
-        )
-
-
-class DataDirectoryLock:
-    """One gateway for each data directory."""
-
-    def __init__(self, data_dir: Path) -> None:
-        self._path = data_dir / "gateway.lock"
-        self._fd: int | None = None
-
-    def take(self) -> None:
-        """Raises `InvalidRequest` when another process holds it."""
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(fd)
-            raise InvalidRequest(
-                f"another gateway uses the data directory {self._path.parent}; stop it, or "
-                "choose another directory with --data-dir (TANDEM_DATA_DIR)"
-            ) from error
-        self._fd = fd
-
-    def release(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-
-def check_listening(settings: GatewaySettings, *, keys: Keys) -> None:
-    """Raises `InvalidRequest` where others could reach a gateway whose only key is the local
-    one, which was made for this machine."""
-    if is_loopback(settings.host) or keys.any_given_out():
-        return
-    raise InvalidRequest(
-        f"the gateway would listen on {settings.host}, where others reach it, and has no key but "
-        "the local one; make one first: tandem keys create --owner NAME --role admin "
-        f"--data-dir {settings.data_dir}"
-    )
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def keep_api_key(data_dir: Path) -> str:
-    """The key of this data directory, made on first use. The SDK wants the `tml-` in front."""
-    path = data_dir / "api_key"
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except FileNotFoundError:
-        key = f"tml-{secrets.token_urlsafe(32)}"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "w", encoding="ascii") as file:
-            file.write(key + "\n")
-        return key

@@ -12,9 +12,10 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.audit import ACTIONS, NOT_AUDITED
-from gateway.core import Gateway, is_loopback
+from gateway.core import Gateway
 from gateway.downloads import PREFIX as DOWNLOADS
 from gateway.identity import Caller
+from gateway.listening import is_loopback
 from gateway.routes.wire import error_response
 from gateway.trace_exports import PREFIX as TRACES
 from tandem.errors import InternalError, TokenRefused, Unauthenticated

@@ -14,7 +14,7 @@ from typing import Literal
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from gateway.core import DataDirectoryLock
+from gateway.data_directory import DataDirectoryLock
 from gateway.database import Database
 from gateway.keys import Keys, NewKey
 from gateway.routes.keys import CreateKey, described

@@ -11,9 +11,11 @@ from sqlalchemy import select
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from gateway.core import Gateway, is_loopback, keep_api_key
+from gateway.core import Gateway
+from gateway.data_directory import keep_api_key
 from gateway.database import Database
 from gateway.keys import Keys, NewKey, digest_of, id_of
+from gateway.listening import is_loopback
 from gateway.tables import keys as table
 from tandem.cli.keys import parse_duration
 from tandem.cli.main import app

@@ -1,0 +1,71 @@
+"""What the metrics tell of what there is now, asked for at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.fleet import Fleet
+from gateway.futures import Futures
+from gateway.limits import Limits
+from gateway.metrics import Metrics
+from gateway.results import Results
+from gateway.runs import Runs
+from gateway.samplers import Samplers
+from gateway.sessions import Sessions
+
+
+def watch_parts(
+    metrics: Metrics,
+    *,
+    sessions: Sessions,
+    runs: Runs,
+    fleet: Fleet,
+    samplers: Samplers,
+    futures: Futures,
+    limits: Limits,
+    results: Results,
+) -> None:
+    """Adds a gauge for each count of things in these parts."""
+    gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (
+        ("sessions", "Active sessions.", lambda: len(sessions.all())),
+        (
+            "runs",
+            "Training runs that have not ended.",
+            lambda: sum(1 for run in runs.all() if run.state != "ended"),
+        ),
+        ("workers", "Workers that start or serve.", lambda: len(fleet.all())),
+        (
+            "queued_operations",
+            "Operations that have not ended.",
+            lambda: sum(run.dispatcher.queued for run in runs.all()),
+        ),
+        (
+            "waiting_samples",
+            "Samples that have not ended.",
+            lambda: sum(sampler.waiting for sampler in samplers.all()),
+        ),
+        ("futures", "Results and promises in memory.", lambda: len(futures)),
+        (
+            "queued_bytes",
+            "Payloads of operations that have not ended, on the disk.",
+            lambda: limits.operation_bytes.total,
+        ),
+        ("held_bytes", "Requests that wait in memory.", lambda: limits.held.total),
+        (
+            "body_bytes",
+            "Bodies that are being received or handled.",
+            lambda: limits.bodies.total,
+        ),
+        (
+            "open_requests",
+            "Requests that are being answered, long polls among them.",
+            lambda: limits.requests.total,
+        ),
+        (
+            "result_bytes",
+            "Results in memory that nobody has fetched yet.",
+            lambda: results.bytes_held,
+        ),
+    )
+    for name, help_text, value in gauges:
+        metrics.watch(name=name, help_text=help_text, value=value)
