@@ -11,7 +11,7 @@ from gateway.operations import (
     SaveWeightsExternal,
     SaveWeightsForSampler,
 )
-from gateway.routes import custom_loss, futures, sampling, service, training
+from gateway.routes import custom_loss, futures, new_run, sampling, service, training
 from gateway.routes.sample_request import Sample
 from gateway.routes.wire import PROTOBUF
 from tandem.errors import (
@@ -73,7 +73,7 @@ TRAINING: Table = {
     training.load_weights: Described(
         takes=(
             (training.Addressing, training.Place, LoadWeights),
-            (training.Addressing, training.CreateViaLoad, training.Lent, LoadWeights),
+            (training.Addressing, new_run.CreateViaLoad, training.Lent, LoadWeights),
         ),
         answers=json(a.Promise),
         errors=(*_LOGGED, UnknownSession, UnknownModel, UnknownWeights),
@@ -83,8 +83,8 @@ TRAINING: Table = {
             "checkpoint that fits the model and the training asked for.",
         ),
     ),
-    training.create_model: Described(
-        takes=((training.CreateModel,),),
+    new_run.create_model: Described(
+        takes=((new_run.CreateModel,),),
         answers=json(a.Promise),
         errors=(UnknownSession, UnknownModel, SessionFinished),
         rules=(

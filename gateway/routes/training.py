@@ -1,20 +1,16 @@
-"""Training runs and the operations of their logs."""
+"""The operations of a run's log, and what a run trains."""
 
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import Callable, Mapping
-from typing import Literal
+from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.compatible import training_from
 from gateway.execute import check_names
-from gateway.names import run_id_of, split_model_name
 from gateway.operations import (
     AdamParams,
     Body,
@@ -28,6 +24,7 @@ from gateway.operations import (
     UseCustomLoss,
 )
 from gateway.routes.checkpoints import optimizer_config
+from gateway.routes.new_run import OptimizerConfig, create_via_load, known_optimizer
 from gateway.routes.prefix import read_routing_prefix
 from gateway.routes.wire import (
     JSON,
@@ -43,54 +40,13 @@ from gateway.routes.wire import (
 )
 from gateway.sdk_version import json_refused
 from tandem.errors import (
-    InvalidRequest,
     MalformedPayload,
     OptimizerSetting,
     PayloadTooLarge,
     UnknownRun,
-    UnsuitableLora,
     UserError,
 )
 from tandem.wire.v1 import tinker_pb2
-from tandem.worker import LoraSpec, TrainingSpec
-
-TRAINING_KEY = "tandem_training"
-"""The key of `user_metadata` that chooses the kind of training; its only value is `full`."""
-
-LORA_ALPHA = 32.0
-"""Whatever the rank: a learning rate then suits adapters of every rank about as well."""
-
-
-class OptimizerConfig(BaseModel):
-    type: str = "adamw"
-    version: int | None = None
-
-
-class LoraConfig(BaseModel):
-    """As the SDK has it. No seed: one is drawn."""
-
-    rank: int = Field(ge=1, le=512)
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
-
-
-class CreateModel(BaseModel):
-    session_id: str
-    model_seq_id: int = Field(ge=0)
-    base_model: str
-    user_metadata: dict[str, object] | None = None
-    lora_config: LoraConfig | None = None
-    optimizer_config: OptimizerConfig = OptimizerConfig()
-
-
-class CreateViaLoad(BaseModel):
-    session_id: str
-    model_seq_id: int = Field(ge=0)
-    base_model: str | None = None
-    user_metadata: dict[str, object] | None = None
-    optimizer_config: OptimizerConfig | None = None
 
 
 class Addressing(BaseModel):
@@ -190,57 +146,7 @@ async def load_weights(request: Request) -> Response:
             raw=raw,
         )
     _check_small(raw)
-    body = parse(CreateViaLoad, raw)
-    load = parse(LoadWeights, raw).on_behalf_of(readers)
-    await gateway.access.session(body.session_id, caller)
-    asked = _check_optimizer(body.optimizer_config) if body.optimizer_config else None
-    checkpoint = await gateway.versions.checkpoints.for_training(load.path, readers=readers)
-    name, full = split_model_name(body.base_model or checkpoint.base_model)
-    origin = await gateway.versions.checkpoints.origin(checkpoint.path.run_id)
-    await gateway.runs.create(
-        session_id=body.session_id,
-        model_seq_id=body.model_seq_id,
-        model=gateway.models.get(name),
-        training=training_from(
-            path=load.path,
-            saved=origin.training,
-            full=full or wants_full_training(body.user_metadata),
-            optimizer=load.optimizer,
-            asked=asked,
-        ),
-        load=load,
-        user_metadata=body.user_metadata,
-        request=raw,
-    )
-    run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
-    note_for_audit(request, target=run_id, load=load.path)
-    return promise(run_id, 0, model_id=run_id)
-
-
-async def create_model(request: Request) -> Response:
-    """Begins a training run. A user's mistake is answered at once, so that the SDK raises its
-    typed error at once."""
-    gateway = gateway_of(request)
-    raw = await read_body(request, limit=SMALL_BODY)
-    body = parse(CreateModel, raw)
-    await gateway.access.session(body.session_id, caller_of(request))
-    optimizer = _check_optimizer(body.optimizer_config)
-    name, full = split_model_name(body.base_model)
-    model = gateway.models.get(name)
-    full = full or wants_full_training(body.user_metadata)
-    lora = None if full or body.lora_config is None else lora_spec(body.lora_config)
-    await gateway.runs.create(
-        session_id=body.session_id,
-        model_seq_id=body.model_seq_id,
-        model=model,
-        training=TrainingSpec(lora=lora, optimizer=optimizer),
-        load=None,
-        user_metadata=body.user_metadata,
-        request=raw,
-    )
-    run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
-    note_for_audit(request, target=run_id, base_model=body.base_model)
-    return promise(run_id, 0, model_id=run_id)
+    return await create_via_load(request, raw, readers=readers)
 
 
 async def get_info(request: Request) -> Response:
@@ -268,30 +174,6 @@ async def get_info(request: Request) -> Response:
             "optimizer_config": optimizer_config(run.training.optimizer),
         }
     )
-
-
-def lora_spec(config: LoraConfig) -> LoraSpec:
-    """Raises `UnsuitableLora` where nothing would be trained."""
-    if not (config.train_attn or config.train_mlp or config.train_unembed):
-        raise UnsuitableLora(
-            "lora_config trains nothing; set one of train_attn, train_mlp and train_unembed"
-        )
-    return LoraSpec(
-        rank=config.rank,
-        alpha=LORA_ALPHA,
-        seed=secrets.randbits(31) if config.seed is None else config.seed,
-        attention=config.train_attn,
-        mlp=config.train_mlp,
-        unembedding=config.train_unembed,
-    )
-
-
-def wants_full_training(user_metadata: Mapping[str, object] | None) -> bool:
-    """What an unmodified client can say in metadata. Raises `InvalidRequest` for another word."""
-    choice = (user_metadata or {}).get(TRAINING_KEY)
-    if choice not in (None, "full"):
-        raise InvalidRequest(f"user_metadata: {TRAINING_KEY} is {choice!r}; known: 'full'")
-    return choice == "full"
 
 
 def _without_token(raw: bytes) -> tuple[bytes, str | None]:
@@ -390,26 +272,12 @@ def _optim_step_body(raw: bytes) -> OptimStep:
             return OptimStep(params=AdamParams.model_validate(fields.adam_params))
         where = "optimizer_params"
         assert fields.optimizer_params is not None
-        _check_optimizer(OptimizerConfig.model_validate(fields.optimizer_params))
+        known_optimizer(OptimizerConfig.model_validate(fields.optimizer_params))
         if fields.optimizer_params.get("type") == "dimuon":
             return OptimStep(params=DimuonParams.model_validate(fields.optimizer_params))
         return OptimStep(params=AdamParams.model_validate(fields.optimizer_params))
     except ValidationError as error:
         raise OptimizerSetting(f"{where}: {_first_line(error)}") from error
-
-
-def _check_optimizer(config: OptimizerConfig | None) -> Literal["adamw", "dimuon"]:
-    """The optimizer asked for, AdamW if none was. Raises `OptimizerSetting`."""
-    if config is None:
-        return "adamw"
-    if config.type == "dimuon" and config.version in (None, 1):
-        return "dimuon"
-    if config.type == "adamw":
-        return "adamw"
-    version = f" version {config.version}" if config.version is not None else ""
-    raise OptimizerSetting(
-        f"the optimizer {config.type!r}{version} is not there; known: adamw, dimuon version 1"
-    )
 
 
 def _first_line(error: ValidationError) -> str:
