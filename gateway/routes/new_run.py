@@ -91,12 +91,13 @@ async def create_model(request: Request) -> Response:
     return promise(run_id, 0, model_id=run_id)
 
 
-async def create_via_load(request: Request, raw: bytes, *, readers: Readers) -> Response:
-    """Begins a run with a saved state, which one of `readers` may read."""
-    gateway, caller = gateway_of(request), caller_of(request)
-    body = parse(CreateViaLoad, raw)
-    load = parse(LoadWeights, raw).on_behalf_of(readers)
-    await gateway.access.session(body.session_id, caller)
+async def create_via_load(
+    request: Request, raw: bytes, *, body: CreateViaLoad, load: LoadWeights, readers: Readers
+) -> Response:
+    """Begins a run with a saved state, which one of `readers` may read. `raw` is the body as it
+    is kept in the log."""
+    gateway = gateway_of(request)
+    await gateway.access.session(body.session_id, caller_of(request))
     asked = known_optimizer(body.optimizer_config) if body.optimizer_config else None
     checkpoint = await gateway.versions.checkpoints.for_training(load.path, readers=readers)
     name, full = split_model_name(body.base_model or checkpoint.base_model)

@@ -24,7 +24,7 @@ from gateway.operations import (
     UseCustomLoss,
 )
 from gateway.routes.checkpoints import optimizer_config
-from gateway.routes.new_run import OptimizerConfig, create_via_load, known_optimizer
+from gateway.routes.new_run import CreateViaLoad, OptimizerConfig, create_via_load, known_optimizer
 from gateway.routes.prefix import read_routing_prefix
 from gateway.routes.wire import (
     JSON,
@@ -146,7 +146,13 @@ async def load_weights(request: Request) -> Response:
             raw=raw,
         )
     _check_small(raw)
-    return await create_via_load(request, raw, readers=readers)
+    return await create_via_load(
+        request,
+        raw,
+        body=parse(CreateViaLoad, raw),
+        load=parse(LoadWeights, raw).on_behalf_of(readers),
+        readers=readers,
+    )
 
 
 async def get_info(request: Request) -> Response:
