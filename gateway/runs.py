@@ -11,17 +11,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from typing import Literal
-
-from sqlalchemy import bindparam, insert, select, update
 
 from gateway.clients import TrainerClient, WorkerUnavailable
 from gateway.custom_losses import CustomLosses
 from gateway.database import Database
 from gateway.delivery import RunFacts, json_result
-from gateway.dispatch import Call, Dispatcher, EndsRun, Prepare, Send
+from gateway.dispatch import Call, Dispatcher, EndsRun, Send
 from gateway.execute import Executor
-from gateway.fleet import Fleet, Worker
+from gateway.fleet import Fleet
 from gateway.futures import Future, Futures, Outcome, Waiting
 from gateway.limits import Limits
 from gateway.metrics import Metrics
@@ -29,14 +26,14 @@ from gateway.models import BaseModelEntry
 from gateway.names import request_id_of, run_id_of
 from gateway.operations import LoadWeights, Operation
 from gateway.oplog import OperationLog
+from gateway.run import Run
+from gateway.run_records import RunRecords
 from gateway.samplers import Samplers
 from gateway.sampling import SamplingSessions
 from gateway.sessions import Sessions
-from gateway.tables import runs
 from gateway.usage import RunMeter, Subject, Usage
 from gateway.versions import Versions
 from tandem.errors import (
-    GatewayRestarted,
     InternalError,
     SessionFinished,
     TandemError,
@@ -46,58 +43,8 @@ from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.worker import TrainingSpec
 
-RunState = Literal["starting", "ready", "ended"]
-
-_NOTE_REQUEST = (
-    update(runs)
-    .where(runs.c.id == bindparam("this_run"))
-    .values(last_request_at=bindparam("this_time"))
-)
-
 _EXIT_REPORT_PATIENCE = 3.0
 """Seconds to wait for the launcher's word after the connection to a trainer broke."""
-
-
-class Run:
-    """One training run while its session is active."""
-
-    def __init__(
-        self,
-        *,
-        facts: RunFacts,
-        model: BaseModelEntry,
-        training: TrainingSpec,
-        dispatcher: Dispatcher,
-    ) -> None:
-        self.facts = facts
-        self.model = model
-        self.training = training
-        self.dispatcher = dispatcher
-        self.state: RunState = "starting"
-        self.error: TandemError | None = None
-        self.created_at = time.time()
-        self.worker: Worker | None = None
-        self.prepare: Prepare | None = None
-        self.architecture = ""
-        self.parameters = 0
-        self.ranks = 0
-        self.last_request_at = self.written_at = self.created_at
-        self.arriving: dict[int, asyncio.Future[None]] = {}
-        self.ended = asyncio.Event()
-        self.bring_up: asyncio.Task[None] | None = None
-
-    @property
-    def id(self) -> str:
-        return self.facts.run_id
-
-    @property
-    def session_id(self) -> str:
-        return self.facts.session_id
-
-    async def arrived(self, seq_id: int) -> None:
-        """Returns when no operation is on its way to this place of the log (any more)."""
-        while seq_id in self.arriving:
-            await asyncio.shield(self.arriving[seq_id])
 
 
 class Runs:
@@ -120,7 +67,7 @@ class Runs:
     ) -> None:
         self._settings = settings
         self._limits = limits
-        self._database = database
+        self._records = RunRecords(database=database)
         self._oplog = log
         self._futures = futures
         self._fleet = fleet
@@ -137,20 +84,7 @@ class Runs:
 
     async def open(self) -> list[str]:
         """Marks the runs of an earlier gateway ended; returns their ids."""
-        open_runs = await self._database.read(select(runs.c.id).where(runs.c.state != "ended"))
-        if open_runs:
-            await self._database.write(
-                update(runs)
-                .where(runs.c.state != "ended")
-                .values(
-                    state="ended",
-                    error_type=GatewayRestarted.type,
-                    reason="the gateway restarted, and the trainer ended with it; create the "
-                    "run again, from a checkpoint if there is one",
-                    ended_at=time.time(),
-                )
-            )
-        return [row["id"] for row in open_runs]
+        return await self._records.end_all()
 
     def all(self) -> list[Run]:
         return list(self._runs.values())
@@ -173,11 +107,7 @@ class Runs:
         changed = [run for run in self._runs.values() if run.last_request_at != run.written_at]
         for run in changed:
             run.written_at = run.last_request_at
-        if changed:
-            self._database.write_soon(
-                _NOTE_REQUEST,
-                *({"this_run": run.id, "this_time": run.last_request_at} for run in changed),
-            )
+        self._records.note_requests(changed)
 
     async def create(
         self,
@@ -197,12 +127,12 @@ class Runs:
         `SessionFinished`; then nothing is left of it."""
         run_id = run_id_of(session_id=session_id, model_seq_id=model_seq_id)
         request_id = request_id_of(owner=run_id, seq_id=0)
-        known = await self._database.read_one(select(runs.c.id).where(runs.c.id == run_id))
+        known = await self._records.has(run_id)
         while (existing := self._runs.get(run_id)) is not None:  # the same request came before
             await existing.arrived(0)
             if self._runs.get(run_id) is existing:  # else it could not be written
                 return request_id
-        if known is not None:
+        if known:
             return request_id  # of before a restart: the log says what became of it
         # From here to where the run is registered nothing is waited for.
         session = self._sessions.require(session_id)
@@ -226,23 +156,7 @@ class Runs:
         )
         arrival = run.arriving[0] = asyncio.get_running_loop().create_future()
         try:
-            await self._database.write(
-                insert(runs),
-                {
-                    "id": run_id,
-                    "session_id": session_id,
-                    "base_model": model.name,
-                    "training": training.model_dump(),
-                    "owner": session.owner,
-                    "project_id": session.project_id,
-                    "state": "starting",
-                    "error_type": "",
-                    "reason": "",
-                    "user_metadata": user_metadata,
-                    "created_at": run.created_at,
-                    "last_request_at": run.created_at,
-                },
-            )
+            await self._records.add(run, session=session, user_metadata=user_metadata)
             await self._oplog.accept(
                 run_id=run_id, seq_id=0, kind=operation.kind, request=request, payload=None
             )
@@ -338,7 +252,7 @@ class Runs:
             self._broken(run, outcome)
             return
         run.state = "ready"
-        self._database.write_soon(update(runs).where(runs.c.id == run.id).values(state="ready"))
+        self._records.note_ready(run)
         run.dispatcher.start(sent=0 if creation.body is not None else -1)
 
     def _executor(self, run: Run, client: TrainerClient) -> Executor:
@@ -397,26 +311,19 @@ class Runs:
         if creation is not None and not creation.ended:
             creation.resolve(error)
             self._oplog.end(run_id=run.id, seq_id=0, outcome=error, blob=None)
-        self._database.write_soon(
-            update(runs)
-            .where(runs.c.id == run.id)
-            .values(
-                state="ended",
-                error_type=error.type,
-                reason=error.message,
-                ended_at=time.time(),
-                last_request_at=run.last_request_at,
-            )
-        )
+        self._records.note_end(run, error)
 
     async def _stop_trainer(self, run: Run, reason: str) -> None:
         if run.bring_up is not None and run.bring_up is not asyncio.current_task():
             run.bring_up.cancel()
             await asyncio.gather(run.bring_up, return_exceptions=True)
         worker, run.worker = run.worker, None
-        if worker is not None:
-            await self._fleet.stop(worker, reason=reason)
-        await self._versions.sweep_run(run.id)
+        try:
+            if worker is not None:
+                await self._fleet.stop(worker, reason=reason)
+            await self._versions.sweep_run(run.id)
+        except Exception:  # noqa: BLE001 - the other runs of its session must end all the same
+            self._log.exception("trainer_not_stopped", run_id=run.id)
 
     def _on_outcome(self, operation: Operation, outcome: Outcome) -> None:
         if operation.future.ended:
