@@ -1,9 +1,8 @@
-"""One sampler: keeps its engine running, and brings samples to it.
+"""One sampler: brings samples and loads to its engine.
 
-It holds nothing that cannot be loaded again, so that one that dies is started again, with
-back-off. A sample that was under way is sent once more to the new engine (sampling changes
-nothing, and its seed comes from the client); when that one dies, too, the sample fails with
-`worker_died`.
+A sample that was under way when the engine died is sent once more to the next one (sampling
+changes nothing, and its seed comes from the client); when that one dies, too, the sample fails
+with `worker_died`.
 """
 
 from __future__ import annotations
@@ -12,14 +11,12 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
 
-from gateway.clients import SamplerClient, Tell, WorkerUnavailable
+from gateway.clients import Tell
+from gateway.engine_keeper import EngineKeeper, EngineState
 from gateway.fleet import FENCING_TOKEN, Fleet, Worker
 from gateway.futures import Future, Outcome, Result, Waiting
-from gateway.launchers.backoff import Backoff
 from gateway.ledger import Rate
 from gateway.metrics import Metrics
 from gateway.models import BaseModelEntry
@@ -29,17 +26,10 @@ from tandem.errors import (
     InternalError,
     SampleCancelled,
     TandemError,
-    WorkerDied,
-    WorkerStartFailed,
     from_failure,
 )
 from tandem.telemetry import get_log
 from tandem.v1 import sampler_pb2
-
-SamplerState = Literal["starting", "ready", "failed", "stopped"]
-
-_REPORT_PATIENCE = 5.0
-"""Seconds to wait for the launcher's word after a connection broke."""
 
 
 @dataclass(eq=False)
@@ -53,9 +43,8 @@ class _Sample:
 
 
 class Sampler:
-    """Keeps one engine running while it is wanted. It serves the base model, versions of all
-    weights one after the other, and, with a `max_lora_rank` above 0, adapters up to that rank
-    side by side."""
+    """Serves the base model, versions of all weights one after the other, and, with a
+    `max_lora_rank` above 0, adapters up to that rank side by side."""
 
     def __init__(
         self,
@@ -72,26 +61,36 @@ class Sampler:
         self.session_id = session_id
         self.model = model
         self.max_lora_rank = max_lora_rank
-        self.state: SamplerState = "starting"
-        self.reason = ""
-        self.worker: Worker | None = None
-        self.state_since = time.monotonic()
-        self._fleet = fleet
         self._metrics = metrics
         self._meter = meter
-        self._timeout = operation_timeout
         self._max_adapters = max_adapters
         self._weights = ""  # the base model's
         self._adapters: dict[str, None] = {}
-        self._wanted = asyncio.Event()
-        self._wanted.set()
-        self._died = asyncio.Event()
-        self._client: asyncio.Future[SamplerClient] = asyncio.get_running_loop().create_future()
         self._samples: dict[str, _Sample] = {}
         self._ends = Rate()
         self._versions: Counter[str] = Counter()
-        self._keeper = asyncio.create_task(self._keep(), name=f"sampler-{session_id}")
+        self._engine = EngineKeeper(
+            session_id=session_id,
+            model=model,
+            fleet=fleet,
+            max_lora_rank=max_lora_rank,
+            operation_timeout=operation_timeout,
+            on_exit=self._nothing_loaded,
+        )
         self._log = get_log(session_id=session_id)
+
+    @property
+    def state(self) -> EngineState:
+        return self._engine.state
+
+    @property
+    def reason(self) -> str:
+        """Why the engine ended or did not start, last."""
+        return self._engine.reason
+
+    @property
+    def worker(self) -> Worker | None:
+        return self._engine.worker
 
     @property
     def waiting(self) -> int:
@@ -166,7 +165,7 @@ class Sampler:
         if sample is not None:
             place += f", which has waited {time.monotonic() - sample.since:.0f} s"
         if self.state != "ready":
-            age = time.monotonic() - self.state_since
+            age = time.monotonic() - self._engine.state_since
             why = f"; it failed before: {self.reason}" if self.reason else ""
             return Waiting(f"the sampler is starting ({age:.0f} s){why}; {place}", paused=True)
         return Waiting(f"the sampler is at work; {place}")
@@ -176,9 +175,10 @@ class Sampler:
         the engine goes on serving what it served before."""
         self._versions[version.name] += 1
         try:
-            reply = await self._load_twice(
-                sampler_pb2.LoadRequest(version=version.to_proto(), fencing_token=FENCING_TOKEN)
+            request = sampler_pb2.LoadRequest(
+                version=version.to_proto(), fencing_token=FENCING_TOKEN
             )
+            reply = await self._engine.call(lambda client: client.load(request), during="a load")
         finally:
             self._drop(version)
         if reply.HasField("failure"):
@@ -194,26 +194,17 @@ class Sampler:
 
     async def stop(self, error: TandemError) -> None:
         """Ends the engine; what waits fails with the error."""
-        self._set_state("stopped", error.message)
-        self._keeper.cancel()
         for sample in list(self._samples.values()):
             sample.future.resolve(error)
             self._give_up(sample)
-        if not self._client.done():
-            self._client.set_exception(error)
-            self._client.exception()  # it may be that nobody waits
-        await asyncio.gather(self._keeper, return_exceptions=True)
-        if self.worker is not None:
-            await self._fleet.stop(self.worker, reason=error.message)
-            self.worker = None
+        await self._engine.stop(error)
 
     async def abandon(self) -> None:
         """Stops without telling anybody. The fleet ends the engine."""
-        self._keeper.cancel()
         tasks = [s.task for s in self._samples.values() if s.task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(self._keeper, *tasks, return_exceptions=True)
+        await asyncio.gather(self._engine.abandon(), *tasks, return_exceptions=True)
 
     async def _answer(
         self, sample: _Sample, request: sampler_pb2.SampleRequest, tell: Tell | None
@@ -245,12 +236,14 @@ class Sampler:
             self._drop(sample.version)
 
     async def _sample(self, request: sampler_pb2.SampleRequest, tell: Tell | None) -> Outcome:
-        client = await self._ready_client()
+        await self._engine.ready()
         with self._meter.measure(request) as measured:
             if tell is None:
-                reply = await self._sample_twice(client, request)
+                reply = await self._engine.call(
+                    lambda client: client.sample(request), during="this sample"
+                )
             else:
-                reply = await self._stream_twice(client, request, tell)
+                reply = await self._stream(request, tell)
             measured.reply = reply
         if reply.HasField("failure"):
             return from_failure(reply.failure)
@@ -258,20 +251,8 @@ class Sampler:
         self._metrics.sampled_tokens.inc(reply.sampled_tokens)
         return Result(media="protobuf", body=reply.response, weight_version=reply.version.name)
 
-    async def _sample_twice(
-        self, client: SamplerClient, request: sampler_pb2.SampleRequest
-    ) -> sampler_pb2.SampleReply:
-        try:
-            return await client.sample(request)
-        except WorkerUnavailable:
-            client = await self._next_client(client)
-            try:
-                return await client.sample(request)
-            except WorkerUnavailable as again:
-                raise WorkerDied(f"the sampler died twice during this sample: {again}") from again
-
-    async def _stream_twice(
-        self, client: SamplerClient, request: sampler_pb2.SampleRequest, tell: Tell
+    async def _stream(
+        self, request: sampler_pb2.SampleRequest, tell: Tell
     ) -> sampler_pb2.SampleReply:
         """A stream is begun again only while nothing was told: a sample without a seed would
         go on as another."""
@@ -282,41 +263,11 @@ class Sampler:
             told = True
             await tell(delta)
 
-        try:
-            return await client.sample_stream(request, tell_and_note)
-        except WorkerUnavailable as error:
-            if told:
-                raise WorkerDied(f"the sampler died during this sample: {error}") from error
-            client = await self._next_client(client)
-            try:
-                return await client.sample_stream(request, tell_and_note)
-            except WorkerUnavailable as again:
-                raise WorkerDied(f"the sampler died twice during this sample: {again}") from again
-
-    async def _load_twice(self, request: sampler_pb2.LoadRequest) -> sampler_pb2.LoadReply:
-        client = await self._ready_client()
-        try:
-            return await client.load(request)
-        except WorkerUnavailable:
-            client = await self._next_client(client)
-            try:
-                return await client.load(request)
-            except WorkerUnavailable as again:
-                raise WorkerDied(f"the sampler died twice during a load: {again}") from again
-
-    async def _ready_client(self) -> SamplerClient:
-        """Raises the `WorkerStartFailed` of the start that was waited for."""
-        self._wanted.set()
-        return await asyncio.shield(self._client)
-
-    async def _next_client(self, broken: SamplerClient) -> SamplerClient:
-        """The client of the engine that comes after the broken one; the same one if the
-        launcher does not report an end, since then it was the connection alone."""
-        if self.worker is broken.worker:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_REPORT_PATIENCE):
-                    await self._died.wait()
-        return await self._ready_client()
+        return await self._engine.call(
+            lambda client: client.sample_stream(request, tell_and_note),
+            during="this sample",
+            may_repeat=lambda: not told,
+        )
 
     def _note_loaded(self, name: str, *, adapter: bool) -> None:
         if not adapter:
@@ -328,60 +279,11 @@ class Sampler:
         if len(self._adapters) > self._max_adapters:
             del self._adapters[next(iter(self._adapters))]
 
+    def _nothing_loaded(self) -> None:
+        self._weights = ""
+        self._adapters.clear()
+
     def _drop(self, version: Version) -> None:
         self._versions[version.name] -= 1
         if self._versions[version.name] <= 0:
             del self._versions[version.name]
-
-    def _set_state(self, state: SamplerState, reason: str = "") -> None:
-        self.state = state
-        self.reason = reason
-        self.state_since = time.monotonic()
-
-    async def _keep(self) -> None:
-        backoff = Backoff()
-        while True:
-            await self._wanted.wait()
-            self._died.clear()
-            self._set_state("starting", self.reason)
-            try:
-                worker = await self._fleet.start(
-                    kind="sampler",
-                    session_id=self.session_id,
-                    model=self.model,
-                    max_lora_rank=self.max_lora_rank,
-                    on_exit=self._on_exit,
-                )
-            except WorkerStartFailed as error:
-                await self._fail_to_start(error, backoff)
-                continue
-            except Exception as error:  # noqa: BLE001 - a fault of ours must not leave clients waiting
-                self._log.exception("start_failed")
-                sentence = f"{type(error).__name__} while the sampler started; see the log"
-                await self._fail_to_start(WorkerStartFailed(sentence), backoff)
-                continue
-            backoff.ready()
-            if not self._died.is_set():  # it may have ended just as it became ready
-                self.worker = worker
-                self._set_state("ready")
-                self._client.set_result(SamplerClient(worker, timeout=self._timeout))
-            await self._died.wait()
-            await self._fleet.stop(worker, reason=self.reason)
-            await asyncio.sleep(backoff.failed())
-
-    async def _fail_to_start(self, error: WorkerStartFailed, backoff: Backoff) -> None:
-        self._set_state("failed", error.message)
-        self._wanted.clear()  # it is tried again when somebody asks again
-        self._client.set_exception(error)
-        self._client.exception()  # it may be that nobody waits
-        self._client = asyncio.get_running_loop().create_future()
-        await asyncio.sleep(backoff.failed())
-
-    def _on_exit(self, reason: str) -> None:
-        self.worker = None
-        self._weights = ""
-        self._adapters.clear()
-        self._set_state("starting", reason)
-        if self._client.done():  # else whoever waits for it goes on waiting, for the next engine
-            self._client = asyncio.get_running_loop().create_future()
-        self._died.set()
