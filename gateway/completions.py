@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,9 @@ from gateway.names import split_request_id
 from tandem.errors import TandemError
 
 CLIENT_BLOCK = 1_000_000_000
+_MOST_TARGETS = 16_384
+"""What a client calls itself is its own to say, and each name has a queue. Those that were
+polled last are kept; a client whose queue is gone is told of all of its samples again."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Completions:
         self._idle_ttl = idle_ttl
         self._clock = clock
         self._started = self._now()
-        self._queues: dict[Target, _Queue] = {}
+        self._queues: OrderedDict[Target, _Queue] = OrderedDict()
 
     def watch(self, future: Future) -> None:
         """A sample has been accepted. Costs nothing where its client does not poll."""
@@ -76,6 +80,7 @@ class Completions:
         if 0 < after < self._started:
             return None
         queue = self._queues.get(target) or self._open(target)
+        self._queues.move_to_end(target)
         for request_id in retrieved:
             if target_of(request_id) == target:
                 self._futures.forget(request_id)
@@ -102,6 +107,10 @@ class Completions:
             del self._queues[target]
 
     def _open(self, target: Target) -> _Queue:
+        if len(self._queues) >= _MOST_TARGETS:
+            idle = next((t for t, q in self._queues.items() if not q.polls), None)
+            if idle is not None:
+                del self._queues[idle]
         queue = self._queues[target] = _Queue(last=self._now())
         for future in self._futures.all():
             if target_of(future.request_id) == target:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 
 import orjson
 from sqlalchemy import delete, func, insert, select
@@ -18,6 +19,8 @@ from tandem.errors import CustomLossInvalid, UnknownLoss
 
 MAX_LOSSES = 256
 """Of one session."""
+_REMEMBERED_BYTES = 32 * 2**20
+"""Of definitions in memory, of all owners; the database has the others, too."""
 
 
 class CustomLosses:
@@ -28,7 +31,8 @@ class CustomLosses:
         self._database = database
         self._limits = limits
         self._futures = futures
-        self._definitions: dict[str, bytes] = {}
+        self._definitions: OrderedDict[str, bytes] = OrderedDict()
+        self._bytes = 0
 
     async def create(self, *, session_id: str, number: int, definition: bytes) -> str:
         """Checks and keeps a loss; returns its id, whose future has ended already.
@@ -59,7 +63,7 @@ class CustomLosses:
                 f"the session has another custom loss with the number {number}; "
                 "give each its own custom_loss_seq_id"
             )
-        self._definitions[loss_id] = definition
+        self._remember(loss_id, definition)
         if self._futures.get(loss_id) is None:
             self._promise(loss_id)
         return loss_id
@@ -84,7 +88,7 @@ class CustomLosses:
         """Forgets the session's losses."""
         prefix = f"{session_id}:loss:"
         for loss_id in [each for each in self._definitions if each.startswith(prefix)]:
-            del self._definitions[loss_id]
+            self._forget(loss_id)
         await self._database.write(
             delete(custom_losses).where(custom_losses.c.session_id == session_id)
         )
@@ -101,14 +105,27 @@ class CustomLosses:
 
     async def _find(self, loss_id: str) -> bytes | None:
         if (known := self._definitions.get(loss_id)) is not None:
+            self._definitions.move_to_end(loss_id)
             return known
         row = await self._database.read_one(
             select(custom_losses.c.definition).where(custom_losses.c.id == loss_id)
         )
         if row is None:
             return None
-        found = self._definitions[loss_id] = bytes(row["definition"])
+        found = bytes(row["definition"])
+        self._remember(loss_id, found)
         return found
+
+    def _remember(self, loss_id: str, definition: bytes) -> None:
+        """The definitions that were used last."""
+        self._forget(loss_id)
+        self._definitions[loss_id] = definition
+        self._bytes += len(definition)
+        while self._bytes > _REMEMBERED_BYTES:
+            self._forget(next(iter(self._definitions)))
+
+    def _forget(self, loss_id: str) -> None:
+        self._bytes -= len(self._definitions.pop(loss_id, b""))
 
     async def _check_count(self, session_id: str) -> None:
         row = await self._database.read_one(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left, insort
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -78,6 +79,7 @@ class Dispatcher:
         self._on_broken = on_broken
         self._not_ready = not_ready
         self._waiting: dict[int, Operation] = {}
+        self._order: list[int] = []  # the places of what waits, sorted
         self._under_way: dict[int, tuple[Operation, Call, asyncio.Task[None]]] = {}
         self._holding = 0
         self._next = 1
@@ -91,6 +93,7 @@ class Dispatcher:
         self._loop = asyncio.create_task(self._advance(), name="dispatcher")
         self._missing = Holes()
         self._gap_timer: asyncio.TimerHandle | None = None
+        self._gap_since = 0.0
         self._log = get_log()
 
     @property
@@ -138,6 +141,7 @@ class Dispatcher:
             )
         else:
             self._waiting[seq_id] = operation
+            insort(self._order, seq_id)
             self._wake.set()
             self._watch_gap()
 
@@ -152,10 +156,11 @@ class Dispatcher:
             self._on_outcome(self._preparing, error)
         under_way, self._under_way = self._under_way, {}
         waiting, self._waiting = self._waiting, {}
+        order, self._order = self._order, []
         for operation, _call, task in under_way.values():
             task.cancel()
             self._on_outcome(operation, error)
-        for seq_id in sorted(waiting):
+        for seq_id in order:
             self._on_outcome(waiting[seq_id], error)
 
     def abandon(self) -> None:
@@ -177,11 +182,11 @@ class Dispatcher:
                 return Waiting(f"{call.waiting_for} ({_age(operation)})")
             return Waiting(_ahead(before))
         if self._next not in self._waiting and self._waiting:  # what is being prepared: 0 before
-            age = time.monotonic() - min(o.accepted_at for o in self._waiting.values())
+            age = time.monotonic() - self._gap_since
             return Waiting(
                 f"operation {self._next}, which comes before, has not arrived ({age:.0f} s)"
             )
-        before = sum(1 for other in self._waiting if other < seq_id)
+        before = bisect_left(self._order, seq_id)  # each of thousands asks now and then
         return Waiting(_ahead(before + len(self._under_way)))
 
     async def _advance(self) -> None:
@@ -212,6 +217,7 @@ class Dispatcher:
             return None
         if self._under_way and (operation.alone or not self._has_room_for(operation)):
             return None
+        del self._order[0]  # what waits lies behind what was sent
         return self._waiting.pop(self._next)
 
     def _has_room_for(self, operation: Operation) -> bool:
@@ -273,6 +279,7 @@ class Dispatcher:
         if self._ended is not None or not self._waiting or self._next in self._waiting:
             self._cancel_gap_timer()
         elif self._gap_timer is None:
+            self._gap_since = time.monotonic()
             self._gap_timer = asyncio.get_running_loop().call_later(
                 self._gap_timeout, self._give_up_gap, self._next
             )
@@ -287,7 +294,7 @@ class Dispatcher:
         if self._next != hole:  # that one came, and there is another hole by now
             self._watch_gap()
             return
-        last = max(self._waiting)
+        last = self._order[-1]
         self._missing.add(hole, last, filled=self._waiting)
         self._next = last + 1
         message = (
@@ -296,8 +303,10 @@ class Dispatcher:
         )
         # Any of them, or the missing one, may have been a forward_backward.
         self._incomplete = message
-        for seq_id in sorted(self._waiting):
-            self._on_outcome(self._waiting.pop(seq_id), SequenceGap(message))
+        waiting, self._waiting = self._waiting, {}
+        order, self._order = self._order, []
+        for seq_id in order:
+            self._on_outcome(waiting[seq_id], SequenceGap(message))
 
 
 def _ahead(before: int) -> str:

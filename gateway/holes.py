@@ -1,13 +1,16 @@
 """Places of a sequence that were passed without anything in them.
 
 Kept as stretches: a single request can name a place any distance ahead, and what it costs must
-not grow with the distance.
+not grow with the distance. A client that leaves every second place out makes many stretches; of
+those the newest are kept.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+
+_MOST = 2**16
 
 
 class Holes:
@@ -32,6 +35,7 @@ class Holes:
             first = place + 1
         if first < end:
             self._stretches.append((first, end))
+        del self._stretches[:-_MOST]
 
     def fill(self, place: int) -> bool:
         """Whether there was a hole, which there is no more."""

@@ -3,20 +3,24 @@
 The `tandem keys` command starts it, and asks the gateway instead where one runs. A request comes
 as JSON on standard input, so that nothing of it is in an argument, and the answer is JSON on
 standard output: what the routes of `routes/keys.py` answer, or `{"error"}` with exit status 1.
+What changes something leaves its line in the audit log, as it does there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Mapping
 from typing import Literal
 
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from gateway.audit import ACTIONS, AuditLog
 from gateway.data_directory import DataDirectoryLock
 from gateway.database import Database
-from gateway.keys import Keys, NewKey
+from gateway.identity import urn_of
+from gateway.keys import LOCAL_OWNER, Keys, NewKey
 from gateway.routes.keys import CreateKey, described
 from tandem.errors import TandemError
 from tandem.settings import GatewaySettings
@@ -38,7 +42,9 @@ async def answer(request: Request, settings: GatewaySettings) -> dict[str, objec
         await database.open()
         keys = Keys(database=database)
         await keys.open()
-        return await _carry_out(request, keys)
+        said = await _carry_out(request, keys)
+        _record(AuditLog(database=database), request, said)
+        return said
     finally:
         await database.close()
         lock.release()
@@ -54,6 +60,20 @@ async def _carry_out(request: Request, keys: Keys) -> dict[str, object]:
     if request.action == "revoke":
         return described(keys, await keys.revoke(request.key_id))
     return {"keys": [described(keys, key) for key in keys.all()]}
+
+
+def _record(audit: AuditLog, request: Request, said: Mapping[str, object]) -> None:
+    """Who may do this is this machine's admin. Nothing came over a connection: no address."""
+    if request.action == "list":
+        return
+    audit.record(
+        actor=urn_of(LOCAL_OWNER),
+        action=ACTIONS[f"{request.action}_key"],
+        target=str(said["id"]),
+        address="",
+        status=200,
+        detail={"owner": str(said["owner"]), "role": str(said["role"])},
+    )
 
 
 def main() -> int:

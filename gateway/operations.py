@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from gateway.futures import Future
 from gateway.identity import Readers
+from gateway.metadata import TextMetadata
 from tandem.errors import TandemError
 
 Kind = Literal[
@@ -66,17 +67,17 @@ class SaveWeights(BaseModel):
     path: str
     ttl_seconds: int | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: TextMetadata | None = None
 
 
 class SaveWeightsForSampler(BaseModel):
     """Named by `path`, or ephemeral by `sampling_session_seq_id`."""
 
     path: str | None = None
-    sampling_session_seq_id: int | None = Field(None, ge=0)
+    sampling_session_seq_id: int | None = Field(None, ge=0, le=2**53)
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: int | None = None
-    user_metadata: dict[str, str] | None = None
+    user_metadata: TextMetadata | None = None
 
 
 class SaveWeightsExternal(BaseModel):

@@ -45,7 +45,8 @@ class Sessionless:
             )
         async with self._one_at_a_time:
             opened = await self._of(owner)
-            number = opened.numbers.setdefault((base_model, model_path), len(opened.numbers))
+            named = (base_model, model_path)
+            number = opened.numbers.get(named, len(opened.numbers))
             session = await self._sampling.create(
                 session_id=opened.session_id,
                 number=number,
@@ -53,6 +54,7 @@ class Sessionless:
                 model_path=model_path,
                 readers=readers,
             )
+            opened.numbers[named] = number  # not before: a name may be of nothing
             return session, next(opened.places[session.id])
 
     async def _of(self, owner: str) -> _Open:

@@ -84,6 +84,16 @@ class Sessions:
             project_id=new.project_id,
             ttl=new.ttl,
         )
+        # Before the row is written: what was asked for at once counts for each other's limit.
+        self._active[session.id] = session
+        try:
+            await self._write(session, new)
+        except BaseException:
+            self._active.pop(session.id, None)
+            raise
+        return session
+
+    async def _write(self, session: Session, new: NewSession) -> None:
         await self._database.write(
             insert(sessions),
             {
@@ -100,8 +110,6 @@ class Sessions:
                 "created_at": session.created_at,
             },
         )
-        self._active[session.id] = session
-        return session
 
     def get(self, session_id: str) -> Session | None:
         """The session while it is active; asking is no sign of life."""

@@ -10,7 +10,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -31,6 +31,8 @@ PREFIX = "/api/v1/trace_files/"
 _PURPOSE = "trace"
 _PATIENCE = 2.0
 """Seconds to wait for a new trace before the client is told to ask again (in five)."""
+_MOST_FILES = 8
+"""Of one session, newest kept: whoever may look at it can ask for as many as it likes."""
 _FILE = re.compile(r"[A-Za-z0-9_-]{1,80}\.json")
 
 
@@ -125,6 +127,8 @@ class TraceExports:
         def write() -> None:
             body = encode([track for track in tracks if track.slices], about=about)
             self._folder.mkdir(parents=True, exist_ok=True)
+            for old in _by_age(self._folder.glob(f"{session_id}-*.json"))[: 1 - _MOST_FILES]:
+                old.unlink(missing_ok=True)
             (self._folder / name).write_bytes(body)
 
         await asyncio.to_thread(write)
@@ -182,6 +186,11 @@ class TraceExports:
         expires = str(int(time.time() + self._ttl))
         signature = sign(self._key(), _PURPOSE, file, expires)
         return f"{PREFIX}{file}?{urlencode({'expires': expires, 'signature': signature})}"
+
+
+def _by_age(files: Iterable[Path]) -> list[Path]:
+    """Oldest first."""
+    return sorted(files, key=lambda file: file.lstat().st_mtime)
 
 
 def _operation(row: RowMapping) -> Slice:

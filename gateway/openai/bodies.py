@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gateway.json_bounds import MOST_TOKENS, FirstFault, check_json_size
 from gateway.openai.errors import FieldRefused
 from gateway.openai.fields import check_fields
 from tandem.errors import MalformedPayload
 
 Json = dict[str, object]
+Ints = Annotated[list[int], FirstFault()]
+Texts = Annotated[list[str], FirstFault()]
+Objects = Annotated[list[Json], FirstFault()]
 
 MAX_N = 128
 MAX_PROMPTS = 2048
@@ -35,8 +39,8 @@ class Body(BaseModel):
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
     n: int | None = Field(None, ge=1, le=MAX_N)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Ints | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -49,7 +53,7 @@ class Body(BaseModel):
     structured_outputs: Json | None = None
     guided_json: Json | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
 
     @property
     def wants_usage(self) -> bool:
@@ -59,20 +63,20 @@ class Body(BaseModel):
 class CompletionBody(Body):
     """`prompt`: a text, several, token ids, or several of those."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Ints | Texts | Annotated[list[Ints], FirstFault()]
     best_of: int | None = Field(None, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None
 
 
 class ChatBody(Body):
-    messages: list[Json] = Field(min_length=1)
+    messages: Objects = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[Json] | None = None
+    tools: Objects | None = None
     tool_choice: str | Json | None = None
-    documents: list[Json] | None = None
+    documents: Objects | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Json | None = None
@@ -83,7 +87,8 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 def parse_body(model: type[AnyBody], content: bytes) -> AnyBody:
     """Raises `MalformedPayload` for what is no JSON, `FieldRefused` for fields that are wrong,
-    unknown, or not offered."""
+    unknown, or not offered, `PayloadTooLarge` for more values than any request has."""
+    check_json_size(content, most_values=MOST_TOKENS)
     try:
         body = model.model_validate_json(content)
     except ValidationError as error:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from gateway.compatible import training_from
 from gateway.identity import Readers
+from gateway.metadata import Metadata
 from gateway.names import run_id_of, split_model_name
 from gateway.operations import LoadWeights
 from gateway.routes.wire import (
@@ -50,18 +51,18 @@ class LoraConfig(BaseModel):
 
 class CreateModel(BaseModel):
     session_id: str
-    model_seq_id: int = Field(ge=0)
+    model_seq_id: int = Field(ge=0, lt=10**18)
     base_model: str
-    user_metadata: dict[str, object] | None = None
+    user_metadata: Metadata | None = None
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
 class CreateViaLoad(BaseModel):
     session_id: str
-    model_seq_id: int = Field(ge=0)
+    model_seq_id: int = Field(ge=0, lt=10**18)
     base_model: str | None = None
-    user_metadata: dict[str, object] | None = None
+    user_metadata: Metadata | None = None
     optimizer_config: OptimizerConfig | None = None
 
 

@@ -8,27 +8,31 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
+from gateway.json_bounds import FirstFault
 from tandem.errors import EmptyBatch, InvalidRequest, TokenOutOfVocabulary, UnsupportedInput
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 
+Ints = Annotated[list[int], FirstFault()]
+
 
 class Chunk(BaseModel):
     type: str = "encoded_text"
-    tokens: list[int] | None = None
+    tokens: Ints | None = None
 
 
 class Prompt(BaseModel):
-    chunks: list[Chunk]
+    chunks: Annotated[list[Chunk], FirstFault()]
 
 
 class Params(BaseModel):
     max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: str | list[str] | list[int] | None = None
+    stop: str | Annotated[list[str], FirstFault()] | Ints | None = None
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     top_k: int = Field(-1, ge=-1, le=2**31 - 1)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -37,11 +41,11 @@ class Params(BaseModel):
 class TokenTensor(BaseModel):
     """Token ids, dense or sparse (CSR: rows by `sparse_crow_indices`, then columns)."""
 
-    data: list[int]
+    data: Ints
     dtype: str
     shape: list[int] | None = Field(None, max_length=8)
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
+    sparse_crow_indices: Ints | None = None
+    sparse_col_indices: Ints | None = None
 
 
 class Sample(BaseModel):

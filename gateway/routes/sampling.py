@@ -9,6 +9,7 @@ from starlette.responses import Response
 from gateway.core import Gateway
 from gateway.fleet import FENCING_TOKEN
 from gateway.futures import Future
+from gateway.json_bounds import MOST_TOKENS
 from gateway.names import request_id_of
 from gateway.routes.sample_request import Sample, sample_request
 from gateway.routes.wire import (
@@ -82,7 +83,7 @@ async def asample(request: Request) -> Response:
     """Asks for samples. A place asked for again gives the request of then. 429 when too many
     samples wait."""
     gateway = gateway_of(request)
-    body = parse(Sample, await read_body(request))
+    body = parse(Sample, await read_body(request), most_values=MOST_TOKENS)
     session, seq_id = await _place(request, body)
     request_id = request_id_of(owner=session.id, seq_id=seq_id)
     if gateway.futures.get(request_id) is None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.metadata import Metadata
 from gateway.routes.wire import (
     SMALL_BODY,
     caller_of,
@@ -22,12 +23,15 @@ from gateway.sdk_version import check_sdk_version, json_refused
 from gateway.sessions import NewSession
 from tandem.errors import SessionFinished
 
+_LONGEST_DETAIL = 4000
+"""Characters. Every operation that the end of a session fails repeats them."""
+
 
 class CreateSession(BaseModel):
-    user_metadata: dict[str, object] | None = None
+    user_metadata: Metadata | None = None
     display_name: str | None = Field(None, max_length=500)
     project_id: str | None = Field(None, max_length=200)
-    tags: list[str] = Field(default_factory=list, max_length=100)
+    tags: list[Annotated[str, Field(max_length=200)]] = Field(default_factory=list, max_length=100)
     sdk_version: str = Field("", max_length=64)
 
 
@@ -48,6 +52,8 @@ class FinishReason(BaseModel):
 
 
 class Finish(BaseModel):
+    """Of a longer `detail`, such as a whole traceback, the end is not kept."""
+
     reason: FinishReason
     detail: str | None = None
 
@@ -151,7 +157,10 @@ async def finish_session(request: Request) -> Response:
     with suppress(SessionFinished):  # the first reason counts; we only wait for the end
         await gateway.access.session(session_id, caller_of(request))
     await gateway.end_session(
-        session_id=session_id, state="finished", reason=body.reason.type, detail=body.detail or ""
+        session_id=session_id,
+        state="finished",
+        reason=body.reason.type,
+        detail=(body.detail or "")[:_LONGEST_DETAIL],
     )
     return Response(status_code=204)
 

@@ -71,11 +71,11 @@ class Search(_Strict):
     """An unknown field is refused: a filter that is not applied would show what was not meant."""
 
     session_id: str | None = None
-    project_ids: list[str] | None = None
-    user_metadata: dict[str, str] = Field(default_factory=dict)
+    project_ids: Annotated[list[str] | None, Field(max_length=1000)] = None
+    user_metadata: dict[str, str] = Field(default_factory=dict, max_length=100)
     display_name: Annotated[str | None, Field(min_length=1)] = None
     owner: OwnerFilter = OwnerFilter()
-    statuses: Annotated[list[StatusFilter] | None, Field(min_length=1)] = None
+    statuses: Annotated[list[StatusFilter] | None, Field(min_length=1, max_length=10)] = None
     limit: int = Field(50, ge=1, le=200)
     cursor: CursorFields | None = None
 

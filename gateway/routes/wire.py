@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from gateway.core import Gateway
 from gateway.identity import Caller
+from gateway.json_bounds import MOST_VALUES, check_json_size
 from gateway.ledger import Lease
 from gateway.names import request_id_of
 from gateway.openai.errors import PREFIX as OPENAI
@@ -206,8 +207,10 @@ def _decompress(raw: bytes, limit: int) -> bytes:
     return body
 
 
-def parse(model: type[Model], body: bytes) -> Model:
-    """Raises `MalformedPayload` for what is no JSON, `InvalidRequest` for wrong fields."""
+def parse(model: type[Model], body: bytes, *, most_values: int = MOST_VALUES) -> Model:
+    """Raises `MalformedPayload` for what is no JSON, `InvalidRequest` for wrong fields,
+    `PayloadTooLarge` for more values than a request of this kind has."""
+    check_json_size(body, most_values=most_values)
     try:
         return model.model_validate_json(body)
     except ValidationError as error:

@@ -274,8 +274,19 @@ def test_the_command_works_with_a_gateway_and_without_one(tmp_path, monkeypatch)
         assert "revoked" in tandem("revoke", before["id"])
         with gate.http(before["key"]) as client:
             assert client.get("/api/v1/sessions").status_code == 401
+    assert said("revoke", made["id"])["state"] == "revoked"
+    with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
+        entries = client.get("/api/v1/audit").json()["entries"]
+        lines = [(e["event"], e["event_details"]["target"]) for e in entries]
+        assert [line for line in lines if line[0].startswith("apikey")] == [
+            ("apikey_create", before["id"]),
+            ("apikey_create", made["id"]),
+            ("apikey_delete", before["id"]),
+            ("apikey_delete", made["id"]),
+        ]
+        assert made["key"] not in json.dumps(entries)
     states = {k["id"]: k["state"] for k in said("list")["keys"]}
-    assert states == {before["id"]: "revoked", made["id"]: "active"}
+    assert states == {before["id"]: "revoked", made["id"]: "revoked"}
     with pytest.raises(AssertionError, match="no key 'k-7'"):
         tandem("revoke", "k-7")
 
