@@ -10,6 +10,7 @@ from typing import Protocol
 from starlette.types import Receive
 
 from gateway.access import Access
+from gateway.fair import FairGate
 from gateway.identity import Caller
 from gateway.models import Models
 from gateway.openai.answer import VERSION_HEADER, Heading, Json, Usage, choices_of, new_id
@@ -36,6 +37,10 @@ from gateway.versions import Versions
 from tandem.settings import GatewaySettings
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
+
+_PREPARED = 2
+"""Requests whose prompts are rendered and encoded at once; owners take turns. It is done in the
+threads that the files of all owners are written in, so that some of them must stay free."""
 
 
 class Writer(Protocol):
@@ -173,6 +178,7 @@ class Entrance:
         self._generator = generator
         self._max_choices = max_choices
         self._tokenizers = Tokenizers()
+        self._preparation = FairGate(slots=_PREPARED)
 
     @staticmethod
     def of(
@@ -211,7 +217,8 @@ class Entrance:
         _check(body)
         async with self.models.reading(body.model, caller) as served:
             tokenizer = await self._tokenizers.get(served.model)
-            plan = await _plan(body, served, tokenizer)
+            async with self._preparation.turn(caller.owner):
+                plan = await _plan(body, served, tokenizer)
             self._check_choices(body, plan)
             session, sampler = await self._sessions.enter(owner=caller.owner, served=served)
             async with self._generator.running(

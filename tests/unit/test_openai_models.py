@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import openai
 import pytest
 from access_world import World
 from gateway_fakes import wait_for
 from openai_fakes import byte_tokenizer, client_of, speaking_gateway, write_speaking_model
+
+from gateway.identity import Caller
+from gateway.openai import entrance
+from gateway.openai.bodies import CompletionBody
+from gateway.openai.errors import FieldRefused
 
 
 class SpeakingWorld(World):
@@ -114,6 +121,44 @@ def test_an_owners_requests_share_an_engine_and_no_others_do(world):
     other = client_of(world.gate, key=world.new_key("dora", "member"))
     other.completions.create(model="speaker", prompt="x")
     assert len(world.gate.launcher.specs) == started + 2
+
+
+def test_prompts_are_made_two_at_a_time_and_owners_take_turns(world, monkeypatch):
+    """Else one owner's long chats would take all threads, which files are written in, too."""
+    begun, at_once = [], []
+    refused = FieldRefused("seen", param="prompt")
+
+    async def many() -> list[object]:
+        go_on = asyncio.Event()
+
+        async def plan(body, _served, _tokenizer):
+            begun.append(body.prompt)
+            at_once.append(len(begun) - len(ended))
+            await go_on.wait()
+            ended.append(body.prompt)
+            raise refused
+
+        ended = []
+        monkeypatch.setattr(entrance, "_plan", plan)
+
+        async def ask(owner: str) -> None:
+            caller = Caller(owner=owner, key_id="k-0", role="member")
+            body = CompletionBody(model="speaker", prompt=owner)
+            async with world.gate.gateway.openai.open(body, caller=caller, receive=None):
+                raise AssertionError("it was refused")
+
+        asked = [asyncio.ensure_future(ask("ann")) for _ in range(6)]
+        while not begun:  # noqa: ASYNC110 - the tokenizer is read in a thread
+            await asyncio.sleep(0.01)
+        asked.append(asyncio.ensure_future(ask("ben")))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        go_on.set()
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    assert world.gate.run(many()) == [refused] * 7
+    assert max(at_once) == 2
+    assert begun[:4].count("ben") == 1, begun
 
 
 def test_usage_is_the_owners(world):
