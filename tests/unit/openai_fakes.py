@@ -26,6 +26,8 @@ CHAT_TEMPLATE = """\
 {% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% if thinking %}<think>{% endif %}{% endif %}"""
 
+CHAT = [{"role": "user", "content": "hi"}]
+
 
 def byte_tokenizer() -> Tokenizer:
     """One token for each byte, as GPT-2's vocabulary begins, and a few for longer pieces."""
@@ -99,6 +101,16 @@ def speaking_gateway(tmp_path: Path, **changes):
 def client_of(gate: Gate, *, key: str = KEY, **changes) -> openai.OpenAI:
     changes = {"max_retries": 0, "timeout": 30} | changes
     return openai.OpenAI(base_url=f"{gate.url}/v1", api_key=key, **changes)
+
+
+def complete(client: openai.OpenAI, **changes):
+    """A completion of the model `speaker`."""
+    return client.completions.create(**({"model": "speaker", "prompt": "x"} | changes))
+
+
+def chat(client: openai.OpenAI, **changes):
+    """A chat with it, of one word."""
+    return client.chat.completions.create(**({"model": "speaker", "messages": CHAT} | changes))
 
 
 def async_client_of(gate: Gate, **changes) -> openai.AsyncOpenAI:

@@ -9,7 +9,9 @@ import pytest
 from gateway_fakes import KEY, wait_for
 from openai_fakes import (
     byte_tokenizer,
+    chat,
     client_of,
+    complete,
     says,
     speaking_gateway,
     write_speaking_model,
@@ -17,8 +19,6 @@ from openai_fakes import (
 
 from gateway.keys import NewKey
 from tandem.errors import Overloaded, SequenceTooLong, TokenOutOfVocabulary
-
-CHAT = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +38,6 @@ def gate(tmp_path_factory):
 def client(gate):
     with client_of(gate) as client:
         yield client
-
-
-def complete(client, **changes):
-    return client.completions.create(**({"model": "speaker", "prompt": "x"} | changes))
-
-
-def chat(client, **changes):
-    return client.chat.completions.create(**({"model": "speaker", "messages": CHAT} | changes))
 
 
 def refusal(kind, call, *arguments, **changes):

@@ -8,11 +8,19 @@ import numpy as np
 import openai
 import pytest
 from gateway_fakes import wait_for
-from openai_fakes import async_client_of, byte_tokenizer, client_of, says, speaking_gateway
+from openai_fakes import (
+    CHAT,
+    async_client_of,
+    byte_tokenizer,
+    chat,
+    client_of,
+    complete,
+    says,
+    speaking_gateway,
+)
 
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.token_to_id("<eos>")
-CHAT = [{"role": "user", "content": "hi"}]
 
 
 def ids(text):
@@ -30,14 +38,6 @@ def gate(tmp_path_factory):
 def client(gate):
     with client_of(gate) as client:
         yield client
-
-
-def complete(client, **changes):
-    return client.completions.create(**({"model": "speaker", "prompt": "x"} | changes))
-
-
-def chat(client, **changes):
-    return client.chat.completions.create(**({"model": "speaker", "messages": CHAT} | changes))
 
 
 # --- What is asked of the engine ----------------------------------------------------------
