@@ -36,7 +36,9 @@ def tinker_command(gate, monkeypatch):
     monkeypatch.setenv("TINKER_API_KEY", gate.settings.api_key)
 
     def run(*arguments: str) -> dict:
-        # A process of its own: in this one, closed clients of other gateways make it wait.
+        # A process of its own. The command makes its client without arguments, and the SDK keeps
+        # the first one that a process made so, with the address that TINKER_BASE_URL had then: in
+        # this process it may go on asking a gateway that another test stopped long ago.
         command = [*TINKER, "-f", "json", "checkpoint", *arguments]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
         assert ended.returncode == 0, ended.stdout + ended.stderr
