@@ -1,4 +1,4 @@
-.PHONY: setup demo test conformance lint bench bench-gateway fuzz api-docs protos clean
+.PHONY: setup demo test conformance lint bench bench-gateway fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -31,6 +31,9 @@ bench-gateway: setup ## Measures a gateway under 1,000 sessions and 64 samplers.
 
 fuzz: setup      ## Sends the gateway what no client would send. ARGS="--requests 100000 --seed 1"
 	@.venv/bin/python -m tests.fuzz $(ARGS)
+
+nightly: setup   ## What is too long for every change: the fuzzer with 100,000 requests.
+	@.venv/bin/python -m tests.fuzz --requests 100000 --seed "$$(date +%Y%m%d)" $(ARGS)
 
 api-docs: setup  ## Writes docs/api.md, out of the application's own routes.
 	@.venv/bin/python -m scripts.api_docs

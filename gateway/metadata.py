@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator
 
-_MOST_CHARACTERS = 2**16
+_MOST_CHARACTERS = 2**14
 
 Noted = TypeVar("Noted", bound=Mapping[str, object])
 

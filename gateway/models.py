@@ -15,6 +15,9 @@ from gateway.names import check_model_name
 from gateway.tables import models
 from tandem.errors import InvalidRequest, UnknownModel
 
+_LONGEST = 2**31 - 1
+"""Tokens. What a config says beyond that is no length."""
+
 
 @dataclass(frozen=True)
 class BaseModelEntry:
@@ -71,10 +74,10 @@ class Models:
         return entry
 
     async def remove(self, name: str) -> None:
-        """Forgets a name; what runs with the model goes on. Raises `UnknownModel`."""
-        self.get(name)
-        del self._entries[name]
-        await self._database.write(delete(models).where(models.c.name == name))
+        """Forgets a model, named as in `get`; what runs with it goes on. Raises `UnknownModel`."""
+        entry = self.get(name)
+        del self._entries[entry.name]
+        await self._database.write(delete(models).where(models.c.name == entry.name))
 
 
 def _read_max_length(path: Path) -> int | None:
@@ -94,4 +97,5 @@ def _read_max_length(path: Path) -> int | None:
     nested = content.get("text_config")
     source = nested if isinstance(nested, dict) else content
     length = source.get("max_position_embeddings")
-    return length if isinstance(length, int) else None
+    known = type(length) is int and 0 < length <= _LONGEST
+    return length if known else None

@@ -21,6 +21,8 @@ from gateway.tables import operations
 from tandem.errors import GatewayRestarted, StorageFull, TandemError, UnknownRequest, from_type
 
 _INLINE_RESULT_BYTES = 64 * 1024
+_MOST_OF_A_REQUEST = 32 * 1024
+"""Bytes. Rows stay, and one with right fields is never as long."""
 
 _ACCEPT = insert(operations)
 _THIS = and_(
@@ -74,7 +76,7 @@ class OperationLog:
             "seq_id": seq_id,
             "kind": kind,
             "state": "accepted",
-            "request": request,
+            "request": request if len(request) <= _MOST_OF_A_REQUEST else b"",
             "accepted_at": time.time(),
             "error_type": "",
             "error": "",

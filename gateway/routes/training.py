@@ -185,10 +185,10 @@ async def get_info(request: Request) -> Response:
 def _without_token(raw: bytes) -> tuple[bytes, str | None]:
     """The body as it is kept in the log, and the key or token in it, which is not."""
     token = parse(Lent, raw).weights_access_token
-    if token is None:
-        return raw, None
     fields = json.loads(raw)  # which takes what pydantic takes: NaN, and numbers of any size
-    del fields["weights_access_token"]
+    if "weights_access_token" not in fields:
+        return raw, None
+    del fields["weights_access_token"]  # however often it is there: the last one counts, for both
     return json.dumps(fields).encode(), token
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 
 import pytest
 import tinker
 import zstandard
-from gateway_fakes import KEY, no_counts, running_gateway
+from gateway_fakes import KEY, make_model, no_counts, running_gateway
 from pydantic import ValidationError
+from sqlalchemy import select
 
 from gateway import custom_losses
 from gateway.completions import _MOST_TARGETS, Completions, Target
@@ -24,6 +26,7 @@ from gateway.routes.sample_request import Sample
 from gateway.routes.service import TelemetryBatch
 from gateway.routes.wire import parse
 from gateway.sessions import NewSession
+from gateway.tables import operations
 from tandem.errors import LimitExceeded, PayloadTooLarge, SequenceGap, SessionFinished
 from tests.custom_losses import request_body, traced
 
@@ -105,7 +108,7 @@ def test_a_number_that_no_run_has_is_refused(gate, number):
 
 
 def test_metadata_that_lists_would_repeat_is_bounded(gate):
-    noted = {"user_metadata": {"more": "x" * 2**16}}
+    noted = {"user_metadata": {"more": "x" * 2**14}}
     session_id = gate.session_id()
     run_id = gate.run_id(session_id)
     with gate.http() as client:
@@ -138,6 +141,32 @@ def test_a_long_reason_for_an_end_is_kept_in_part(gate):
         assert answer.status_code == 204
         found = client.post("/api/v1/sessions/search", json={"session_id": session_id}).json()
     assert found["sessions"][0]["status"]["detail"] == "x" * 4000
+
+
+def test_a_request_that_no_operation_needs_is_not_kept_for_ever(gate):
+    run_id = gate.run_id(gate.session_id())
+    step = {"model_id": run_id, "seq_id": 1, "adam_params": {}, "more": "x" * 2**19}
+    with gate.http() as client:
+        client.post("/api/v1/optim_step", json=step)
+        client.post("/api/v1/optim_step", json=step | {"seq_id": 2, "more": "kept"})
+    assert gate.retrieve(f"{run_id}:1").json()["type"] == "optim_step"
+    query = select(operations.c.request).where(operations.c.run_id == run_id)
+    rows = gate.run(gate.gateway.database.read(query.order_by(operations.c.seq_id)))
+    assert [b"kept" in row["request"] for row in rows[1:]] == [False, True]
+    assert len(rows[1]["request"]) == 0
+
+
+def test_a_model_can_be_removed_by_its_path_and_have_any_length(gate, tmp_path):
+    folder = make_model(tmp_path / "odd")
+    for length in (2**70, -1, True, 0):
+        config = {"architectures": ["A"], "max_position_embeddings": length}
+        (folder / "config.json").write_text(json.dumps(config))
+        with gate.http() as client:
+            new = {"name": "odd", "path": str(folder)}
+            made = client.post("/api/tandem/v1/models", json=new)
+            assert (made.status_code, made.json()["max_length"]) == (200, None)
+            assert client.delete(f"/api/tandem/v1/models/{folder}").status_code == 204
+            assert client.delete(f"/api/tandem/v1/models/{folder}").status_code == 404
 
 
 def test_models_that_are_not_there_are_not_remembered(gate):

@@ -23,12 +23,19 @@ def saved_run(gate, client) -> tuple[str, str]:
     return session_id, f"tinker://{run_id}/weights/kept"
 
 
-@pytest.mark.parametrize("name", ["weights_access_token", "weights_access\\u005ftoken"])
-def test_a_token_that_was_lent_is_not_kept_however_its_field_is_written(gate, name):
+@pytest.mark.parametrize(
+    "field",
+    [
+        f'"weights_access_token": "{KEY}"',
+        f'"weights_access\\u005ftoken": "{KEY}"',
+        f'"weights_access_token": "{KEY}", "weights_access_token": null',
+    ],
+)
+def test_a_token_that_was_lent_is_not_kept_however_its_field_is_written(gate, field):
     with gate.http() as client:
         session_id, path = saved_run(gate, client)
         body = f'{{"session_id": "{session_id}", "model_seq_id": 1, "path": "{path}", "n": NaN, '
-        answer = client.post("/api/v1/load_weights", content=f'{body}"{name}": "{KEY}"}}')
+        answer = client.post("/api/v1/load_weights", content=f"{body}{field}}}")
         assert answer.status_code == 200, answer.text
         assert gate.retrieve(answer.json()["request_id"]).json()["type"] == "load_weights"
     gate.run(gate.gateway.database.flush())
