@@ -34,6 +34,7 @@ _MEMORY = 6 * 2**30
 """That this process may map beside what it has at the start: what wants all the memory of the
 machine is a fault that is told, not one that ends its neighbours."""
 _TRAINER_MEMORY = 2 * 2**30
+_TOLD_EVERY = 5000
 
 
 def main() -> int:
@@ -104,6 +105,8 @@ class Run:
                     return self._faults
                 if number % 25 == 0:
                     self._settle(world)
+                if number > first and (number - first) % _TOLD_EVERY == 0:
+                    print(f"{number - first} of {requests} requests", file=sys.stderr, flush=True)
             self._change(world, cases)
             time.sleep(4)  # until the results that nobody fetched are given up
             self.growth = resident_bytes() - warm
