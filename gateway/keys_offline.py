@@ -9,6 +9,7 @@ What changes something leaves its line in the audit log, as it does there.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Mapping
 from typing import Literal
@@ -78,6 +79,7 @@ def _record(audit: AuditLog, request: Request, said: Mapping[str, object]) -> No
 
 def main() -> int:
     configure_logging(service="gateway", level="warning")
+    os.umask(0o077)  # as the gateway itself: it may be the first to make these files
     settings = GatewaySettings()
     settings = settings.model_copy(update={"data_dir": settings.data_dir.resolve()})
     try:

@@ -263,7 +263,9 @@ def test_the_command_works_with_a_gateway_and_without_one(tmp_path, monkeypatch)
         output = tandem(*arguments, "--json")
         return json.JSONDecoder().raw_decode(output, output.index("{\n"))[0]
 
+    (tmp_path / "data").mkdir(mode=0o755)
     before = said("create", "--owner", "ann", "--expires", "30d")
+    assert (tmp_path / "data" / "tandem.db").stat().st_mode & 0o077 == 0
     assert (before["owner"], before["role"], before["state"]) == ("ann", "member", "active")
     with running_gateway(tmp_path, session_ttl=600) as gate:
         with gate.http(before["key"]) as client:
