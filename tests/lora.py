@@ -13,7 +13,8 @@ from tandem.v1 import common_pb2, trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 from tandem.worker import LoraSpec, TrainingSpec
 from tests.tiny import VOCABULARY
-from tests.workers import RUN, datum, logprobs_of, request
+from tests.worker_process import RUN
+from tests.workers import datum, logprobs_of, request
 from trainer_service.backends import World, backend_named
 from trainer_service.control import Control
 from trainer_service.lanes import Lanes

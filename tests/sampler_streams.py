@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import numpy as np
 
-from tandem.v1 import sampler_pb2
+from tandem.v1 import sampler_pb2, sampler_pb2_grpc
 from tandem.wire.v1 import tinker_pb2 as wire
-from tests.sampler_worker import CALL_SECONDS, Sampled, SamplerClient, decoded
+from tandem.worker import GRPC_OPTIONS
+from tests.sampler_worker import Sampled, SamplerClient, decoded
+from tests.worker_process import CALL_SECONDS
 
 
 @dataclass
@@ -49,8 +53,20 @@ class Streamed:
         return True
 
 
+NARROW = [*GRPC_OPTIONS, ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64 * 1024)]
+"""A connection that takes little before somebody reads: else gRPC itself takes megabytes ahead."""
+
+
 def open_stream(client: SamplerClient, request: sampler_pb2.SampleRequest) -> Any:
     return client.stub.SampleStream(request, metadata=client.metadata, timeout=CALL_SECONDS)
+
+
+@contextmanager
+def narrow_stream(client: SamplerClient, request: sampler_pb2.SampleRequest) -> Iterator[Any]:
+    """As `open_stream`, over a connection of its own that is `NARROW`."""
+    with grpc.insecure_channel(client.report.address, options=NARROW) as channel:
+        stub = sampler_pb2_grpc.SamplerStub(channel)
+        yield stub.SampleStream(request, metadata=client.metadata, timeout=CALL_SECONDS)
 
 
 def gather(events: Iterable[sampler_pb2.SampleEvent]) -> Streamed:

@@ -1,22 +1,17 @@
-"""Starts a real sampler process and speaks gRPC with it, and publishes versions for it to load."""
+"""Speaks gRPC with a real sampler process, and publishes versions for it to load."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.settings import SamplerSettings
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
@@ -29,13 +24,16 @@ from tandem.weights import (
     version_path,
 )
 from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerReport, WorkerSpec
-
-SECRET = "a secret of this test"
-SESSION = "s-0123456789ab"
-RUN = f"{SESSION}:train:0"
-START_SECONDS = 120.0
-CALL_SECONDS = 60.0
+from tandem.worker import WorkerSpec
+from tests.worker_process import (
+    CALL_SECONDS,
+    RUN,
+    SECRET,
+    SESSION,
+    Started,
+    WorkerClient,
+    worker_process,
+)
 
 
 def plain_logprobs(model: Path, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
@@ -196,34 +194,13 @@ def same(one: Sampled, other: Sampled) -> bool:
     )
 
 
-class SamplerClient:
-    def __init__(
-        self, process: subprocess.Popen[bytes], reports: Any, report: WorkerReport, model: Path
-    ) -> None:
-        self.process = process
-        self.reports = reports
-        self.report = report
+class SamplerClient(WorkerClient):
+    def __init__(self, started: Started, model: Path) -> None:
+        super().__init__(started)
         self.base = common_pb2.WeightVersion(name="base/tiny", path=str(model))
-        self.channel = grpc.insecure_channel(report.address, options=GRPC_OPTIONS)
         self.stub = sampler_pb2_grpc.SamplerStub(self.channel)
-        self.metadata = ((SECRET_METADATA_KEY, SECRET),)
         self.numbers = itertools.count()
         self.fencing_token = 1
-
-    def wait_until_serving(self) -> None:
-        stub = health_pb2_grpc.HealthStub(self.channel)
-        for reply in stub.Watch(
-            health_pb2.HealthCheckRequest(),
-            metadata=self.metadata,
-            timeout=START_SECONDS,
-            wait_for_ready=True,
-        ):
-            if reply.status == health_pb2.HealthCheckResponse.SERVING:
-                return
-
-    def next_report(self) -> WorkerReport:
-        """The next line on the report descriptor. Blocks until there is one."""
-        return WorkerReport.model_validate_json(self.reports.readline())
 
     def describe(self) -> sampler_pb2.DescribeSamplerReply:
         return self.stub.Describe(
@@ -310,7 +287,7 @@ class SamplerClient:
 
 @contextmanager
 def sampler_process(model: Path, *, wait: bool = True, **settings: Any) -> Iterator[SamplerClient]:
-    """A sampler in a process group of its own, killed whatever happens."""
+    """`settings` are those of `SamplerSettings`."""
     spec = WorkerSpec(
         worker_id="sampler-test",
         kind="sampler",
@@ -321,26 +298,8 @@ def sampler_process(model: Path, *, wait: bool = True, **settings: Any) -> Itera
         session_id=SESSION,
         sampler=SamplerSettings(**{"device": "cpu", "kv_cache_bytes": 64 * 2**20, **settings}),
     )
-    read, write = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "sampler_service", "--report-fd", str(write)],
-        stdin=subprocess.PIPE,
-        pass_fds=(write,),
-        start_new_session=True,
-    )
-    os.close(write)
-    assert process.stdin is not None
-    try:
-        process.stdin.write(spec.model_dump_json().encode() + b"\n")
-        process.stdin.flush()
-        with os.fdopen(read, "rb") as reports:
-            report = WorkerReport.model_validate_json(reports.readline())
-            client = SamplerClient(process, reports, report, model)
-            if wait:
-                client.wait_until_serving()
-            yield client
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=10)
-        process.stdin.close()
+    with worker_process(spec) as started:
+        client = SamplerClient(started, model)
+        if wait:
+            client.wait_until_serving()
+        yield client

@@ -1,31 +1,29 @@
-"""Starts a real trainer process and speaks gRPC with it, for tests."""
+"""Speaks gRPC with a real trainer process, for tests."""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.settings import TrainerSettings
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 from tandem.weights import version_path
 from tandem.wire.v1 import tinker_pb2 as wire
-from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, TrainingSpec, WorkerReport, WorkerSpec
-
-SECRET = "a secret of this test"
-SESSION = "s-0123456789ab"
-RUN = f"{SESSION}:train:0"
-START_SECONDS = 120.0
-CALL_SECONDS = 60.0
+from tandem.worker import TrainingSpec, WorkerSpec
+from tests.worker_process import (
+    CALL_SECONDS,
+    RUN,
+    SECRET,
+    SESSION,
+    Started,
+    WorkerClient,
+    worker_process,
+)
 
 
 def dense(values: object, dtype: str) -> wire.Tensor:
@@ -75,17 +73,12 @@ def logprobs_of(output: wire.ForwardBackwardOutput) -> list[np.ndarray]:
     return found
 
 
-class TrainerClient:
+class TrainerClient(WorkerClient):
     """Calls in log order, with the next `seq_id` each time."""
 
-    def __init__(self, process: subprocess.Popen[bytes], reports: Any, first: WorkerReport) -> None:
-        address = first.address
-        self.metrics_port = first.metrics_port
-        self.process = process
-        self.reports = reports
-        self.channel = grpc.insecure_channel(address, options=GRPC_OPTIONS)
+    def __init__(self, started: Started) -> None:
+        super().__init__(started)
         self.stub = trainer_pb2_grpc.TrainerStub(self.channel)
-        self.metadata = ((SECRET_METADATA_KEY, SECRET),)
         self.seq_id = 0
 
     def header(self) -> common_pb2.OperationHeader:
@@ -98,21 +91,6 @@ class TrainerClient:
             previous_seq_id=self.seq_id - 1,
             fencing_token=1,
         )
-
-    def wait_until_serving(self) -> None:
-        stub = health_pb2_grpc.HealthStub(self.channel)
-        for reply in stub.Watch(
-            health_pb2.HealthCheckRequest(),
-            metadata=self.metadata,
-            timeout=START_SECONDS,
-            wait_for_ready=True,
-        ):
-            if reply.status == health_pb2.HealthCheckResponse.SERVING:
-                return
-
-    def next_report(self) -> WorkerReport:
-        """The next line on the report descriptor. Blocks until there is one."""
-        return WorkerReport.model_validate_json(self.reports.readline())
 
     def describe(self) -> trainer_pb2.DescribeTrainerReply:
         return self.stub.Describe(
@@ -188,20 +166,6 @@ class TrainerClient:
         )
 
 
-def group_members(process_group: int) -> list[int]:
-    """The pids of a process group that have not ended."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[2]) == process_group and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
-
-
 @contextmanager
 def trainer_process(
     model: Path,
@@ -211,10 +175,7 @@ def trainer_process(
     training: TrainingSpec | None = None,
     **settings: Any,
 ) -> Iterator[TrainerClient]:
-    """A trainer in a process group of its own, killed whatever happens.
-
-    `settings` are those of `TrainerSettings`.
-    """
+    """`settings` are those of `TrainerSettings`."""
     spec = WorkerSpec(
         worker_id="trainer-test",
         kind="trainer",
@@ -227,26 +188,8 @@ def trainer_process(
         training=training,
         trainer=TrainerSettings(**{"device": "cpu", "threads": 1, **settings}),
     )
-    read, write = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainer_service", "--report-fd", str(write)],
-        stdin=subprocess.PIPE,
-        pass_fds=(write,),
-        start_new_session=True,
-    )
-    os.close(write)
-    assert process.stdin is not None
-    try:
-        process.stdin.write(spec.model_dump_json().encode() + b"\n")
-        process.stdin.flush()
-        with os.fdopen(read, "rb") as reports:
-            first = WorkerReport.model_validate_json(reports.readline())
-            client = TrainerClient(process, reports, first)
-            if wait:
-                client.wait_until_serving()
-            yield client
-    finally:
-        if group_members(process.pid):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=10)
-        process.stdin.close()
+    with worker_process(spec) as started:
+        client = TrainerClient(started)
+        if wait:
+            client.wait_until_serving()
+        yield client

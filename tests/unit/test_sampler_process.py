@@ -9,15 +9,9 @@ import pytest
 
 from tandem.v1 import sampler_pb2
 from tandem.worker import SECRET_METADATA_KEY
-from tests.sampler_worker import (
-    CALL_SECONDS,
-    SECRET,
-    SamplerClient,
-    decoded,
-    same,
-    sampler_process,
-)
+from tests.sampler_worker import SamplerClient, decoded, same, sampler_process
 from tests.tiny import VOCABULARY
+from tests.worker_process import CALL_SECONDS, SECRET
 
 LENGTH = 512
 EOS = 1

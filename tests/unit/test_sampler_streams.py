@@ -13,7 +13,7 @@ import pytest
 from sampler_service.engine import EngineDelta, SampledTokens, TopK
 from sampler_service.streams import StreamBuffer
 from tests.sampler_adapters import write_adapter_files, write_merged
-from tests.sampler_streams import Told, add, gather, open_stream, stream
+from tests.sampler_streams import gather, narrow_stream, open_stream, stream
 from tests.sampler_worker import SamplerClient, publish, publish_adapter, same
 
 PROMPT = [5, 9, 30, 41]
@@ -114,13 +114,11 @@ def test_a_cancelled_stream_frees_the_engine(sampler: SamplerClient):
 
 def test_a_reader_that_stops_reading_holds_nobody_back(sampler: SamplerClient):
     arguments: dict[str, Any] = {"n": 40, "max_tokens": 500, "stop": [], "seed": 8, "topk": 20}
-    call = open_stream(sampler, sampler.request(PROMPT, **arguments))
-    told: dict[int, Told] = {}
-    first = next(call)
-    add(told.setdefault(first.delta.index, Told()), first.delta)
-    while sampler.describe().running:  # to its end, without anyone who reads
-        sampler.sample(PROMPT, max_tokens=1)
-    streamed = gather([first, *call])
+    with narrow_stream(sampler, sampler.request(PROMPT, **arguments)) as call:
+        first = next(call)
+        while sampler.describe().running:  # to its end, without anyone who reads
+            sampler.sample(PROMPT, max_tokens=1)
+        streamed = gather([first, *call])
     assert streamed.adds_up()
     deltas = sum(each.deltas for each in streamed.told.values())
     assert deltas < 40 * 500, "what was not read in time is merged"

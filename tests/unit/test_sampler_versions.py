@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from tests.sampler_worker import (
-    CALL_SECONDS,
     SamplerClient,
     assert_logprobs_are_those_of,
     plain_logprobs,
     publish,
     rewrite_manifest,
 )
+from tests.worker_process import CALL_SECONDS
 
 LENGTH = 512
 EOS = 1

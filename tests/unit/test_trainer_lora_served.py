@@ -9,7 +9,7 @@ import numpy as np
 from tandem.v1 import common_pb2
 from tests.lora import make, publish, train
 from tests.sampler_worker import SamplerClient, plain_logprobs
-from tests.workers import RUN
+from tests.worker_process import RUN
 
 PROMPT = [5, 9, 30, 41, 7, 7, 60]
 

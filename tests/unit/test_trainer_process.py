@@ -18,18 +18,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from gateway.launchers.groups import group_members
 from tandem.v1 import trainer_pb2
 from tandem.weights import open_version
 from tests.tiny import VOCABULARY, write_tiny_model
-from tests.workers import (
-    CALL_SECONDS,
-    TrainerClient,
-    datum,
-    group_members,
-    logprobs_of,
-    request,
-    trainer_process,
-)
+from tests.worker_process import CALL_SECONDS
+from tests.workers import TrainerClient, datum, logprobs_of, request, trainer_process
 from trainer_service.servicer import KEPT_RESULTS
 
 
@@ -271,7 +265,7 @@ def test_an_old_fencing_token_is_refused(one):
 def test_metrics_count_operations_and_steps(two):
     two.output(request(mixed_data()))
     step = two.optim_step()
-    page = httpx.get(f"http://127.0.0.1:{two.metrics_port}/metrics").text
+    page = httpx.get(f"http://127.0.0.1:{two.report.metrics_port}/metrics").text
     samples = {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(page)

@@ -16,7 +16,8 @@ from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import open_version
 from tests.tiny import write_tiny_model
 from tests.unit.test_trainer_compute import make_trainer, mixed_data
-from tests.workers import RUN, datum, request, trainer_process
+from tests.worker_process import RUN
+from tests.workers import datum, request, trainer_process
 from trainer_service import files, publish
 from trainer_service.control import Control
 from trainer_service.operations import Operations
