@@ -70,7 +70,7 @@ class Copies:
         """
         run_id = request.run_id or run_id_of(session_id=_session_id(request), model_seq_id=0)
         if run_id not in self._under_way:
-            task = asyncio.create_task(self._copy(request, run_id))
+            task = asyncio.create_task(self._copy_undisturbed(request, run_id))
             self._under_way[run_id] = (request.source, task)
             task.add_done_callback(lambda done: self._ended(run_id, done))
         source, task = self._under_way[run_id]
@@ -87,6 +87,12 @@ class Copies:
         self._under_way.pop(run_id, None)
         if task.cancelled() or task.exception() is not None:
             self._versions.checkpoints.mark(run_id)  # what it left has no name
+
+    async def _copy_undisturbed(self, request: CopyRequest, run_id: str) -> str:
+        """What an earlier try left of this run may be collected just now: not with this one's
+        half-written files."""
+        with self._versions.holds.look_up(run_id):
+            return await self._copy(request, run_id)
 
     async def _copy(self, request: CopyRequest, run_id: str) -> str:
         async with self._versions.checkpoints.reading(

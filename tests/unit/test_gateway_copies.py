@@ -11,6 +11,8 @@ from gateway_fakes import KEY, running_gateway, wait_for
 from test_gateway_checkpoints import listed, place, step
 from tinker import types
 
+from gateway import copies
+
 
 @pytest.fixture(scope="module")
 def gate(tmp_path_factory):
@@ -105,6 +107,26 @@ def test_a_copys_run_is_there_and_cannot_be_trained(gate, service, training, res
     assert run.base_model == "tiny"
     with pytest.raises(tinker.NotFoundError):
         service.create_training_client_from_state(copy.replace("mine", "other")).result()
+
+
+def test_a_copy_that_is_being_made_is_not_collected_for_an_earlier_try(
+    gate, training, rest, monkeypatch
+):
+    path = training.save_state("mine").result().path
+    run_id = f"{training.model_id.partition(':')[0]}:train:78"
+    link_all, complete = copies._link_all, []
+
+    def link_while_collected(files, target):
+        complete.append(gate.run(gate.gateway.collect(run_id)))
+        link_all(files, target)
+
+    monkeypatch.setattr(copies, "_link_all", link_while_collected)
+    session_id, _, number = run_id.partition(":train:")
+    body = {"source_path": path, "session_id": session_id, "model_seq_id": int(number)}
+    with gate.http() as client:
+        answer = client.post("/api/v1/copy_weights", json=body)
+    assert answer.json() == {"tinker_path": f"tinker://{run_id}/weights/mine"}
+    assert complete == [False], "there is something that is worth another look"
 
 
 def test_one_key_makes_one_copy_however_often_it_is_sent(gate, training, rest):
