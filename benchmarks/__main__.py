@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,13 +13,21 @@ import tinker
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import concurrency, machine, overhead, publish, rl_step, sampling, training
+from benchmarks import (
+    concurrency,
+    machine,
+    overhead,
+    publish,
+    record,
+    rl_step,
+    sampling,
+    training,
+)
 from tandem.demo.run import wait_ready
 from tandem.demo.tiny_model import write_tiny_model
 from tandem.stack import Stack
 
 SECTIONS = ("sampling", "clients", "publish", "lora", "overhead", "training", "rl_step")
-_RESULTS = Path(__file__).parent / "results"
 
 
 class Bench:
@@ -101,9 +108,10 @@ class Bench:
             with self.stack(model, ranks=1) as (stack, service):
                 client = service.create_lora_training_client("bench/model", rank=32).result()
                 wait_ready(stack)
-                rows.append(
-                    {"parameters": size, **publish.adapter_to_served(client, rounds=self.rounds)}
+                measured = publish.adapter_to_served(
+                    client, weights=stack.data_dir / "weights", rounds=self.rounds
                 )
+                rows.append({"parameters": size, **measured})
         self.show("lora publish", rows)
 
     def training(self) -> None:
@@ -176,14 +184,13 @@ def main() -> None:
     console = Console(width=160)
     with tempfile.TemporaryDirectory() as work:
         bench = Bench(work=Path(work), quick=arguments.quick, console=console)
-        for section in arguments.sections or SECTIONS:
-            console.rule(section)
-            getattr(bench, section)()
-    if not arguments.no_save:
-        _RESULTS.mkdir(exist_ok=True)
-        path = _RESULTS / f"{time.strftime('%Y-%m-%d')}-{len(list(_RESULTS.iterdir())):03d}.json"
-        path.write_text(json.dumps(bench.results, indent=1, ensure_ascii=False) + "\n")
-        console.print(f"Written to {path.name}")
+        try:
+            for section in arguments.sections or SECTIONS:
+                console.rule(section)
+                getattr(bench, section)()
+        finally:  # what was measured before a fault is kept
+            if not arguments.no_save:
+                console.print(f"Written to {record.save(bench.results).name}")
 
 
 if __name__ == "__main__":

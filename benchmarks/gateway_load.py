@@ -27,7 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine
+from benchmarks import machine, record
 from benchmarks.raw_http import Connection
 from gateway.launchers.process import ProcessLauncher
 from tandem.demo.tiny_model import write_tiny_model
@@ -40,7 +40,6 @@ HEARTBEAT_SECONDS = 10.0
 MAX_TOKENS = 16
 MODEL = "bench/model"
 _WARM_UP = 3
-_RESULTS = Path(__file__).parent / "results"
 
 Ask = Callable[[int], Awaitable[None]]
 """Makes a sample request of that number and returns when the answer is there."""
@@ -363,15 +362,10 @@ def main() -> None:
     rows = asyncio.run(run(load))
     show(console, rows)
     if not arguments.no_save:
-        _RESULTS.mkdir(exist_ok=True)
-        name = f"{time.strftime('%Y-%m-%d')}-{len(list(_RESULTS.iterdir())):03d}.json"
-        content = {
-            "machine": machine.describe(),
-            "load": vars(load),
-            "gateway load": rows,
-        }
-        (_RESULTS / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-        console.print(f"Written to {name}")
+        written = record.save(
+            {"machine": machine.describe(), "load": vars(load), "gateway load": rows}
+        )
+        console.print(f"Written to {written.name}")
 
 
 if __name__ == "__main__":

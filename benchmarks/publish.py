@@ -39,17 +39,20 @@ def publish_to_served(
     }
 
 
-def adapter_to_served(client: tinker.TrainingClient, *, rounds: int) -> dict[str, object]:
-    """Medians over `rounds` publishes of an adapter. The first two are not counted."""
+def adapter_to_served(
+    client: tinker.TrainingClient, *, weights: Path, rounds: int
+) -> dict[str, object]:
+    """Medians over `rounds` publishes of an adapter, which come to lie under `weights`. The first
+    two are not counted."""
     seconds = []
     for _ in range(rounds + 2):
         started = time.perf_counter()
         client.save_weights_and_get_sampling_client().result()
         seconds.append(time.perf_counter() - started)
-    external = client.save_weights_external("bench").result()
+    (*_, newest) = sorted(weights.glob("*/v*/adapter_model.safetensors"))
     return {
         "rank": 32,
-        "bytes": external.size_bytes,
+        "bytes": newest.stat().st_size,
         "publish_to_served_seconds": round(statistics.median(seconds[2:]), 4),
     }
 
