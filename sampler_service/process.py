@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import faulthandler
 import gc
 import logging
 import os
@@ -48,6 +49,7 @@ def run(*, report_fd: int) -> int:
     """Reads the specification, serves until SIGTERM or a failure; returns the exit status."""
     spec = read_spec()
     hold_lifeline()
+    faulthandler.enable()  # a crash in native code leaves its stacks in the log
     configure_logging(service="sampler", level=spec.log_level)
     with log_context(worker_id=spec.worker_id, session_id=spec.session_id):
         status = asyncio.run(_Process(spec, report_fd=report_fd).serve())

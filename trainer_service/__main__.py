@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import os
 import signal
 import sys
@@ -49,6 +50,7 @@ def main() -> None:
     report_fd: int = parser.parse_args().report_fd
     spec = read_spec()
     hold_lifeline()
+    faulthandler.enable()  # a crash in native code leaves its stacks in the log
     configure_logging(service="trainer", level=spec.log_level)
     # OpenMP threads that wait must sleep: spinning ones take the cores from the gateway, the
     # sampler and each other. Read when torch is first imported, by the other ranks, too.

@@ -8,6 +8,7 @@ what, on the descriptor given, and ends: a process group that lost a member is o
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument("--report-fd", type=int, required=True)
     report_fd: int = parser.parse_args().report_fd
     die_with_parent()
+    faulthandler.enable()
     # Rank 0 stops us. A signal to the whole group must not make it look as if we had died.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

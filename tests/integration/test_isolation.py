@@ -203,6 +203,7 @@ def test_secrets_are_in_no_argument_environment_log_status_or_crash(
     seen.append(httpx.get(f"{isolated.stack.endpoint.url}/metrics").text)
     seen += [path.read_text(errors="replace") for path in isolated.data_dir.glob("logs/*")]
     assert any("SIGABRT" in text for text in seen), "the crash is told"
+    assert any("Fatal Python error: Aborted" in text for text in seen), "and where it was"
     for text in seen:
         for secret in {*secrets, KEY, ELSEWHERE}:
             assert secret not in text
