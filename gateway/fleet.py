@@ -131,9 +131,8 @@ class Fleet:
 
         `training` is what a trainer trains, `max_lora_rank` the largest that a sampler serves.
         `on_exit` is told, in one sentence, when the worker ends without having been stopped.
-        One that crashes before it is ready has done nothing yet, and is started once more: in
-        gRPC's threads we have seen a segmentation fault at about one start in a hundred while
-        many processes started.
+        One that crashes in native code before it is ready has done nothing yet, and is started
+        once more.
         """
         start = partial(
             self._start,

@@ -162,6 +162,7 @@ class Runs:
             )
         except BaseException:
             self._runs.pop(run_id, None)
+            run.dispatcher.abandon()
             raise
         finally:
             del run.arriving[0]

@@ -1,0 +1,49 @@
+"""The gateway starts workers while gRPC's threads, which do not survive a fork, talk to others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import gateway.__main__  # what is to be set before grpc is imported
+
+import asyncio
+import grpc.aio
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+CALLERS, CHILDREN = 16, 100
+
+async def main():
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    enough = asyncio.Event()
+
+    async def talk():
+        async with grpc.aio.insecure_channel(address) as channel:
+            while not enough.is_set():
+                await health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(), timeout=30
+                )
+
+    talking = [asyncio.create_task(talk()) for _ in range(CALLERS)]
+    for _ in range(CHILDREN):
+        child = await asyncio.create_subprocess_exec("/bin/true", start_new_session=True)
+        print(await child.wait())
+    enough.set()
+    await asyncio.gather(*talking)
+    await server.stop(None)
+
+uvloop.run(main())
+"""
+
+
+def test_no_worker_dies_between_fork_and_its_program():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert set(done.stdout.split()) == {"0"}, "-11 is a segmentation fault"
