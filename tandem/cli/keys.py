@@ -81,9 +81,10 @@ def list_keys(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
     if as_json:
         print_json(answer)
         return
-    table = Table()
-    for heading in _COLUMNS.values():
-        table.add_column(heading, no_wrap=heading == "id")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column, heading in _COLUMNS.items():
+        width = 10 if column.endswith("_at") else None  # a date; its time may go below it
+        table.add_column(heading, no_wrap=column == "id", overflow="fold", min_width=width)
     for key in cast(Rows, answer["keys"]):
         table.add_row(*(escape(_cell(key[column])) for column in _COLUMNS))
     out.print(table)
