@@ -236,7 +236,7 @@ class Sampler:
             self._drop(sample.version)
 
     async def _sample(self, request: sampler_pb2.SampleRequest, tell: Tell | None) -> Outcome:
-        await self._engine.ready()
+        await self._engine.ready()  # its start is nobody's use of it
         with self._meter.measure(request) as measured:
             if tell is None:
                 reply = await self._engine.call(

@@ -10,7 +10,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -101,7 +101,7 @@ class TraceExports:
 
         def sweep() -> None:
             for path in self._folder.iterdir() if self._folder.is_dir() else ():
-                if path.stat().st_mtime < cutoff:
+                if _written_at(path) < cutoff:
                     path.unlink(missing_ok=True)
 
         await asyncio.to_thread(sweep)
@@ -127,7 +127,8 @@ class TraceExports:
         def write() -> None:
             body = encode([track for track in tracks if track.slices], about=about)
             self._folder.mkdir(parents=True, exist_ok=True)
-            for old in _by_age(self._folder.glob(f"{session_id}-*.json"))[: 1 - _MOST_FILES]:
+            files = sorted(self._folder.glob(f"{session_id}-*.json"), key=_written_at)
+            for old in files[: 1 - _MOST_FILES]:
                 old.unlink(missing_ok=True)
             (self._folder / name).write_bytes(body)
 
@@ -188,9 +189,12 @@ class TraceExports:
         return f"{PREFIX}{file}?{urlencode({'expires': expires, 'signature': signature})}"
 
 
-def _by_age(files: Iterable[Path]) -> list[Path]:
-    """Oldest first."""
-    return sorted(files, key=lambda file: file.lstat().st_mtime)
+def _written_at(file: Path) -> float:
+    """Long ago, for a file that is removed at this moment."""
+    try:
+        return file.lstat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _operation(row: RowMapping) -> Slice:

@@ -4,10 +4,7 @@ All that a transformer computes token by token (projections, norms, feed-forward
 head) does not care where a sequence begins; positions are given, and attention is told. It is
 registered with transformers as an attention implementation of its own: every run of equally
 long sequences is one causal call of torch's attention, on a view of the row.
-
-Measured on a CPU with 1 M parameters: 64 sequences of 16 to 512 tokens take 0.87 of the CPU
-time of a batch padded to its longest, in one micro-batch, and 0.64 of it in micro-batches of
-2,048 tokens, which stay in the cache.
+What that brings is in docs/performance.md.
 """
 
 from __future__ import annotations

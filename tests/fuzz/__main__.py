@@ -23,7 +23,7 @@ from tests.fuzz.memory import resident_bytes
 from tests.fuzz.secrets import Watch
 from tests.fuzz.trainer import Checked, bounded_memory
 from tests.fuzz.world import CheckingTrainer, World
-from tests.unit.gateway_fakes import KEY, FakeLauncher, make_model, running_gateway
+from tests.unit.gateway_fakes import KEY, FakeLauncher, make_model, running_gateway, wait_for
 
 REGRESSIONS = Path(__file__).parent / "regressions"
 PER_WORLD = 250
@@ -108,7 +108,7 @@ class Run:
                 if number > first and (number - first) % _TOLD_EVERY == 0:
                     print(f"{number - first} of {requests} requests", file=sys.stderr, flush=True)
             self._change(world, cases)
-            time.sleep(4)  # until the results that nobody fetched are given up
+            wait_for(lambda: gate.gateway.results.bytes_held == 0)  # unfetched ones are given up
             self.growth = resident_bytes() - warm
             if self.growth > GROWTH:
                 self._fault(f"memory grew by {self.growth / 2**20:.0f} MiB")
