@@ -281,7 +281,7 @@ class SamplingSessions:
                     "created_at": time.time(),
                 },
             )
-        except Exception:
+        except BaseException:  # cancelled, too: what has no row must not be found
             self._active.pop(session.id, None)
             raise
         return session
