@@ -23,7 +23,8 @@ from tests.fuzz.memory import resident_bytes
 from tests.fuzz.secrets import Watch
 from tests.fuzz.trainer import Checked, bounded_memory
 from tests.fuzz.world import CheckingTrainer, World
-from tests.unit.gateway_fakes import KEY, FakeLauncher, make_model, running_gateway, wait_for
+from tests.unit.fake_launcher import FakeLauncher
+from tests.unit.gateway_fakes import KEY, make_model, running_gateway, wait_for
 
 REGRESSIONS = Path(__file__).parent / "regressions"
 PER_WORLD = 250

@@ -20,7 +20,8 @@ from tests.fuzz.conformance import check_answer
 from tests.fuzz.secrets import Watch
 from tests.fuzz.seeds import RUN, SESSION
 from tests.fuzz.trainer import LIMITS
-from tests.unit.gateway_fakes import KEY, FakeTrainer, Gate
+from tests.unit.fake_trainer import FakeTrainer
+from tests.unit.gateway_fakes import KEY, Gate
 from trainer_service.batch import parse
 from trainer_service.losses.source import losses_for
 from trainer_service.operations import LOSSES

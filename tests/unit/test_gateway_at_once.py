@@ -7,7 +7,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from gateway_fakes import FakeLauncher, make_model, running_gateway, wait_for
+from gateway_fakes import make_model, running_gateway, wait_for
 from sqlalchemy import insert, select
 from tinker import types
 
@@ -16,6 +16,7 @@ from gateway.sampling import base_version
 from gateway.tables import models, runs, sampling_sessions
 from tandem.errors import LimitExceeded, SessionFinished, StorageFull
 from tandem.worker import TrainingSpec
+from tests.unit.fake_launcher import FakeLauncher
 
 NOBODY = Readers(())
 

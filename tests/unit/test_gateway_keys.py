@@ -6,7 +6,7 @@ import json
 
 import pytest
 import tinker
-from gateway_fakes import KEY, FakeLauncher, running_gateway, settings_for, wait_for
+from gateway_fakes import KEY, running_gateway, settings_for, wait_for
 from sqlalchemy import select
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
@@ -20,6 +20,7 @@ from gateway.tables import keys as table
 from tandem.cli.keys import parse_duration
 from tandem.cli.main import app
 from tandem.errors import InvalidRequest, UnknownKey, UserError
+from tests.unit.fake_launcher import FakeLauncher
 
 OWN = "/api/tandem/v1"
 

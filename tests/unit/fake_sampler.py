@@ -1,0 +1,125 @@
+"""A sampler that turns prompts round: a gRPC server of the real sampler's protos."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from tandem.errors import TandemError
+from tandem.v1 import sampler_pb2, sampler_pb2_grpc
+from tandem.wire.v1 import tinker_pb2
+from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
+
+
+class FakeSampler(sampler_pb2_grpc.SamplerServicer):
+    """Answers every prompt with its tokens, reversed, or what `speak` makes of them. `gate` holds
+    samples back (streams after their first token), and `slow_loads` the loads that have a number
+    in it, each until its event is set. Token i of an answer has the logprob -i, and alternatives
+    are the tokens 0, 1, … with 0, -1, …."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.requests: list[sampler_pb2.SampleRequest] = []
+        self.cancelled: list[int] = []
+        self.loaded: list[str] = []
+        self.slow_loads: dict[int, asyncio.Event] = {}
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.load_error: TandemError | None = None
+        self.sample_error: TandemError | None = None
+        self.speak = lambda tokens: tokens[::-1]
+
+    async def Load(self, request, context):
+        if self.load_error is not None:
+            return sampler_pb2.LoadReply(failure=self.load_error.to_failure())
+        self.loaded.append(request.version.name)
+        if (slow := self.slow_loads.get(len(self.loaded))) is not None:
+            await slow.wait()
+        return sampler_pb2.LoadReply(version=request.version, bytes=7)
+
+    async def Sample(self, request, context):
+        assert dict(context.invocation_metadata())[SECRET_METADATA_KEY] == self.spec.secret
+        self.requests.append(request)
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(request.seq_id)
+            raise
+        if self.sample_error is not None:
+            return sampler_pb2.SampleReply(failure=self.sample_error.to_failure())
+        prompt = np.frombuffer(request.prompt_tokens, np.int32)
+        tokens = np.array(self.speak(prompt.tolist()), np.int32)
+        response = tinker_pb2.SampleResponse(
+            prompt_cache_hit_tokens=1, tandem_weight_version=request.version.name
+        )
+        if k := request.topk_prompt_logprobs:
+            response.topk_prompt_logprobs.CopyFrom(_topk(len(prompt), k))
+        if request.prompt_logprobs:
+            logprobs = np.full(len(prompt), -1, np.float32)
+            logprobs[: -request.prompt_logprobs_last_n or 1] = np.nan
+            response.prompt_logprobs = logprobs.tobytes()
+        if k := request.prompt_alt_tokens_k:
+            for field, dtype in (("tokens", np.int64), ("logprobs", np.float32)):
+                tensor = getattr(response.prompt_alt_tokens, field)
+                tensor.dense = np.zeros((len(tokens) - 1, k), dtype).tobytes()
+                tensor.dtype = (
+                    tinker_pb2.DTYPE_INT64 if dtype is np.int64 else tinker_pb2.DTYPE_FLOAT32
+                )
+                tensor.shape.extend([len(tokens) - 1, k])
+        for _ in range(request.num_samples):
+            sequence = response.sequences.add(
+                tokens=tokens.tobytes(),
+                logprobs=(-np.arange(len(tokens), dtype=np.float32)).tobytes(),
+            )
+            if k := request.topk_sample_logprobs:
+                sequence.topk_sampled_logprobs.CopyFrom(_topk(len(tokens), k))
+        return sampler_pb2.SampleReply(
+            response=response.SerializeToString(),
+            version=request.version,
+            prompt_tokens=len(prompt),
+            cached_tokens=1,
+            sampled_tokens=len(tokens) * request.num_samples,
+        )
+
+    async def SampleStream(self, request, context):
+        """Token by token, the samples of a request in turn."""
+        gate, self.gate = self.gate, asyncio.Event()
+        self.gate.set()
+        try:
+            reply = await self.Sample(request, context)
+        finally:
+            self.gate = gate
+        response = tinker_pb2.SampleResponse.FromString(reply.response)
+        longest = max((len(s.tokens) // 4 for s in response.sequences), default=0)
+        for at in range(longest):
+            for index, sequence in enumerate(response.sequences):
+                delta = _delta(index, sequence, at, k=request.topk_sample_logprobs)
+                yield sampler_pb2.SampleEvent(delta=delta)
+            try:
+                await self.gate.wait()
+            except asyncio.CancelledError:
+                self.cancelled.append(request.seq_id)
+                raise
+        yield sampler_pb2.SampleEvent(reply=reply)
+
+
+def _topk(length: int, k: int) -> tinker_pb2.TopkLogprobs:
+    ids = np.tile(np.arange(k, dtype=np.int32), (length, 1))
+    return tinker_pb2.TopkLogprobs(
+        token_ids=ids.tobytes(), logprobs=(-ids).astype(np.float32).tobytes(), k=k, length=length
+    )
+
+
+def _delta(index: int, sequence, at: int, *, k: int) -> sampler_pb2.SampleDelta:
+    here = slice(4 * at, 4 * at + 4)
+    delta = sampler_pb2.SampleDelta(
+        index=index,
+        tokens=sequence.tokens[here],
+        logprobs=sequence.logprobs[here],
+        finished=4 * at + 4 == len(sequence.tokens),
+        stop_reason=sequence.stop_reason,
+    )
+    if k:
+        delta.topk.CopyFrom(_topk(1, k))
+    return delta

@@ -1,0 +1,135 @@
+"""A trainer that counts instead of learning: a gRPC server of the real trainer's protos."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+
+from tandem.errors import TandemError
+from tandem.v1 import trainer_pb2, trainer_pb2_grpc
+from tandem.weights import Manifest, PartialVersion, checksum_file, version_path
+from tandem.wire.v1 import tinker_pb2
+from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
+
+
+class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
+    """Applies operations in log order. `gate` holds them back while it is not set."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.applied: list[tuple[str, int]] = []
+        self.requests: list[object] = []
+        self.step = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.fail_with: dict[int, TandemError] = {}
+        self._turn = asyncio.Condition()
+        self._done = 0
+
+    async def _admit(self, context, header) -> TandemError | None:
+        metadata = dict(context.invocation_metadata())
+        assert metadata[SECRET_METADATA_KEY] == self.spec.secret
+        assert context.time_remaining() is not None, "a call without a deadline"
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._done >= header.previous_seq_id)
+        await self.gate.wait()
+        return self.fail_with.get(header.seq_id - 1)
+
+    async def _apply(self, kind: str, request) -> None:
+        self.applied.append((kind, request.header.seq_id - 1))
+        self.requests.append(request)
+        async with self._turn:
+            self._done = request.header.seq_id
+            self._turn.notify_all()
+
+    async def Describe(self, request, context):
+        return trainer_pb2.DescribeTrainerReply(architecture="Fake", parameters=7, ranks=1)
+
+    async def ForwardBackward(self, request, context):
+        error = await self._admit(context, request.header)
+        await self._apply("forward_backward", request)
+        if error is not None:
+            return trainer_pb2.ForwardBackwardReply(failure=error.to_failure())
+        message = tinker_pb2.ForwardBackwardRequest.FromString(request.payload)
+        lengths = [len(d.model_input[0].encoded_text.tokens) for d in message.data]
+        output = tinker_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+        record = output.loss_fn_outputs.add(num_datums=len(lengths))
+        field = record.fields["logprobs"]
+        field.data = np.full(sum(lengths) // 4, -1.0, np.float32).tobytes()
+        field.offsets = np.cumsum([0, *lengths]).astype(np.int64).tobytes()
+        field.dtype = tinker_pb2.DTYPE_FLOAT32
+        output.metrics["loss:sum"] = float(len(lengths))
+        return trainer_pb2.ForwardBackwardReply(
+            output=output.SerializeToString(), tokens=sum(lengths) // 4, seconds=0.5
+        )
+
+    async def OptimStep(self, request, context):
+        error = await self._admit(context, request.header)
+        await self._apply("optim_step", request)
+        if error is not None:
+            return trainer_pb2.OptimStepReply(failure=error.to_failure())
+        self.step += 1
+        return trainer_pb2.OptimStepReply(seconds=0.25, step=self.step, metrics={"grad_norm": 1.5})
+
+    async def Publish(self, request, context):
+        error = await self._admit(context, request.header)
+        await self._apply("publish", request)
+        if error is not None:
+            return trainer_pb2.PublishReply(failure=error.to_failure())
+        version = request.version
+        version.step = self.step
+        version.adapter = self.is_lora and not request.merged
+        manifest = self._write_version(version)
+        return trainer_pb2.PublishReply(version=version, bytes=manifest.bytes)
+
+    @property
+    def is_lora(self) -> bool:
+        return self.spec.training is not None and self.spec.training.lora is not None
+
+    def _write_version(self, version) -> Manifest:
+        """As a trainer does: weights that say how often they were stepped, and their manifest."""
+        partial = PartialVersion(version_path(Path(self.spec.data_dir), version.name))
+        partial.create()
+        names = (
+            ("adapter_model.safetensors", "adapter_config.json")
+            if version.adapter
+            else ("model.safetensors", "config.json")
+        )
+        (partial.path / names[0]).write_bytes(b"weights of step %d" % self.step)
+        (partial.path / names[1]).write_text('{"fake": true}')
+        manifest = Manifest(
+            version=version.name,
+            run_id=version.run_id,
+            step=self.step,
+            adapter=version.adapter,
+            dtype="float32",
+            tensors=1,
+            created="2026-01-01T00:00:00+00:00",
+            files=[checksum_file(partial.path / name) for name in names],
+        )
+        partial.commit(manifest)
+        return manifest
+
+    async def SaveCheckpoint(self, request, context):
+        await self._admit(context, request.header)
+        await self._apply("save", request)
+        folder = Path(request.path)
+        folder.mkdir(parents=True)  # noqa: ASYNC240
+        (folder / "__0_0.distcp").write_bytes(b"state of step %d" % self.step)
+        (folder / ".metadata").write_bytes(b"layout")
+        entries = [checksum_file(folder / name) for name in (".metadata", "__0_0.distcp")]
+        record = {"step": self.step, "files": [entry.model_dump() for entry in entries]}
+        (folder / "checkpoint.json").write_text(json.dumps(record))
+        return trainer_pb2.SaveCheckpointReply(step=self.step, bytes=21)
+
+    async def LoadCheckpoint(self, request, context):
+        await self._admit(context, request.header)
+        await self._apply("load", request)
+        record = json.loads((Path(request.path) / "checkpoint.json").read_text())
+        for entry in record["files"]:
+            assert checksum_file(Path(request.path) / entry["name"]).model_dump() == entry
+        self.step = record["step"]
+        return trainer_pb2.LoadCheckpointReply(step=self.step)
