@@ -47,6 +47,9 @@ class Command:
 
 def start(*arguments: str) -> Command:
     mark = f"command-{uuid.uuid4().hex}"
+    # Tests that a shell starts in the background inherit that Ctrl-C is ignored; a command in the
+    # foreground does not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [TANDEM, *arguments],
         env={**os.environ, "TEST_COMMAND_MARK": mark},
