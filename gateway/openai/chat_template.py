@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import time
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -37,6 +39,9 @@ RESERVED = frozenset(
         "tokenize",
     }
 )
+_MOST_SECONDS = 10.0
+"""For one rendering; those of known models take milliseconds."""
+_MOST_CHARACTERS = 16 * 2**20
 _TOOL_USE = "tool_use"
 _MARK = "\u2060tandem-continues-here\u2060"
 _SPACED_MARK = _MARK + " "
@@ -70,7 +75,7 @@ class ChatTemplate:
         more: Mapping[str, object],
     ) -> str:
         """The text that the model continues. Raises `InvalidRequest` where the template refuses
-        the messages, or breaks on them."""
+        the messages, breaks on them, or comes to no end."""
         if continue_final_message:
             messages = [*messages[:-1], _marked(messages[-1])]
         variables = {
@@ -82,7 +87,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            text = self._chosen(with_tools=bool(tools)).render(variables)
+            text = _bounded_text(self._chosen(with_tools=bool(tools)), variables)
         except Exception as error:  # the template is foreign code
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}"
@@ -156,8 +161,45 @@ def _cut_at_mark(text: str) -> str:
     return kept if text[found:].startswith(_SPACED_MARK) else kept.rstrip()
 
 
+_deadline: ContextVar[float] = ContextVar("deadline of the rendering under way")
+
+
+def _bounded_text(template: jinja2.Template, variables: Mapping[str, object]) -> str:
+    """What the template writes, within bounds: a loop that a model's author, or a request's
+    values, made endless has an answer, too."""
+    _deadline.set(time.monotonic() + _MOST_SECONDS)
+    pieces, size = [], 0
+    for piece in template.generate(variables):
+        _check_deadline()
+        pieces.append(piece)
+        size += len(piece)
+        if size > _MOST_CHARACTERS:
+            raise jinja2.TemplateError(f"it writes more than {_MOST_CHARACTERS} characters")
+    return "".join(pieces)
+
+
+def _check_deadline() -> None:
+    if time.monotonic() > _deadline.get():
+        raise jinja2.TemplateError(f"it came to no end within {_MOST_SECONDS:g} s")
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Minds the deadline where a template calls something, as macros write nothing until they
+    return."""
+
+    def call(  # as Jinja names its own parameters: no template's argument may collide with them
+        __self,
+        __context: jinja2.runtime.Context,
+        __obj: object,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        _check_deadline()
+        return super().call(__context, __obj, *args, **kwargs)
+
+
 def _environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],

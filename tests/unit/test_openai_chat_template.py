@@ -147,6 +147,27 @@ def test_a_template_reaches_nothing_but_its_variables(escape):
         render(escape)
 
 
+@pytest.mark.parametrize(
+    "endless",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}.{% endfor %}{% endfor %}",
+        "{% macro on(n) %}{% for a in range(n) %}.{% endfor %}{% endmacro %}"
+        "{% set all %}{% for b in range(99999) %}{{ on(9999) }}{% endfor %}{% endset %}",
+    ],
+    ids=["text", "nothing written"],
+)
+def test_a_template_without_an_end_has_an_answer(monkeypatch, endless):
+    monkeypatch.setattr("gateway.openai.chat_template._MOST_SECONDS", 0.2)
+    with pytest.raises(InvalidRequest, match=r"no end within 0\.2 s"):
+        render(endless)
+
+
+def test_a_template_does_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr("gateway.openai.chat_template._MOST_CHARACTERS", 1000)
+    with pytest.raises(InvalidRequest, match="more than 1000 characters"):
+        render("{% for a in range(99999) %}.{% endfor %}")
+
+
 def test_tools_have_a_template_of_their_own_where_the_model_has_one():
     templates = {"default": "plain", "tool_use": "with {{ tools | length }}"}
     assert render(templates) == "plain"
