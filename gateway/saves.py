@@ -170,6 +170,8 @@ class Saves:
                 )
             finally:
                 facts.busy_versions -= {plain, sealed}
+                if recipients:  # the plain files are in use until here, and go now
+                    self._versions.checkpoints.mark(facts.run_id)
             return json_result(type="save_weights_external", path=str(path), size_bytes=size)
 
         return send
