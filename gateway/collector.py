@@ -34,7 +34,8 @@ _TRASH = ".trash"
 
 
 class Collector:
-    """`in_use` names the versions that runs and samplers use."""
+    """`in_use` names the versions that runs and samplers use. `again` is told of a run in which
+    something stayed for the moment that one of its names was looked up."""
 
     def __init__(
         self,
@@ -43,11 +44,13 @@ class Collector:
         data_dir: Path,
         holds: Holds,
         in_use: Callable[[], set[str]],
+        again: Callable[[str], None],
     ) -> None:
         self._database = database
         self._data_dir = data_dir
         self._holds = holds
         self._in_use = in_use
+        self._again = again
         self._one_at_a_time = asyncio.Lock()
         self._log = get_log()
 
@@ -71,6 +74,8 @@ class Collector:
         used |= self._used()
         unnamed = [place for place in found if place not in named]
         if run_id is not None and self._holds.looked_up(run_id):
+            if unnamed:
+                self._holds.when_looked_up(run_id, lambda: self._again(run_id))
             return not unnamed
         over = [place for place in unnamed if place not in used]
         if over:

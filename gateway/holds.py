@@ -8,7 +8,7 @@ holds the run, until it holds the place: in between, the name may go.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -19,6 +19,7 @@ class Holds:
         self._places: Counter[str] = Counter()
         self._runs: Counter[str] = Counter()
         self._owned: defaultdict[str, list[str]] = defaultdict(list)
+        self._put_off: dict[str, Callable[[], None]] = {}
 
     def places(self) -> set[str]:
         """What is held now."""
@@ -27,6 +28,10 @@ class Holds:
     def looked_up(self, run_id: str) -> bool:
         """Whether somebody is looking up a name of this run now."""
         return run_id in self._runs
+
+    def when_looked_up(self, run_id: str, then: Callable[[], None]) -> None:
+        """Calls `then` once, when nobody looks up a name of this run any more."""
+        self._put_off[run_id] = then
 
     @contextmanager
     def hold(self, place: str) -> Iterator[None]:
@@ -43,6 +48,8 @@ class Holds:
             yield
         finally:
             _drop(self._runs, run_id)
+            if run_id not in self._runs and run_id in self._put_off:
+                self._put_off.pop(run_id)()
 
     def take(self, place: str, *, owner: str) -> None:
         """Holds a place for a run, until `give_back` or the end of the run."""

@@ -68,7 +68,11 @@ class Versions:
         self.holds = Holds()
         self.checkpoints = Checkpoints(database=database, holds=self.holds)
         self._collector = Collector(
-            database=database, data_dir=data_dir, holds=self.holds, in_use=in_use
+            database=database,
+            data_dir=data_dir,
+            holds=self.holds,
+            in_use=in_use,
+            again=self.checkpoints.mark,
         )
 
     async def check_space(self, *, expected_bytes: int, what: str) -> None:

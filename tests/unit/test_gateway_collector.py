@@ -135,8 +135,11 @@ async def test_what_is_read_stays_and_goes_when_the_reader_has_ended(store):
 async def test_nothing_of_a_run_goes_while_one_of_its_names_is_looked_up(store):
     path = folder(store, "checkpoints/s-1_train_0/a-11111111")
     with store.holds.look_up(RUN):
-        assert await store.collect(RUN) is False
+        with store.holds.look_up(RUN):
+            assert await store.collect(RUN) is False
+        assert store.checkpoints.unnamed() == []
     assert path.exists()
+    assert store.checkpoints.unnamed() == [RUN], "it is looked at again"
     assert await store.collect(RUN) is True
     assert not path.exists()
 
@@ -155,7 +158,7 @@ async def test_a_save_that_is_named_while_the_collector_looks_stays(tmp_path):
             await go_on.wait()
             return await super()._named(run_id)
 
-    collector = Slow(database=database, data_dir=tmp_path, holds=holds, in_use=set)
+    collector = Slow(database=database, data_dir=tmp_path, holds=holds, in_use=set, again=print)
     versions = Versions(
         database=database,
         data_dir=tmp_path,
