@@ -49,15 +49,18 @@ def start(*arguments: str) -> Command:
     mark = f"command-{uuid.uuid4().hex}"
     # Tests that a shell starts in the background inherit that Ctrl-C is ignored; a command in the
     # foreground does not.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(
-        [TANDEM, *arguments],
-        env={**os.environ, "TEST_COMMAND_MARK": mark},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            [TANDEM, *arguments],
+            env={**os.environ, "TEST_COMMAND_MARK": mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     return Command(process, mark)
 
 

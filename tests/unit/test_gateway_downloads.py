@@ -239,6 +239,16 @@ def test_every_file_is_encrypted_to_every_recipient(gate, training, rest):
     assert listed(rest, training.model_id)[path].size_bytes == manifest.bytes
 
 
+def test_an_encryption_that_fails_leaves_neither_plain_nor_sealed_files(
+    gate, training, monkeypatch
+):
+    monkeypatch.setattr("gateway.exports.sys.executable", "/bin/false")
+    recipient = str(pyrage.x25519.Identity.generate().to_public())
+    future = training.save_weights_external("secret", age_encryption_recipients=[recipient])
+    assert "the weights could not be encrypted" in error_of(future)
+    wait_for(lambda: place(gate, training.model_id, "weights") == [])
+
+
 @pytest.mark.parametrize("recipient", ["age1nonsense", "ssh-rsa AAAA", "", "AGE-SECRET-KEY-1"])
 def test_what_is_no_recipient_is_refused_before_anything_is_written(gate, training, recipient):
     future = training.save_weights_external("secret", age_encryption_recipients=[recipient])

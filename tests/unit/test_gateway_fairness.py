@@ -137,6 +137,8 @@ def test_a_single_sample_and_operation_go_within_one_round_of_a_flood(tmp_path, 
         gate.run(flood())
         assert accepted.index("bea") <= _MAX_BATCH + 1  # one transaction under way, and one round
         wait_for(lambda: order == ["bea"], timeout=60)
+        anns = gateway.runs.get(owners["ann"][2]).dispatcher
+        assert anns.under_way <= gate.settings.dispatch_window  # all of hers that went before
         gate.run(busy.gate.set)
         wait_for(lambda: len(order) == len(started) == FLOOD + 1, timeout=60)
         assert started.index("bea") <= 2 * 16  # one slice under way, and one round
