@@ -29,7 +29,7 @@ from rich.table import Table
 
 from benchmarks import machine, record
 from benchmarks.raw_http import Connection
-from gateway.launchers.process import ProcessLauncher
+from gateway.workers.launchers.process import ProcessLauncher
 from tandem.demo.tiny_model import write_tiny_model
 from tandem.settings import SamplerSettings
 from tandem.stack import Stack

@@ -11,44 +11,42 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from gateway.access import guarded
-from gateway.core import Gateway
-from gateway.description.served import OPENAPI, openapi
-from gateway.downloads import PREFIX
-from gateway.edge import Edge
-from gateway.fleet import ChannelFactory, open_channel
-from gateway.launchers.base import Launcher
-from gateway.launchers.process import ProcessLauncher
-from gateway.openai.errors import PREFIX as OPENAI
-from gateway.openai.errors import openai_http_error
-from gateway.openai.routes import (
+from gateway.api.access import guarded
+from gateway.api.admission_middleware import RequestReservations
+from gateway.api.description.served import OPENAPI, openapi
+from gateway.api.middleware import RequestBoundary
+from gateway.api.openai.errors import PREFIX as OPENAI
+from gateway.api.openai.errors import openai_http_error
+from gateway.api.openai.routes import (
     openai_chat_completions,
     openai_completions,
     openai_model,
     openai_models,
 )
-from gateway.reaper import Reaper
-from gateway.reception import Reception
-from gateway.routes import (
-    admin,
+from gateway.api.tandem import keys, metrics, status
+from gateway.api.tinker import (
     audit,
     auth,
     billing,
     checkpoints,
-    custom_loss,
+    create_model,
     downloads,
     futures,
-    keys,
-    new_run,
-    runs_list,
     sampling,
-    scrape,
     service,
     sessions,
     training,
+    training_runs,
 )
-from gateway.routes.wire import error_response, json_response
-from gateway.trace_exports import PREFIX as TRACES
+from gateway.api.wire import error_response, json_response
+from gateway.checkpoints.downloads import PREFIX
+from gateway.core import Gateway
+from gateway.custom_losses import routes as custom_loss
+from gateway.housekeeping import Housekeeping
+from gateway.usage.trace_exports import PREFIX as TRACES
+from gateway.workers.fleet import ChannelFactory, open_channel
+from gateway.workers.launchers.base import Launcher
+from gateway.workers.launchers.process import ProcessLauncher
 from tandem.errors import TandemError
 from tandem.settings import GatewaySettings
 
@@ -82,7 +80,7 @@ def create_app(
         except TandemError as error:
             app.state.start_error = error.message
             raise
-        reaper = Reaper(gateway)
+        reaper = Housekeeping(gateway)
         reaper.start()
         try:
             yield
@@ -95,8 +93,8 @@ def create_app(
     )
     app.state.gateway = gateway
     app.state.start_error = ""
-    app.add_middleware(Reception, limits=gateway.limits)
-    app.add_middleware(Edge, gateway=gateway)
+    app.add_middleware(RequestReservations, limits=gateway.limits)
+    app.add_middleware(RequestBoundary, gateway=gateway)
     app.add_exception_handler(TandemError, _tandem_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.router.routes.extend(guarded(_routes()))
@@ -126,7 +124,7 @@ def _routes() -> list[Route]:
         Route(f"{api}/save_weights", training.save_weights, methods=["POST"]),
         Route(f"{api}/save_weights_external", training.save_weights_external, methods=["POST"]),
         Route(f"{api}/load_weights", training.load_weights, methods=["POST"]),
-        Route(f"{api}/create_model", new_run.create_model, methods=["POST"]),
+        Route(f"{api}/create_model", create_model.create_model, methods=["POST"]),
         Route(f"{api}/create_custom_loss", custom_loss.create_custom_loss, methods=["POST"]),
         Route(f"{api}/get_info", training.get_info, methods=["POST"]),
         Route(f"{api}/create_sampling_session", sampling.create_sampling_session, methods=["POST"]),
@@ -167,20 +165,20 @@ def _routes() -> list[Route]:
         Route(
             f"{PREFIX}{{run_id}}/{{kind}}/{{name}}/{{file}}", downloads.download, methods=["GET"]
         ),
-        Route(f"{api}/training_runs", runs_list.training_runs),
-        Route(f"{api}/training_runs/{{run_id}}", runs_list.training_run),
+        Route(f"{api}/training_runs", training_runs.training_runs),
+        Route(f"{api}/training_runs/{{run_id}}", training_runs.training_run),
         Route(f"{api}/training_runs/{{run_id}}/checkpoints", checkpoints.run_checkpoints),
-        Route(f"{own}/status", admin.status),
+        Route(f"{own}/status", status.status),
         Route(f"{own}/checkpoints/files", checkpoints.checkpoint_files),
-        Route(f"{own}/models", admin.list_models),
-        Route(f"{own}/models", admin.add_model, methods=["POST"]),
-        Route(f"{own}/models/{{name:path}}", admin.remove_model, methods=["DELETE"]),
+        Route(f"{own}/models", status.list_models),
+        Route(f"{own}/models", status.add_model, methods=["POST"]),
+        Route(f"{own}/models/{{name:path}}", status.remove_model, methods=["DELETE"]),
         Route(f"{own}/keys", keys.list_keys),
         Route(f"{own}/keys", keys.create_key, methods=["POST"]),
         Route(f"{own}/keys/{{key_id}}", keys.revoke_key, methods=["DELETE"]),
-        Route(f"{own}/config", admin.config),
-        Route(f"{own}/version", admin.get_version),
-        Route("/metrics", scrape.metrics),
+        Route(f"{own}/config", status.config),
+        Route(f"{own}/version", status.get_version),
+        Route("/metrics", metrics.metrics),
         Route(OPENAPI, openapi),
     ]
 

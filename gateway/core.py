@@ -6,41 +6,41 @@ import asyncio
 import time
 from collections.abc import Iterable
 
-from gateway.access import Access
-from gateway.admission import Admission
-from gateway.audit import AuditLog
-from gateway.completions import Completions
-from gateway.copies import Copies
-from gateway.custom_losses import CustomLosses
-from gateway.data_directory import DataDirectoryLock, keep_api_key
-from gateway.database import Database
-from gateway.directory import Directory
-from gateway.downloads import Downloads
-from gateway.fleet import ChannelFactory, Fleet, open_channel
-from gateway.futures import Futures
+from gateway.api.access import Access
+from gateway.api.openai.entrance import InferenceService
+from gateway.auth.audit import AuditLog
+from gateway.auth.identity import Identity
+from gateway.auth.keys import KeyStore
+from gateway.auth.listening import check_listening
+from gateway.auth.signing import keep_signing_key
+from gateway.checkpoints.base_models import BaseModels
+from gateway.checkpoints.copies import CheckpointCopier
+from gateway.checkpoints.downloads import DownloadSigner
+from gateway.checkpoints.versions import VersionStore
+from gateway.custom_losses.store import CustomLossStore
+from gateway.futures.completion_feed import CompletionFeed
+from gateway.futures.result_store import ResultStore
+from gateway.futures.table import FutureTable
 from gateway.gauges import watch_parts
-from gateway.identity import Identity
-from gateway.keys import Keys
-from gateway.launchers.base import Launcher
-from gateway.limits import Counts, Limits
-from gateway.listening import check_listening
+from gateway.limits.quotas import Counts, Quotas
 from gateway.metrics import Metrics
-from gateway.models import Models
-from gateway.openai.entrance import Entrance
-from gateway.oplog import OperationLog
-from gateway.results import Results
-from gateway.runs import Runs
-from gateway.samplers import Samplers
-from gateway.samples import Samples
-from gateway.sampling import SamplingSessions
-from gateway.session_search import SessionSearch
-from gateway.sessionless import Sessionless
-from gateway.sessions import Sessions, why_ended
-from gateway.signing import keep_signing_key
-from gateway.trace_exports import TraceExports
-from gateway.usage import Usage
-from gateway.usage_report import UsageReports
-from gateway.versions import Versions
+from gateway.runs.admission import Admission
+from gateway.runs.journal import Journal
+from gateway.runs.queries import Queries
+from gateway.runs.registry import RunRegistry
+from gateway.sampling.router import SamplerRouter
+from gateway.sampling.sessions import SamplingSessionRegistry
+from gateway.sampling.unnamed_sessions import UnnamedSessions
+from gateway.sessions.registry import SessionRegistry, why_ended
+from gateway.sessions.search import SessionSearch
+from gateway.storage.data_directory import DataDirectoryLock, keep_api_key
+from gateway.storage.database import Database
+from gateway.usage.meter import UsageMeter
+from gateway.usage.reports import BillingReports
+from gateway.usage.sample_log import SampleLog
+from gateway.usage.trace_exports import TraceExporter
+from gateway.workers.fleet import ChannelFactory, Fleet, open_channel
+from gateway.workers.launchers.base import Launcher
 from tandem.errors import SessionFinished
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
@@ -63,51 +63,51 @@ class Gateway:
         self.signing_key = b""
         self.metrics = Metrics()
         self.database = Database.at(url=settings.database_url, data_dir=settings.data_dir)
-        self.models = Models(database=self.database)
-        self.sessions = Sessions(
+        self.models = BaseModels(database=self.database)
+        self.sessions = SessionRegistry(
             database=self.database,
             ttl=settings.session_ttl,
             check_room=lambda owner: self.limits.check("sessions", owner=owner),
         )
-        self.keys = Keys(database=self.database)
+        self.keys = KeyStore(database=self.database)
         self.identity = Identity(
             keys=self.keys,
             signing_key=lambda: self.signing_key,
             token_ttl=settings.token_ttl,
         )
-        self.directory = Directory(database=self.database)
+        self.directory = Queries(database=self.database)
         self.search = SessionSearch(database=self.database, key=lambda: self.signing_key)
         self.audit = AuditLog(database=self.database)
-        self.usage = Usage(database=self.database, sessions=self.sessions)
-        self.usage_reports = UsageReports(database=self.database, usage=self.usage)
-        self.samples = Samples(usage=self.usage)
-        self.traces = TraceExports(
+        self.usage = UsageMeter(database=self.database, sessions=self.sessions)
+        self.usage_reports = BillingReports(database=self.database, usage=self.usage)
+        self.samples = SampleLog(usage=self.usage)
+        self.traces = TraceExporter(
             database=self.database,
             samples=self.samples,
             data_dir=settings.data_dir,
             key=lambda: self.signing_key,
             ttl=settings.trace_ttl,
         )
-        self.limits = Limits(settings=settings.limit, metrics=self.metrics, counts=self._counts())
-        self.results = Results(
+        self.limits = Quotas(settings=settings.limit, metrics=self.metrics, counts=self._counts())
+        self.results = ResultStore(
             folder=settings.data_dir / "results" / "samples",
             bytes_in_memory=settings.limit.result_bytes,
             most_samples=settings.limit.results,
             metrics=self.metrics,
         )
-        self.futures = Futures(result_ttl=settings.result_ttl, keeper=self.results)
-        self.completions = Completions(futures=self.futures, idle_ttl=settings.result_ttl)
-        self.oplog = OperationLog(
+        self.futures = FutureTable(result_ttl=settings.result_ttl, keeper=self.results)
+        self.completions = CompletionFeed(futures=self.futures, idle_ttl=settings.result_ttl)
+        self.oplog = Journal(
             database=self.database, data_dir=settings.data_dir, result_ttl=settings.result_ttl
         )
-        self.versions = Versions(
+        self.versions = VersionStore(
             database=self.database,
             data_dir=settings.data_dir,
             min_free_bytes=settings.min_free_bytes,
             limits=self.limits,
             in_use=lambda: self.runs.all_versions_in_use() | self.samplers.versions_in_use(),
         )
-        self.sampling = SamplingSessions(
+        self.sampling = SamplingSessionRegistry(
             database=self.database,
             models=self.models,
             versions=self.versions,
@@ -123,7 +123,7 @@ class Gateway:
             directory=self.directory,
             checkpoints=self.versions.checkpoints,
         )
-        self.sessionless = Sessionless(sessions=self.sessions, sampling=self.sampling)
+        self.sessionless = UnnamedSessions(sessions=self.sessions, sampling=self.sampling)
         self.fleet = Fleet(
             settings=settings,
             database=self.database,
@@ -131,7 +131,7 @@ class Gateway:
             metrics=self.metrics,
             channel_factory=channel_factory,
         )
-        self.samplers = Samplers(
+        self.samplers = SamplerRouter(
             settings=settings,
             fleet=self.fleet,
             metrics=self.metrics,
@@ -139,10 +139,10 @@ class Gateway:
             sessions=self.sessions,
             limits=self.limits,
         )
-        self.custom_losses = CustomLosses(
+        self.custom_losses = CustomLossStore(
             database=self.database, futures=self.futures, limits=self.limits
         )
-        self.runs = Runs(
+        self.runs = RunRegistry(
             settings=settings,
             database=self.database,
             log=self.oplog,
@@ -165,7 +165,7 @@ class Gateway:
             limits=self.limits,
             max_queued=settings.max_queued_operations,
         )
-        self.openai = Entrance.of(
+        self.openai = InferenceService.of(
             settings=settings,
             models=self.models,
             versions=self.versions,
@@ -176,10 +176,10 @@ class Gateway:
             samplers=self.samplers,
             closing=lambda: self.futures.closing,
         )
-        self.copies = Copies(
+        self.copies = CheckpointCopier(
             database=self.database, data_dir=settings.data_dir, versions=self.versions
         )
-        self.downloads = Downloads(key=lambda: self.signing_key, versions=self.versions)
+        self.downloads = DownloadSigner(key=lambda: self.signing_key, versions=self.versions)
         self._lock = DataDirectoryLock(settings.data_dir)
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._log = get_log()

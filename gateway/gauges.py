@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway.fleet import Fleet
-from gateway.futures import Futures
-from gateway.limits import Limits
+from gateway.futures.result_store import ResultStore
+from gateway.futures.table import FutureTable
+from gateway.limits.quotas import Quotas
 from gateway.metrics import Metrics
-from gateway.results import Results
-from gateway.runs import Runs
-from gateway.samplers import Samplers
-from gateway.sessions import Sessions
+from gateway.runs.registry import RunRegistry
+from gateway.sampling.router import SamplerRouter
+from gateway.sessions.registry import SessionRegistry
+from gateway.workers.fleet import Fleet
 
 
 def watch_parts(
     metrics: Metrics,
     *,
-    sessions: Sessions,
-    runs: Runs,
+    sessions: SessionRegistry,
+    runs: RunRegistry,
     fleet: Fleet,
-    samplers: Samplers,
-    futures: Futures,
-    limits: Limits,
-    results: Results,
+    samplers: SamplerRouter,
+    futures: FutureTable,
+    limits: Quotas,
+    results: ResultStore,
 ) -> None:
     """Adds a gauge for each count of things in these parts."""
     gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from gateway.app import create_app
 from gateway.core import Gateway
-from gateway.protocol import bounded_protocol
+from gateway.http_connection import bounded_protocol
 from tandem.settings import GatewaySettings
 from tandem.stack import ENDPOINT_NAME
 from tandem.telemetry import configure_logging, get_log

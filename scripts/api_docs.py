@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
+from gateway.api.description.document import Json, Operation, document
+from gateway.api.description.served import OPENAPI, described_operations
 from gateway.app import create_app
-from gateway.description.document import Json, Operation, document
-from gateway.description.served import OPENAPI, described_operations
 from tandem.settings import GatewaySettings
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"

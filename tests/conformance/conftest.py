@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-sys.path.insert(0, str(HERE.parent / "integration"))  # `support`, which both suites use
 if other_sdk := os.environ.get("TANDEM_TEST_SDK"):
     assert "tinker" not in sys.modules, "another SDK can only be tested in a session of its own"
     sys.path.insert(0, other_sdk)
@@ -21,15 +19,22 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import tinker
-from conform.calls import VARIANTS, record_calls, rest_client, service_client, settled
-from conform.claims import claims_of, test_modules
-from conform.surface import surface
-from support.data import train
-from support.models import TIED, write_qwen
-from support.runs import START, rewind
-from support.stacks import TestStack, running
 from tinker import SamplingClient, ServiceClient, TrainingClient
 from tinker.lib.public_interfaces.rest_client import RestClient
+
+from tests.conformance.conform.calls import (
+    VARIANTS,
+    record_calls,
+    rest_client,
+    service_client,
+    settled,
+)
+from tests.conformance.conform.claims import claims_of, test_modules
+from tests.conformance.conform.surface import surface
+from tests.integration.support.data import train
+from tests.integration.support.models import TIED, write_qwen
+from tests.integration.support.runs import START, rewind
+from tests.integration.support.stacks import TestStack, running
 
 PROJECT = "conformance"
 SURFACE = surface()

@@ -6,14 +6,15 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import tinker
-from conform.calls import Call, rest_client, settled
-from conform.claims import proves_both
-from support.data import supervised
-from support.models import TIED
-from support.sampling import sample
-from support.waiting import wait_until
 from tinker import SamplingClient, TrainingClient
 from tinker.lib.public_interfaces.rest_client import RestClient
+
+from tests.conformance.conform.calls import Call, rest_client, settled
+from tests.conformance.conform.claims import proves_both
+from tests.integration.support.data import supervised
+from tests.integration.support.models import TIED
+from tests.integration.support.sampling import sample
+from tests.integration.support.waiting import wait_until
 
 CLIENTS = {"AdminClient": lambda: tinker.AdminClient(), "RestClient": rest_client}
 

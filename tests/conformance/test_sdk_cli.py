@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 import tinker
 from click.testing import CliRunner, Result
-from conform.calls import rest_client, settled
-from conform.claims import proves
-from conform.plain import load, with_adapter
-from conform.plain import logprobs as plain_logprobs
-from support.data import largest_difference, logprobs, sequences, supervised
-from support.models import TIED
-from support.stacks import TestStack
 from tinker import SamplingClient, TrainingClient
+
+from tests.conformance.conform.calls import rest_client, settled
+from tests.conformance.conform.claims import proves
+from tests.conformance.conform.plain import load, with_adapter
+from tests.conformance.conform.plain import logprobs as plain_logprobs
+from tests.integration.support.data import largest_difference, logprobs, sequences, supervised
+from tests.integration.support.models import TIED
+from tests.integration.support.stacks import TestStack
 
 NUMBERS = itertools.count()
 PROBES = sequences(2, seed=400)

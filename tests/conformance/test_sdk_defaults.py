@@ -7,16 +7,23 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from conform.calls import settled
-from conform.claims import proves
-from support.data import batch, largest_difference, logprobs, sequences, supervised, train
-from support.models import TIED
-from support.plain import Answer, PlainClient, message
-from support.stacks import TestStack
 from tinker import SamplingClient, ServiceClient, TrainingClient, types
 from tinker.lib.public_interfaces.rest_client import RestClient
 
 from tandem.wire.v1 import tinker_pb2 as wire
+from tests.conformance.conform.calls import settled
+from tests.conformance.conform.claims import proves
+from tests.integration.support.data import (
+    batch,
+    largest_difference,
+    logprobs,
+    sequences,
+    supervised,
+    train,
+)
+from tests.integration.support.models import TIED
+from tests.integration.support.plain import Answer, PlainClient, message
+from tests.integration.support.stacks import TestStack
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 PROBE = sequences(1, seed=500)[0]

@@ -6,14 +6,14 @@ import os
 
 import pytest
 import tinker
-from conform.claims import all_claims
-from conform.document import PATH, render
-from conform.surface import NEWEST, OLDEST, commands, public_methods, surface
-from support.plain import PlainClient
-from support.stacks import TestStack
 from tinker import TrainingClient
 
-from gateway.sdk_version import TESTED
+from gateway.api.tinker.sdk_version import TESTED
+from tests.conformance.conform.claims import all_claims
+from tests.conformance.conform.document import PATH, render
+from tests.conformance.conform.surface import NEWEST, OLDEST, commands, public_methods, surface
+from tests.integration.support.plain import PlainClient
+from tests.integration.support.stacks import TestStack
 
 another_sdk = pytest.mark.skipif(
     "TANDEM_TEST_SDK" in os.environ, reason="about the newest SDK's surface"

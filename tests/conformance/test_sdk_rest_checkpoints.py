@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 import tinker
-from conform.calls import Call, refused_training, settled
-from conform.claims import proves, proves_both
-from conform.surface import NEWEST
-from support.data import largest_difference, logprobs, sequences
-from support.models import TIED
-from support.refusal import refusal
-from support.sampling import prompt_logprobs
-from support.stacks import TestStack
-from support.waiting import wait_until
 from tinker import ServiceClient, TrainingClient, types
 from tinker.lib.public_interfaces.rest_client import RestClient
+
+from tests.conformance.conform.calls import Call, refused_training, settled
+from tests.conformance.conform.claims import proves, proves_both
+from tests.conformance.conform.surface import NEWEST
+from tests.integration.support.data import largest_difference, logprobs, sequences
+from tests.integration.support.models import TIED
+from tests.integration.support.refusal import refusal
+from tests.integration.support.sampling import prompt_logprobs
+from tests.integration.support.stacks import TestStack
+from tests.integration.support.waiting import wait_until
 
 NUMBERS = itertools.count()
 

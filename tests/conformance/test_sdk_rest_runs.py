@@ -9,15 +9,16 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import tinker
-from conform.calls import Call, settled
-from conform.claims import proves, proves_both
-from conform.surface import NEWEST
-from support.data import sequences, supervised
-from support.models import TIED
-from support.sampling import sample
-from support.stacks import TestStack
 from tinker import SamplingClient, ServiceClient, TrainingClient, types
 from tinker.lib.public_interfaces.rest_client import RestClient
+
+from tests.conformance.conform.calls import Call, settled
+from tests.conformance.conform.claims import proves, proves_both
+from tests.conformance.conform.surface import NEWEST
+from tests.integration.support.data import sequences, supervised
+from tests.integration.support.models import TIED
+from tests.integration.support.sampling import sample
+from tests.integration.support.stacks import TestStack
 
 
 def is_recent(time: datetime) -> bool:

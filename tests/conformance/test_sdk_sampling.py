@@ -9,15 +9,16 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from conform.calls import Call, settled
-from conform.claims import proves, proves_both
-from conform.plain import distributions
-from conform.plain import logprobs as plain_logprobs
-from support.data import largest_difference, logprobs, sequences, train
-from support.models import TIED, VOCABULARY
-from support.sampling import params, prompt_logprobs, sample
-from support.stacks import TestStack
 from tinker import SamplingClient, ServiceClient, TrainingClient, types
+
+from tests.conformance.conform.calls import Call, settled
+from tests.conformance.conform.claims import proves, proves_both
+from tests.conformance.conform.plain import distributions
+from tests.conformance.conform.plain import logprobs as plain_logprobs
+from tests.integration.support.data import largest_difference, logprobs, sequences, train
+from tests.integration.support.models import TIED, VOCABULARY
+from tests.integration.support.sampling import params, prompt_logprobs, sample
+from tests.integration.support.stacks import TestStack
 
 TOLERANCE = 1e-4
 PROMPT = [5, 6, 7, 8, 9, 10]

@@ -8,17 +8,30 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tinker
-from conform.calls import Call, refused_training, rest_client, service_client, settled
-from conform.claims import proves, proves_both
-from conform.plain import logprobs as plain_logprobs
-from conform.surface import NEWEST
-from support.data import largest_difference, logprobs, sequences, supervised, train
-from support.models import MAX_LENGTH, TIED
-from support.plain import PlainClient
-from support.refusal import refusal
-from support.stacks import TestStack
 from tinker import ServiceClient, TrainingClient, types
 from tinker.lib.public_interfaces.rest_client import RestClient
+
+from tests.conformance.conform.calls import (
+    Call,
+    refused_training,
+    rest_client,
+    service_client,
+    settled,
+)
+from tests.conformance.conform.claims import proves, proves_both
+from tests.conformance.conform.plain import logprobs as plain_logprobs
+from tests.conformance.conform.surface import NEWEST
+from tests.integration.support.data import (
+    largest_difference,
+    logprobs,
+    sequences,
+    supervised,
+    train,
+)
+from tests.integration.support.models import MAX_LENGTH, TIED
+from tests.integration.support.plain import PlainClient
+from tests.integration.support.refusal import refusal
+from tests.integration.support.stacks import TestStack
 
 PROBES = sequences(3, seed=70)
 DATA = [supervised(tokens) for tokens in sequences(4, seed=71)]

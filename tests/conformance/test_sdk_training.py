@@ -6,16 +6,24 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from conform.calls import Call, settled
-from conform.claims import proves, proves_both
-from conform.plain import logprobs as plain_logprobs
-from conform.plain import trained
-from conform.surface import NEWEST
-from support.data import batch, largest_difference, logprobs, outputs, sequences, supervised
-from support.models import TIED
-from support.refusal import refusal
-from support.runs import rewind
 from tinker import ServiceClient, TrainingClient, types
+
+from tests.conformance.conform.calls import Call, settled
+from tests.conformance.conform.claims import proves, proves_both
+from tests.conformance.conform.plain import logprobs as plain_logprobs
+from tests.conformance.conform.plain import trained
+from tests.conformance.conform.surface import NEWEST
+from tests.integration.support.data import (
+    batch,
+    largest_difference,
+    logprobs,
+    outputs,
+    sequences,
+    supervised,
+)
+from tests.integration.support.models import TIED
+from tests.integration.support.refusal import refusal
+from tests.integration.support.runs import rewind
 
 WEIGHT = 0.5
 STEP = types.AdamParams(learning_rate=1e-2, beta1=0.8, beta2=0.99, eps=1e-3)

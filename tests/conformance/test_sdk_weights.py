@@ -11,17 +11,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conform.calls import Call
-from conform.claims import proves, proves_both
-from conform.plain import load
-from conform.plain import logprobs as plain_logprobs
 from peft import PeftModel
-from support.data import largest_difference, logprobs, sequences, train
-from support.models import TIED
-from support.sampling import prompt_logprobs
-from support.waiting import wait_until
 from tinker import ServiceClient, TrainingClient
 from tinker.lib.public_interfaces.rest_client import RestClient
+
+from tests.conformance.conform.calls import Call
+from tests.conformance.conform.claims import proves, proves_both
+from tests.conformance.conform.plain import load
+from tests.conformance.conform.plain import logprobs as plain_logprobs
+from tests.integration.support.data import largest_difference, logprobs, sequences, train
+from tests.integration.support.models import TIED
+from tests.integration.support.sampling import prompt_logprobs
+from tests.integration.support.waiting import wait_until
 
 TOLERANCE = 1e-4
 PROBES = sequences(3, seed=100)

@@ -16,15 +16,15 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from gateway.description.served import described_operations
+from gateway.api.description.served import described_operations
 from tandem.telemetry import configure_logging
 from tests.fuzz.cases import Case, Cases
 from tests.fuzz.memory import resident_bytes
 from tests.fuzz.secrets import Watch
 from tests.fuzz.trainer import Checked, bounded_memory
 from tests.fuzz.world import CheckingTrainer, World
-from tests.unit.fake_launcher import FakeLauncher
-from tests.unit.gateway_fakes import KEY, make_model, running_gateway, wait_for
+from tests.support.gateway.fake_launcher import FakeLauncher
+from tests.support.gateway.running import KEY, make_model, running_gateway, wait_for
 
 REGRESSIONS = Path(__file__).parent / "regressions"
 PER_WORLD = 250

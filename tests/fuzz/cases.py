@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode
 
 import zstandard
 
-from gateway.description.document import Operation
+from gateway.api.description.document import Operation
 from tandem.wire.v1 import tinker_pb2
 from tests.fuzz import json_bodies, protobuf
 from tests.fuzz.seeds import RUN, SESSION, protobuf_seeds

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from gateway.description.base import Answer, Binary
-from gateway.description.document import Operation
+from gateway.api.description.base import Answer, Binary
+from gateway.api.description.document import Operation
 
 LONGEST_REFUSAL = 16 * 2**10
 """Bytes: a refusal does not repeat what was sent."""

@@ -10,7 +10,7 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from tandem.wire.v1 import tinker_pb2
-from tests.custom_losses import request_body, traced
+from tests.support.custom_losses import request_body, traced
 
 SESSION = "s-0123456789ab"
 RUN = f"{SESSION}:train:0"

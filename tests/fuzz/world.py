@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from gateway.description.document import Operation
+from gateway.api.description.document import Operation
 from tandem.errors import UserError
 from tandem.v1 import trainer_pb2
 from tandem.wire.v1 import tinker_pb2
@@ -20,8 +20,8 @@ from tests.fuzz.conformance import check_answer
 from tests.fuzz.secrets import Watch
 from tests.fuzz.seeds import RUN, SESSION
 from tests.fuzz.trainer import LIMITS
-from tests.unit.fake_trainer import FakeTrainer
-from tests.unit.gateway_fakes import KEY, Gate
+from tests.support.gateway.fake_trainer import FakeTrainer
+from tests.support.gateway.running import KEY, Gate
 from trainer_service.batch import parse
 from trainer_service.losses.source import losses_for
 from trainer_service.operations import LOSSES

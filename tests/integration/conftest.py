@@ -11,12 +11,13 @@ os.environ["TINKER_TELEMETRY"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
-from support.models import LLAMA, TIED, write_llama, write_qwen
-from support.processes import Process, marked
-from support.runs import rewind, start_runs
-from support.stacks import TestStack, running
-from support.waiting import wait_until
 from tinker import ServiceClient, TrainingClient
+
+from tests.integration.support.models import LLAMA, TIED, write_llama, write_qwen
+from tests.integration.support.processes import Process, marked
+from tests.integration.support.runs import rewind, start_runs
+from tests.integration.support.stacks import TestStack, running
+from tests.integration.support.waiting import wait_until
 
 
 @pytest.fixture(scope="session", autouse=True)

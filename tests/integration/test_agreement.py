@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-from support.data import adam, largest_difference, logprobs, sequences, supervised, train
-from support.sampling import prompt_logprobs, sample
 from tinker import TrainingClient
+
+from tests.integration.support.data import (
+    adam,
+    largest_difference,
+    logprobs,
+    sequences,
+    supervised,
+    train,
+)
+from tests.integration.support.sampling import prompt_logprobs, sample
 
 TOLERANCE = 1e-4
 

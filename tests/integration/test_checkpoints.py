@@ -13,13 +13,20 @@ import pytest
 import tinker
 import torch
 from peft import PeftModel
-from support.data import largest_difference, logprobs, sequences, supervised, train
-from support.models import LLAMA
-from support.stacks import TestStack
-from support.waiting import wait_until
 from tinker import ServiceClient, TrainingClient, types
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
+
+from tests.integration.support.data import (
+    largest_difference,
+    logprobs,
+    sequences,
+    supervised,
+    train,
+)
+from tests.integration.support.models import LLAMA
+from tests.integration.support.stacks import TestStack
+from tests.integration.support.waiting import wait_until
 
 
 def next_steps(run: TrainingClient) -> list[float]:

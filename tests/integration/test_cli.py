@@ -14,11 +14,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.models import LLAMA, TIED
-from support.processes import marked
-from support.stacks import TestStack
-from support.waiting import wait_until
 from tinker import TrainingClient
+
+from tests.integration.support.models import LLAMA, TIED
+from tests.integration.support.processes import marked
+from tests.integration.support.stacks import TestStack
+from tests.integration.support.waiting import wait_until
 
 TANDEM = str(Path(sys.executable).parent / "tandem")
 

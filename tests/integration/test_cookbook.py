@@ -10,10 +10,11 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-from support.models import TIED
-from support.runs import start_runs
-from support.stacks import TestStack
 from tinker import AdamParams, Datum, ModelInput, ServiceClient, TensorData
+
+from tests.integration.support.models import TIED
+from tests.integration.support.runs import start_runs
+from tests.integration.support.stacks import TestStack
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8

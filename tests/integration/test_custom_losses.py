@@ -10,12 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.data import adam, datum, largest_difference, logprobs, outputs, sequences
-from support.models import TIED
-from support.refusal import refusal
-from support.runs import rewind, start_runs
-from support.stacks import TestStack, running
 from tinker import ServiceClient, TrainingClient, types
+
+from tests.integration.support.data import (
+    adam,
+    datum,
+    largest_difference,
+    logprobs,
+    outputs,
+    sequences,
+)
+from tests.integration.support.models import TIED
+from tests.integration.support.refusal import refusal
+from tests.integration.support.runs import rewind, start_runs
+from tests.integration.support.stacks import TestStack, running
 
 Pair = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 

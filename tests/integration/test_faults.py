@@ -13,16 +13,24 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.data import adam, largest_difference, logprobs, sequences, supervised, train
-from support.disk import fill, small_disk
-from support.models import TIED
-from support.plain import PlainClient, message
-from support.processes import Process
-from support.refusal import TIMEOUT, refusal, refusal_of
-from support.sampling import prompt_logprobs
-from support.stacks import TestStack, running, session_of
-from support.waiting import wait_until
 from tinker import ServiceClient, TrainingClient
+
+from tests.integration.support.data import (
+    adam,
+    largest_difference,
+    logprobs,
+    sequences,
+    supervised,
+    train,
+)
+from tests.integration.support.disk import fill, small_disk
+from tests.integration.support.models import TIED
+from tests.integration.support.plain import PlainClient, message
+from tests.integration.support.processes import Process
+from tests.integration.support.refusal import TIMEOUT, refusal, refusal_of
+from tests.integration.support.sampling import prompt_logprobs
+from tests.integration.support.stacks import TestStack, running, session_of
+from tests.integration.support.waiting import wait_until
 
 DATA = [supervised(tokens) for tokens in sequences(4, seed=191)]
 

@@ -17,14 +17,14 @@ import pytest
 from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2
-from support.models import TIED
-from support.sampling import sample
-from support.stacks import TestStack, running
-from support.waiting import wait_until
 from tinker import TrainingClient
 
 from tandem.v1 import sampler_pb2, trainer_pb2
 from tandem.worker import SECRET_METADATA_KEY
+from tests.integration.support.models import TIED
+from tests.integration.support.sampling import sample
+from tests.integration.support.stacks import TestStack, running
+from tests.integration.support.waiting import wait_until
 
 KEY = "tml-" + "isolation-test-Key_" * 2
 ELSEWHERE = "hf_elsewhere0123456789"

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.data import (
+from tinker import SamplingClient, ServiceClient, TrainingClient, types
+
+from tests.integration.support.data import (
     Floats,
     adam,
     largest_difference,
@@ -18,11 +20,10 @@ from support.data import (
     supervised,
     train,
 )
-from support.models import TIED
-from support.runs import START, rewind
-from support.sampling import TIMEOUT, prompt_logprobs, sample
-from support.stacks import TestStack, session_of
-from tinker import SamplingClient, ServiceClient, TrainingClient, types
+from tests.integration.support.models import TIED
+from tests.integration.support.runs import START, rewind
+from tests.integration.support.sampling import TIMEOUT, prompt_logprobs, sample
+from tests.integration.support.stacks import TestStack, session_of
 
 TOLERANCE = 1e-4
 TOKENS = sequences(5, seed=71)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import tinker
-from support.data import adam, sequences, supervised
-from support.models import TIED
-from support.sampling import params
-from support.stacks import TestStack, running
 from tinker import types
+
+from tests.integration.support.data import adam, sequences, supervised
+from tests.integration.support.models import TIED
+from tests.integration.support.sampling import params
+from tests.integration.support.stacks import TestStack, running
 
 LIMITS = {
     "trainer_ranks": "1",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 import httpx
-from support.data import adam, train
-from support.models import VOCABULARY
-from support.refusal import TIMEOUT, refusal
-from support.sampling import sample
-from support.stacks import TestStack
 from tinker import TrainingClient
+
+from tests.integration.support.data import adam, train
+from tests.integration.support.models import VOCABULARY
+from tests.integration.support.refusal import TIMEOUT, refusal
+from tests.integration.support.sampling import sample
+from tests.integration.support.stacks import TestStack
 
 
 def names(text: str) -> set[str]:

@@ -10,9 +10,10 @@ import numpy as np
 import openai
 import pytest
 import tinker
-from support.models import write_qwen
-from support.stacks import running
 from tinker import types
+
+from tests.integration.support.models import write_qwen
+from tests.integration.support.stacks import running
 
 MODEL = "test/speaker"
 PROMPT = "Once upon a time"

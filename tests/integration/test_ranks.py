@@ -7,11 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.data import LOSSES, adam, batch, largest_difference, logprobs, sequences
-from support.models import TIED
-from support.runs import rewind, start_runs
-from support.stacks import TestStack, running
 from tinker import TrainingClient
+
+from tests.integration.support.data import (
+    LOSSES,
+    adam,
+    batch,
+    largest_difference,
+    logprobs,
+    sequences,
+)
+from tests.integration.support.models import TIED
+from tests.integration.support.runs import rewind, start_runs
+from tests.integration.support.stacks import TestStack, running
 
 
 @pytest.fixture(scope="module")

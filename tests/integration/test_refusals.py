@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from support.data import (
+from tinker import ServiceClient, TrainingClient, types
+
+from tests.integration.support.data import (
     Floats,
     adam,
     datum,
@@ -18,12 +20,11 @@ from support.data import (
     supervised,
     train,
 )
-from support.models import MAX_LENGTH, TIED, VOCABULARY
-from support.plain import PlainClient
-from support.refusal import TIMEOUT, refusal
-from support.sampling import params, sample
-from support.stacks import TestStack
-from tinker import ServiceClient, TrainingClient, types
+from tests.integration.support.models import MAX_LENGTH, TIED, VOCABULARY
+from tests.integration.support.plain import PlainClient
+from tests.integration.support.refusal import TIMEOUT, refusal
+from tests.integration.support.sampling import params, sample
+from tests.integration.support.stacks import TestStack
 
 TOKENS = [10, 20, 30, 40, 50]
 N = len(TOKENS) - 1

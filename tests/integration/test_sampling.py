@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.data import Floats, largest_difference, logprobs, sequences, train
-from support.models import MAX_LENGTH, TIED
-from support.sampling import TIMEOUT, params, prompt_logprobs, sample
-from support.stacks import TestStack
-from support.waiting import wait_until
 from tinker import APIFuture, SamplingClient, ServiceClient, TrainingClient, types
+
+from tests.integration.support.data import Floats, largest_difference, logprobs, sequences, train
+from tests.integration.support.models import MAX_LENGTH, TIED
+from tests.integration.support.sampling import TIMEOUT, params, prompt_logprobs, sample
+from tests.integration.support.stacks import TestStack
+from tests.integration.support.waiting import wait_until
 
 TOLERANCE = 1e-4
 TOKENS = sequences(5, seed=91)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.data import logprobs, sequences, train
-from support.models import TIED
-from support.plain import PlainClient, message
-from support.refusal import TIMEOUT, refusal
-from support.stacks import TestStack, running, session_of
-from support.waiting import wait_until
 from tinker import ServiceClient
 
 from tandem.weights import version_path
+from tests.integration.support.data import logprobs, sequences, train
+from tests.integration.support.models import TIED
+from tests.integration.support.plain import PlainClient, message
+from tests.integration.support.refusal import TIMEOUT, refusal
+from tests.integration.support.stacks import TestStack, running, session_of
+from tests.integration.support.waiting import wait_until
 
 
 def of_session(stack: TestStack, session_id: str) -> list[dict]:

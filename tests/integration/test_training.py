@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.data import (
+from tinker import TrainingClient
+
+from tests.integration.support.data import (
     LOSSES,
     POLICY_LOSSES,
     adam,
@@ -20,10 +22,9 @@ from support.data import (
     supervised,
     train,
 )
-from support.refusal import refusal
-from support.runs import rewind
-from support.stacks import TestStack
-from tinker import TrainingClient
+from tests.integration.support.refusal import refusal
+from tests.integration.support.runs import rewind
+from tests.integration.support.stacks import TestStack
 
 
 def digests(version: Path) -> dict[str, str]:

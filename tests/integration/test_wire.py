@@ -10,11 +10,12 @@ import httpx
 import numpy as np
 import pytest
 import tinker
-from support.models import TIED
-from support.plain import PROTOBUF, PlainClient, message, optim_step
-from support.refusal import TIMEOUT, refusal_of
-from support.stacks import TestStack, session_of
 from tinker import TrainingClient
+
+from tests.integration.support.models import TIED
+from tests.integration.support.plain import PROTOBUF, PlainClient, message, optim_step
+from tests.integration.support.refusal import TIMEOUT, refusal_of
+from tests.integration.support.stacks import TestStack, session_of
 
 TOKENS = [11, 22, 33, 44, 55]
 

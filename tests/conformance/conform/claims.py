@@ -52,7 +52,7 @@ def claims_of(test: object) -> list[Claim]:
 def test_modules() -> Iterator[ModuleType]:
     """All modules of the suite, whether or not this session runs them."""
     for file in sorted(FOLDER.glob("test_*.py")):
-        yield importlib.import_module(f"{FOLDER.name}.{file.stem}")
+        yield importlib.import_module(f"tests.{FOLDER.name}.{file.stem}")
 
 
 def all_claims() -> list[Claim]:

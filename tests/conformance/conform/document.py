@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conform.claims import Claim
-from conform.surface import CLIENTS, COMMAND, NEWEST, OLDEST, Method
+from tests.conformance.conform.claims import Claim
+from tests.conformance.conform.surface import CLIENTS, COMMAND, NEWEST, OLDEST, Method
 
 PATH = Path(__file__).parents[3] / "docs" / "tinker-compatibility.md"
 

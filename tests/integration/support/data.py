@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tinker import TrainingClient, types
 
-from support.models import VOCABULARY
+from tests.integration.support.models import VOCABULARY
 
 Floats = NDArray[np.float32]
 

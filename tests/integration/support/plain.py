@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import httpx
 import numpy as np
 
-from support.refusal import Refusal, refusal_of
 from tandem.stack import Endpoint
 from tandem.wire.v1 import tinker_pb2 as wire
+from tests.integration.support.refusal import Refusal, refusal_of
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from tinker import SamplingClient, types
 
-from support.data import Floats
+from tests.integration.support.data import Floats
 
 TIMEOUT = 120.0
 

@@ -13,10 +13,10 @@ import tinker
 from safetensors.numpy import load_file
 from tinker import TrainingClient
 
-from support.processes import Process, group_of, marked
-from support.waiting import wait_until
 from tandem.stack import Stack
 from tandem.weights import version_path
+from tests.integration.support.processes import Process, group_of, marked
+from tests.integration.support.waiting import wait_until
 
 SMALL = {
     "port": "0",

@@ -1,0 +1,241 @@
+"""A model's tokenizer and chat template, read from its folder without torch.
+
+`tokenizers` computes what `transformers` computes, from the same `tokenizer.json`; the files
+around it say which tokens are special and where a sequence ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from tokenizers import Tokenizer
+
+from gateway.api.openai.chat_template import ChatTemplate, find_template
+from gateway.checkpoints.base_models import BaseModelEntry
+from tandem.errors import InvalidRequest, SequenceTooLong, UnsupportedInput
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_MOST_LOADED = 8
+_MOST_CHARACTERS_PER_TOKEN = 256
+_INLINE = 4096
+"""Characters or tokens that are encoded or decoded at once; more, in a thread."""
+
+Json = dict[str, object]
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """What one token stands for. `text` has U+FFFD where the bytes are a part of a character."""
+
+    text: str
+    raw: bytes
+
+
+class ModelTokenizer:
+    """Text to tokens and back, and the model's messages. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        tokenizer: Tokenizer,
+        named: dict[str, str],
+        end_tokens: Sequence[int],
+        byte_level: bool,
+        template: ChatTemplate | None,
+    ) -> None:
+        self.name = name
+        self.end_tokens = tuple(end_tokens)
+        self._tokenizer = tokenizer
+        self._template = template
+        self._byte_level = byte_level
+        special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
+        ids = [tokenizer.token_to_id(token) for token in {*special, *named.values()}]
+        self.special = frozenset(id_ for id_ in ids if id_ is not None)
+        anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        self._anchor = anchor
+        self._anchor_text = self.decode(anchor)
+        self._texts: dict[int, TokenText] = {}
+
+    @property
+    def vocabulary(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
+    async def encode(
+        self, text: str, *, add_special_tokens: bool, max_length: int | None
+    ) -> list[int]:
+        """Raises `SequenceTooLong` for a text that no tokenizer makes short enough."""
+        if max_length is not None and len(text) > _MOST_CHARACTERS_PER_TOKEN * max_length:
+            raise SequenceTooLong(
+                f"the prompt has {len(text)} characters; the model's length is {max_length} tokens"
+            )
+        if len(text) <= _INLINE:
+            return self.encode_now(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.encode_now, text, add_special_tokens=add_special_tokens)
+
+    def encode_now(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (UnicodeEncodeError, TypeError) as error:  # half a surrogate pair is no text
+            raise InvalidRequest(f"the prompt is not valid Unicode: {error}") from error
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """All tokens, special ones too."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    def token(self, id_: int) -> TokenText:
+        """One token as it reads inside of a text."""
+        found = self._texts.get(id_)
+        if found is None:
+            found = self._texts[id_] = self._read(id_)
+        return found
+
+    def chat_template(self) -> ChatTemplate:
+        """Raises `UnsupportedInput` for a model that has none."""
+        if self._template is None:
+            raise UnsupportedInput(
+                f"the model {self.name!r} has no chat template, so that there is no text to make "
+                "of messages; put a chat_template.jinja into the model's folder and add the model "
+                "again, or use /v1/completions with a prompt of your own"
+            )
+        return self._template
+
+    def _read(self, id_: int) -> TokenText:
+        piece = self._tokenizer.id_to_token(id_)
+        if piece is None:
+            return TokenText(text="", raw=b"")
+        if id_ in self.special:
+            return TokenText(text=piece, raw=piece.encode())
+        text = self.decode([*self._anchor, id_]).removeprefix(self._anchor_text)
+        if "\ufffd" not in text:
+            return TokenText(text=text, raw=text.encode())
+        return TokenText(text=text, raw=self._bytes(piece, text))
+
+    def _bytes(self, piece: str, text: str) -> bytes:
+        """Of a token that is a part of a character."""
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        if self._byte_level and all(character in _BYTES for character in piece):
+            return bytes(_BYTES[character] for character in piece)
+        return text.encode()
+
+
+class Tokenizers:
+    """Those of the models that were asked for last."""
+
+    def __init__(self) -> None:
+        self._loading: OrderedDict[BaseModelEntry, asyncio.Task[ModelTokenizer]] = OrderedDict()
+
+    async def get(self, model: BaseModelEntry) -> ModelTokenizer:
+        """A model that is added again is read again. Raises `UnsupportedInput` for one without
+        a tokenizer that can be read."""
+        task = self._loading.get(model)
+        if task is None:
+            load = asyncio.to_thread(load_tokenizer, model.name, Path(model.path))
+            task = self._loading[model] = asyncio.create_task(load)
+            if len(self._loading) > _MOST_LOADED:
+                self._loading.popitem(last=False)
+        self._loading.move_to_end(model)
+        try:
+            return await asyncio.shield(task)
+        except UnsupportedInput:
+            self._loading.pop(model, None)  # its folder may be mended
+            raise
+
+
+def load_tokenizer(name: str, folder: Path) -> ModelTokenizer:
+    """Raises `UnsupportedInput`, which says what the folder lacks."""
+    path = folder / "tokenizer.json"
+    try:
+        content = path.read_text(encoding="utf-8")
+        tokenizer = Tokenizer.from_str(content)
+        described = cast(Json, json.loads(content))
+    except OSError as error:
+        raise UnsupportedInput(
+            f"the model {name!r} has no tokenizer.json, so that it takes no text; transformers "
+            "writes one (AutoTokenizer.from_pretrained(…).save_pretrained(…)) into its folder"
+        ) from error
+    except Exception as error:  # `tokenizers` raises nothing narrower
+        raise UnsupportedInput(
+            f"the tokenizer.json of the model {name!r} cannot be read: {error}"
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    config = _read_json(folder / "tokenizer_config.json")
+    named = _named_tokens(config, _read_json(folder / "special_tokens_map.json"))
+    try:
+        source = find_template(folder, config)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UnsupportedInput(
+            f"the chat template of the model {name!r} cannot be read: {error}"
+        ) from error
+    return ModelTokenizer(
+        name=name,
+        tokenizer=tokenizer,
+        named=named,
+        end_tokens=_end_tokens(folder, tokenizer, named),
+        byte_level=_is_byte_level(described.get("decoder")),
+        template=ChatTemplate(source, special_tokens=named) if source else None,
+    )
+
+
+def _end_tokens(folder: Path, tokenizer: Tokenizer, named: dict[str, str]) -> list[int]:
+    """As the sampler has them: of the generation config, else the config, else the tokenizer."""
+    config = _read_json(folder / "config.json")
+    nested = config.get("text_config")
+    configs = [_read_json(folder / "generation_config.json")]
+    configs.append({**config, **nested} if isinstance(nested, dict) else config)
+    for value in (one.get("eos_token_id") for one in configs):
+        if isinstance(value, int):
+            return [value]
+        if isinstance(value, list) and value:
+            return [int(token) for token in value]
+    end = tokenizer.token_to_id(named["eos_token"]) if "eos_token" in named else None
+    return [end] if end is not None else []
+
+
+def _named_tokens(*configs: Json) -> dict[str, str]:
+    """Literal example: `{"eos_token": "<|im_end|>"}`; the first config that has one counts."""
+    found: dict[str, str] = {}
+    for config in configs:
+        for name in _NAMED:
+            value = config.get(name)
+            content = value.get("content") if isinstance(value, dict) else value
+            if isinstance(content, str):
+                found.setdefault(name, content)
+    return found
+
+
+def _is_byte_level(decoder: object) -> bool:
+    if not isinstance(decoder, dict):
+        return False
+    return decoder.get("type") == "ByteLevel" or any(
+        _is_byte_level(part) for part in decoder.get("decoders", [])
+    )
+
+
+def _read_json(path: Path) -> Json:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UnsupportedInput(f"{path.name} of the model cannot be read: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that stand for bytes in byte-level vocabularies (GPT-2): printable ones for
+    themselves, the others for the characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()

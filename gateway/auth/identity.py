@@ -1,0 +1,162 @@
+"""Who is calling: the caller that a key, or a token that was exchanged for one, stands for.
+
+A token is a JWT (RFC 7519, HS256, signed with the data directory's signing key). It names its
+key, so that it ends with the key, and is refused when another algorithm, issuer or signature is
+in it. Owner and role are always those of the key, whatever a token says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jwt
+
+from gateway.auth.keys import LOCAL_OWNER, KeyStore, Role
+from tandem.errors import TokenRefused, Unauthenticated
+
+__all__ = ["LOCAL_OWNER", "ORGANIZATION", "USER_URN", "Caller", "Identity", "Readers", "Role"]
+
+ORGANIZATION = "tandem"
+USER_URN = "tml:organization_user:"
+"""What the SDK's `user_urn`s begin with; the owner's name follows."""
+
+_ALGORITHM = "HS256"
+_ISSUER = "tandem-gateway"
+_REMEMBERED = 1024
+"""Tokens whose signature was checked already, so that it is not checked for each request."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Whose request it is. `key_id` (`k-…`) names the key without telling anything of it;
+    `expires_at` (seconds since 1970) is that of the token, None where the key itself came."""
+
+    owner: str
+    key_id: str
+    role: Role
+    expires_at: float | None = None
+
+    @property
+    def urn(self) -> str:
+        return urn_of(self.owner)
+
+    @property
+    def may_change(self) -> bool:
+        return self.role != "reader"
+
+    def may_see(self, owner: str) -> bool:
+        """Also to change it, where the role may change anything."""
+        return owner == self.owner or self.role == "admin"
+
+
+@dataclass(frozen=True)
+class Readers:
+    """On whose behalf a checkpoint is read: the caller's, and that of the key or token of
+    another owner who lends it."""
+
+    callers: tuple[Caller, ...]
+
+    def may_read(self, *, owner: str, public: bool) -> bool:
+        return public or any(caller.may_see(owner) for caller in self.callers)
+
+
+@dataclass(frozen=True)
+class _Token:
+    key_id: str
+    expires_at: float
+
+
+class Identity:
+    """`signing_key` is asked for when it is needed, since it is read when the gateway opens;
+    `token_ttl` in seconds."""
+
+    def __init__(
+        self,
+        *,
+        keys: KeyStore,
+        signing_key: Callable[[], bytes],
+        token_ttl: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._keys = keys
+        self._signing_key = signing_key
+        self._token_ttl = token_ttl
+        self._clock = clock
+        self._checked: OrderedDict[bytes, _Token] = OrderedDict()
+
+    def identify(self, credential: bytes) -> Caller:
+        """Raises `TokenRefused` for a token that is not or no longer good, `Unauthenticated`
+        for anything else that is not a good key. Only who has a key learns that it is revoked."""
+        if credential.startswith(b"eyJ"):
+            return self._of_token(credential)
+        key = self._keys.find(credential)
+        if key is None:
+            raise Unauthenticated(
+                "the API key is missing or wrong; `tandem up` prints the local one, and an admin "
+                "makes others with `tandem keys create` (TINKER_API_KEY)"
+            )
+        if ended := self._keys.ended(key):
+            raise Unauthenticated(
+                f"the API key {key.id} {'was' if ended == 'revoked' else 'has'} {ended}; ask an "
+                "admin for a new one (`tandem keys create`)"
+            )
+        self._keys.note_use(key)
+        return Caller(owner=key.owner, key_id=key.id, role=key.role)
+
+    def issue(self, caller: Caller) -> str:
+        """A token for the caller, which lives no longer than its key. One that was itself
+        exchanged for a token lives no longer than that one, so that a token cannot renew itself
+        for ever."""
+        now = self._clock()
+        key = self._keys.get(caller.key_id)
+        ends = [caller.expires_at, key.expires_at if key is not None else None]
+        expires_at = min([now + self._token_ttl, *(end for end in ends if end is not None)])
+        claims = {
+            "iss": _ISSUER,
+            "sub": caller.urn,
+            "org_id": ORGANIZATION,
+            "email": "",
+            "iat": int(now),
+            "exp": int(expires_at),
+            "key": caller.key_id,
+            "role": caller.role,
+        }
+        return jwt.encode(claims, self._signing_key(), algorithm=_ALGORITHM)
+
+    def _of_token(self, credential: bytes) -> Caller:
+        token = self._checked.get(credential)
+        if token is None:
+            token = self._checked[credential] = self._read(credential)
+            if len(self._checked) > _REMEMBERED:
+                self._checked.popitem(last=False)
+        if token.expires_at <= self._clock():
+            del self._checked[credential]
+            raise TokenRefused("the token has expired; exchange the key for a new one")
+        key = self._keys.get(token.key_id)
+        if key is None or self._keys.ended(key) is not None:
+            raise TokenRefused("the key that this token was exchanged for is no longer good")
+        self._keys.note_use(key)
+        return Caller(owner=key.owner, key_id=key.id, role=key.role, expires_at=token.expires_at)
+
+    def _read(self, token: bytes) -> _Token:
+        try:
+            claims = jwt.decode(
+                token,
+                self._signing_key(),
+                algorithms=[_ALGORITHM],
+                issuer=_ISSUER,
+                options={"require": ["exp", "iat", "iss", "sub", "key", "role"]},
+            )
+        except jwt.ExpiredSignatureError as error:
+            raise TokenRefused("the token has expired; exchange the key for a new one") from error
+        except jwt.PyJWTError as error:
+            raise TokenRefused(f"the token is not one of this gateway's: {error}") from error
+        return _Token(key_id=str(claims["key"]), expires_at=float(claims["exp"]))
+
+
+def urn_of(owner: str) -> str:
+    """Literal example: `"local"` gives `"tml:organization_user:local"`."""
+    return f"{USER_URN}{owner}"

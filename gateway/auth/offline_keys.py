@@ -1,0 +1,98 @@
+"""Keys of a data directory that no gateway uses now: `python -m gateway.auth.offline_keys`.
+
+The `tandem keys` command starts it, and asks the gateway instead where one runs. A request comes
+as JSON on standard input, so that nothing of it is in an argument, and the answer is JSON on
+standard output: what the routes of `routes/keys.py` answer, or `{"error"}` with exit status 1.
+What changes something leaves its line in the audit log, as it does there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+from typing import Literal
+
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from gateway.api.tandem.keys import CreateKey, described
+from gateway.auth.audit import ACTIONS, AuditLog
+from gateway.auth.identity import urn_of
+from gateway.auth.keys import LOCAL_OWNER, KeyStore, NewKey
+from gateway.storage.data_directory import DataDirectoryLock
+from gateway.storage.database import Database
+from tandem.errors import TandemError
+from tandem.settings import GatewaySettings
+from tandem.telemetry import configure_logging
+
+
+class Request(BaseModel):
+    action: Literal["create", "list", "revoke"]
+    create: CreateKey | None = None
+    key_id: str = ""
+
+
+async def answer(request: Request, settings: GatewaySettings) -> dict[str, object]:
+    """Raises a `TandemError`: also where a gateway uses the directory after all."""
+    lock = DataDirectoryLock(settings.data_dir)
+    lock.take()
+    database = Database.at(url=settings.database_url, data_dir=settings.data_dir)
+    try:
+        await database.open()
+        keys = KeyStore(database=database)
+        await keys.open()
+        said = await _carry_out(request, keys)
+        _record(AuditLog(database=database), request, said)
+        return said
+    finally:
+        await database.close()
+        lock.release()
+
+
+async def _carry_out(request: Request, keys: KeyStore) -> dict[str, object]:
+    if request.create is not None:
+        new = request.create
+        key, secret = await keys.create(
+            NewKey(owner=new.owner, role=new.role, name=new.name, expires_in=new.expires_in)
+        )
+        return {**described(keys, key), "key": secret}
+    if request.action == "revoke":
+        return described(keys, await keys.revoke(request.key_id))
+    return {"keys": [described(keys, key) for key in keys.all()]}
+
+
+def _record(audit: AuditLog, request: Request, said: Mapping[str, object]) -> None:
+    """Who may do this is this machine's admin. Nothing came over a connection: no address."""
+    if request.action == "list":
+        return
+    audit.record(
+        actor=urn_of(LOCAL_OWNER),
+        action=ACTIONS[f"{request.action}_key"],
+        target=str(said["id"]),
+        address="",
+        status=200,
+        detail={"owner": str(said["owner"]), "role": str(said["role"])},
+    )
+
+
+def main() -> int:
+    configure_logging(service="gateway", level="warning")
+    os.umask(0o077)  # as the gateway itself: it may be the first to make these files
+    settings = GatewaySettings()
+    settings = settings.model_copy(update={"data_dir": settings.data_dir.resolve()})
+    try:
+        request = Request.model_validate_json(sys.stdin.buffer.read())
+        said = asyncio.run(answer(request, settings))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        said = {"error": f"{first['loc'][-1] if first['loc'] else 'request'}: {first['msg']}"}
+    except TandemError as error:
+        said = {"error": error.message}
+    sys.stdout.buffer.write(orjson.dumps(said))
+    return 1 if "error" in said else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

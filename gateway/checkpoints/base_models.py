@@ -1,0 +1,101 @@
+"""The base models that clients may ask for, by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import delete, insert, select, update
+
+from gateway.identifiers import check_model_name
+from gateway.storage.database import Database
+from gateway.storage.tables import models
+from tandem.errors import InvalidRequest, UnknownModel
+
+_LONGEST = 2**31 - 1
+"""Tokens. What a config says beyond that is no length."""
+
+
+@dataclass(frozen=True)
+class BaseModelEntry:
+    """`path` is a folder in the Hugging Face layout; `max_length` is in tokens, if it says so.
+    `added_at` in seconds since 1970."""
+
+    name: str
+    path: str
+    max_length: int | None
+    added_at: float = 0.0
+
+
+class BaseModels:
+    def __init__(self, *, database: Database) -> None:
+        self._database = database
+        self._entries: dict[str, BaseModelEntry] = {}
+
+    async def open(self) -> None:
+        for row in await self._database.read(select(models).order_by(models.c.name)):
+            self._entries[row["name"]] = BaseModelEntry(
+                name=row["name"],
+                path=row["path"],
+                max_length=row["max_length"],
+                added_at=row["added_at"],
+            )
+
+    def all(self) -> list[BaseModelEntry]:
+        return list(self._entries.values())
+
+    def get(self, name: str) -> BaseModelEntry:
+        """By name, or by the path that it was registered with: a client that names the path
+        can load the tokenizer from there, where the SDK looks for one under the name alone.
+        Raises `UnknownModel`, which names those that are known."""
+        entry = self._entries.get(name)
+        if entry is None and name.startswith("/"):
+            entry = next((e for e in self._entries.values() if e.path == name), None)
+        if entry is None:
+            known = ", ".join(sorted(self._entries)) or "none yet; add one with `tandem models add`"
+            raise UnknownModel(f"unknown model {name!r}; known: {known}")
+        return entry
+
+    async def add(self, *, name: str, path: str) -> BaseModelEntry:
+        """Registers a model, or gives a registered name another path. Raises `InvalidRequest`."""
+        check_model_name(name)
+        max_length = await asyncio.to_thread(_read_max_length, Path(path))
+        added_at = time.time()
+        entry = BaseModelEntry(name=name, path=path, max_length=max_length, added_at=added_at)
+        row = {"path": path, "max_length": max_length, "added_at": added_at}
+        if name in self._entries:
+            await self._database.write(update(models).where(models.c.name == name).values(**row))
+        else:
+            await self._database.write(insert(models), {"name": name, **row})
+        self._entries[name] = entry
+        return entry
+
+    async def remove(self, name: str) -> None:
+        """Forgets a model, named as in `get`; what runs with it goes on. Raises `UnknownModel`."""
+        entry = self.get(name)
+        del self._entries[entry.name]
+        await self._database.write(delete(models).where(models.c.name == entry.name))
+
+
+def _read_max_length(path: Path) -> int | None:
+    if not path.is_absolute():
+        raise InvalidRequest(f"the path of a model must be absolute, not {str(path)!r}")
+    config = path / "config.json"
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidRequest(
+            f"{path} is not a model in the Hugging Face layout: {error.strerror or error}"
+        ) from error
+    except ValueError as error:
+        raise InvalidRequest(f"{config} is not JSON: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("architectures"), list):
+        raise InvalidRequest(f"{config} names no architecture")
+    nested = content.get("text_config")
+    source = nested if isinstance(nested, dict) else content
+    length = source.get("max_position_embeddings")
+    known = type(length) is int and 0 < length <= _LONGEST
+    return length if known else None

@@ -1,0 +1,249 @@
+"""Copies of checkpoints, each under a run of its own that cannot be trained.
+
+Files are hard links where the filesystem has them, so that a copy takes no room; source and
+copy can go in any order. A copy that is asked for again with the same idempotency key is the
+same copy, also after a restart: its run's id comes from the key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sqlalchemy import insert, select
+
+from gateway.auth.identity import Readers
+from gateway.checkpoints.catalog import Checkpoint, insert_row
+from gateway.checkpoints.exports import files_of
+from gateway.checkpoints.versions import VersionStore, WeightVersion, version_row
+from gateway.identifiers import (
+    checkpoint_folder,
+    new_session_id,
+    place_of_folder,
+    place_of_version,
+    run_id_of,
+)
+from gateway.storage.database import Database
+from gateway.storage.tables import runs, sessions
+from tandem.errors import CheckpointDamaged, InvalidRequest, ServerError, StorageFull
+from tandem.weights import Manifest, PartialVersion, new_version_name
+from tandem.weights.store import fsync_path
+
+_NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS})
+_REASON = "it holds a copy of weights and cannot be trained"
+
+
+@dataclass(frozen=True)
+class CopyRequest:
+    """`readers`: on whose behalf the source is read; `owner`: of the copy. `run_id`: the place
+    that the client chose for it, in a session; else in a new session of the project
+    `project_id`."""
+
+    source: str
+    readers: Readers
+    owner: str
+    project_id: str
+    run_id: str | None
+    ttl_seconds: int | None
+    idempotency_key: str
+
+
+class CheckpointCopier:
+    def __init__(self, *, database: Database, data_dir: Path, versions: VersionStore) -> None:
+        self._database = database
+        self._data_dir = data_dir
+        self._versions = versions
+        self._under_way: dict[str, tuple[str, asyncio.Task[str]]] = {}
+
+    async def copy(self, request: CopyRequest) -> str:
+        """The path of the copy, which goes on being made when the client goes away.
+
+        Raises `UnknownWeights`, `InvalidRequest` for a run that is there already,
+        `LimitExceeded` or `StorageFull`.
+        """
+        run_id = request.run_id or run_id_of(session_id=_session_id(request), model_seq_id=0)
+        if run_id not in self._under_way:
+            task = asyncio.create_task(self._copy_undisturbed(request, run_id))
+            self._under_way[run_id] = (request.source, task)
+            task.add_done_callback(lambda done: self._ended(run_id, done))
+        source, task = self._under_way[run_id]
+        if source != request.source:
+            raise InvalidRequest(f"a copy of other weights is being made as {run_id}")
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Waits for what is being copied."""
+        tasks = [task for _, task in self._under_way.values()]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, run_id: str, task: asyncio.Task[str]) -> None:
+        self._under_way.pop(run_id, None)
+        if task.cancelled() or task.exception() is not None:
+            self._versions.checkpoints.mark(run_id)  # what it left has no name
+
+    async def _copy_undisturbed(self, request: CopyRequest, run_id: str) -> str:
+        """What an earlier try left of this run may be collected just now: not with this one's
+        half-written files."""
+        with self._versions.holds.look_up(run_id):
+            return await self._copy(request, run_id)
+
+    async def _copy(self, request: CopyRequest, run_id: str) -> str:
+        async with self._versions.checkpoints.reading(
+            request.source, readers=request.readers
+        ) as source:
+            path = replace(source.path, run_id=run_id)
+            run = await self._database.read_one(select(runs.c.reason).where(runs.c.id == run_id))
+            if run is not None:
+                found = await self._versions.checkpoints.find(path)
+                if run["reason"] == _REASON and found is not None:
+                    return str(path)  # asked for again
+                raise InvalidRequest(f"there is a training run {run_id} already")
+            await self._versions.check_share(owner=request.owner, expected_bytes=source.bytes)
+            now = time.time()
+            copy = replace(
+                source,
+                path=path,
+                owner=request.owner,
+                public=False,
+                created_at=now,
+                expires_at=now + request.ttl_seconds if request.ttl_seconds else None,
+            )
+            if source.folder:
+                await self._copy_folder(request, source, copy)
+            else:
+                await self._copy_version(request, source, copy)
+            return str(path)
+
+    async def _copy_folder(
+        self, request: CopyRequest, source: Checkpoint, copy: Checkpoint
+    ) -> None:
+        target = checkpoint_folder(self._data_dir, run_id=copy.path.run_id, name=copy.path.name)
+        place = place_of_folder(target)
+        with self._versions.holds.hold(place):
+            await asyncio.to_thread(_link_folder, source, Path(source.folder), target)
+            await self._write_rows(request, source, replace(copy, folder=str(target)), None)
+
+    async def _copy_version(
+        self, request: CopyRequest, source: Checkpoint, copy: Checkpoint
+    ) -> None:
+        old = await self._versions.version(source.version)
+        name = new_version_name(run_id=copy.path.run_id, number=1)
+        new = replace(old, name=name, path=self._versions.path_of(name), run_id=copy.path.run_id)
+        with self._versions.holds.hold(place_of_version(name)):
+            await asyncio.to_thread(_link_version, source, old, new)
+            await self._write_rows(request, source, replace(copy, version=name), new)
+
+    async def _write_rows(
+        self,
+        request: CopyRequest,
+        source: Checkpoint,
+        copy: Checkpoint,
+        version: WeightVersion | None,
+    ) -> None:
+        """All or nothing: a copy has its run and its session, or is not there at all."""
+        origin = await self._versions.checkpoints.origin(source.path.run_id)
+        run_id, now = copy.path.run_id, copy.created_at
+        session_id = run_id.partition(":")[0]
+        statements = [
+            insert(runs).values(
+                id=run_id,
+                session_id=session_id,
+                base_model=copy.base_model,
+                training=origin.training.model_dump(),
+                owner=request.owner,
+                project_id=request.project_id,
+                state="ended",
+                error_type=InvalidRequest.type,
+                reason=_REASON,
+                created_at=now,
+                ended_at=now,
+            ),
+            insert_row(copy),
+        ]
+        if request.run_id is None:
+            statements.append(
+                insert(sessions).values(
+                    id=session_id,
+                    state="finished",
+                    reason="success",
+                    detail=f"made for a copy of {source.path}",
+                    owner=request.owner,
+                    project_id=request.project_id,
+                    created_at=now,
+                    ended_at=now,
+                )
+            )
+        if version is not None:
+            statements.append(version_row(version, parent=source.version, size=copy.bytes))
+        await self._database.write_together(*statements)
+
+
+def _session_id(request: CopyRequest) -> str:
+    """The same for the same request with the same idempotency key."""
+    if not request.idempotency_key:
+        return new_session_id()
+    said = repr(
+        (
+            request.owner,
+            request.idempotency_key,
+            request.source,
+            request.project_id,
+            request.ttl_seconds,
+        )
+    )
+    return f"s-{hashlib.sha256(said.encode()).hexdigest()[:12]}"
+
+
+def _link_folder(source: Checkpoint, folder: Path, target: Path) -> None:
+    partial = target.parent / f".partial-{target.name}"
+    partial.mkdir(parents=True)
+    try:
+        _link_all(files_of(source, folder), partial)
+        fsync_path(partial)
+        partial.rename(target)
+        fsync_path(target.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise _storage_error(source, error) from error
+
+
+def _link_version(source: Checkpoint, old: WeightVersion, new: WeightVersion) -> None:
+    """A version says its own name and run, so that its manifest is a new one."""
+    partial = PartialVersion(Path(new.path))
+    partial.create()
+    try:
+        files = files_of(source, Path(old.path))
+        _link_all(files, partial.path)
+        manifest = Manifest.model_validate_json((Path(old.path) / "manifest.json").read_bytes())
+        partial.commit(
+            manifest.model_copy(
+                update={"version": new.name, "run_id": new.run_id, "parent": old.name}
+            )
+        )
+    except OSError as error:
+        partial.discard()
+        raise _storage_error(source, error) from error
+
+
+def _link_all(files: Mapping[str, Path], target: Path) -> None:
+    for name, file in files.items():
+        try:
+            os.link(file, target / name)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            shutil.copyfile(file, target / name)
+            fsync_path(target / name)
+
+
+def _storage_error(source: Checkpoint, error: OSError) -> ServerError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageFull(f"there is no room for a copy of {source.path}")
+    return CheckpointDamaged(f"{source.path} could not be copied: {error}")

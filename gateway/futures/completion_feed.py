@@ -1,0 +1,146 @@
+"""Which samples of a client have ended, for clients that ask for all of theirs with one poll.
+
+A target is one client of a sampling session: clients number their requests in blocks of a
+thousand million, so that the block names the client. Nothing is kept for a target before its
+first poll, nor longer than `idle_ttl` seconds after its last. Cursors grow, over restarts of
+the gateway, too, which is how a client that polls for what an earlier gateway knew is found
+out: it must be told so, since what it waits for would never be reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from gateway.futures.table import Future, FutureTable, Outcome
+from gateway.identifiers import split_request_id
+from tandem.errors import TandemError
+
+CLIENT_BLOCK = 1_000_000_000
+_MOST_TARGETS = 16_384
+"""What a client calls itself is its own to say, and each name has a queue. Those that were
+polled last are kept; a client whose queue is gone is told of all of its samples again."""
+
+
+@dataclass(frozen=True)
+class Target:
+    sampling_session_id: str
+    client: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """`size` in bytes of the result; None: it failed, and its future says why."""
+
+    cursor: int
+    request_id: str
+    size: int | None
+
+
+@dataclass(frozen=True)
+class Polled:
+    completions: Sequence[Completion]
+    cursor: int
+
+
+@dataclass(eq=False)
+class _Queue:
+    last: int
+    waiting: list[Completion] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    polls: int = 0
+    polled_at: float = field(default_factory=time.monotonic)
+
+
+class CompletionFeed:
+    def __init__(
+        self, *, futures: FutureTable, idle_ttl: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._futures = futures
+        self._idle_ttl = idle_ttl
+        self._clock = clock
+        self._started = self._now()
+        self._queues: OrderedDict[Target, _Queue] = OrderedDict()
+
+    def watch(self, future: Future) -> None:
+        """A sample has been accepted. Costs nothing where its client does not poll."""
+        target = target_of(future.request_id)
+        if target is not None and target in self._queues:
+            self._report_end(target, future)
+
+    async def poll(
+        self, target: Target, *, after: int, timeout: float, retrieved: Sequence[str]
+    ) -> Polled | None:
+        """What has ended after the cursor `after` (0: from the beginning), as soon as there is
+        something, at most `timeout` seconds later. None: the cursor is of an earlier gateway.
+        The results of `retrieved` are no longer needed."""
+        if 0 < after < self._started:
+            return None
+        queue = self._queues.get(target) or self._open(target)
+        self._queues.move_to_end(target)
+        for request_id in retrieved:
+            if target_of(request_id) == target:
+                self._futures.forget(request_id)
+        queue.waiting = [done for done in queue.waiting if done.cursor > after]
+        queue.polls += 1
+        try:
+            if not queue.waiting:
+                queue.changed.clear()
+                await self._futures.wait_for_event(queue.changed, timeout=timeout)
+        finally:
+            queue.polls -= 1
+            queue.polled_at = time.monotonic()
+        return Polled(completions=tuple(queue.waiting), cursor=queue.last)
+
+    def sweep(self) -> None:
+        """Forgets the targets that nobody polls any more."""
+        now = time.monotonic()
+        over = [
+            target
+            for target, queue in self._queues.items()
+            if not queue.polls and now - queue.polled_at > self._idle_ttl
+        ]
+        for target in over:
+            del self._queues[target]
+
+    def _open(self, target: Target) -> _Queue:
+        if len(self._queues) >= _MOST_TARGETS:
+            idle = next((t for t, q in self._queues.items() if not q.polls), None)
+            if idle is not None:
+                del self._queues[idle]
+        queue = self._queues[target] = _Queue(last=self._now())
+        for future in self._futures.all():
+            if target_of(future.request_id) == target:
+                self._report_end(target, future)
+        return queue
+
+    def _now(self) -> int:
+        """Microseconds since 1970: a queue never reports a million ends in a second, so that
+        the cursors of one that is opened later are higher than all of those before."""
+        return int(self._clock() * 1e6)
+
+    def _report_end(self, target: Target, future: Future) -> None:
+        def ended(outcome: Outcome) -> None:
+            queue = self._queues.get(target)
+            if queue is None:
+                return
+            queue.last += 1
+            size = None if isinstance(outcome, TandemError) else outcome.size
+            queue.waiting.append(
+                Completion(cursor=queue.last, request_id=future.request_id, size=size)
+            )
+            queue.changed.set()
+
+        future.on_end(ended)
+
+
+def target_of(request_id: str) -> Target | None:
+    """None for what is no sample. Literal example: `s-ab12:sample:0:2000000007` is of the
+    second client that joined `s-ab12:sample:0`."""
+    parts = split_request_id(request_id)
+    if parts is None or ":sample:" not in parts[0]:
+        return None
+    return Target(sampling_session_id=parts[0], client=parts[1] // CLIENT_BLOCK)

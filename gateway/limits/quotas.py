@@ -1,0 +1,160 @@
+"""The limits of owners: what one may have at once, and what it is told when it has that much.
+
+Two kinds. What waiting will not mend (runs, checkpoints, …) is `LimitExceeded`, a 403, which
+the SDK raises at once. What will pass (queues, bodies on their way) is `Overloaded`, a 429 that
+says when to come back; its bounds are the ledgers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gateway.limits.ledger import Ledger, Reservation
+from gateway.metrics import Metrics
+from tandem.errors import LimitExceeded
+from tandem.settings import LimitSettings
+
+Counted = Literal["sessions", "runs", "samplers", "sampling_sessions"]
+
+_CLOSE = "close the sessions that are no longer needed (ServiceClient.close())"
+_FREE: Mapping[str, str] = {
+    "sessions": f"{_CLOSE}; those without a heartbeat end by themselves",
+    "runs": f"{_CLOSE}, and their runs end with them; checkpoints stay",
+    "samplers": f"{_CLOSE}, and their samplers end with them",
+    "sampling_sessions": f"{_CLOSE}; ephemeral ones that nobody uses end by themselves",
+    "custom_losses": f"{_CLOSE}, and their custom losses go with them",
+    "checkpoint_bytes": "delete checkpoints (`tinker checkpoint delete`), or give them a ttl "
+    "(`tinker checkpoint set-ttl`)",
+}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much an owner has now. All but `owner_of`, which takes a session's id, take an owner;
+    bytes are those of checkpoints that have a name."""
+
+    owner_of: Callable[[str], str]
+    active: Mapping[Counted, Callable[[str], int]]
+    custom_losses: Callable[[str], Awaitable[int]]
+    checkpoint_bytes: Callable[[str], Awaitable[int]]
+
+
+class Quotas:
+    def __init__(self, *, settings: LimitSettings, metrics: Metrics, counts: Counts) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._counts = counts
+        s = settings
+        self.operations = self._ledger(
+            "queued_operations",
+            "queued operations",
+            per_owner=s.queued_operations,
+            in_all=s.queued_operations_in_all,
+        )
+        self.operation_bytes = self._ledger(
+            "queued_bytes",
+            "bytes of queued operations",
+            per_owner=s.queued_bytes,
+            in_all=s.queued_bytes_in_all,
+        )
+        self.samples = self._ledger(
+            "waiting_samples",
+            "waiting samples",
+            per_owner=s.waiting_samples,
+            in_all=s.waiting_samples_in_all,
+        )
+        self.held = self._ledger(
+            "held_bytes",
+            "bytes of waiting requests",
+            per_owner=s.held_bytes,
+            in_all=s.held_bytes_in_all,
+        )
+        self.bodies = self._ledger(
+            "body_bytes",
+            "bytes of arriving requests",
+            per_owner=s.body_bytes,
+            in_all=s.body_bytes_in_all,
+        )
+        self.requests = self._ledger(
+            "requests", "open requests", per_owner=s.requests, in_all=2**62
+        )
+
+    def owner_of(self, session_id: str) -> str:
+        return self._counts.owner_of(session_id)
+
+    def check(self, what: Counted, *, owner: str) -> None:
+        """Raises `LimitExceeded` where one more is too many."""
+        limit: int = getattr(self._settings, what)
+        used = self._counts.active[what](owner)
+        if used >= limit:
+            raise self._exceeded(what, limit=limit, used=used)
+
+    def check_in_session(self, what: Counted, *, session_id: str) -> None:
+        """As `check`, for the owner of a session."""
+        self.check(what, owner=self.owner_of(session_id))
+
+    async def check_custom_losses(self, *, session_id: str) -> None:
+        """Raises `LimitExceeded` where one more is too many."""
+        limit = self._settings.custom_losses
+        used = await self._counts.custom_losses(self.owner_of(session_id))
+        if used >= limit:
+            raise self._exceeded("custom_losses", limit=limit, used=used)
+
+    async def check_checkpoint_bytes(self, *, owner: str, expected: int, replaced: int = 0) -> None:
+        """Before a checkpoint of `expected` bytes is written, in place of one of `replaced`.
+        Saves that are under way at once do not know of each other, so that an owner with several
+        runs can come to have one such save of each too many. Raises `LimitExceeded`."""
+        limit = self._settings.checkpoint_bytes
+        used = await self._counts.checkpoint_bytes(owner)
+        if used - replaced + expected > limit:
+            raise self._exceeded(
+                "checkpoint_bytes", limit=limit, used=used, more=f", and {expected} are to come"
+            )
+
+    def take_operation(
+        self, owner: str, *, size: int, held: int, forced: bool
+    ) -> list[Reservation]:
+        """A place in the queue for an operation of `size` bytes, of which memory holds `held`.
+        Raises `Overloaded`, unless it is `forced` in."""
+        amounts = ((self.operations, 1), (self.operation_bytes, size), (self.held, held))
+        return self._take(owner, amounts, forced=forced)
+
+    def take_sample(self, owner: str, *, size: int) -> list[Reservation]:
+        """A place among the samples that wait, for a request of `size` bytes in memory. Raises
+        `Overloaded`."""
+        return self._take(owner, ((self.samples, 1), (self.held, size)), forced=False)
+
+    def _take(
+        self, owner: str, amounts: Sequence[tuple[Ledger, int]], *, forced: bool
+    ) -> list[Reservation]:
+        """All of it or nothing."""
+        if not forced:
+            for ledger, amount in amounts:
+                ledger.check(owner, amount)
+        return [ledger.take(owner, amount, forced=True) for ledger, amount in amounts]
+
+    def note_refusal(self, limit: str) -> None:
+        self._metrics.refusals.labels(limit=limit).inc()
+
+    def _exceeded(self, what: str, *, limit: int, used: int, more: str = "") -> LimitExceeded:
+        self.note_refusal(what)
+        words = what.replace("_", " ")
+        return LimitExceeded(
+            f"the limit of {words} is {limit} for each owner (TANDEM_LIMIT_{what.upper()}), "
+            f"{used} are used{more}; {_FREE[what]}",
+            limit=what,
+            value=limit,
+            used=used,
+        )
+
+    def _ledger(self, limit: str, what: str, *, per_owner: int, in_all: int) -> Ledger:
+        return Ledger(
+            limit=limit, what=what, per_owner=per_owner, in_all=in_all, refused=self.note_refusal
+        )
+
+
+def give_back(leases: list[Reservation]) -> None:
+    for lease in leases:
+        lease.give_back()

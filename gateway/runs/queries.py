@@ -1,0 +1,257 @@
+"""Looking things up: sessions and training runs, whose they are, and what they hold.
+
+Owners are kept apart here: `owned` is what belongs to the caller, `accessible` what the caller
+may see (all of it, for an admin). What a caller may not see is answered as if it were not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from sqlalchemy import ColumnElement, RowMapping, func, or_, select, true
+
+from gateway.auth.identity import Caller
+from gateway.checkpoints.catalog import Checkpoint, alive, checkpoint_of
+from gateway.storage.database import Database
+from gateway.storage.tables import checkpoints, operations, runs, sampling_sessions, sessions
+from tandem.errors import SessionFinished, UnknownRun, UnknownSession
+from tandem.worker import TrainingSpec
+
+Scope = Literal["owned", "accessible"]
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    """A row of `sessions`. Times are seconds since 1970."""
+
+    id: str
+    state: str
+    reason: str
+    detail: str
+    display_name: str | None
+    user_metadata: Mapping[str, str] | None
+    project_id: str
+    owner: str
+    created_at: float
+
+
+@dataclass(frozen=True)
+class SessionContents:
+    session: SessionRecord
+    run_ids: Sequence[str]
+    sampler_ids: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How many checkpoints, and their bytes."""
+
+    count: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """`failed`: the run ended otherwise than with its session, so that its state is lost."""
+
+    id: str
+    session_id: str
+    base_model: str
+    owner: str
+    project_id: str
+    training: TrainingSpec
+    failed: bool
+    last_request_at: float
+    user_metadata: Mapping[str, str] | None
+    last_training: Checkpoint | None
+    last_sampler: Checkpoint | None
+
+
+@dataclass(frozen=True)
+class RunPage:
+    runs: Sequence[RunRecord]
+    total: int
+
+
+class Queries:
+    def __init__(self, *, database: Database) -> None:
+        self._database = database
+
+    async def session(
+        self, session_id: str, caller: Caller, *, scope: Scope = "accessible"
+    ) -> SessionRecord:
+        """Raises `UnknownSession`."""
+        row = await self._database.read_one(
+            select(sessions).where(
+                sessions.c.id == session_id, visible(sessions.c.owner, caller, scope)
+            )
+        )
+        if row is None:
+            raise UnknownSession(f"there is no session {session_id!r} on this server")
+        return session_of(row)
+
+    async def contents(self, session_id: str, caller: Caller, *, scope: Scope) -> SessionContents:
+        """The session with its runs and sampling sessions, in the order of their creation.
+        Raises `UnknownSession`."""
+        session = await self.session(session_id, caller, scope=scope)
+        await self._database.flush()
+        found_runs = await self._database.read(
+            select(runs.c.id)
+            .where(runs.c.session_id == session_id)
+            .order_by(runs.c.created_at, runs.c.id)
+        )
+        samplers = await self._database.read(
+            select(sampling_sessions.c.id)
+            .where(sampling_sessions.c.session_id == session_id)
+            .order_by(sampling_sessions.c.created_at, sampling_sessions.c.id)
+        )
+        return SessionContents(
+            session=session,
+            run_ids=[row["id"] for row in found_runs],
+            sampler_ids=[row["id"] for row in samplers],
+        )
+
+    async def session_ids(
+        self, caller: Caller, *, scope: Scope, limit: int, offset: int
+    ) -> list[str]:
+        """A page of sessions, newest first."""
+        rows = await self._database.read(
+            select(sessions.c.id)
+            .where(visible(sessions.c.owner, caller, scope))
+            .order_by(sessions.c.created_at.desc(), sessions.c.id.desc())
+            .limit(limit)
+            .offset(offset)
+        )
+        return [row["id"] for row in rows]
+
+    async def storage_of(self, session_ids: Sequence[str]) -> dict[str, Storage]:
+        """What the checkpoints of these sessions' runs amount to."""
+        rows = await self._database.read(
+            select(
+                runs.c.session_id,
+                func.count().label("found"),
+                func.sum(checkpoints.c.bytes).label("bytes"),
+            )
+            .join(runs, runs.c.id == checkpoints.c.run_id)
+            .where(runs.c.session_id.in_(session_ids), alive())
+            .group_by(runs.c.session_id)
+        )
+        return {
+            row["session_id"]: Storage(count=row["found"], bytes=int(row["bytes"])) for row in rows
+        }
+
+    async def run(self, run_id: str, caller: Caller, *, scope: Scope = "accessible") -> RunRecord:
+        """Raises `UnknownRun`. One with a published checkpoint is accessible to everybody."""
+        await self._database.flush()
+        seen = visible(runs.c.owner, caller, scope)
+        if scope == "accessible":
+            published = select(checkpoints.c.path).where(
+                checkpoints.c.run_id == run_id, checkpoints.c.public, alive()
+            )
+            seen = or_(seen, published.exists())
+        rows = await self._database.read(select(runs).where(runs.c.id == run_id, seen))
+        if not rows:
+            raise UnknownRun(f"there is no training run {run_id!r} on this server")
+        return (await self._described(rows))[0]
+
+    async def runs(
+        self, caller: Caller, *, scope: Scope, project_id: str | None, limit: int, offset: int
+    ) -> RunPage:
+        """A page of runs, newest first, and how many there are in all."""
+        wanted = [visible(runs.c.owner, caller, scope)]
+        if project_id is not None:
+            wanted.append(runs.c.project_id == project_id)
+        await self._database.flush()
+        count = await self._database.read_one(
+            select(func.count().label("total")).select_from(runs).where(*wanted)
+        )
+        rows = await self._database.read(
+            select(runs)
+            .where(*wanted)
+            .order_by(runs.c.created_at.desc(), runs.c.id.desc())
+            .limit(limit)
+            .offset(offset)
+        )
+        assert count is not None
+        return RunPage(runs=await self._described(rows), total=count["total"])
+
+    async def _described(self, rows: Sequence[RowMapping]) -> list[RunRecord]:
+        ids = [row["id"] for row in rows]
+        last = await self._last_operations(ids)
+        newest = await self._newest_checkpoints(ids)
+        return [
+            RunRecord(
+                id=row["id"],
+                session_id=row["session_id"],
+                base_model=row["base_model"],
+                owner=row["owner"],
+                project_id=row["project_id"],
+                training=TrainingSpec.model_validate(row["training"])
+                if row["training"]
+                else TrainingSpec(),
+                failed=row["state"] == "ended"
+                and row["error_type"] not in ("", SessionFinished.type),
+                last_request_at=max(
+                    row["created_at"], row["last_request_at"] or 0.0, last.get(row["id"], 0.0)
+                ),
+                user_metadata=texts(row["user_metadata"]),
+                last_training=newest.get((row["id"], "weights")),
+                last_sampler=newest.get((row["id"], "sampler_weights")),
+            )
+            for row in rows
+        ]
+
+    async def _last_operations(self, run_ids: Sequence[str]) -> dict[str, float]:
+        """When the newest operation of each run was accepted. Looks at the last of each log
+        alone: a log can be long."""
+        newest = (
+            select(operations.c.run_id, func.max(operations.c.seq_id).label("seq_id"))
+            .where(operations.c.run_id.in_(run_ids))
+            .group_by(operations.c.run_id)
+            .subquery()
+        )
+        rows = await self._database.read(
+            select(operations.c.run_id, operations.c.accepted_at).join(
+                newest,
+                (operations.c.run_id == newest.c.run_id) & (operations.c.seq_id == newest.c.seq_id),
+            )
+        )
+        return {row["run_id"]: row["accepted_at"] for row in rows}
+
+    async def _newest_checkpoints(
+        self, run_ids: Sequence[str]
+    ) -> dict[tuple[str, str], Checkpoint]:
+        rows = await self._database.read(
+            select(checkpoints)
+            .where(checkpoints.c.run_id.in_(run_ids), alive())
+            .order_by(checkpoints.c.created_at)
+        )
+        return {(row["run_id"], row["kind"]): checkpoint_of(row) for row in rows}
+
+
+def visible(owner: ColumnElement[str], caller: Caller, scope: Scope) -> ColumnElement[bool]:
+    """The rows that the caller is shown."""
+    if scope == "accessible" and caller.role == "admin":
+        return true()
+    return owner == caller.owner
+
+
+def session_of(row: RowMapping) -> SessionRecord:
+    return SessionRecord(
+        id=row["id"],
+        state=row["state"],
+        reason=row["reason"],
+        detail=row["detail"],
+        display_name=row["display_name"],
+        user_metadata=texts(row["user_metadata"]),
+        project_id=row["project_id"],
+        owner=row["owner"],
+        created_at=row["created_at"],
+    )
+
+
+def texts(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
+    """Metadata in the SDK's type, which has texts alone."""
+    return {key: str(value) for key, value in metadata.items()} if metadata else None

@@ -1,0 +1,341 @@
+"""Sampling sessions: what a SamplingClient samples from.
+
+Four kinds: `base` (a base model), `named` (a checkpoint for sampling), and the two ephemeral
+ones that a run's save makes: `snapshot` (its weights stay) and `inflight` (it follows the
+newest inflight save of its run).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+from sqlalchemy import RowMapping, insert, select, update
+
+from gateway.auth.identity import Readers
+from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
+from gateway.checkpoints.catalog import Checkpoint
+from gateway.checkpoints.versions import VersionStore, WeightVersion
+from gateway.identifiers import sampling_session_id_of, split_model_name
+from gateway.limits.quotas import Quotas
+from gateway.sessions.registry import SessionRegistry
+from gateway.storage.database import Database
+from gateway.storage.tables import sampling_sessions
+from tandem.errors import InvalidRequest, SessionFinished, UnknownSampler, UnknownWeights
+
+SamplingKind = Literal["base", "named", "snapshot", "inflight"]
+
+
+@dataclass
+class SamplingSession:
+    """`version` is what it samples from now; `model_path` what the client named, if anything.
+    `rank`: that of its adapters, 0 if it has none. `clients`: how many have joined it."""
+
+    id: str
+    session_id: str
+    kind: SamplingKind
+    base_model: str
+    model_path: str
+    version: WeightVersion
+    rank: int = 0
+    clients: int = 0
+    used_at: float = field(default_factory=time.monotonic)
+
+
+class SamplingSessionRegistry:
+    def __init__(
+        self,
+        *,
+        database: Database,
+        models: BaseModels,
+        versions: VersionStore,
+        sessions: SessionRegistry,
+        limits: Quotas,
+        idle_ttl: float,
+    ) -> None:
+        self._database = database
+        self._models = models
+        self._versions = versions
+        self._sessions = sessions
+        self._limits = limits
+        self._idle_ttl = idle_ttl
+        self._active: dict[str, SamplingSession] = {}
+
+    async def open(self) -> None:
+        """Those that an earlier gateway left, as far as their session, model and weights are
+        there."""
+        for row in await self._database.read(
+            select(sampling_sessions)
+            .where(sampling_sessions.c.state == "active")
+            .order_by(sampling_sessions.c.created_at)
+        ):
+            try:
+                self._active[row["id"]] = await self._restore(row)
+            except (SessionFinished, UnknownSampler, UnknownWeights, InvalidRequest):
+                self._note_end([row["id"]])
+
+    def all(self) -> list[SamplingSession]:
+        return list(self._active.values())
+
+    async def create(
+        self,
+        *,
+        session_id: str,
+        number: int,
+        base_model: str | None,
+        model_path: str | None,
+        readers: Readers,
+    ) -> SamplingSession:
+        """For a base model, or a checkpoint that one of `readers` may read; asked again for the
+        same number, the first answer.
+
+        Raises `UnknownModel`, `UnknownWeights`, `InvalidRequest`, `LimitExceeded` or
+        `SessionFinished`.
+        """
+        existing = self._active.get(sampling_session_id_of(session_id=session_id, number=number))
+        if existing is not None:
+            return existing
+        if model_path:
+            async with self._versions.checkpoints.reading(
+                model_path, readers=readers
+            ) as checkpoint:
+                return await self._add(
+                    session_id=session_id,
+                    number=number,
+                    kind="named",
+                    model_path=model_path,
+                    version=await self._named_version(checkpoint),
+                )
+        if not base_model:
+            raise InvalidRequest("a sampling session needs a base_model or a model_path")
+        name, _full = split_model_name(base_model)
+        return await self._add(
+            session_id=session_id,
+            number=number,
+            kind="base",
+            model_path="",
+            version=base_version(self._models.get(name)),
+        )
+
+    async def serve(
+        self, *, session_id: str, number: int, model_path: str, version: WeightVersion, rank: int
+    ) -> SamplingSession:
+        """One that samples from this version from now on, whatever it sampled from before; made
+        on first use. Whoever asks may read the version, and holds its files meanwhile. Raises
+        `LimitExceeded`."""
+        session = self._active.get(sampling_session_id_of(session_id=session_id, number=number))
+        if session is None:
+            session = await self._add(
+                session_id=session_id,
+                number=number,
+                kind="named" if version.run_id else "base",
+                model_path=model_path,
+                version=version,
+            )
+        if session.version.name != version.name:
+            session.version, session.rank = version, rank
+            await self._database.write(
+                update(sampling_sessions)
+                .where(sampling_sessions.c.id == session.id)
+                .values(version=version.name, run_id=version.run_id)
+            )
+        session.used_at = time.monotonic()
+        return session
+
+    async def create_ephemeral(
+        self,
+        *,
+        session_id: str,
+        number: int,
+        kind: Literal["snapshot", "inflight"],
+        version: WeightVersion,
+    ) -> SamplingSession:
+        """For the weights that a run has just published. Earlier inflight ones of the run
+        follow an inflight save."""
+        session = await self._add(
+            session_id=session_id, number=number, kind=kind, model_path="", version=version
+        )
+        if kind == "inflight":
+            self._follow(version.run_id)
+        return session
+
+    def _follow(self, run_id: str) -> None:
+        """Lets the run's inflight sampling sessions sample from its newest inflight save. Two
+        saves can be loaded at once, and the older one may be the last to be ready."""
+        inflight = [
+            s for s in self._active.values() if s.kind == "inflight" and s.version.run_id == run_id
+        ]
+        newest = max((s.version for s in inflight), key=_number)
+        for session in inflight:
+            session.version = newest
+        self._database.write_soon(
+            update(sampling_sessions)
+            .where(
+                sampling_sessions.c.kind == "inflight",
+                sampling_sessions.c.run_id == run_id,
+                sampling_sessions.c.state == "active",
+            )
+            .values(version=newest.name)
+        )
+
+    async def join(self, sampling_session_id: str) -> int:
+        """A number for one more client: never given twice, also not after a restart. Its
+        requests are numbered from a thousand million times that on. Raises `UnknownSampler`."""
+        session = await self.require(sampling_session_id)
+        session.clients += 1
+        number = session.clients
+        await self._database.write(
+            update(sampling_sessions)
+            .where(sampling_sessions.c.id == session.id)
+            .values(clients=sampling_sessions.c.clients + 1)
+        )
+        return number
+
+    async def require(self, sampling_session_id: str) -> SamplingSession:
+        """Raises `UnknownSampler`, which says whether it never was or has ended."""
+        session = self._active.get(sampling_session_id)
+        if session is not None:
+            session.used_at = time.monotonic()
+            return session
+        row = await self._database.read_one(
+            select(sampling_sessions.c.id).where(sampling_sessions.c.id == sampling_session_id)
+        )
+        if row is None:
+            raise UnknownSampler(f"there is no sampling session {sampling_session_id!r}")
+        raise UnknownSampler(
+            f"sampling session {sampling_session_id} has ended, because its session has or "
+            f"because it was not used for {self._idle_ttl:g} s"
+        )
+
+    async def known(self, sampling_session_id: str) -> bool:
+        """Whether there is, or ever was, such a sampling session."""
+        if sampling_session_id in self._active:
+            return True
+        row = await self._database.read_one(
+            select(sampling_sessions.c.id).where(sampling_sessions.c.id == sampling_session_id)
+        )
+        return row is not None
+
+    def end_session(self, session_id: str) -> list[str]:
+        """Ends a session's sampling sessions; returns the runs whose versions they named."""
+        return self._end([s for s in self._active.values() if s.session_id == session_id])
+
+    def expire_idle(self, *, in_use: set[str]) -> list[str]:
+        """Ends the ephemeral ones that nobody used for `idle_ttl`, but the newest of each run
+        and those whose version is in use; returns the runs whose versions they named."""
+        now = time.monotonic()
+        newest: dict[str, SamplingSession] = {}
+        for session in self._active.values():
+            if session.kind in ("snapshot", "inflight"):
+                newest[session.version.run_id] = session  # in the order of their creation
+        idle = [
+            s
+            for s in self._active.values()
+            if s.kind in ("snapshot", "inflight")
+            and newest[s.version.run_id] is not s
+            and now - s.used_at > self._idle_ttl
+            and s.version.name not in in_use
+        ]
+        return self._end(idle)
+
+    async def _add(
+        self,
+        *,
+        session_id: str,
+        number: int,
+        kind: SamplingKind,
+        model_path: str,
+        version: WeightVersion,
+    ) -> SamplingSession:
+        session = SamplingSession(
+            id=sampling_session_id_of(session_id=session_id, number=number),
+            session_id=session_id,
+            kind=kind,
+            base_model=version.base_model,
+            model_path=model_path,
+            version=version,
+            rank=await self._rank_of(version),
+        )
+        existing = self._active.get(session.id)
+        if existing is not None and kind in ("base", "named"):
+            return existing  # the same request came twice, at once
+        if existing is not None:
+            raise InvalidRequest(f"there is a sampling session {session.id} already")
+        self._sessions.require(session_id)
+        self._limits.check_in_session("sampling_sessions", session_id=session_id)
+        self._active[session.id] = session
+        try:
+            await self._database.write(
+                insert(sampling_sessions),
+                {
+                    "id": session.id,
+                    "session_id": session_id,
+                    "kind": kind,
+                    "base_model": version.base_model,
+                    "model_path": model_path,
+                    "run_id": version.run_id,
+                    "version": version.name,
+                    "state": "active",
+                    "clients": 0,
+                    "created_at": time.time(),
+                },
+            )
+        except BaseException:  # cancelled, too: what has no row must not be found
+            self._active.pop(session.id, None)
+            raise
+        return session
+
+    async def _named_version(self, checkpoint: Checkpoint) -> WeightVersion:
+        if checkpoint.path.kind != "sampler_weights":
+            what = "a trainer's state" if checkpoint.path.kind == "weights" else "a download"
+            raise UnknownWeights(
+                f"{str(checkpoint.path)!r} holds {what}; sample from what "
+                "save_weights_for_sampler wrote (tinker://RUN/sampler_weights/NAME)"
+            )
+        return await self._versions.version(checkpoint.version)
+
+    async def _rank_of(self, version: WeightVersion) -> int:
+        if not version.adapter:
+            return 0
+        return (await self._versions.checkpoints.origin(version.run_id)).training.rank
+
+    async def _restore(self, row: RowMapping) -> SamplingSession:
+        self._sessions.require(row["session_id"])
+        if row["kind"] == "base":
+            version = base_version(self._models.get(row["base_model"]))
+        else:
+            version = await self._versions.version(row["version"])
+        return SamplingSession(
+            id=row["id"],
+            session_id=row["session_id"],
+            kind=cast(SamplingKind, row["kind"]),
+            base_model=row["base_model"],
+            model_path=row["model_path"],
+            version=version,
+            rank=await self._rank_of(version),
+            clients=row["clients"],
+        )
+
+    def _end(self, ended: list[SamplingSession]) -> list[str]:
+        for session in ended:
+            del self._active[session.id]
+        if ended:
+            self._note_end([session.id for session in ended])
+        return sorted({s.version.run_id for s in ended if s.version.run_id})
+
+    def _note_end(self, ids: list[str]) -> None:
+        self._database.write_soon(
+            update(sampling_sessions).where(sampling_sessions.c.id.in_(ids)).values(state="ended")
+        )
+
+
+def _number(version: WeightVersion) -> int:
+    """Of its run: 3 for `s-ab12:train:0/v000003-9f2c41d0`."""
+    return int(version.name.rpartition("/v")[2].partition("-")[0])
+
+
+def base_version(model: BaseModelEntry) -> WeightVersion:
+    return WeightVersion(
+        name=f"base/{model.name}", path=model.path, run_id="", step=0, base_model=model.name
+    )

@@ -1,0 +1,191 @@
+"""Sessions: one client's connection, alive while its heartbeats come."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sqlalchemy import insert, select, update
+
+from gateway.identifiers import new_session_id
+from gateway.storage.database import Database
+from gateway.storage.tables import runs, sessions
+from tandem.errors import SessionFinished
+
+_REMEMBERED = 10_000
+"""Ended sessions whose owner is still known without asking the database."""
+
+
+@dataclass(frozen=True)
+class NewSession:
+    """What a client says of its session. `sdk_version` is only noted. `ttl`: one without
+    heartbeats, which ends so many seconds after its last request."""
+
+    owner: str
+    project_id: str = ""
+    display_name: str | None = None
+    user_metadata: Mapping[str, object] | None = None
+    tags: Sequence[str] = ()
+    sdk_version: str = ""
+    ttl: float | None = None
+
+
+@dataclass
+class Session:
+    id: str
+    created_at: float
+    display_name: str | None
+    owner: str
+    project_id: str = ""
+    ttl: float | None = None
+    seen_at: float = field(default_factory=time.monotonic)
+
+
+class SessionRegistry:
+    """`ttl` in seconds. Sessions outlive a restart of the gateway: their clocks start anew."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        ttl: float,
+        check_room: Callable[[str], None] = lambda _owner: None,
+    ) -> None:
+        self._database = database
+        self._ttl = ttl
+        self._check_room = check_room
+        self._active: dict[str, Session] = {}
+        self._past_owners: OrderedDict[str, str] = OrderedDict()
+
+    async def open(self) -> None:
+        for row in await self._database.read(select(sessions).where(sessions.c.state == "active")):
+            self._active[row["id"]] = Session(
+                id=row["id"],
+                created_at=row["created_at"],
+                display_name=row["display_name"],
+                owner=row["owner"],
+                project_id=row["project_id"],
+            )
+
+    def all(self) -> list[Session]:
+        return list(self._active.values())
+
+    async def create(self, new: NewSession) -> Session:
+        """Raises `LimitExceeded` where its owner has as many as are allowed."""
+        self._check_room(new.owner)
+        session = Session(
+            id=new_session_id(),
+            created_at=time.time(),
+            display_name=new.display_name,
+            owner=new.owner,
+            project_id=new.project_id,
+            ttl=new.ttl,
+        )
+        # Before the row is written: what was asked for at once counts for each other's limit.
+        self._active[session.id] = session
+        try:
+            await self._write(session, new)
+        except BaseException:
+            self._active.pop(session.id, None)
+            raise
+        return session
+
+    async def _write(self, session: Session, new: NewSession) -> None:
+        await self._database.write(
+            insert(sessions),
+            {
+                "id": session.id,
+                "state": "active",
+                "reason": "",
+                "detail": "",
+                "display_name": new.display_name,
+                "user_metadata": _texts(new.user_metadata),
+                "tags": list(new.tags),
+                "project_id": new.project_id,
+                "owner": new.owner,
+                "sdk_version": new.sdk_version,
+                "created_at": session.created_at,
+            },
+        )
+
+    def get(self, session_id: str) -> Session | None:
+        """The session while it is active; asking is no sign of life."""
+        return self._active.get(session_id)
+
+    def require(self, session_id: str) -> Session:
+        """Raises `SessionFinished`. Whoever waited for something since its session was last
+        looked at asks before it starts anything that only the end of the session stops."""
+        session = self._active.get(session_id)
+        if session is None:
+            raise SessionFinished(f"session {session_id} has ended; make a new ServiceClient")
+        return session
+
+    def owner_of(self, session_id: str) -> str:
+        """Also for some time after its end, when what was used last is counted; then empty."""
+        session = self._active.get(session_id)
+        return session.owner if session is not None else self._past_owners.get(session_id, "")
+
+    async def assign_project(self, *, session_id: str, project_id: str) -> None:
+        """Moves a session, active or ended, into a project with all its runs."""
+        await self._database.write(
+            update(sessions).where(sessions.c.id == session_id).values(project_id=project_id)
+        )
+        await self._database.write(
+            update(runs).where(runs.c.session_id == session_id).values(project_id=project_id)
+        )
+        if (session := self._active.get(session_id)) is not None:
+            session.project_id = project_id
+
+    def touch(self, session_id: str) -> Session | None:
+        """Notes a sign of life; None for a session that is not active."""
+        session = self._active.get(session_id)
+        if session is not None:
+            session.seen_at = time.monotonic()
+        return session
+
+    def overdue(self) -> list[Session]:
+        """Those whose last sign of life is older than the ttl."""
+        now = time.monotonic()
+        return [s for s in self._active.values() if now - s.seen_at > (s.ttl or self._ttl)]
+
+    async def end(self, *, session_id: str, state: str, reason: str, detail: str) -> bool:
+        """Marks the end. False where it had ended before: the first reason counts."""
+        session = self._active.pop(session_id, None)
+        if session is None:
+            return False
+        self._past_owners[session_id] = session.owner
+        if len(self._past_owners) > _REMEMBERED:
+            self._past_owners.popitem(last=False)
+        await self._database.write(
+            update(sessions)
+            .where(sessions.c.id == session_id)
+            .values(state=state, reason=reason, detail=detail, ended_at=time.time())
+        )
+        return True
+
+    def expired_reason(self, session: Session) -> str:
+        if session.ttl is not None:
+            return f"no request for {session.ttl:g} s"
+        return f"no heartbeat for {self._ttl:g} s"
+
+
+def _texts(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
+    """The SDK's type for metadata is of texts, and it is read back as such; what is none (an
+    old client sends it as it is) becomes its JSON."""
+    if not metadata:
+        return None
+    return {
+        key: value
+        if isinstance(value, str)
+        else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        for key, value in metadata.items()
+    }
+
+
+def why_ended(session_id: str, *, reason: str, detail: str) -> str:
+    """Literal example: "session s-ab12 has ended (expired: no heartbeat for 60 s); make a …"."""
+    more = f": {detail}" if detail else ""
+    return f"session {session_id} has ended ({reason}{more}); make a new ServiceClient"

@@ -1,0 +1,186 @@
+"""Searching sessions, newest first, in pages.
+
+Owner, project and the place in the list are asked of the database; words of names, metadata and
+states are looked at here, chunk by chunk, since databases differ in what is the same letter and
+in how they read JSON.
+
+A cursor says where the next page begins, and is signed together with its owner and search: what
+was not handed out here, or for another search, is refused.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import orjson
+from sqlalchemy import and_, or_, select
+
+from gateway.auth.identity import USER_URN, Caller
+from gateway.auth.signing import is_signed, sign
+from gateway.runs.queries import SessionRecord, session_of, visible
+from gateway.storage.database import Database
+from gateway.storage.tables import sessions
+from tandem.errors import InvalidRequest
+
+StatusType = Literal["active", "cancelled", "failed", "client_finished"]
+
+_CHUNK = 500
+_PURPOSE = "session_search"
+
+
+@dataclass(frozen=True)
+class Status:
+    """`reasons`: of a session that its client finished; None: any."""
+
+    type: StatusType
+    reasons: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Filters:
+    """What is searched for; absent: everything. A session matches either its id or the words
+    of its name, where both are asked for."""
+
+    session_id: str | None = None
+    project_ids: tuple[str, ...] | None = None
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    display_name: str | None = None
+    owner: Literal["own", "accessible", "user"] = "own"
+    owner_urns: tuple[str, ...] = ()
+    statuses: tuple[Status, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """In the SDK's form: the last session of the page before, with our signature behind it."""
+
+    last_created_at: dt.datetime
+    last_session_id: str
+
+
+@dataclass(frozen=True)
+class Page:
+    sessions: Sequence[SessionRecord]
+    next_cursor: Cursor | None
+
+
+class SessionSearch:
+    def __init__(self, *, database: Database, key: Callable[[], bytes]) -> None:
+        self._database = database
+        self._key = key
+
+    async def page(
+        self, filters: Filters, caller: Caller, *, limit: int, cursor: Cursor | None
+    ) -> Page:
+        """Raises `InvalidRequest` for a cursor that was not handed out for this search."""
+        after = await self._read_cursor(filters, caller, cursor) if cursor else None
+        found: list[SessionRecord] = []
+        async for session in self._candidates(filters, caller, after):
+            if _matches(session, filters):
+                found.append(session)
+            if len(found) > limit:
+                break
+        page = found[:limit]
+        more = len(found) > limit
+        return Page(
+            sessions=page,
+            next_cursor=self._cursor(filters, caller, page[-1]) if more else None,
+        )
+
+    async def _candidates(
+        self, filters: Filters, caller: Caller, after: SessionRecord | None
+    ) -> AsyncIterator[SessionRecord]:
+        wanted = [visible(sessions.c.owner, caller, _scope(filters))]
+        if filters.owner == "user":
+            owners = [urn.removeprefix(USER_URN) for urn in filters.owner_urns]
+            wanted.append(sessions.c.owner.in_(owners))
+        if filters.project_ids is not None:
+            wanted.append(sessions.c.project_id.in_(filters.project_ids))
+        if filters.session_id is not None and filters.display_name is None:
+            wanted.append(sessions.c.id == filters.session_id)
+        while True:
+            here = list(wanted)
+            if after is not None:
+                here.append(
+                    or_(
+                        sessions.c.created_at < after.created_at,
+                        and_(sessions.c.created_at == after.created_at, sessions.c.id < after.id),
+                    )
+                )
+            rows = await self._database.read(
+                select(sessions)
+                .where(*here)
+                .order_by(sessions.c.created_at.desc(), sessions.c.id.desc())
+                .limit(_CHUNK)
+            )
+            for row in rows:
+                after = session_of(row)
+                yield after
+            if len(rows) < _CHUNK:
+                return
+
+    def _cursor(self, filters: Filters, caller: Caller, last: SessionRecord) -> Cursor:
+        when = _time(last.created_at)
+        signature = sign(self._key(), *_signed(filters, caller, when, last.id))
+        return Cursor(last_created_at=when, last_session_id=f"{last.id}.{signature}")
+
+    async def _read_cursor(self, filters: Filters, caller: Caller, cursor: Cursor) -> SessionRecord:
+        session_id, _, signature = cursor.last_session_id.rpartition(".")
+        try:
+            when = cursor.last_created_at.astimezone(dt.UTC)
+        except OverflowError:  # a time that UTC has no year for
+            when = None
+        if when is None or not is_signed(
+            self._key(), signature, *_signed(filters, caller, when, session_id)
+        ):
+            raise InvalidRequest(
+                "the cursor is not one that this search handed out; pass `next_cursor` back as "
+                "it came and leave the filters as they were, or begin without a cursor"
+            )
+        row = await self._database.read_one(select(sessions).where(sessions.c.id == session_id))
+        assert row is not None, "rows of sessions are never removed"
+        return session_of(row)
+
+
+def _scope(filters: Filters) -> Literal["owned", "accessible"]:
+    return "owned" if filters.owner == "own" else "accessible"
+
+
+def _time(seconds: float) -> dt.datetime:
+    return dt.datetime.fromtimestamp(seconds, tz=dt.UTC)
+
+
+def _signed(
+    filters: Filters, caller: Caller, when: dt.datetime, session_id: str
+) -> tuple[str, ...]:
+    search = orjson.dumps(filters, option=orjson.OPT_SORT_KEYS).decode()
+    return (_PURPOSE, caller.owner, search, when.isoformat(timespec="microseconds"), session_id)
+
+
+def _matches(session: SessionRecord, filters: Filters) -> bool:
+    if filters.display_name is not None:
+        name = (session.display_name or "").casefold()
+        named = all(word in name for word in filters.display_name.casefold().split())
+        if not named and session.id != filters.session_id:
+            return False
+    metadata = session.user_metadata or {}
+    if any(metadata.get(key) != value for key, value in filters.user_metadata.items()):
+        return False
+    return filters.statuses is None or any(_has(session, s) for s in filters.statuses)
+
+
+def _has(session: SessionRecord, status: Status) -> bool:
+    """Sessions are neither failed nor cancelled by this server: a run or a request fails alone,
+    and a session ends by its client, or expires, which is no status of the SDK's."""
+    match status.type:
+        case "active":
+            return session.state == "active"
+        case "client_finished":
+            return session.state == "finished" and (
+                status.reasons is None or session.reason in status.reasons
+            )
+        case _:
+            return False

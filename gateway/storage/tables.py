@@ -1,0 +1,221 @@
+"""The tables of the gateway's database. Times are seconds since 1970; text ids are ours.
+
+A change here needs a migration in `gateway/storage/migrations/versions`.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
+
+metadata = MetaData()
+
+models = Table(
+    "models",
+    metadata,
+    Column("name", String(200), primary_key=True),
+    Column("path", Text, nullable=False),
+    Column("max_length", Integer),
+    Column("added_at", Float, nullable=False),
+)
+
+# Who may come in. The keys themselves are not here; the local one is in no row.
+keys = Table(
+    "keys",
+    metadata,
+    Column("id", String(32), primary_key=True),  # k-<12 hex>, the beginning of `digest`
+    Column("digest", LargeBinary, nullable=False),  # SHA-256 of the key
+    Column("owner", String(100), nullable=False),
+    Column("role", String(16), nullable=False),  # admin, member, reader
+    Column("name", String(100), nullable=False, default=""),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    Column("revoked_at", Float),
+    Column("last_used_at", Float),
+)
+
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("state", String(16), nullable=False),  # active, finished, expired
+    Column("reason", String(32), nullable=False, default=""),
+    Column("detail", Text, nullable=False, default=""),
+    Column("display_name", Text),
+    Column("user_metadata", JSON),
+    Column("tags", JSON),
+    Column("project_id", String(200), nullable=False, default=""),
+    Column("owner", String(100), nullable=False),
+    Column("sdk_version", String(64), nullable=False, default=""),
+    Column("created_at", Float, nullable=False),
+    Column("ended_at", Float),
+    Index("sessions_by_state", "state"),
+    Index("sessions_by_owner", "owner", "created_at"),
+    Index("sessions_by_project", "project_id"),
+)
+
+runs = Table(
+    "runs",
+    metadata,
+    Column("id", String(100), primary_key=True),
+    Column("session_id", String(64), nullable=False),
+    Column("base_model", String(200), nullable=False),
+    Column("training", JSON),  # a tandem.worker.TrainingSpec
+    Column("owner", String(100), nullable=False),
+    Column("project_id", String(200), nullable=False, default=""),
+    Column("state", String(16), nullable=False),  # starting, ready, ended
+    Column("error_type", String(64), nullable=False, default=""),
+    Column("reason", Text, nullable=False, default=""),
+    Column("user_metadata", JSON),
+    Column("created_at", Float, nullable=False),
+    Column("last_request_at", Float),
+    Column("ended_at", Float),
+    Index("runs_by_session", "session_id"),
+    Index("runs_by_owner", "owner", "created_at"),
+    Index("runs_by_state", "state"),
+)
+
+# The operation log. A request's id is RUN:SEQ. `request` holds the small JSON requests; the
+# payload of a forward_backward is a file beside the database until the operation has ended.
+operations = Table(
+    "operations",
+    metadata,
+    Column("run_id", String(100), primary_key=True),
+    Column("seq_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("kind", String(32), nullable=False),
+    Column("state", String(16), nullable=False),  # accepted, done, failed
+    Column("request", LargeBinary, nullable=False),
+    Column("accepted_at", Float, nullable=False),
+    Column("ended_at", Float),
+    Column("error_type", String(64), nullable=False, default=""),
+    Column("error", Text, nullable=False, default=""),
+    Column("media", String(16), nullable=False, default=""),  # of the result: json, protobuf
+    Column("result", LargeBinary),  # absent: in a file, if it is larger, or expired
+    Index("operations_by_end", "ended_at"),
+)
+
+sampling_sessions = Table(
+    "sampling_sessions",
+    metadata,
+    Column("id", String(100), primary_key=True),
+    Column("session_id", String(64), nullable=False),
+    Column("kind", String(16), nullable=False),  # base, named, snapshot, inflight
+    Column("base_model", String(200), nullable=False),
+    Column("model_path", Text, nullable=False, default=""),  # tinker://, of kind named
+    Column("run_id", String(100), nullable=False, default=""),
+    Column("version", String(200), nullable=False),
+    Column("state", String(16), nullable=False),  # active, ended
+    Column("clients", Integer, nullable=False, default=0),  # that have joined it
+    Column("created_at", Float, nullable=False),
+    Index("sampling_sessions_by_session", "session_id", "state"),
+)
+
+weight_versions = Table(
+    "weight_versions",
+    metadata,
+    Column("name", String(200), primary_key=True),
+    Column("run_id", String(100), nullable=False),
+    Column("base_model", String(200), nullable=False),
+    Column("path", Text, nullable=False),
+    Column("parent", String(200), nullable=False, default=""),
+    Column("step", BigInteger, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("adapter", Boolean, nullable=False, default=False),
+    Column("created_at", Float, nullable=False),
+    Column("collected_at", Float),
+    Index("weight_versions_by_run", "run_id"),
+)
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    Column("path", String(300), primary_key=True),  # tinker://RUN/KIND/NAME
+    Column("run_id", String(100), nullable=False),
+    Column("kind", String(32), nullable=False),  # weights, sampler_weights, external_weights
+    Column("base_model", String(200), nullable=False),
+    Column("folder", Text, nullable=False, default=""),  # of kind weights
+    Column("version", String(200), nullable=False, default=""),  # of the two others
+    Column("step", BigInteger, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("optimizer", Boolean, nullable=False),
+    Column("owner", String(100), nullable=False),
+    Column("public", Boolean, nullable=False, default=False),
+    Column("user_metadata", JSON),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    Index("checkpoints_by_run", "run_id"),
+    Index("checkpoints_by_owner", "owner", "created_at"),
+    Index("checkpoints_by_expiry", "expires_at"),
+)
+
+workers = Table(
+    "workers",
+    metadata,
+    Column("id", String(100), primary_key=True),
+    Column("kind", String(16), nullable=False),
+    Column("session_id", String(64), nullable=False),
+    Column("run_id", String(100), nullable=False, default=""),
+    Column("state", String(16), nullable=False),  # starting, ready, ended
+    Column("reason", Text, nullable=False, default=""),
+    Column("pid", Integer, nullable=False, default=0),
+    Column("started_at", Float, nullable=False),
+    Column("ended_at", Float),
+    Index("workers_by_state", "state"),
+)
+
+# Losses that a client has traced and handed over; `definition` is the JSON of create_custom_loss.
+custom_losses = Table(
+    "custom_losses",
+    metadata,
+    Column("id", String(100), primary_key=True),  # SESSION:loss:NUMBER
+    Column("session_id", String(64), nullable=False),
+    Column("name", String(200), nullable=False),
+    Column("definition", LargeBinary, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Index("custom_losses_by_session", "session_id"),
+)
+
+# What was used, added up by hour: one row for each hour, run or sampler, and kind of event.
+usage = Table(
+    "usage",
+    metadata,
+    Column("hour", BigInteger, primary_key=True, autoincrement=False),  # seconds since 1970
+    Column("event", String(32), primary_key=True),
+    Column("subject", String(100), primary_key=True),  # a run, or a sampling session
+    Column("session_id", String(64), nullable=False),
+    Column("owner", String(100), nullable=False),
+    Column("base_model", String(200), nullable=False),
+    Column("count", BigInteger, nullable=False),
+    Column("input_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),
+    Column("output_tokens", BigInteger, nullable=False),
+    Column("accelerator_seconds", Float, nullable=False),
+    Index("usage_by_session", "session_id"),
+)
+
+# Every state-changing request: who, what, on what, from where, and what came of it.
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("at", Float, nullable=False),
+    Column("actor", String(100), nullable=False),
+    Column("action", String(64), nullable=False),
+    Column("target", String(300), nullable=False, default=""),
+    Column("address", String(64), nullable=False, default=""),
+    Column("status", Integer, nullable=False),
+    Column("detail", Text, nullable=False, default=""),
+    Index("audit_by_time", "at"),
+)

@@ -1,0 +1,311 @@
+"""What a client with a key can send to make the gateway hold, start or repeat too much."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+
+import pytest
+import tinker
+import zstandard
+from pydantic import ValidationError
+from sqlalchemy import select
+
+from gateway import custom_losses
+from gateway.api.json_bounds import MOST_TOKENS, MOST_VALUES
+from gateway.api.openai.bodies import ChatBody, CompletionBody, parse_body
+from gateway.api.tinker.sample_body import Sample
+from gateway.api.tinker.service import TelemetryBatch
+from gateway.api.wire import parse
+from gateway.futures.completion_feed import _MOST_TARGETS, CompletionFeed, Target
+from gateway.futures.result_store import ResultStore
+from gateway.futures.table import Future, FutureTable, Outcome
+from gateway.runs.dispatcher import Dispatcher
+from gateway.runs.gaps import SequenceGaps
+from gateway.runs.operations import Operation
+from gateway.sessions.registry import NewSession
+from gateway.storage.tables import operations
+from tandem.errors import LimitExceeded, PayloadTooLarge, SequenceGap, SessionFinished
+from tests.support.custom_losses import request_body, traced
+from tests.support.gateway.running import KEY, make_model, no_counts, running_gateway
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory):
+    with running_gateway(tmp_path_factory.mktemp("abuse"), session_ttl=600) as gate:
+        yield gate
+
+
+def many(piece: str, count: int) -> str:
+    return "[" + ",".join([piece] * count) + "]"
+
+
+# --- Bodies that are small as bytes and large when they are read ------------------------------
+
+
+@pytest.mark.parametrize("piece", ["{}", "[]"])
+def test_lists_and_objects_are_counted_before_any_is_made(piece):
+    chunks = many(piece, 200_000).encode()
+    with pytest.raises(PayloadTooLarge, match="lists and objects"):
+        parse(Sample, b'{"sampling_params":{},"prompt":{"chunks":%s}}' % chunks, most_values=2**22)
+    with pytest.raises(PayloadTooLarge, match="lists and objects"):
+        parse_body(ChatBody, b'{"model":"m","messages":%s}' % chunks)
+    with pytest.raises(PayloadTooLarge, match="values"):
+        parse(TelemetryBatch, b'{"events":%s}' % chunks)
+
+
+def test_a_few_bytes_that_stand_for_very_many_objects_are_refused_as_too_large(gate):
+    body = '{"sampling_params":{},"prompt":{"chunks":' + many("{}", 2**20) + "}}"
+    small = zstandard.compress(body.encode())
+    assert len(small) < 2000
+    with gate.http() as client:
+        for path in ("/api/v1/asample", "/v1/completions", "/api/v1/telemetry"):
+            answer = client.post(path, content=small, headers={"Content-Encoding": "zstd"})
+            assert answer.status_code == 413, (path, answer.text)
+
+
+def test_a_prompt_of_a_million_tokens_is_taken():
+    tokens = many("151643", 2**20).encode()
+    body = b'{"sampling_params":{},"prompt":{"chunks":[{"tokens":%s}]}}' % tokens
+    sample = parse(Sample, body, most_values=MOST_TOKENS)
+    assert len(sample.prompt.chunks[0].tokens) == 2**20
+    assert MOST_VALUES < 2**20, "which an ordinary request may not have"
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (Sample, '{"sampling_params":{},"prompt":{"chunks":[{"tokens":%s}]}}'),
+        (Sample, '{"sampling_params":{},"prompt":{"chunks":%s}}'),
+        (Sample, '{"prompt":{"chunks":[]},"sampling_params":{"stop":[%s]}}'),
+        (CompletionBody, '{"model":"m","prompt":[%s]}'),
+        (CompletionBody, '{"model":"m","prompt":"p","stop":[%s]}'),
+        (ChatBody, '{"model":"m","messages":%s}'),
+    ],
+)
+def test_of_many_wrong_values_few_are_reported(model, body):
+    with pytest.raises(ValidationError) as refused:
+        model.model_validate_json(body % many('"x"', 1000))
+    assert refused.value.error_count() < 10
+
+
+# --- Names and notes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [10**18, 10**30, -1])
+def test_a_number_that_no_run_has_is_refused(gate, number):
+    session_id = gate.session_id()
+    new = {"session_id": session_id, "model_seq_id": number}
+    with gate.http() as client:
+        for path, more in (
+            ("create_model", {"base_model": "tiny"}),
+            ("load_weights", {"path": f"tinker://{session_id}:train:0/weights/a"}),
+            ("copy_weights", {"source_path": f"tinker://{session_id}:train:0/weights/a"}),
+        ):
+            answer = client.post(f"/api/v1/{path}", json=new | more)
+            assert (answer.status_code, answer.json()["type"]) == (400, "invalid_request"), path
+
+
+def test_metadata_that_lists_would_repeat_is_bounded(gate):
+    noted = {"user_metadata": {"more": "x" * 2**14}}
+    session_id = gate.session_id()
+    run_id = gate.run_id(session_id)
+    with gate.http() as client:
+        refused = client.post("/api/v1/create_session", json=noted)
+        assert refused.status_code == 400
+        assert refused.json()["error"].startswith("user_metadata: ")
+        new = {"session_id": session_id, "model_seq_id": 1, "base_model": "tiny"}
+        assert client.post("/api/v1/create_model", json=new | noted).status_code == 400
+        save = {"model_id": run_id, "seq_id": 1, "path": "a"}
+        client.post("/api/v1/save_weights", json=save | noted)
+        assert gate.retrieve(f"{run_id}:1").json()["type"] == "invalid_request"
+
+
+def test_a_search_asks_the_database_for_no_more_than_it_answers(gate):
+    with gate.http() as client:
+        for field, value in (
+            ("project_ids", ["p"] * 40_000),
+            ("user_metadata", {str(n): "x" for n in range(5000)}),
+            ("statuses", [{"type": "active"}] * 5000),
+        ):
+            answer = client.post("/api/v1/sessions/search", json={field: value})
+            assert (answer.status_code, answer.json()["type"]) == (400, "invalid_request"), field
+
+
+def test_a_long_reason_for_an_end_is_kept_in_part(gate):
+    session_id = gate.session_id()
+    ending = {"reason": {"type": "errored"}, "detail": "x" * 2**20}
+    with gate.http() as client:
+        answer = client.post(f"/api/v1/sessions/{session_id}/finish", json=ending)
+        assert answer.status_code == 204
+        found = client.post("/api/v1/sessions/search", json={"session_id": session_id}).json()
+    assert found["sessions"][0]["status"]["detail"] == "x" * 4000
+
+
+def test_a_request_that_no_operation_needs_is_not_kept_for_ever(gate):
+    run_id = gate.run_id(gate.session_id())
+    step = {"model_id": run_id, "seq_id": 1, "adam_params": {}, "more": "x" * 2**19}
+    with gate.http() as client:
+        client.post("/api/v1/optim_step", json=step)
+        client.post("/api/v1/optim_step", json=step | {"seq_id": 2, "more": "kept"})
+    assert gate.retrieve(f"{run_id}:1").json()["type"] == "optim_step"
+    query = select(operations.c.request).where(operations.c.run_id == run_id)
+    rows = gate.run(gate.gateway.database.read(query.order_by(operations.c.seq_id)))
+    assert [b"kept" in row["request"] for row in rows[1:]] == [False, True]
+    assert len(rows[1]["request"]) == 0
+
+
+def test_a_model_can_be_removed_by_its_path_and_have_any_length(gate, tmp_path):
+    folder = make_model(tmp_path / "odd")
+    for length in (2**70, -1, True, 0):
+        config = {"architectures": ["A"], "max_position_embeddings": length}
+        (folder / "config.json").write_text(json.dumps(config))
+        with gate.http() as client:
+            new = {"name": "odd", "path": str(folder)}
+            made = client.post("/api/tandem/v1/models", json=new)
+            assert (made.status_code, made.json()["max_length"]) == (200, None)
+            assert client.delete(f"/api/tandem/v1/models/{folder}").status_code == 204
+            assert client.delete(f"/api/tandem/v1/models/{folder}").status_code == 404
+
+
+def test_models_that_are_not_there_are_not_remembered(gate):
+    sample = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
+    with gate.http() as client:
+        for number in range(3):
+            answer = client.post("/api/v1/asample", json=sample | {"base_model": f"no-{number}"})
+            assert answer.status_code == 404
+        answer = client.post("/api/v1/asample", json=sample | {"base_model": "tiny"})
+        assert answer.status_code == 200
+    assert list(gate.gateway.sessionless._open["local"].numbers) == [("tiny", None)]
+
+
+# --- What comes twice, or at once ----------------------------------------------------------------
+
+
+def test_sessions_that_are_asked_for_at_once_keep_to_the_limit(tmp_path):
+    with running_gateway(tmp_path, session_ttl=600, limit={"sessions": 3}) as gate:
+
+        async def at_once() -> list[object]:
+            new = (gate.gateway.sessions.create(NewSession(owner="ann")) for _ in range(10))
+            return await asyncio.gather(*new, return_exceptions=True)
+
+        made = gate.run(at_once())
+    assert sum(isinstance(one, LimitExceeded) for one in made) == 7
+
+
+def test_an_old_export_of_a_session_gives_way(gate):
+    session_id = gate.session_id()
+    rest = tinker.RestClient(base_url=gate.url, api_key=KEY)
+    for _ in range(12):
+        rest.get_session(session_id)
+        with gate.http() as client:
+            answer = client.get(f"/api/v1/sessions/{session_id}/trace_export").json()
+    assert answer["status"] == "ready"
+    files = list((gate.settings.data_dir / "traces").glob(f"{session_id}-*"))
+    assert len(files) == 8
+    with gate.http() as client:
+        assert client.get(answer["url"]).status_code == 200
+
+
+def test_custom_losses_beyond_what_memory_keeps_are_read_again(gate, monkeypatch):
+    def halved(logprobs):
+        return logprobs.sum() / 2, {}
+
+    session_id = gate.session_id()
+    losses = gate.gateway.custom_losses
+    bodies = [
+        request_body(traced(halved, logprobs=1), session_id=session_id, number=n) for n in range(4)
+    ]
+    held = sum(map(len, losses._definitions.values()))
+    monkeypatch.setattr(custom_losses, "_REMEMBERED_BYTES", held + 2 * len(bodies[0]))
+    with gate.http() as client:
+        for body in bodies:
+            assert client.post("/api/v1/create_custom_loss", content=body).status_code == 200
+    for number, body in enumerate(bodies):
+        definition = losses.definition(f"{session_id}:loss:{number}", session_id=session_id)
+        assert gate.run(definition) == body
+        assert losses._bytes == sum(map(len, losses._definitions.values()))
+        assert losses._bytes <= held + 2 * len(bodies[0])
+
+
+# --- Queues ------------------------------------------------------------------------------------
+
+
+def operation(seq_id: int, **changes) -> Operation:
+    future = Future(
+        request_id=f"r:{seq_id}", source="operation", kind="optim_step", describe=lambda: None
+    )
+    return Operation(run_id="r", seq_id=seq_id, kind="optim_step", future=future, **changes)
+
+
+async def test_each_of_many_that_wait_is_told_its_place_and_all_fail_with_the_gap():
+    outcomes = {}
+    dispatcher = Dispatcher(
+        window=4,
+        gap_timeout=0.05,
+        prepare=lambda _operation: asyncio.get_running_loop().create_future(),
+        on_outcome=lambda one, outcome: outcomes.setdefault(one.seq_id, outcome),
+        on_broken=lambda _error: None,
+        not_ready=lambda: "starting",
+    )
+    dispatcher.start()
+    places = list(range(1, 1000))
+    random.Random(0).shuffle(places)
+    for place in places:
+        dispatcher.put(operation(place))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert dispatcher.describe(2).reason == "0 operations before this one"
+    assert dispatcher.describe(900).reason == "898 operations before this one"
+    dispatcher.end(SessionFinished("over"))
+    assert set(outcomes) == set(places)
+
+    failed = asyncio.Event()
+
+    def note(one: Operation, outcome: Outcome) -> None:
+        outcomes[one.seq_id] = outcome
+        if len(outcomes) == 3:
+            failed.set()
+
+    waiting = Dispatcher(
+        window=4,
+        gap_timeout=0.05,
+        prepare=lambda _operation: asyncio.get_running_loop().create_future(),
+        on_outcome=note,
+        on_broken=lambda _error: None,
+        not_ready=lambda: "starting",
+    )
+    outcomes.clear()
+    waiting.start()
+    for place in (2**52, 7, 2**40):
+        waiting.put(operation(place))
+    assert "operation 1, which comes before, has not arrived" in waiting.describe(7).reason
+    async with asyncio.timeout(20):
+        await failed.wait()
+    assert all(isinstance(outcome, SequenceGap) for outcome in outcomes.values())
+    waiting.put(operation(5))
+    assert isinstance(outcomes[5], SequenceGap)
+    assert (waiting.queued, waiting.consumed(2**40), waiting.consumed(6)) == (0, True, False)
+    waiting.abandon()
+
+
+def test_a_log_full_of_holes_remembers_the_newest():
+    holes = SequenceGaps()
+    for place in range(0, 2 * 70_000, 2):
+        holes.add(place, place + 1, filled=())
+    assert len(holes) == 2**16
+    assert 2 * 70_000 - 2 in holes
+    assert 0 not in holes
+
+
+async def test_clients_that_call_themselves_ever_new_names_hold_a_bounded_memory(tmp_path):
+    results = ResultStore(
+        folder=tmp_path, bytes_in_memory=1, most_samples=1, metrics=no_counts()._metrics
+    )
+    completions = CompletionFeed(futures=FutureTable(result_ttl=60, keeper=results), idle_ttl=3600)
+    for client in range(_MOST_TARGETS + 10):
+        target = Target("s:sample:0", client)
+        assert await completions.poll(target, after=0, timeout=0, retrieved=())
+    assert len(completions._queues) == _MOST_TARGETS
+    assert Target("s:sample:0", _MOST_TARGETS + 9) in completions._queues

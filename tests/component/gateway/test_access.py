@@ -1,0 +1,251 @@
+"""Two owners on one gateway: what is whose, and what publishing and lending open to others."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import tinker
+from sqlalchemy import select
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.api.access import NEEDS, guarded
+from gateway.storage.tables import audit, checkpoints, operations, runs, sessions, usage
+from tests.support.gateway.access_world import API, Call, World
+from tests.support.gateway.running import KEY, running_gateway
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("access")
+    with running_gateway(folder, session_ttl=600) as gate:
+        yield World(gate, folder)
+
+
+@pytest.fixture(scope="module")
+def ben(world):
+    """The other owner's service client."""
+    with tinker.ServiceClient(base_url=world.gate.url, api_key=world.keys["foreign"]) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def bens_run(ben):
+    return ben.create_lora_training_client("tiny:full").result()
+
+
+def rest(world: World, caller: str) -> tinker.RestClient:
+    return tinker.RestClient(base_url=world.gate.url, api_key=world.keys[caller])
+
+
+def rows(world: World, table) -> list:
+    async def read():
+        gateway = world.gate.gateway
+        gateway.usage.write()
+        await gateway.database.flush()
+        return await gateway.database.read(select(table))
+
+    return world.gate.run(read())
+
+
+def test_a_route_without_a_row_is_not_served():
+    async def brand_new(_request) -> Response:
+        return Response()
+
+    with pytest.raises(AssertionError, match="no row for the route brand_new"):
+        guarded([Route("/new", brand_new)])
+    assert set(NEEDS.values()) == {"nothing", "signature", "look", "change", "admin"}
+
+
+def test_another_owners_checkpoint_cannot_be_loaded_sampled_or_copied(world, ben, bens_run):
+    unknown = "there is no checkpoint"
+    with pytest.raises(tinker.RequestFailedError, match=f"unknown_weights: {unknown}"):
+        bens_run.load_state(world.state).result()
+    with pytest.raises(tinker.NotFoundError, match=unknown):
+        ben.create_training_client_from_state(world.state).result()
+    with pytest.raises(tinker.NotFoundError, match=unknown):
+        ben.create_sampling_client(model_path=world.weights).result()
+    with pytest.raises(tinker.NotFoundError, match=unknown):
+        rest(world, "foreign").copy_weights(world.state, destination_project_id="p").result()
+    sample = world.sample_body(0) | {"sampling_session_id": None, "model_path": world.weights}
+    answer = world.ask("POST", Call(f"{API}/asample", sample), key=world.keys["foreign"])
+    assert (answer.status_code, answer.json()["type"]) == (404, "unknown_weights")
+
+
+def test_a_load_of_what_is_not_ones_own_fails_as_one_of_what_is_not_there(world, bens_run):
+    sentences = []
+    for path in (world.state, world.state.replace(world.session, "s-000000000000")):
+        with pytest.raises(tinker.RequestFailedError) as refused:
+            bens_run.load_state(path).result()
+        sentences.append(str(refused.value).replace(path, "PATH"))
+    strip = [text.split("request_id")[0] for text in sentences]
+    assert strip[0] == strip[1]
+
+
+def test_what_is_published_is_read_by_everybody_and_changed_by_its_owner_alone(
+    world, ben, bens_run
+):
+    state, weights = world.save("save_weights", "weights"), world.weights
+    own, foreign = rest(world, "member"), rest(world, "foreign")
+    for path in (state, weights):
+        own.publish_checkpoint_from_tinker_path(path).result()
+    bens_run.load_state(state).result()
+    loaded = ben.create_training_client_from_state(state).result()
+    sampler = ben.create_sampling_client(model_path=weights).result()
+    copy = foreign.copy_weights(state, destination_project_id="p").result()
+    assert foreign.get_weights_info_by_tinker_path(state).result().base_model == "tiny"
+    for change in (
+        foreign.delete_checkpoint_from_tinker_path,
+        foreign.unpublish_checkpoint_from_tinker_path,
+        foreign.publish_checkpoint_from_tinker_path,
+    ):
+        with pytest.raises(tinker.NotFoundError):
+            change(state).result()
+    with pytest.raises(tinker.NotFoundError):
+        foreign.set_checkpoint_ttl_from_tinker_path(state, 7200).result()
+    # What was made of it is the maker's, and stays when the checkpoint is withdrawn.
+    assert {r["owner"] for r in rows(world, runs) if r["id"] == loaded.model_id} == {"ben"}
+    with pytest.raises(tinker.NotFoundError):
+        own.get_weights_info_by_tinker_path(copy).result()
+    for path in (state, weights):
+        own.unpublish_checkpoint_from_tinker_path(path).result()
+    with pytest.raises(tinker.NotFoundError):
+        ben.create_sampling_client(model_path=weights).result()
+    assert foreign.get_weights_info_by_tinker_path(copy).result()
+    prompt = tinker.ModelInput.from_ints([1, 2])
+    params = tinker.SamplingParams(max_tokens=1)
+    assert sampler.sample(prompt, num_samples=1, sampling_params=params).result().sequences
+
+
+def test_a_published_checkpoint_shows_no_more_of_its_run_than_itself(world):
+    own, foreign = rest(world, "member"), rest(world, "foreign")
+    number = world.number()
+    body = world.model(number) | {"user_metadata": {"note": "private"}}
+    world.done(world.post("create_model", **body))
+    run_id = f"{world.session}:train:{number}"
+
+    def save(seq_id: int, name: str) -> None:
+        place = {"model_id": run_id, "seq_id": seq_id, "path": name}
+        world.done(world.post("save_weights", **place))
+
+    save(1, "shown")
+    with pytest.raises(tinker.NotFoundError):
+        foreign.get_training_run(run_id, access_scope="accessible").result()
+    own.publish_checkpoint_from_tinker_path(f"tinker://{run_id}/weights/shown").result()
+    save(2, "hidden")
+    seen = foreign.get_training_run(run_id, access_scope="accessible").result()
+    assert (seen.user_metadata, seen.last_checkpoint) == (None, None)
+    listed = foreign.list_checkpoints(run_id).result().checkpoints
+    assert [c.checkpoint_id for c in listed] == ["weights/shown"]
+    assert own.get_training_run(run_id).result().user_metadata == {"note": "private"}
+    assert run_id not in str(foreign.list_training_runs(access_scope="accessible").result())
+
+
+def test_an_owner_lends_a_checkpoint_with_a_key_that_is_kept_nowhere(world, ben, bens_run):
+    lent = world.new_key("ann", "reader")
+    bens_run.load_state(world.state, weights_access_token=lent).result()
+    ben.create_training_client_from_state(world.state, weights_access_token=lent).result()
+    foreign = rest(world, "foreign")
+    assert foreign.copy_weights(
+        world.state, destination_project_id="p", weights_access_token=lent
+    ).result()
+    assert any(world.state.encode() in r["request"] for r in rows(world, operations))
+    kept = str([dict(row) for row in rows(world, operations)])
+    assert lent not in kept
+    assert lent not in str([dict(row) for row in rows(world, audit)])
+    world.gate.run(world.gate.gateway.keys.revoke(key_id(world, lent)))
+    refused = world.gate.gateway.metrics.refused_keys.labels(reason="weights_access_token")
+    with pytest.raises(tinker.PermissionDeniedError, match="access token for the weights"):
+        ben.create_training_client_from_state(world.state, weights_access_token=lent).result()
+    assert refused._value.get() == 1
+
+
+def key_id(world: World, secret: str) -> str:
+    return world.gate.gateway.keys.find(secret.encode()).id
+
+
+def test_what_a_reader_looks_at_stays_for_its_owner_and_is_no_sign_of_life(world):
+    world.done(world.post("optim_step", **world.place(), adam_params={}))
+    request_id = f"{world.run}:{world._next_seq_id - 1}"
+    future = world.gate.gateway.futures.get(request_id)
+    fetched = future.fetched_at = None
+    session = world.gate.gateway.sessions.get(world.session)
+    session.seen_at = seen = time.monotonic() - 100
+    ask = Call(f"{API}/retrieve_future", {"request_id": request_id})
+    assert world.ask("POST", ask, key=world.keys["reader"]).status_code == 200
+    assert future.fetched_at is fetched
+    assert session.seen_at == seen
+    assert world.ask("POST", ask, key=world.keys["member"]).status_code == 200
+    assert future.fetched_at is not None
+    assert session.seen_at > seen
+
+
+def test_what_an_admin_makes_in_anothers_session_belongs_to_that_owner(world):
+    number = world.number()
+    made = world.ask("POST", Call(f"{API}/create_model", world.model(number)), key=KEY)
+    world.done(made)
+    run_id = f"{world.session}:train:{number}"
+    assert [r["owner"] for r in rows(world, runs) if r["id"] == run_id] == ["ann"]
+    body = {"source_path": world.state, "session_id": world.session, "model_seq_id": 5000}
+    copied = world.ask("POST", Call(f"{API}/copy_weights", body), key=KEY).json()["tinker_path"]
+    assert [r["owner"] for r in rows(world, checkpoints) if r["path"] == copied] == ["ann"]
+
+
+def test_everything_that_is_made_and_used_has_the_owner_of_its_key(world):
+    made = {r["owner"] for r in rows(world, sessions) if r["id"] == world.session} | {
+        r["owner"] for r in rows(world, runs) if r["session_id"] == world.session
+    }
+    assert made == {"ann"}
+    assert {
+        r["owner"] for r in rows(world, checkpoints) if r["run_id"].startswith(world.session)
+    } == {"ann"}
+    used = {r["event"]: r["owner"] for r in rows(world, usage) if r["session_id"] == world.session}
+    assert set(used.values()) == {"ann"}
+    assert {"sample", "save_weights"} <= used.keys()
+
+
+def test_the_audit_log_names_the_owner_and_the_key_and_each_refusal(world):
+    run_id = world.run
+    path = f"{API}/training_runs/{run_id}/checkpoints/weights/nothing/publish"
+    statuses = {
+        caller: world.ask("POST", Call(path), key=world.keys[caller]).status_code
+        for caller in ("foreign", "reader", "member")
+    }
+    assert statuses == {"foreign": 404, "reader": 403, "member": 404}
+    told = [r for r in rows(world, audit) if r["target"] == f"tinker://{run_id}/weights/nothing"]
+    assert [(r["actor"].rpartition(":")[2], r["status"]) for r in told] == [
+        ("ben", 404),
+        ("ann", 403),
+        ("ann", 404),
+    ]
+    keys = [key_id(world, world.keys[caller]) for caller in ("foreign", "reader", "member")]
+    assert all(f'"key":"{key}"' in row["detail"] for key, row in zip(keys, told, strict=True))
+
+
+def test_status_shows_each_its_own_and_how_workers_are_reached_to_admins_alone(world, bens_run):
+    def status(caller: str) -> dict:
+        return world.ask("GET", Call("/api/tandem/v1/status"), key=world.keys[caller]).json()
+
+    bens = status("foreign")
+    assert bens_run.model_id in [run["id"] for run in bens["runs"]]
+    assert {s["owner"] for s in bens["sessions"]} == {"ben"}
+    for part in ("runs", "samplers", "sampling_sessions", "workers"):
+        of = [thing.get("session_id") or thing["id"].partition(":")[0] for thing in bens[part]]
+        assert set(of) <= {session["id"] for session in bens["sessions"]}
+        assert of
+    assert {w["address"] for w in bens["workers"]} == {""}
+    everything = status("admin")
+    assert {s["owner"] for s in everything["sessions"]} == {"ann", "ben"}
+    assert all(worker["address"] for worker in everything["workers"])
+
+
+def test_one_owner_cannot_read_anothers_samples_by_guessing_their_names(world, ben):
+    """Names of samples can be guessed by who has seen a session's id."""
+    for request_id in (world.sample, f"{world.sample}0", world.request, "x", "", "s-1:sample:0:0"):
+        ask = Call(f"{API}/retrieve_future", {"request_id": request_id})
+        answer = world.ask("POST", ask, key=world.keys["foreign"])
+        assert answer.status_code == 404
+        assert answer.json()["error"] == f"there is no request {request_id!r} on this server"
+        cancel = Call(f"{API}/cancel_future", {"request_id": request_id})
+        assert world.ask("POST", cancel, key=world.keys["foreign"]).status_code == 404

@@ -1,0 +1,174 @@
+"""Every route of the application × {no key, foreign owner, reader, member, admin}.
+
+The routes are the application's own: one without a row here fails.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.gateway.access_world import CALLERS, CALLS, World, routes
+from tests.support.gateway.running import running_gateway
+
+OPEN = (200, 200, 200, 200, 200)
+EVERYBODY = (401, 200, 200, 200, 200)
+OWN_LOOK = (401, 404, 200, 200, 200)
+OWN_CHANGE = (401, 404, 403, 200, 200)
+OWN_CHANGE_EMPTY = (401, 404, 403, 204, 204)
+CHANGE = (401, 200, 403, 200, 200)
+ADMIN = (401, 403, 403, 403, 200)
+
+EXPECTED: dict[str, tuple[int, ...]] = {
+    "healthz": OPEN,
+    "metrics": OPEN,  # from this machine
+    "openapi": OPEN,  # from this machine
+    "download": OPEN,  # the address is signed
+    "trace_file": OPEN,  # the address is signed
+    "client_config": EVERYBODY,
+    "dynamic_config": EVERYBODY,
+    "capabilities": EVERYBODY,
+    "telemetry": EVERYBODY,
+    "get_version": EVERYBODY,
+    "status": EVERYBODY,
+    "list_models": EVERYBODY,
+    "exchange_token": EVERYBODY,
+    "own_key": EVERYBODY,
+    "delete_own_key": (401, 204, 204, 204, 204),
+    "retrieve_future": OWN_LOOK,
+    "retrieve_futures": OWN_CHANGE,
+    "cancel_future": OWN_CHANGE_EMPTY,
+    "create_session": CHANGE,
+    "session_heartbeat": OWN_CHANGE,
+    "finish_session": OWN_CHANGE_EMPTY,
+    "list_sessions": EVERYBODY,
+    "get_session": OWN_LOOK,
+    "search_sessions": EVERYBODY,
+    "assign_session_project": OWN_CHANGE_EMPTY,
+    "trace_export": OWN_LOOK,
+    "create_model": OWN_CHANGE,
+    "get_info": OWN_LOOK,
+    "forward_backward": OWN_CHANGE,
+    "forward_of_old_sdk": (401, 400, 403, 400, 400),
+    "optim_step": OWN_CHANGE,
+    "save_weights": OWN_CHANGE,
+    "save_weights_for_sampler": OWN_CHANGE,
+    "save_weights_external": OWN_CHANGE,
+    "load_weights": OWN_CHANGE,
+    "create_custom_loss": OWN_CHANGE,
+    "create_sampling_session": OWN_CHANGE,
+    "join_sampling_session": OWN_CHANGE,
+    "get_sampler": OWN_LOOK,
+    "asample": OWN_CHANGE,
+    "training_runs": EVERYBODY,
+    "training_run": OWN_LOOK,
+    "run_checkpoints": OWN_LOOK,
+    "user_checkpoints": EVERYBODY,
+    "weights_info": OWN_LOOK,
+    "copy_weights": OWN_CHANGE,
+    "delete_checkpoint": OWN_CHANGE_EMPTY,
+    "publish_checkpoint": OWN_CHANGE_EMPTY,
+    "unpublish_checkpoint": OWN_CHANGE_EMPTY,
+    "set_checkpoint_ttl": OWN_CHANGE_EMPTY,
+    "external_weights_urls": OWN_LOOK,
+    "checkpoint_files": OWN_LOOK,
+    "usage_events": EVERYBODY,
+    "checkpoint_storage": EVERYBODY,
+    "audit_log": ADMIN,
+    "add_model": ADMIN,
+    "remove_model": (401, 403, 403, 403, 204),
+    "config": ADMIN,
+    "list_keys": ADMIN,
+    "create_key": ADMIN,
+    "revoke_key": ADMIN,
+    "openai_models": EVERYBODY,
+    "openai_model": OWN_LOOK,
+    # The model of this test has no tokenizer, of which its owner alone is told.
+    "openai_completions": (401, 404, 403, 400, 400),
+    "openai_chat_completions": (401, 404, 403, 400, 400),
+}
+
+ROUTES = routes()
+NOWHERE = "s-000000000000"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("table")
+    with running_gateway(folder, session_ttl=600) as gate:
+        yield World(gate, folder)
+
+
+def key_of(world: World, route: str, caller: str) -> str:
+    """The caller's key; where it is to be deleted, another one like it."""
+    if route != "delete_own_key" or caller == "nobody":
+        return world.keys[caller]
+    owner = {"foreign": "ben", "admin": "eve"}.get(caller, "ann")
+    return world.new_key(owner, caller if caller in ("reader", "admin") else "member")
+
+
+def test_every_route_has_a_row():
+    names = {name for name, _ in ROUTES}
+    assert names - EXPECTED.keys() == set()
+    assert names - CALLS.keys() == set()
+    assert all(len(row) == len(CALLERS) for row in EXPECTED.values())
+
+
+@pytest.mark.parametrize(("route", "method"), ROUTES)
+def test_each_caller_gets_the_status_of_the_table(world, route, method):
+    answers = {}
+    for caller in CALLERS:
+        call = CALLS[route](world)
+        answers[caller] = world.ask(method, call, key=key_of(world, route, caller))
+    found = tuple(answer.status_code for answer in answers.values())
+    assert found == EXPECTED[route], {c: a.text[:200] for c, a in answers.items()}
+    for caller, answer in answers.items():
+        if answer.status_code in (401, 403):
+            said = answer.json()["error"]
+            assert isinstance(said, dict) or answer.json()["category"] == "user"
+        if caller == "foreign" and answer.status_code == 200 and EXPECTED[route] != OPEN:
+            assert world.session not in answer.text, "a thing of another owner is shown"
+    if answers["reader"].status_code == 403:
+        needed = "admin" if answers["member"].status_code == 403 else "member"
+        assert f"a key with the role {needed}" in answers["reader"].text
+
+
+@pytest.mark.parametrize(
+    ("route", "method"), [r for r in ROUTES if EXPECTED.get(r[0], EVERYBODY)[1] == 404]
+)
+def test_anothers_thing_is_answered_as_one_that_does_not_exist_byte_by_byte(world, route, method):
+    call = CALLS[route](world)
+    named = re.search(r"s-[0-9a-f]{12}", call.path)
+    real = named[0] if named else world.session
+    foreign = world.ask(method, call, key=world.keys["foreign"])
+    nothing = world.ask(method, call.about(real, NOWHERE), key=world.keys["foreign"])
+    assert foreign.status_code == nothing.status_code == 404
+    assert foreign.content.replace(real.encode(), NOWHERE.encode()) == nothing.content
+    assert {**foreign.headers, "date": ""} == {**nothing.headers, "date": ""}
+
+
+@pytest.mark.parametrize("kind", ["wrong", "revoked", "expired", "token of a revoked key"])
+def test_a_key_that_is_not_good_is_refused_at_every_route(world, kind):
+    key = bad_key(world, kind)
+    refused = {
+        (route, method): world.ask(method, CALLS[route](world), key=key).status_code
+        for route, method in ROUTES
+        if EXPECTED[route] != OPEN
+    }
+    assert set(refused.values()) == {401}, refused
+
+
+def bad_key(world: World, kind: str) -> str:
+    keys, identity = world.gate.gateway.keys, world.gate.gateway.identity
+    if kind == "wrong":
+        return "tml-" + "A" * 43
+    secret = world.new_key("ann", "admin")
+    caller = world.gate.run(lambda: identity.identify(secret.encode()))
+    token = world.gate.run(lambda: identity.issue(caller))
+    if kind == "expired":
+        record = keys.get(caller.key_id)
+        keys._keys[caller.key_id] = type(record)(**{**vars(record), "expires_at": 1.0})
+    else:
+        world.gate.run(keys.revoke(caller.key_id))
+    return token if kind.startswith("token") else secret

@@ -1,0 +1,239 @@
+"""What comes twice at once, or while something ends: nothing is lost, and nothing is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+from sqlalchemy import insert, select
+from tinker import types
+
+from gateway.auth.identity import Readers
+from gateway.sampling.sessions import base_version
+from gateway.storage.tables import models, runs, sampling_sessions
+from tandem.errors import LimitExceeded, SessionFinished, StorageFull
+from tandem.worker import TrainingSpec
+from tests.support.gateway.fake_launcher import FakeLauncher
+from tests.support.gateway.running import make_model, running_gateway, wait_for
+
+NOBODY = Readers(())
+
+
+@pytest.fixture
+def gate(tmp_path):
+    with running_gateway(tmp_path, session_ttl=600) as gate:
+        yield gate
+
+
+def creation(gate, session_id: str, number: int = 0, model: str = "tiny"):
+    return gate.gateway.runs.create(
+        session_id=session_id,
+        model_seq_id=number,
+        model=gate.gateway.models.get(model),
+        training=TrainingSpec(),
+        load=None,
+        user_metadata=None,
+        request=b"{}",
+    )
+
+
+def both(gate, first, second) -> list[object]:
+    async def gathered() -> list[object]:
+        return await asyncio.gather(first, second, return_exceptions=True)
+
+    return gate.run(gathered())
+
+
+def rows(gate, statement):
+    return gate.run(gate.gateway.database.read(statement))
+
+
+def test_a_run_that_is_asked_for_twice_at_once_is_one_run(gate, monkeypatch):
+    session = gate.session_id()
+    read_one, looked = gate.gateway.database.read_one, asyncio.Barrier(2)
+
+    async def both_look_first(statement):
+        found = await read_one(statement)
+        await looked.wait()
+        return found
+
+    monkeypatch.setattr(gate.gateway.database, "read_one", both_look_first)
+    answers = both(gate, creation(gate, session), creation(gate, session))
+    assert answers == [f"{session}:train:0:0"] * 2
+    monkeypatch.undo()
+    gate.retrieve(f"{session}:train:0:0")
+    assert len([spec for spec in gate.launcher.specs if spec.kind == "trainer"]) == 1
+    assert gate.gateway.runs.get(f"{session}:train:0").state == "ready"
+
+
+def test_a_run_refused_for_its_engine_leaves_nothing(tmp_path):
+    with running_gateway(tmp_path, session_ttl=600, limit={"samplers": 1}) as gate:
+        gate.run(gate.gateway.models.add(name="other", path=str(make_model(tmp_path / "other"))))
+        session = gate.session_id()
+        made, refused = both(
+            gate, creation(gate, session), creation(gate, session, 1, model="other")
+        )
+        assert isinstance(refused, LimitExceeded)
+        assert [run.id for run in gate.gateway.runs.all()] == [f"{session}:train:0"]
+        assert [row["id"] for row in rows(gate, select(runs.c.id))] == [f"{session}:train:0"]
+        gate.retrieve(made)
+
+
+def test_nothing_is_started_in_a_session_that_ended_meanwhile(gate):
+    session = gate.session_id()
+    gate.run(
+        gate.gateway.end_session(session_id=session, state="finished", reason="success", detail="")
+    )
+    tiny = gate.gateway.models.get("tiny")
+    with pytest.raises(SessionFinished):
+        gate.run(creation(gate, session))
+    with pytest.raises(SessionFinished):
+        gate.run(lambda: gate.gateway.samplers.ensure(session_id=session, model=tiny, rank=0))
+    with pytest.raises(SessionFinished):
+        gate.run(
+            gate.gateway.sampling.create(
+                session_id=session, number=0, base_model="tiny", model_path=None, readers=NOBODY
+            )
+        )
+    assert gate.launcher.specs == []
+    assert gate.gateway.runs.all() == gate.gateway.samplers.all() == []
+    assert gate.gateway.sampling.all() == []
+    assert list(rows(gate, select(runs.c.id))) == list(rows(gate, select(sampling_sessions))) == []
+
+
+def test_a_session_that_is_ended_twice_at_once_has_ended_for_both(gate):
+    session = gate.session_id()
+    gate.retrieve(gate.run(creation(gate, session)))
+
+    async def end(reason: str) -> list[str]:
+        await gate.gateway.end_session(
+            session_id=session, state="finished", reason=reason, detail=""
+        )
+        return [run.id for run in gate.gateway.runs.all()]
+
+    assert both(gate, end("success"), end("failure")) == [[], []], "both waited for the end"
+    assert sorted(worker.partition("-")[0] for worker in gate.launcher.stopped) == [
+        "sampler",
+        "trainer",
+    ]
+
+
+def test_a_session_whose_end_cannot_be_written_ends_all_the_same(gate, monkeypatch):
+    session = gate.session_id()
+    gate.retrieve(gate.run(creation(gate, session)))
+
+    async def full(**_named: object) -> bool:
+        gate.gateway.sessions._active.pop(session)
+        raise StorageFull("the disk is full")
+
+    monkeypatch.setattr(gate.gateway.sessions, "end", full)
+    with pytest.raises(StorageFull):
+        gate.run(
+            gate.gateway.end_session(
+                session_id=session, state="finished", reason="success", detail=""
+            )
+        )
+    assert len(gate.launcher.stopped) == 2
+    assert gate.gateway.runs.all() == gate.gateway.samplers.all() == []
+
+
+def test_the_second_of_two_equal_requests_is_taken_when_the_first_cannot_be_written(
+    gate, monkeypatch
+):
+    run_id = gate.run_id(gate.session_id())
+    accept, calls = gate.gateway.oplog.accept, []
+
+    async def full_at_first(**named):
+        calls.append(named["seq_id"])
+        if len(calls) == 1:
+            await asyncio.sleep(0)
+            raise StorageFull("the payload could not be written")
+        return await accept(**named)
+
+    monkeypatch.setattr(gate.gateway.oplog, "accept", full_at_first)
+
+    def submission():
+        return gate.gateway.admission.submit(
+            run_id=run_id, seq_id=1, kind="optim_step", refused=StorageFull("as an outcome")
+        )
+
+    first, second = both(gate, submission(), submission())
+    assert isinstance(first, StorageFull)
+    assert second == f"{run_id}:1"
+    assert gate.retrieve(second).json()["error"] == "storage_full: as an outcome"
+
+
+class DiesWhenReady(FakeLauncher):
+    """Its first sampler ends in the very moment in which it becomes ready."""
+
+    died = False
+
+    async def wait_ready(self, worker_id: str) -> None:
+        if worker_id.startswith("sampler") and not self.died:
+            self.died = True
+            await self.kill(worker_id, "it was killed by SIGKILL")
+            while not self._exits.empty():  # noqa: ASYNC110 - until the fleet has heard of it
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+
+def test_whoever_waits_for_an_engine_that_dies_at_once_is_answered_by_the_next(tmp_path):
+    with running_gateway(tmp_path, launcher=DiesWhenReady(), session_ttl=600) as gate:
+        gate.run(gate.launcher.start_gate.clear)
+        with gate.service() as service:
+            sampling = service.create_sampling_client(base_model="tiny").result()
+            answer = sampling.sample(
+                types.ModelInput.from_ints([1, 2, 3]), 1, types.SamplingParams(max_tokens=3)
+            )
+            wait_for(lambda: any(sampler.waiting for sampler in gate.gateway.samplers.all()))
+            gate.run(gate.launcher.start_gate.set)
+            assert answer.result(timeout=15).sequences[0].tokens == [3, 2, 1]
+        assert gate.launcher.died
+
+
+def test_every_load_asks_the_engine_whatever_was_loaded_before(tmp_path):
+    with running_gateway(tmp_path, session_ttl=600, sampler={"max_adapters": 1}) as gate:
+        session, tiny = gate.session_id(), gate.gateway.models.get("tiny")
+        sampler = gate.run(
+            lambda: gate.gateway.samplers.ensure(session_id=session, model=tiny, rank=8)
+        )
+        base = base_version(tiny)
+        names = ["run/v000001-aaaaaaaa", "run/v000002-bbbbbbbb", "run/v000001-aaaaaaaa"]
+        for name in names:
+            adapter = type(base)(
+                name=name, path=name, run_id="run", step=0, base_model="tiny", adapter=True
+            )
+            gate.run(sampler.load(adapter))
+        assert gate.worker("sampler")[1].loaded == names
+        assert sampler.loaded == {"base/tiny", names[0]}
+
+
+def test_a_value_that_the_database_cannot_take_fails_its_own_write_alone(gate):
+    database = gate.gateway.database
+    odd, other = (
+        insert(models).values(name=name, path="p", max_length=length, added_at=0.0)
+        for name, length in (("odd", 2**70), ("good", 1))
+    )
+    failed, done = both(gate, database.write(odd), database.write(other))
+    assert isinstance(failed, OverflowError)
+    assert done is None
+    names = {row["name"] for row in rows(gate, select(models.c.name))}
+    assert names >= {"good", "tiny"} and "odd" not in names
+
+
+def test_a_sampling_session_whose_session_ended_in_a_crash_does_not_come_back(tmp_path):
+    with running_gateway(tmp_path, session_ttl=600) as gate:
+        session = gate.session_id()
+        create = gate.gateway.sampling.create
+        gate.run(
+            create(session_id=session, number=0, base_model="tiny", model_path=None, readers=NOBODY)
+        )
+        path = Path(gate.settings.data_dir) / "tandem.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE sessions SET state = 'finished'")
+    with running_gateway(tmp_path, session_ttl=600) as gate:
+        assert gate.gateway.sampling.all() == []
+        states = [row["state"] for row in rows(gate, select(sampling_sessions.c.state))]
+        assert states == ["ended"]

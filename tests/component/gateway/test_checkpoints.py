@@ -1,0 +1,323 @@
+"""Checkpoints through the SDK: saved, listed, shared, loaded, copied, expired and removed."""
+
+from __future__ import annotations
+
+import datetime as dt
+import warnings
+from pathlib import Path
+
+import pytest
+import tinker
+from sqlalchemy import update
+from tinker import types
+
+from gateway.storage.tables import checkpoints
+from tests.support.gateway.running import running_gateway, wait_for
+
+HOUR = 3600
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory):
+    with running_gateway(tmp_path_factory.mktemp("checkpoints"), session_ttl=600) as gate:
+        yield gate
+
+
+@pytest.fixture
+def service(gate):
+    with warnings.catch_warnings(), gate.service() as service:
+        warnings.simplefilter("ignore", FutureWarning)  # deprecated, and still part of the SDK
+        yield service
+
+
+@pytest.fixture
+def training(service):
+    return service.create_lora_training_client("tiny:full").result()
+
+
+@pytest.fixture
+def rest(service):
+    return service.create_rest_client()
+
+
+def step(training, times: int = 1) -> None:
+    for _ in range(times):
+        training.optim_step(types.AdamParams()).result()
+
+
+def place(gate, run_id: str, root: str = "checkpoints") -> list[Path]:
+    """What lies on the disk for a run."""
+    folder = gate.settings.data_dir / root / run_id.replace(":", "_")
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def expire(gate, path: str) -> None:
+    """As if its time were over."""
+    gate.run(
+        gate.gateway.database.write(
+            update(checkpoints).where(checkpoints.c.path == path).values(expires_at=1.0)
+        )
+    )
+
+
+def listed(rest, run_id: str) -> dict[str, tinker.types.Checkpoint]:
+    return {c.tinker_path: c for c in rest.list_checkpoints(run_id).result().checkpoints}
+
+
+def error_of(future) -> str:
+    with pytest.raises(tinker.RequestFailedError) as caught:
+        future.result()
+    return str(caught.value)
+
+
+def test_a_saved_state_is_listed_with_what_was_said_of_it(training, rest):
+    before = dt.datetime.now(dt.UTC)
+    path = (
+        training.save_state("first", ttl_seconds=2 * HOUR, user_metadata={"score": "0.5"})
+        .result()
+        .path
+    )
+    found = listed(rest, training.model_id)[path]
+    assert found.checkpoint_id == "weights/first"
+    assert found.checkpoint_type == "training"
+    assert found.size_bytes == 21
+    assert found.user_metadata == {"score": "0.5"}
+    assert found.public is False
+    assert before <= found.time <= dt.datetime.now(dt.UTC)
+    assert found.expires_at - found.time == dt.timedelta(hours=2)
+
+
+@pytest.mark.parametrize("ttl", [0, 1, HOUR - 1, 315_576_001, -5])
+def test_a_time_to_live_out_of_its_range_is_refused_with_the_range(training, rest, ttl):
+    for future in (
+        training.save_state("bad", ttl_seconds=ttl),
+        training.save_weights_for_sampler("bad", ttl_seconds=ttl),
+        training.save_weights_external("bad", ttl_seconds=ttl),
+    ):
+        message = error_of(future)
+        assert f"ttl_seconds is {ttl}" in message
+        assert "3600" in message
+        assert "ten years" in message
+    assert listed(rest, training.model_id) == {}
+    path = training.save_state("good").result().path  # the refused ones took their places
+    with pytest.raises(tinker.BadRequestError, match="ttl_seconds"):
+        rest.set_checkpoint_ttl_from_tinker_path(path, ttl).result()
+
+
+def test_a_time_to_live_is_set_and_removed(training, rest):
+    path = training.save_state("aging").result().path
+    assert listed(rest, training.model_id)[path].expires_at is None
+    now = dt.datetime.now(dt.UTC)
+    rest.set_checkpoint_ttl_from_tinker_path(path, HOUR).result()
+    left = listed(rest, training.model_id)[path].expires_at - now
+    assert dt.timedelta(minutes=59) < left < dt.timedelta(minutes=61)
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
+    assert listed(rest, training.model_id)[path].expires_at is None
+
+
+def test_only_an_overwriting_save_replaces_a_state(gate, training, rest):
+    path = training.save_state("state", user_metadata={"n": "1"}).result().path
+    step(training)
+    assert "name_taken" in error_of(training.save_state("state"))
+    assert listed(rest, training.model_id)[path].user_metadata == {"n": "1"}
+    assert training.save_state("state", overwrite=True).result().path == path
+    assert listed(rest, training.model_id)[path].user_metadata is None
+    wait_for(lambda: len(place(gate, training.model_id)) == 1)
+    (folder,) = place(gate, training.model_id)
+    assert (folder / "__0_0.distcp").read_bytes() == b"state of step 1"
+
+
+def test_weights_for_sampling_and_for_download_are_never_replaced(training):
+    training.save_weights_for_sampler("served").result()
+    training.save_weights_external("exported").result()
+    assert "name_taken" in error_of(training.save_weights_for_sampler("served"))
+    assert "name_taken" in error_of(training.save_weights_external("exported"))
+
+
+def test_the_same_name_may_be_of_each_kind(training, rest):
+    training.save_state("one").result()
+    training.save_weights_for_sampler("one").result()
+    training.save_weights_external("one").result()
+    kinds = {c.checkpoint_type: c for c in listed(rest, training.model_id).values()}
+    assert set(kinds) == {"training", "sampler", "external"}
+    assert kinds["external"].checkpoint_id == "external_weights/one"
+    assert kinds["sampler"].size_bytes == kinds["external"].size_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["../up", ".hidden", "a/b", "", "x" * 129, "a b", "ä"])
+def test_a_name_that_is_no_folder_name_is_refused(training, name):
+    assert "invalid_request" in error_of(training.save_state(name))
+    assert "invalid_request" in error_of(training.save_weights_external(name))
+
+
+def test_lists_of_the_user_are_newest_first_and_paged(service, training, rest):
+    other = service.create_lora_training_client("tiny:full").result()
+    total = rest.list_user_checkpoints(limit=1).result().cursor.total_count
+    mine = [
+        run.save_state(f"n{i}").result().path for i, run in enumerate([training, other, training])
+    ]
+    page = rest.list_user_checkpoints(limit=2).result()
+    assert [c.tinker_path for c in page.checkpoints] == [mine[2], mine[1]]
+    assert (page.cursor.limit, page.cursor.offset) == (2, 0)
+    assert page.cursor.total_count == total + 3
+    rest_of = rest.list_user_checkpoints(limit=2, offset=2).result()
+    assert rest_of.checkpoints[0].tinker_path == mine[0]
+    beyond = rest.list_user_checkpoints(limit=2, offset=10**6).result()
+    assert beyond.checkpoints == []
+    assert beyond.cursor.total_count == total + 3
+
+
+def test_publishing_and_its_opposite_may_be_asked_for_twice(training, rest):
+    path = training.save_state("shared").result().path
+    for _ in range(2):
+        rest.publish_checkpoint_from_tinker_path(path).result()
+        assert listed(rest, training.model_id)[path].public is True
+    for _ in range(2):
+        rest.unpublish_checkpoint_from_tinker_path(path).result()
+        assert listed(rest, training.model_id)[path].public is False
+
+
+def test_what_is_not_there_is_not_found(training, rest):
+    path = f"tinker://{training.model_id}/weights/none"
+    for ask in (
+        rest.publish_checkpoint_from_tinker_path,
+        rest.unpublish_checkpoint_from_tinker_path,
+        rest.delete_checkpoint_from_tinker_path,
+        rest.get_weights_info_by_tinker_path,
+        lambda p: rest.set_checkpoint_ttl_from_tinker_path(p, None),
+        lambda p: rest.copy_weights(p, "archive"),
+    ):
+        with pytest.raises(tinker.NotFoundError):
+            ask(path).result()
+    with pytest.raises(tinker.NotFoundError):
+        rest.list_checkpoints("s-none:train:0").result()
+
+
+def test_a_deleted_checkpoint_is_gone_at_once_and_its_files_soon(gate, training, rest):
+    path = training.save_state("old").result().path
+    rest.delete_checkpoint(training.model_id, "weights/old").result()
+    assert listed(rest, training.model_id) == {}
+    with pytest.raises(tinker.NotFoundError):
+        rest.delete_checkpoint_from_tinker_path(path).result()
+    wait_for(lambda: place(gate, training.model_id) == [])
+    assert training.save_state("old").result().path == path, "the name is free again"
+
+
+def test_an_expired_checkpoint_is_gone_at_once_and_its_files_soon(gate, training, rest):
+    path = training.save_state("old", ttl_seconds=HOUR).result().path
+    named = training.save_weights_for_sampler("old", ttl_seconds=HOUR).result().path
+    kept = training.save_state("kept").result().path
+    expire(gate, path)
+    expire(gate, named)
+    assert set(listed(rest, training.model_id)) == {kept}
+    with pytest.raises(tinker.NotFoundError):
+        rest.get_weights_info_by_tinker_path(path).result()
+    wait_for(lambda: len(place(gate, training.model_id)) == 1)
+
+
+def test_what_a_sampler_serves_stays_until_its_session_ends(gate, service, training, rest):
+    path = training.save_weights_for_sampler("served").result().path
+    training.save_weights_for_sampler("newer").result()  # the run itself needs its newest alone
+    with gate.service() as other:
+        client = other.create_sampling_client(model_path=path).result()
+        rest.delete_checkpoint_from_tinker_path(path).result()
+        with pytest.raises(tinker.NotFoundError):
+            service.create_sampling_client(model_path=path).result()
+        gate.run(gate.gateway.collect(training.model_id))
+        assert len(place(gate, training.model_id, "weights")) == 2
+        prompt = types.ModelInput.from_ints([1, 2, 3])
+        answer = client.sample(prompt, 1, types.SamplingParams(max_tokens=3)).result()
+        assert answer.sequences[0].tokens == [3, 2, 1]
+    wait_for(lambda: len(place(gate, training.model_id, "weights")) == 1)
+
+
+def test_what_a_trainer_loads_stays_until_it_has_loaded(gate, training, rest):
+    step(training)
+    path = training.save_state("loading").result().path
+    step(training)
+    _, trainer = gate.worker("trainer")
+    gate.run(trainer.gate.clear)
+    loading = training.load_state(path)
+    wait_for(lambda: gate.gateway.versions.holds.places())
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    gate.run(gate.gateway.collect(training.model_id))
+    assert len(place(gate, training.model_id)) == 1
+    gate.run(trainer.gate.set)
+    loading.result()
+    assert trainer.step == 1
+    assert not gate.gateway.versions.holds.places()
+
+
+def test_a_load_that_never_ends_holds_its_files_no_longer_than_its_run(gate, rest):
+    with gate.service() as service:
+        training = service.create_lora_training_client("tiny:full").result()
+        path = training.save_state("loading").result().path
+        _, trainer = gate.worker("trainer")
+        gate.run(trainer.gate.clear)
+        training.load_state(path)
+        wait_for(lambda: gate.gateway.versions.holds.places())
+        rest.delete_checkpoint_from_tinker_path(path).result()
+    wait_for(lambda: place(gate, training.model_id) == [])
+    assert not gate.gateway.versions.holds.places()
+
+
+def test_states_are_loaded_in_place_and_into_new_runs_of_other_sessions(gate, training):
+    step(training, 2)
+    path = training.save_state("two").result().path
+    step(training)
+    _, trainer = gate.worker("trainer")
+    training.load_state(path).result()
+    assert (trainer.step, trainer.requests[-1].optimizer) == (2, False)
+    training.load_state_with_optimizer(path).result()
+    assert trainer.requests[-1].optimizer is True
+    with gate.service() as other:
+        plain = other.create_training_client_from_state(path).result()
+        _, second = gate.worker("trainer")
+        assert (second.step, second.requests[-1].optimizer) == (2, False)
+        assert not plain.get_info().is_lora
+        other.create_training_client_from_state_with_optimizer(path).result()
+        _, third = gate.worker("trainer")
+        assert (third.step, third.requests[-1].optimizer) == (2, True)
+
+
+def test_a_trainer_does_not_load_what_is_for_sampling_or_download(service, training):
+    served = training.save_weights_for_sampler("served").result().path
+    exported = training.save_weights_external("exported").result().path
+    for path in (served, exported):
+        assert "save_state" in error_of(training.load_state(path))
+        with pytest.raises(tinker.NotFoundError, match="save_state"):
+            service.create_training_client_from_state(path).result()
+    with pytest.raises(tinker.NotFoundError, match="save_weights_for_sampler"):
+        service.create_sampling_client(model_path=exported).result()
+
+
+def test_weights_info_says_what_the_run_trained(training, rest):
+    path = training.save_state("info").result().path
+    info = rest.get_weights_info_by_tinker_path(path).result()
+    assert (info.base_model, info.is_lora, info.lora_rank) == ("tiny", False, None)
+    assert info.optimizer_config.type == "adamw"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tinker://x",
+        "tinker://../weights/a",
+        "tinker://s-1:train:0/weights/..",
+        "tinker://s-1:train:0/weights/a/../../b",
+        "https://s-1:train:0/weights/a",
+    ],
+)
+def test_a_path_that_leads_elsewhere_is_no_path(gate, path):
+    session_id = gate.session_id()
+    with gate.http() as client:
+        for url, body in (
+            ("weights_info", {"tinker_path": path}),
+            ("copy_weights", {"source_path": path, "destination_project_id": "p"}),
+            ("load_weights", {"session_id": session_id, "model_seq_id": 0, "path": path}),
+        ):
+            answer = client.post(f"/api/v1/{url}", json=body)
+            assert (answer.status_code, answer.json()["type"]) == (400, "invalid_request")
+        for name in ("..%2f..%2fapi_key", ".hidden"):
+            url = f"/api/v1/training_runs/s-1:train:0/checkpoints/weights/{name}"
+            assert client.delete(url).status_code in (400, 404)

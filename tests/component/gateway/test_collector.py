@@ -1,0 +1,239 @@
+"""What a crash leaves on the disk, what is in use, and what the collector makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+import tinker
+from sqlalchemy import insert
+
+from gateway.checkpoints.catalog import Checkpoint
+from gateway.checkpoints.collector import GarbageCollector
+from gateway.checkpoints.pins import Pins
+from gateway.checkpoints.versions import VersionStore, WeightVersion
+from gateway.identifiers import parse_checkpoint_path
+from gateway.storage.database import Database
+from gateway.storage.tables import sampling_sessions
+from tandem.errors import UnknownWeights
+from tests.support.gateway.running import no_counts, running_gateway, wait_for
+
+RUN = "s-1:train:0"
+PATH = f"tinker://{RUN}/weights/a"
+
+
+@pytest.fixture
+async def store(tmp_path):
+    """The database and the files, without the rest of a gateway; `in_use` is the test's."""
+    database = Database.at(url="", data_dir=tmp_path)
+    await database.open()
+    in_use: set[str] = set()
+    versions = VersionStore(
+        database=database,
+        data_dir=tmp_path,
+        min_free_bytes=0,
+        limits=no_counts(),
+        in_use=lambda: set(in_use),
+    )
+    versions.data_dir, versions.used, versions.database = tmp_path, in_use, database
+    yield versions
+    await database.close()
+
+
+def folder(store, place: str) -> Path:
+    path = store.data_dir / place
+    path.mkdir(parents=True)
+    (path / "file").write_text("content")
+    return path
+
+
+def checkpoint(store, place: str, *, path: str = PATH) -> Checkpoint:
+    return Checkpoint(
+        path=parse_checkpoint_path(path),
+        base_model="tiny",
+        folder=str(store.data_dir / place) if place.startswith("checkpoints") else "",
+        version="" if place.startswith("checkpoints") else f"{RUN}/{place.rpartition('/')[2]}",
+        step=0,
+        bytes=7,
+        optimizer=True,
+        created_at=time.time(),
+        owner="local",
+    )
+
+
+async def test_what_a_crash_left_without_a_name_goes_at_the_next_start(store):
+    named = folder(store, "checkpoints/s-1_train_0/a-11111111")
+    await store.checkpoints.put(checkpoint(store, "checkpoints/s-1_train_0/a-11111111"))
+    for left in (
+        "checkpoints/s-1_train_0/b-22222222",  # saved, and killed before it was named
+        "checkpoints/s-1_train_0/.partial-c-33333333",
+        "checkpoints/s-9_train_0/d-44444444",  # the copy of a run that never came to be
+        "weights/s-1_train_0/v000001-55555555",
+        "weights/s-1_train_0/.partial-v000002-66666666",
+        "weights/.trash/7777777777777777",  # taken away, and killed before it was removed
+        "checkpoints/.trash/8888888888888888",
+    ):
+        folder(store, left)
+    await store.sweep_all()
+    found = [path for path in store.data_dir.rglob("*") if path.name == "file"]
+    assert found == [named / "file"]
+    assert not (store.data_dir / "checkpoints" / "s-9_train_0").exists()
+    assert not (store.data_dir / "weights" / ".trash").exists()
+
+
+async def test_names_of_checkpoints_and_sampling_sessions_and_uses_keep_versions(store):
+    names = {key: f"{RUN}/v00000{i}-{i}{i}{i}{i}{i}{i}{i}{i}" for i, key in enumerate("abcd")}
+    for name in names.values():
+        path = folder(store, f"weights/s-1_train_0/{name.rpartition('/')[2]}")
+        version = WeightVersion(name=name, path=str(path), run_id=RUN, step=0, base_model="tiny")
+        await store.add_version(version, parent="", size=7)
+    place = f"weights/s-1_train_0/{names['a'].rpartition('/')[2]}"
+    await store.checkpoints.put(checkpoint(store, place, path=f"tinker://{RUN}/sampler_weights/a"))
+    await store.database.write(
+        insert(sampling_sessions).values(
+            id="s-1:sample:0",
+            session_id="s-1",
+            kind="named",
+            base_model="tiny",
+            run_id=RUN,
+            version=names["b"],
+            state="active",
+            created_at=0.0,
+        )
+    )
+    store.used.add(names["c"])
+    assert await store.collect(RUN) is False, "what is in use is worth another look"
+    left = {p.name for p in (store.data_dir / "weights/s-1_train_0").iterdir()}
+    assert left == {names[key].rpartition("/")[2] for key in "abc"}
+    with pytest.raises(UnknownWeights):
+        await store.version(names["d"])
+    store.used.clear()
+    assert await store.collect(RUN) is True
+    assert (await store.version(names["b"])).name == names["b"]
+
+
+async def test_what_is_read_stays_and_goes_when_the_reader_has_ended(store):
+    path = folder(store, "checkpoints/s-1_train_0/a-11111111")
+    saved = checkpoint(store, "checkpoints/s-1_train_0/a-11111111")
+    await store.checkpoints.put(saved)
+    async with store.checkpoints.reading(PATH) as reading:
+        await store.checkpoints.delete(reading)
+        assert await store.collect(RUN) is False
+        assert (path / "file").read_text() == "content"
+    assert await store.collect(RUN) is True
+    assert not path.exists()
+    with pytest.raises(UnknownWeights):
+        async with store.checkpoints.reading(PATH):
+            pass
+    assert store.holds.places() == set()
+    assert not store.holds.looked_up(RUN)
+
+
+async def test_nothing_of_a_run_goes_while_one_of_its_names_is_looked_up(store):
+    path = folder(store, "checkpoints/s-1_train_0/a-11111111")
+    with store.holds.look_up(RUN):
+        with store.holds.look_up(RUN):
+            assert await store.collect(RUN) is False
+        assert store.checkpoints.unnamed() == []
+    assert path.exists()
+    assert store.checkpoints.unnamed() == [RUN], "it is looked at again"
+    assert await store.collect(RUN) is True
+    assert not path.exists()
+
+
+async def test_a_save_that_is_named_while_the_collector_looks_stays(tmp_path):
+    """The collector has seen the folder, and not yet the names; then the save gets its name
+    and gives its hold up."""
+    database = Database.at(url="", data_dir=tmp_path)
+    await database.open()
+    holds = Pins()
+    seen, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(GarbageCollector):
+        async def _named(self, run_id):
+            seen.set()
+            await go_on.wait()
+            return await super()._named(run_id)
+
+    collector = Slow(database=database, data_dir=tmp_path, holds=holds, in_use=set, again=print)
+    versions = VersionStore(
+        database=database,
+        data_dir=tmp_path,
+        min_free_bytes=0,
+        limits=no_counts(),
+        in_use=set,
+    )
+    versions.data_dir = tmp_path
+    place = "checkpoints/s-1_train_0/a-11111111"
+    path = folder(versions, place)
+    holds.take(place, owner=RUN)
+    collecting = asyncio.create_task(collector.collect(run_id=RUN, partials=False))
+    await asyncio.wait_for(seen.wait(), 10)
+    await versions.checkpoints.put(checkpoint(versions, place))
+    holds.give_back(place, owner=RUN)
+    go_on.set()
+    await collecting
+    assert path.exists()
+    await database.close()
+
+
+async def test_an_overwrite_leaves_the_old_or_the_new_and_never_neither(store):
+    """A reader that asks all the time sees one of the two at every moment."""
+    for leaf in ("a-11111111", "a-22222222"):
+        folder(store, f"checkpoints/s-1_train_0/{leaf}")
+    await store.checkpoints.put(checkpoint(store, "checkpoints/s-1_train_0/a-11111111"))
+    stop = asyncio.Event()
+    seen = set()
+
+    async def read() -> None:
+        while not stop.is_set():
+            async with store.checkpoints.reading(PATH) as found:
+                assert (Path(found.folder) / "file").exists()
+                seen.add(found.place[-1])
+
+    reader = asyncio.create_task(read())
+    for _ in range(20):
+        for leaf in ("a-22222222", "a-11111111"):
+            await store.checkpoints.put(checkpoint(store, f"checkpoints/s-1_train_0/{leaf}"))
+    stop.set()
+    await reader
+    assert seen == {"1", "2"}
+
+
+async def test_what_the_disk_refuses_to_remove_is_tried_again(store, monkeypatch):
+    path = folder(store, "checkpoints/s-1_train_0/a-11111111")
+
+    def refuse(trash):
+        raise PermissionError("no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gateway.checkpoints.collector.shutil.rmtree", refuse)
+        await store.collect(RUN)
+        assert not path.exists()
+        assert len(list((store.data_dir / "checkpoints/.trash").iterdir())) == 1
+    await store.empty_trash()
+    assert not (store.data_dir / "checkpoints/.trash").exists()
+
+
+def test_a_gateway_that_was_killed_lists_nothing_that_is_missing(tmp_path):
+    """All that the next gateway lists can be read, and all that it does not list is gone."""
+    with running_gateway(tmp_path, session_ttl=600) as gate, gate.service() as service:
+        training = service.create_lora_training_client("tiny:full").result()
+        kept = training.save_state("kept").result().path
+        training.save_weights_external("kept").result()
+        run_id = training.model_id
+        root = gate.settings.data_dir / "checkpoints" / run_id.replace(":", "_")
+        # Killed after the trainer had committed its files, before they had a name:
+        (root / "lost-00000000").mkdir()
+        os.link(next(root.glob("kept-*")) / "__0_0.distcp", root / "lost-00000000" / "x")
+    with running_gateway(tmp_path, session_ttl=600) as gate:
+        rest = tinker.RestClient(base_url=gate.url, api_key=gate.settings.api_key)
+        found = {c.tinker_path for c in rest.list_checkpoints(run_id).result().checkpoints}
+        assert found == {kept, kept.replace("/weights/", "/external_weights/")}
+        assert [p.name[:5] for p in root.iterdir()] == ["kept-"]
+        assert rest.get_external_weights_urls(kept.replace("/w", "/external_w")).result().urls
+        rest.delete_checkpoint_from_tinker_path(kept).result()
+        wait_for(lambda: not root.exists() or not list(root.iterdir()))

@@ -1,0 +1,247 @@
+"""Owners take turns: what one has sent first does not go before what another needs now.
+
+Counted in dispatches: how many of the others went before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from sqlalchemy import insert, select
+
+from gateway.auth.keys import NewKey
+from gateway.futures.table import Future, Waiting
+from gateway.limits.fair_queue import FairQueue, FairSemaphore, FairStarter
+from gateway.runs.operations import AdamParams, OptimStep
+from gateway.sampling.sampler import Sampler
+from gateway.storage.database import _MAX_BATCH, Database
+from gateway.storage.tables import models
+from tandem.v1 import sampler_pb2
+from tests.support.gateway.running import forward_backward_bytes, running_gateway, wait_for
+
+FLOOD = 1000
+
+
+def test_owners_take_turns_and_each_is_served_in_its_own_order():
+    queue: FairQueue[str] = FairQueue()
+    for owner, thing in [("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1")]:
+        queue.put(owner, thing)
+    assert len(queue) == 5
+    assert [queue.take() for _ in range(2)] == ["a1", "b1"]
+    queue.put("b", "b2")
+    assert [queue.take() for _ in range(4)] == ["c1", "a2", "b2", "a3"]
+    assert not queue
+
+
+def test_a_start_of_another_owner_comes_within_one_round_of_a_flood():
+    async def starts() -> list[str]:
+        starter, order = FairStarter(slice_size=4), []
+        for n in range(FLOOD):
+            starter.put("ann", lambda n=n: order.append(f"ann {n}"))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        under_way = len(order)
+        starter.put("bea", lambda: order.append("bea"))
+        for _ in range(FLOOD):
+            await asyncio.sleep(0)
+        return [under_way, *order]
+
+    under_way, *order = asyncio.run(starts())
+    assert under_way < FLOOD
+    assert order.index("bea") <= under_way + 1
+    assert [one for one in order if one != "bea"] == [f"ann {n}" for n in range(FLOOD)]
+
+
+def test_a_gate_lets_owners_in_by_turns_and_survives_one_that_gives_up():
+    async def order() -> list[str]:
+        gate, seen = FairSemaphore(slots=1), []
+        release = asyncio.Event()
+
+        async def pass_through(owner: str) -> None:
+            async with gate.turn(owner):
+                await release.wait()
+                seen.append(owner)
+
+        tasks = [asyncio.create_task(pass_through("ann")) for _ in range(5)]
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(pass_through("bea")))
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        release.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return seen
+
+    seen = asyncio.run(order())
+    assert seen.index("bea") <= 2
+    assert seen.count("ann") == 4
+
+
+def test_a_transaction_has_something_of_every_owner(tmp_path):
+    """A thousand writes wait in one owner's lane; one of another is in the next transaction."""
+
+    async def committed_before() -> int:
+        database = Database.at(url="", data_dir=tmp_path)
+        await database.open()
+
+        def write(name: str, lane: str) -> asyncio.Task[None]:
+            row = {"name": name, "path": "/", "added_at": 0.0}
+            # Each stands for a payload of 4 MB: eight of them fill a transaction.
+            return asyncio.create_task(
+                database.write(insert(models), row, lane=lane, size=4 * 2**20)
+            )
+
+        flood = [write(f"ann-{n}", "ann") for n in range(FLOOD)]
+        await asyncio.sleep(0)
+        await write("bea", "bea")
+        before = sum(task.done() for task in flood)
+        await asyncio.gather(*flood)
+        assert len(await database.read(select(models.c.name))) == FLOOD + 1
+        await database.close()
+        return before
+
+    assert asyncio.run(committed_before()) <= 2 * 8
+
+
+def test_a_single_sample_and_operation_go_within_one_round_of_a_flood(tmp_path, monkeypatch):
+    """One owner sends 1000 samples and 1000 operations, all before another sends one of each."""
+    with running_gateway(tmp_path, session_ttl=600, sequence_gap_timeout=600, long_poll=20) as gate:
+        gateway = gate.gateway
+        order: list[str] = []
+        started: list[str] = []
+        owners = {"ann": _owner(gate, "ann"), "bea": _owner(gate, "bea")}
+        wait_for(lambda: len(gate.launcher.servicers) == 4)
+        _note_starts(monkeypatch, started)
+        for name, session_id, _run_id, _sampler in owners.values():
+            _id, trainer = gate.worker(f"trainer-{session_id}")
+            trainer.requests = _Noted(order, name)
+        accepted: list[str] = []
+
+        async def submit(name: str, seq_id: int) -> None:
+            await _submit(gateway, owners[name][2], seq_id)
+            accepted.append(name)
+
+        async def flood() -> None:
+            tasks = [asyncio.create_task(submit("ann", seq)) for seq in range(1, FLOOD + 1)]
+            for n in range(FLOOD):
+                _sample(gateway, owners["ann"][3], n)
+            await asyncio.sleep(0)
+            _sample(gateway, owners["bea"][3], 0)
+            tasks.append(asyncio.create_task(submit("bea", 1)))
+            await asyncio.gather(*tasks)
+
+        # Ann's trainer gets nothing done until Bea's step is through: what is counted below does
+        # not depend on how long a transaction takes beside a step.
+        _id, busy = gate.worker(f"trainer-{owners['ann'][1]}")
+        gate.run(busy.gate.clear)
+        gate.run(flood())
+        assert accepted.index("bea") <= _MAX_BATCH + 1  # one transaction under way, and one round
+        wait_for(lambda: order == ["bea"], timeout=60)
+        anns = gateway.runs.get(owners["ann"][2]).dispatcher
+        assert anns.under_way <= gate.settings.dispatch_window  # all of hers that went before
+        gate.run(busy.gate.set)
+        wait_for(lambda: len(order) == len(started) == FLOOD + 1, timeout=60)
+        assert started.index("bea") <= 2 * 16  # one slice under way, and one round
+
+
+def _owner(gate, name: str) -> tuple[str, str, str, str]:
+    """Its name, session, run and sampling session."""
+    _key, secret = gate.run(gate.gateway.keys.create(NewKey(owner=name, role="member")))
+    with gate.http(secret) as client:
+        answer = client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "test"})
+        session_id = answer.json()["session_id"]
+        run = {"session_id": session_id, "model_seq_id": 0, "base_model": "tiny:full"}
+        run_id = client.post("/api/v1/create_model", json=run).json()["model_id"]
+        wait_for(lambda: gate.gateway.runs.get(run_id).state == "ready")
+        body = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        sampler = client.post("/api/v1/create_sampling_session", json=body).json()
+    return name, session_id, run_id, sampler["sampling_session_id"]
+
+
+def _note_starts(monkeypatch, started: list[str]) -> None:
+    """Notes whose sample goes to its engine, when it does."""
+    submit = Sampler.submit
+
+    def noted(self, *, future: Future, **more) -> Callable[[], None]:
+        start = submit(self, future=future, **more)
+
+        def note_and_start() -> None:
+            started.append(future.owner)
+            start()
+
+        return note_and_start
+
+    monkeypatch.setattr(Sampler, "submit", noted)
+
+
+class _Noted(list):
+    """Notes in a common list what a worker is sent."""
+
+    def __init__(self, order: list[str], what: str) -> None:
+        super().__init__()
+        self._order, self._what = order, what
+
+    def append(self, request) -> None:
+        self._order.append(self._what)
+
+
+def _submit(gateway, run_id: str, seq_id: int):
+    return gateway.admission.submit(
+        run_id=run_id,
+        seq_id=seq_id,
+        kind="optim_step",
+        body=OptimStep(params=AdamParams()),
+        request=b"{}",
+    )
+
+
+def _sample(gateway, sampler_id: str, seq_id: int) -> None:
+    session = next(s for s in gateway.sampling.all() if s.id == sampler_id)
+    sampler = gateway.samplers.get(session_id=session.session_id, model_name="tiny", rank=0)
+    request_id = f"{sampler_id}:{seq_id}"
+    future = Future(
+        request_id=request_id,
+        source="sample",
+        kind="sample",
+        owner=gateway.limits.owner_of(session.session_id),
+        describe=lambda: Waiting(""),
+    )
+    request = sampler_pb2.SampleRequest(
+        operation_id=request_id,
+        session_id=session.session_id,
+        num_samples=1,
+        prompt_tokens=bytes(12),
+        version=session.version.to_proto(),
+    )
+    gateway.samplers.submit(sampler, future=future, version=session.version, request=request)
+
+
+def test_large_payloads_do_not_fill_the_window_of_a_trainer(tmp_path, monkeypatch):
+    """Payloads under way are in memory, so that their bytes are bounded, too."""
+    monkeypatch.setattr("gateway.runs.dispatcher._WINDOW_BYTES", 2**20)
+    with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
+        run_id = gate.run_id(gate.session_id())
+        _, trainer = gate.worker("trainer")
+        gate.run(trainer.gate.clear)
+        size = 700_000
+        padding = b"\x82\x7d" + _varint(size) + bytes(size)
+        for seq in (1, 2, 3):
+            client.post(
+                "/api/v1/forward_backward",
+                content=forward_backward_bytes(run_id, seq) + padding,
+                headers={"Content-Type": "application/x-protobuf"},
+            )
+        dispatcher = gate.gateway.runs.get(run_id).dispatcher
+        wait_for(lambda: dispatcher.under_way == 1)
+        assert dispatcher.queued == 3
+        gate.run(trainer.gate.set)
+        wait_for(lambda: dispatcher.queued == 0)
+        assert [seq for _, seq in trainer.applied] == [1, 2, 3]
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])

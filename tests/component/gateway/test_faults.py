@@ -1,0 +1,197 @@
+"""Workers that die, engines that fail, and a gateway that starts again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import tinker
+from tinker import types
+
+from gateway.workers.clients import TrainerClient
+from tandem.errors import LoadFailed, PublishFailed
+from tests.support.gateway.running import datum, running_gateway, wait_for
+
+PROMPT = types.ModelInput.from_ints([1, 2, 3])
+PARAMS = types.SamplingParams(max_tokens=3)
+
+
+@pytest.fixture
+def gate(tmp_path):
+    with running_gateway(tmp_path, session_ttl=600) as gate:
+        yield gate
+
+
+def training_client(service):
+    return service.create_lora_training_client("tiny:full").result()
+
+
+def test_a_trainer_that_dies_fails_what_waits_and_a_new_run_can_be_made(gate):
+    with gate.service() as service:
+        training = training_client(service)
+        worker_id, trainer = gate.worker("trainer")
+        gate.run(trainer.gate.clear)
+        futures = [training.forward_backward([datum([1])], "cross_entropy") for _ in range(6)]
+        run = gate.gateway.runs.get(training.model_id)
+        wait_for(lambda: run.dispatcher.queued == 6)
+        gate.run(gate.launcher.kill(worker_id, "rank 1 was killed by SIGKILL"))
+        for future in futures:
+            with pytest.raises(tinker.RequestFailedError, match=r"worker_died.*SIGKILL") as caught:
+                future.result()
+            assert caught.value.category is types.RequestErrorCategory.Server
+        with pytest.raises(tinker.RequestFailedError, match="rank 1 was killed"):
+            training.optim_step(types.AdamParams()).result()
+        again = training_client(service)
+        assert again.forward_backward([datum([1])], "cross_entropy").result().metrics
+
+
+def test_a_trainer_that_cannot_start_fails_the_creation_with_its_reason(gate):
+    gate.launcher.start_error["trainer"] = "the model does not fit into memory"
+    with (
+        gate.service() as service,
+        pytest.raises(tinker.RequestFailedError, match=r"worker_start_failed.*does not fit"),
+    ):
+        training_client(service)
+
+
+def test_a_worker_that_crashes_at_its_start_is_started_once_more(gate):
+    gate.launcher.crashes = 1
+    with gate.service() as service:
+        assert training_client(service).get_info().model_id
+        gate.launcher.crashes = 100
+        with pytest.raises(tinker.RequestFailedError, match=r"worker_crashed.*SIGSEGV"):
+            training_client(service)
+
+
+def test_a_fault_of_ours_while_a_run_starts_is_told(gate, monkeypatch):
+    async def odd(_client):
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(TrainerClient, "describe", odd)
+    with (
+        gate.service() as service,
+        pytest.raises(tinker.RequestFailedError, match=r"internal_error.*RuntimeError"),
+    ):
+        training_client(service)
+
+
+def test_a_fault_of_ours_while_a_sampler_starts_is_told(gate, monkeypatch):
+    def odd(_channel):
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(gate.gateway.fleet, "_channel_factory", odd)
+    with gate.service() as service:
+        sampling = service.create_sampling_client(base_model="tiny").result()
+        with pytest.raises(tinker.RequestFailedError, match="RuntimeError while the sampler"):
+            sampling.sample(PROMPT, 1, PARAMS).result()
+
+
+def test_a_sampler_that_dies_is_started_again_and_its_samples_are_repeated(gate):
+    with gate.service() as service:
+        sampling = service.create_sampling_client(base_model="tiny").result()
+        worker_id, sampler = gate.worker("sampler")
+        gate.run(sampler.gate.clear)
+        future = sampling.sample(PROMPT, 1, PARAMS)
+        wait_for(lambda: sampler.requests)
+        gate.run(gate.launcher.kill(worker_id, "it was killed by SIGKILL"))
+        assert list(future.result().sequences[0].tokens) == [3, 2, 1]
+        assert gate.worker("sampler")[0] != worker_id
+
+
+def test_a_sampler_that_cannot_start_fails_its_samples_and_is_tried_again(gate):
+    gate.launcher.start_error["sampler"] = "no memory for the cache"
+    with gate.service() as service:
+        sampling = service.create_sampling_client(base_model="tiny").result()
+        with pytest.raises(tinker.RequestFailedError, match=r"worker_start_failed.*no memory"):
+            sampling.sample(PROMPT, 1, PARAMS).result()
+        gate.launcher.start_error.clear()
+        assert sampling.sample(PROMPT, 1, PARAMS).result().sequences
+
+
+def test_a_failed_load_is_told_and_the_version_before_goes_on_serving(gate):
+    with gate.service() as service:
+        training = training_client(service)
+        first = training.save_weights_and_get_sampling_client().result()
+        _, sampler = gate.worker("sampler")
+        sampler.load_error = LoadFailed("the canary differs")
+        with pytest.raises(tinker.RequestFailedError, match="load_failed: the canary differs"):
+            training.save_weights_and_get_sampling_client().result()
+        first.sample(PROMPT, 1, PARAMS).result()
+        assert sampler.requests[-1].version.name == sampler.loaded[0]
+
+
+def test_a_failed_publish_is_told_and_the_run_goes_on(gate):
+    with gate.service() as service:
+        training = training_client(service)
+        _, trainer = gate.worker("trainer")
+        trainer.fail_with[1] = PublishFailed("rank 0 could not write")
+        with pytest.raises(tinker.RequestFailedError, match="publish_failed"):
+            training.save_weights_for_sampler("one").result()
+        assert training.save_weights_for_sampler("one").result().path.endswith("/one")
+
+
+def test_a_full_disk_is_said_before_anything_is_written(tmp_path):
+    with (
+        running_gateway(tmp_path, session_ttl=600, min_free_bytes=2**62) as gate,
+        gate.service() as service,
+    ):
+        training = training_client(service)
+        with pytest.raises(tinker.RequestFailedError, match="storage_full"):
+            training.save_weights_for_sampler("one").result()
+        assert gate.worker("trainer")[1].applied == []
+        assert training.optim_step(types.AdamParams()).result().metrics
+
+
+def test_after_a_restart_lost_operations_say_so_and_checkpoints_stay(tmp_path):
+    with running_gateway(tmp_path, session_ttl=600) as gate:
+        session = gate.session_id()
+        run_id = gate.run_id(session)
+        _, trainer = gate.worker("trainer")
+        with gate.http() as client:
+            place = {"model_id": run_id, "seq_id": 1, "path": "warm-up"}
+            client.post("/api/v1/save_weights", json=place)
+            gate.retrieve(f"{run_id}:1")
+            client.post(
+                "/api/v1/create_sampling_session",
+                json={
+                    "session_id": session,
+                    "sampling_session_seq_id": 0,
+                    "base_model": "tiny",
+                },
+            )
+            gate.run(trainer.gate.clear)
+            client.post(
+                "/api/v1/optim_step",
+                json={"model_id": run_id, "seq_id": 2, "adam_params": {}},
+            )
+    with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
+        assert gate.retrieve(f"{run_id}:1").json()["path"] == f"tinker://{run_id}/weights/warm-up"
+        assert gate.retrieve(f"{run_id}:2").json()["type"] == "gateway_restarted"
+        body = {"model_id": run_id, "seq_id": 3, "adam_params": {}}
+        later = client.post("/api/v1/optim_step", json=body)
+        assert gate.retrieve(later.json()["request_id"]).json()["type"] == "gateway_restarted"
+        assert gate.retrieve(f"{session}:sample:0:7").status_code == 410
+        assert gate.retrieve(f"{session}:sample:9:7").status_code == 404
+        load = {
+            "session_id": session,
+            "model_seq_id": 1,
+            "path": f"tinker://{run_id}/weights/warm-up",
+            "optimizer": True,
+        }
+        created = client.post("/api/v1/load_weights", json=load).json()
+        assert gate.retrieve(created["request_id"]).json()["model_id"] == f"{session}:train:1"
+        assert gate.worker(f"trainer-{session}")[1].applied == [("load", 0)]
+
+
+def test_a_second_gateway_on_the_same_data_directory_is_refused(gate):
+    result = subprocess.run(
+        [sys.executable, "-m", "gateway"],
+        env={"TANDEM_DATA_DIR": str(gate.settings.data_dir), "TANDEM_PORT": "0", "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "another gateway uses the data directory" in result.stderr.splitlines()[-1]

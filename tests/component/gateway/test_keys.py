@@ -1,0 +1,346 @@
+"""Keys: made, listed, revoked and counted; by the API, by the command and seen by the SDK."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tinker
+from sqlalchemy import select
+from structlog.testing import capture_logs
+from typer.testing import CliRunner
+
+from gateway.auth.keys import KeyStore, NewKey, digest_of, id_of
+from gateway.auth.listening import is_loopback
+from gateway.core import Gateway
+from gateway.storage.data_directory import keep_api_key
+from gateway.storage.database import Database
+from gateway.storage.tables import keys as table
+from tandem.cli.keys import parse_duration
+from tandem.cli.main import app
+from tandem.errors import InvalidRequest, UnknownKey, UserError
+from tests.support.gateway.fake_launcher import FakeLauncher
+from tests.support.gateway.running import KEY, running_gateway, settings_for, wait_for
+
+OWN = "/api/tandem/v1"
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory):
+    with running_gateway(tmp_path_factory.mktemp("keys"), session_ttl=600) as gate:
+        yield gate
+
+
+@pytest.fixture
+async def database(tmp_path):
+    database = Database.at(url="", data_dir=tmp_path)
+    await database.open()
+    yield database
+    await database.close()
+
+
+def new(role: str = "member", **about) -> NewKey:
+    return NewKey(owner="ann", role=role, **about)
+
+
+async def test_the_database_holds_the_hash_of_a_key_and_never_the_key(database, tmp_path):
+    keys = KeyStore(database=database)
+    key, secret = await keys.create(new(name="laptop"))
+    assert secret.startswith("tml-")
+    assert len(secret) == 4 + 43, "256 bits in base64"
+    row = await database.read_one(select(table))
+    assert row["digest"] == digest_of(secret.encode())
+    assert row["id"] == key.id == id_of(row["digest"])
+    await database.close()
+    kept = b"".join(file.read_bytes() for file in tmp_path.iterdir() if file.is_file())
+    assert key.id.encode() in kept
+    assert secret.encode() not in kept
+    assert secret.removeprefix("tml-").encode() not in kept
+    await database.open()
+
+
+async def test_keys_are_found_again_after_a_restart_as_they_were_left(database):
+    now = [1000.0]
+    before = KeyStore(database=database, clock=lambda: now[0])
+    _, good = await before.create(new())
+    gone, revoked = await before.create(new())
+    _, short = await before.create(new(expires_in=10.0))
+    await before.revoke(gone.id)
+    now[0] = 1011.0
+    after = KeyStore(database=database, clock=lambda: now[0])
+    await after.open()
+    states = {secret: after.ended(after.find(secret.encode())) for secret in (good, revoked, short)}
+    assert states == {good: None, revoked: "revoked", short: "expired"}
+    assert after.find(b"tml-unknown") is None
+    assert after.find(b"") is None
+
+
+async def test_two_keys_whose_ids_are_the_same_are_still_two_keys(database):
+    """An id is the beginning of a hash; what counts is the whole of it."""
+    keys = KeyStore(database=database)
+    key, secret = await keys.create(new())
+    keys._keys[key.id] = type(key)(**{**vars(key), "digest": key.digest[:6] + bytes(26)})
+    assert keys.find(secret.encode()) is None
+
+
+async def test_the_last_use_is_written_behind_and_once_for_many_uses(database):
+    now = [1000.0]
+    keys = KeyStore(database=database, clock=lambda: now[0])
+    key, _ = await keys.create(new())
+    for now[0] in (1001.0, 1002.0, 1003.0):
+        keys.note_use(key)
+    await database.flush()
+    assert (await database.read_one(select(table)))["last_used_at"] is None
+    keys.write_uses()
+    await database.flush()
+    assert (await database.read_one(select(table)))["last_used_at"] == 1003.0
+    assert not keys._unwritten
+    again = KeyStore(database=database)
+    await again.open()
+    assert again.last_used_at(key) == 1003.0
+
+
+async def test_what_cannot_be_a_key_is_refused_with_what_is_wrong(database):
+    keys = KeyStore(database=database)
+    for owner in ("", "../x", "a b", "-a", "a" * 65, "\u00e9", "a/b", "a\n"):
+        with pytest.raises(InvalidRequest, match="the owner"):
+            await keys.create(NewKey(owner=owner, role="member"))
+    with pytest.raises(InvalidRequest, match="name of a key"):
+        await keys.create(new(name="a\x1b[31m"))
+    for expires_in in (0.0, -1.0, 1e12, float("nan")):
+        with pytest.raises(InvalidRequest, match="expire"):
+            await keys.create(new(expires_in=expires_in))
+    with pytest.raises(UnknownKey, match="k-000000000000"):
+        await keys.revoke("k-000000000000")
+    with pytest.raises(InvalidRequest, match="local key"):
+        await keys.revoke(keys.set_local(KEY).id)
+
+
+def test_an_admin_makes_lists_and_revokes_keys_and_each_is_shown_once(gate):
+    with gate.http() as admin:
+        made = admin.post(
+            f"{OWN}/keys", json={"owner": "ann", "role": "reader", "expires_in": 3600}
+        )
+        assert made.headers["cache-control"] == "no-store"
+        secret = made.json()["key"]
+        with gate.http(secret) as client:
+            assert client.get("/api/v1/sessions").status_code == 200
+        listed = admin.get(f"{OWN}/keys")
+        assert secret not in listed.text
+        mine = next(k for k in listed.json()["keys"] if k["id"] == made.json()["id"])
+        assert (mine["owner"], mine["role"], mine["state"]) == ("ann", "reader", "active")
+        assert mine["last_used_at"] is not None
+        assert listed.json()["keys"][0]["local"] is True
+        assert admin.delete(f"{OWN}/keys/{mine['id']}").json()["state"] == "revoked"
+        with gate.http(secret) as client:
+            refused = client.get("/api/v1/sessions")
+            assert refused.status_code == 401
+            assert "was revoked" in refused.json()["error"]
+        assert admin.delete(f"{OWN}/keys/{mine['id']}").status_code == 200, "asked again"
+        audit = admin.get("/api/v1/audit?event_type=organizations")
+        acts = [e["event"] for e in audit.json()["entries"] if mine["id"] in json.dumps(e)]
+        assert acts == ["apikey_create", "apikey_delete", "apikey_delete"]
+        assert secret not in audit.text
+
+
+def test_a_wrong_key_learns_nothing_and_a_revoked_one_only_that_it_was_revoked(gate):
+    key, secret = gate.run(gate.gateway.keys.create(new()))
+    gate.run(gate.gateway.keys.revoke(key.id))
+    answers = {}
+    for presented in (secret, "tml-" + "A" * 43, "", "x"):
+        with gate.http(presented) as client:
+            answers[presented] = client.get("/api/v1/sessions")
+    bodies = {p: a.json() for p, a in answers.items()}
+    assert {a.status_code for a in answers.values()} == {401}
+    assert {b["type"] for b in bodies.values()} == {"unauthenticated"}
+    assert len({b["error"] for p, b in bodies.items() if p != secret}) == 1
+    headers = {
+        tuple(sorted({**a.headers, "date": "", "content-length": ""}.items()))
+        for a in answers.values()
+    }
+    assert len(headers) == 1
+
+
+def test_refused_keys_are_counted_and_logged_without_the_key(gate):
+    counter = gate.gateway.metrics.refused_keys.labels(reason="unauthenticated")
+    before = counter._value.get()
+    with capture_logs() as lines, gate.http("tml-a-wrong-secret") as client:
+        client.get("/api/v1/sessions")
+    assert counter._value.get() == before + 1
+    logged = str(lines)
+    assert "key_refused" in logged
+    assert "wrong-secret" not in logged
+
+
+def test_who_gives_up_its_own_key_is_refused_from_then_on(gate):
+    key, secret = gate.run(gate.gateway.keys.create(new()))
+    with gate.http(secret) as client:
+        token = client.post("/api/v1/auth/token").json()["jwt"]
+        about = client.get("/api/v1/auth/apikey/me").json()
+        assert about["key_id"] == key.number
+        assert about["details"]["user_details"]["email"] == "ann"
+        assert client.delete("/api/v1/auth/apikey/me").status_code == 204
+        assert client.get("/api/v1/auth/apikey/me").status_code == 401
+    with gate.http(token) as client:
+        refused = client.get("/api/v1/sessions")
+        assert refused.status_code == 401
+        assert refused.json()["type"] == "token_refused"
+
+
+def test_a_bearer_token_is_a_key_too(gate):
+    with gate.http("") as client:
+        del client.headers["X-API-Key"]
+        for scheme in ("Bearer", "bearer"):
+            client.headers["Authorization"] = f"{scheme} {KEY}"
+            assert client.get("/api/v1/sessions").status_code == 200
+        client.headers["Authorization"] = f"Basic {KEY}"
+        assert client.get("/api/v1/sessions").status_code == 401
+
+
+def test_metrics_are_open_to_this_machine_and_not_to_what_a_proxy_passes_on(gate):
+    with gate.http("") as client:
+        assert client.get("/metrics").status_code == 200
+        for header in ("X-Forwarded-For", "Forwarded"):
+            assert client.get("/metrics", headers={header: "203.0.113.9"}).status_code == 401
+    reader = gate.run(gate.gateway.keys.create(new("reader")))[1]
+    with gate.http(reader) as client:
+        answer = client.get("/metrics", headers={"X-Forwarded-For": "203.0.113.9"})
+        assert answer.status_code == 200
+
+
+def test_the_sdk_raises_its_typed_errors_at_once(gate):
+    """And does not repeat what was refused."""
+    for key, role, error, status in (
+        ("tml-wrong", "", tinker.AuthenticationError, 401),
+        ("", "reader", tinker.PermissionDeniedError, 403),
+        ("", "member", tinker.NotFoundError, 404),
+    ):
+        secret = key or gate.run(gate.gateway.keys.create(new(role)))[1]
+        before = answered(gate, status)
+        with pytest.raises(error):
+            if role == "member":
+                tinker.RestClient(base_url=gate.url, api_key=secret).get_session(
+                    "s-000000000000"
+                ).result()
+            else:
+                tinker.ServiceClient(base_url=gate.url, api_key=secret).holder.get_session_id()
+        assert answered(gate, status) - before == 1
+
+
+def test_a_client_whose_key_is_revoked_while_it_works_is_told_at_once(gate):
+    key, secret = gate.run(gate.gateway.keys.create(new()))
+    service = tinker.ServiceClient(base_url=gate.url, api_key=secret)
+    sampler = service.create_sampling_client(base_model="tiny")
+    gate.run(gate.gateway.keys.revoke(key.id))
+    before = answered(gate, 401)
+    prompt = tinker.ModelInput.from_ints([1, 2])
+    with pytest.raises(tinker.AuthenticationError):
+        sampler.sample(
+            prompt, num_samples=1, sampling_params=tinker.SamplingParams(max_tokens=1)
+        ).result(timeout=60)
+    assert answered(gate, 401) - before <= 4, "the sample, an exchange, and what runs beside"
+
+
+def answered(gate, status: int) -> float:
+    """How many requests the gateway has answered with this status."""
+    return sum(
+        sample.value
+        for metric in gate.gateway.metrics.requests.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total") and sample.labels["status"] == str(status)
+    )
+
+
+def test_the_command_works_with_a_gateway_and_without_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def tandem(*arguments: str):
+        done = CliRunner().invoke(app, ["keys", *arguments, "--data-dir", str(tmp_path / "data")])
+        assert done.exception is None, done.exception
+        return done.output
+
+    def said(*arguments: str):
+        """As JSON. A gateway that runs beside, in a thread, logs to the same place."""
+        output = tandem(*arguments, "--json")
+        return json.JSONDecoder().raw_decode(output, output.index("{\n"))[0]
+
+    (tmp_path / "data").mkdir(mode=0o755)
+    before = said("create", "--owner", "ann", "--expires", "30d")
+    assert (tmp_path / "data" / "tandem.db").stat().st_mode & 0o077 == 0
+    assert (before["owner"], before["role"], before["state"]) == ("ann", "member", "active")
+    with running_gateway(tmp_path, session_ttl=600) as gate:
+        with gate.http(before["key"]) as client:
+            assert client.get("/api/v1/sessions").status_code == 200
+        made = said("create", "--owner", "ben", "--role", "reader", "--name", "x")
+        assert made["id"] in tandem("list")
+        assert made["key"] not in tandem("list")
+        assert "revoked" in tandem("revoke", before["id"])
+        with gate.http(before["key"]) as client:
+            assert client.get("/api/v1/sessions").status_code == 401
+    assert said("revoke", made["id"])["state"] == "revoked"
+    with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
+        entries = client.get("/api/v1/audit").json()["entries"]
+        lines = [(e["event"], e["event_details"]["target"]) for e in entries]
+        assert [line for line in lines if line[0].startswith("apikey")] == [
+            ("apikey_create", before["id"]),
+            ("apikey_create", made["id"]),
+            ("apikey_delete", before["id"]),
+            ("apikey_delete", made["id"]),
+        ]
+        assert made["key"] not in json.dumps(entries)
+    states = {k["id"]: k["state"] for k in said("list")["keys"]}
+    assert states == {before["id"]: "revoked", made["id"]: "revoked"}
+    with pytest.raises(AssertionError, match="no key 'k-7'"):
+        tandem("revoke", "k-7")
+
+
+def test_durations_are_read_as_they_are_meant():
+    assert [parse_duration(text) for text in ("1s", "2m", "12h", "30d", "8w")] == [
+        1, 120, 43_200, 2_592_000, 4_838_400,
+    ]  # fmt: skip
+    for text in ("", "30", "d", "0d", "-1d", "1y", "1.5d", "99999999d"):
+        with pytest.raises(UserError, match="no duration"):
+            parse_duration(text)
+
+
+async def test_only_a_gateway_with_a_key_for_others_listens_where_others_reach_it(tmp_path):
+    def gateway(host: str) -> Gateway:
+        return Gateway(settings=settings_for(tmp_path, host=host), launcher=FakeLauncher())
+
+    for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
+        with pytest.raises(InvalidRequest, match="tandem keys create --owner NAME"):
+            await gateway(host).open()
+    first = gateway("127.0.0.1")
+    await first.database.open()
+    key, _ = await first.keys.create(new())
+    await first.database.close()
+    second = gateway("0.0.0.0")
+    await second.open()
+    await second.keys.revoke(key.id)
+    await second.close()
+    with pytest.raises(InvalidRequest):
+        await gateway("0.0.0.0").open()
+
+
+def test_loopback_is_what_only_this_machine_reaches():
+    assert all(map(is_loopback, ("127.0.0.1", "127.8.9.1", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "", "example.org")))
+
+
+def test_the_local_key_is_made_once_and_readable_by_its_owner_alone(tmp_path):
+    key = keep_api_key(tmp_path)
+    assert key.startswith("tml-")
+    assert keep_api_key(tmp_path) == key
+    assert (tmp_path / "api_key").stat().st_mode & 0o777 == 0o600
+
+
+def test_uses_reach_the_database_while_the_gateway_runs(gate):
+    key, secret = gate.run(gate.gateway.keys.create(new()))
+    with gate.http(secret) as client:
+        client.get("/api/v1/sessions")
+
+    async def last_used():
+        row = await gate.gateway.database.read_one(select(table).where(table.c.id == key.id))
+        return row["last_used_at"]
+
+    wait_for(lambda: gate.run(last_used()))

@@ -1,0 +1,266 @@
+"""What the OpenAI-compatible routes refuse: typed exceptions of the `openai` package, which name
+the field or say when to ask again."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from gateway.auth.keys import NewKey
+from tandem.errors import Overloaded, SequenceTooLong, TokenOutOfVocabulary
+from tests.support.gateway.running import KEY, wait_for
+from tests.support.gateway.speaking_models import (
+    byte_tokenizer,
+    chat,
+    client_of,
+    complete,
+    says,
+    speaking_gateway,
+    write_speaking_model,
+)
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("refusals")
+    openai_settings = {"start_timeout": 1.0, "max_choices": 8}
+    with speaking_gateway(
+        folder, session_ttl=600, max_payload_bytes=2**20, openai=openai_settings
+    ) as gate:
+        mute = write_speaking_model(folder / "mute", byte_tokenizer(), template=None)
+        gate.run(gate.gateway.models.add(name="untemplated", path=str(mute)))
+        complete(client_of(gate))  # starts the engine
+        yield gate
+
+
+@pytest.fixture
+def client(gate):
+    with client_of(gate) as client:
+        yield client
+
+
+def refusal(kind, call, *arguments, **changes):
+    with pytest.raises(kind) as caught:
+        call(*arguments, **changes)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -1),
+        ("repetition_penalty", 1.1),
+        ("logit_bias", {"1": 5}),
+        ("min_p", 0.1),
+        ("suffix", "end"),
+        ("best_of", 3),
+        ("use_beam_search", True),
+        ("prompt_logprobs", 1),
+        ("chat_template", "{{ 1 }}"),
+        ("truncate_prompt_tokens", 5),
+        ("no_such_field", 1),
+        ("temperature", -1),
+        ("top_p", 0),
+        ("n", 0),
+        ("max_tokens", 0),
+        ("stop", ["a", ""]),
+        ("stop_token_ids", [-1]),
+        ("stream_options", {"include_usage": True}),
+        ("guided_choice", [1]),
+        ("response_format", {"type": "grammar"}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_field_that_is_wrong_or_not_offered_is_named(client, field, value, stream):
+    if field == "stream_options" and stream:
+        return
+    error = refusal(
+        openai.BadRequestError, complete, client, stream=stream, extra_body={field: value}
+    )
+    assert error.param == field
+    assert (error.type, error.code) == ("invalid_request_error", "invalid_request")
+    assert field in error.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"messages": []}, "messages"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    ],
+)
+def test_a_chats_fields_too(client, fields, param):
+    error = refusal(openai.BadRequestError, chat, client, extra_body=fields)
+    assert error.param == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"user": "me", "metadata": {"a": "b"}, "store": False, "seed": None},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": None, "best_of": 1},
+        {"service_tier": "auto", "prompt_cache_key": "k", "min_p": 0.0, "suffix": None},
+    ],
+)
+def test_fields_that_change_nothing_are_taken(client, fields):
+    assert complete(client, extra_body=fields).choices
+
+
+def test_echo_with_logprobs_cannot_be_streamed(client):
+    error = refusal(openai.BadRequestError, complete, client, echo=True, logprobs=1, stream=True)
+    assert error.param == "stream"
+
+
+def test_a_request_has_a_largest_number_of_choices(client):
+    error = refusal(openai.BadRequestError, complete, client, prompt=["a", "b", "c"], n=3)
+    assert (error.param, "TANDEM_OPENAI_MAX_CHOICES" in error.message) == ("n", True)
+
+
+def test_a_wrong_key_is_an_authentication_error(gate):
+    for key in ("tml-wrong", "x"):
+        error = refusal(openai.AuthenticationError, complete, client_of(gate, key=key))
+        assert (error.type, error.code) == ("authentication_error", "invalid_api_key")
+    with httpx.Client(base_url=gate.url) as nobody:
+        for headers in ({}, {"Authorization": f"Basic {KEY}"}, {"Authorization": "Bearer"}):
+            assert nobody.get("/v1/models", headers=headers).status_code == 401
+        assert nobody.get("/v1/models", headers={"X-API-Key": KEY}).status_code == 200
+
+
+def test_a_reader_may_look_and_not_compute(gate):
+    _, key = gate.run(gate.gateway.keys.create(NewKey(owner="ann", role="reader")))
+    reader = client_of(gate, key=key)
+    assert [m.id for m in reader.models.list()]
+    assert refusal(openai.PermissionDeniedError, complete, reader).type == "permission_error"
+
+
+@pytest.mark.parametrize(
+    "model", ["huge", "tinker://s-0123456789ab:train:0/sampler_weights/x", "s-012345abcdef:train:0"]
+)
+def test_what_is_no_model_is_not_found(client, model):
+    for error in (
+        refusal(openai.NotFoundError, complete, client, model=model),
+        refusal(openai.NotFoundError, complete, client, model=model, stream=True),
+        refusal(openai.NotFoundError, client.models.retrieve, model),
+    ):
+        assert (error.param, error.code) == ("model", "model_not_found")
+
+
+def test_a_path_that_is_none_is_a_bad_request(client):
+    refusal(openai.BadRequestError, complete, client, model="tinker://../etc")
+
+
+def test_a_model_without_a_chat_template_says_what_to_do(client):
+    error = refusal(openai.BadRequestError, chat, client, model="untemplated")
+    assert "chat_template.jinja" in error.message
+    assert "/v1/completions" in error.message
+
+
+def test_a_model_without_a_tokenizer_says_what_to_do(client):
+    error = refusal(openai.BadRequestError, complete, client, model="tiny")
+    assert "tokenizer.json" in error.message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("raised", "kind", "code"),
+    [
+        (SequenceTooLong("too long"), openai.BadRequestError, "context_length_exceeded"),
+        (TokenOutOfVocabulary("no token"), openai.BadRequestError, "token_out_of_vocabulary"),
+        (Overloaded("full", retry_after=3), openai.RateLimitError, "rate_limit_exceeded"),
+    ],
+)
+def test_what_the_engine_refuses_is_an_ordinary_error(gate, client, stream, raised, kind, code):
+    engine = says(gate, "ok")
+    engine.sample_error = raised
+    error = refusal(kind, complete, client, stream=stream)
+    assert (error.code, raised.message in error.message) == (code, True)
+    if kind is openai.RateLimitError:
+        assert int(error.response.headers["retry-after"]) >= 1
+    engine.sample_error = None
+
+
+def test_a_prompt_that_no_tokenizer_makes_short_enough_is_refused_unread(client):
+    error = refusal(openai.BadRequestError, complete, client, prompt="x" * 20_000)
+    assert error.code == "context_length_exceeded"
+
+
+def test_a_body_that_is_too_large_or_no_json(gate):
+    with gate.http() as http:
+        large = http.post("/v1/completions", content=b"x" * (2**20 + 1))
+        assert (large.status_code, large.json()["error"]["code"]) == (413, "payload_too_large")
+        for content in (b"", b"[", b"3", b'{"model": 3}'):
+            answer = http.post("/v1/chat/completions", content=content)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (
+                400,
+                "invalid_request_error",
+            )
+
+
+def test_another_path_or_method_is_answered_in_the_same_form(gate):
+    with gate.http() as http:
+        for method, path, status in (
+            ("GET", "/v1/embeddings", 404),
+            ("GET", "/v1/completions", 405),
+        ):
+            answer = http.request(method, path)
+            assert answer.status_code == status
+            assert answer.json()["error"]["code"] == "unknown_endpoint"
+
+
+def test_an_engine_that_starts_too_slowly_is_worth_another_request(gate):
+    _, key = gate.run(gate.gateway.keys.create(NewKey(owner="slow", role="member")))
+    gate.run(gate.launcher.start_gate.clear)
+    try:
+        error = refusal(openai.InternalServerError, complete, client_of(gate, key=key))
+        assert (error.status_code, error.code) == (503, "engine_starting")
+        assert "the sampler is starting" in error.message
+        assert int(error.response.headers["retry-after"]) > 0
+    finally:
+        gate.run(gate.launcher.start_gate.set)
+    assert complete(client_of(gate, key=key)).choices, "the start went on"
+
+
+def test_an_engine_that_cannot_start_says_why(gate):
+    _, key = gate.run(gate.gateway.keys.create(NewKey(owner="unlucky", role="member")))
+    gate.launcher.start_error["sampler"] = "no device is free"
+    try:
+        error = refusal(openai.InternalServerError, complete, client_of(gate, key=key))
+        assert (error.status_code, "no device is free" in error.message) == (503, True)
+    finally:
+        gate.launcher.start_error.clear()
+
+
+def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error(gate):
+    _, key = gate.run(gate.gateway.keys.create(NewKey(owner="victim", role="member")))
+    client = client_of(gate, key=key)
+    complete(client)  # starts an engine, the newest from now on
+    engine = says(gate, "abc")
+    worker_id = next(w for w, s in gate.launcher.servicers.items() if s is engine)
+    gate.run(engine.gate.clear)
+    stream = complete(client, stream=True)
+    next(stream)
+    gate.run(gate.launcher.kill(worker_id, "killed by the test"))
+    error = refusal(openai.APIError, list, stream)
+    assert "died during this sample" in error.message
+    wait_for(lambda: not any(s.waiting for s in gate.gateway.samplers.all()))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("token", [-1, 2**31, 2**40])
+def test_a_number_that_is_no_token_is_refused(client, token, stream):
+    error = refusal(openai.BadRequestError, complete, client, prompt=[1, token], stream=stream)
+    assert error.code == "token_out_of_vocabulary"
+
+
+def test_numbers_of_any_size_in_a_schema_reach_the_engine(gate):
+    _, key = gate.run(gate.gateway.keys.create(NewKey(owner="large", role="member")))
+    client = client_of(gate, key=key)
+    complete(client, extra_body={"guided_json": {"maximum": 10**30}})
+    engine = gate.worker("sampler")[1]
+    assert engine.requests[-1].structured.json_schema == f'{{"maximum": {10**30}}}'

@@ -1,0 +1,242 @@
+"""The operation log and the dispatcher, over HTTP and through the SDK, with fake workers."""
+
+from __future__ import annotations
+
+import pytest
+import tinker
+import zstandard
+from tinker import types
+
+from tandem.errors import LossInputMissing
+from tests.support.gateway.running import datum, forward_backward_bytes, running_gateway, wait_for
+
+PROTO = {"Content-Type": "application/x-protobuf"}
+LIMIT = 200_000
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory):
+    with running_gateway(
+        tmp_path_factory.mktemp("operations"),
+        session_ttl=600,
+        sequence_gap_timeout=0.4,
+        max_payload_bytes=LIMIT,
+        max_queued_operations=6,
+    ) as gate:
+        yield gate
+
+
+@pytest.fixture
+def run(gate):
+    """A new run, its trainer, and a client."""
+    session = gate.session_id()
+    run_id = gate.run_id(session)
+    worker_id, trainer = gate.worker(f"trainer-{session}")
+    with gate.http() as client:
+        yield Run(gate, run_id, worker_id, trainer, client)
+
+
+class Run:
+    def __init__(self, gate, run_id, worker_id, trainer, client) -> None:
+        self.gate, self.id, self.worker_id = gate, run_id, worker_id
+        self.trainer, self.client = trainer, client
+
+    def step(self, seq_id: int, **changes):
+        fields = {"learning_rate": 0.1} | changes
+        return self.client.post(
+            "/api/v1/optim_step",
+            json={"model_id": self.id, "seq_id": seq_id, "adam_params": fields},
+        )
+
+    def backward(self, seq_id: int, body: bytes | None = None, **headers):
+        return self.client.post(
+            "/api/v1/forward_backward",
+            content=body or forward_backward_bytes(self.id, seq_id),
+            headers=PROTO | headers,
+        )
+
+    def outcome(self, seq_id: int):
+        return self.gate.retrieve(f"{self.id}:{seq_id}")
+
+    def hold(self):
+        self.gate.run(self.trainer.gate.clear)
+
+    def release(self):
+        self.gate.run(self.trainer.gate.set)
+
+
+def test_operations_run_in_order_when_they_arrive_out_of_order(run):
+    for seq_id in (4, 2, 3, 1):
+        assert run.step(seq_id).status_code == 200
+    for seq_id in (1, 2, 3, 4):
+        assert run.outcome(seq_id).json()["metrics"] == {"grad_norm": 1.5}
+    assert [seq for _, seq in run.trainer.applied] == [1, 2, 3, 4]
+
+
+def test_a_repeated_seq_id_is_answered_with_the_first_request_and_applied_once(run):
+    first = run.step(1).json()
+    assert run.step(1).json() == first
+    run.outcome(1)
+    assert run.step(1).json() == first
+    assert run.trainer.applied == [("optim_step", 1)]
+
+
+def test_the_previous_operation_is_named_and_places_are_counted_from_the_creation(run):
+    run.backward(1)
+    run.step(2)
+    run.outcome(2)
+    headers = [request.header for request in run.trainer.requests]
+    assert [(h.seq_id, h.previous_seq_id) for h in headers] == [(2, 0), (3, 2)]
+
+
+def test_a_hole_that_nobody_fills_fails_what_waits_behind_it(run):
+    run.step(2)
+    run.backward(3)
+    assert run.outcome(2).json()["type"] == "sequence_gap"
+    assert run.outcome(3).json()["category"] == "user"
+    run.step(1)  # too late
+    assert run.outcome(1).json()["type"] == "sequence_gap"
+    run.step(4)
+    assert run.outcome(4).status_code == 200
+    assert [seq for _, seq in run.trainer.applied] == [4]
+    assert "did not arrive" in run.trainer.requests[0].gradients_incomplete
+
+
+def test_a_body_that_is_no_protobuf_is_refused_and_takes_its_place(run):
+    broken = forward_backward_bytes(run.id, 1)[:-2]
+    answer = run.backward(1, broken)
+    assert answer.status_code == 400
+    assert answer.json()["type"] == "malformed_payload"
+    run.step(2)
+    run.outcome(2)
+    assert "not a protobuf" in run.trainer.requests[0].gradients_incomplete
+    assert run.backward(3, b"\xff\xff nonsense").status_code == 400
+    run.step(3)
+    run.outcome(3)
+    assert run.trainer.requests[1].gradients_incomplete == ""
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_an_oversized_body_is_refused_and_takes_its_place(run, announced):
+    body = forward_backward_bytes(run.id, 1) + bytes(3 * LIMIT)
+    pieces = (body[i : i + 65536] for i in range(0, len(body), 65536))
+    answer = run.client.post(
+        "/api/v1/forward_backward", content=body if announced else pieces, headers=PROTO
+    )
+    assert answer.status_code == 413
+    assert answer.json()["type"] == "payload_too_large"
+    run.step(2)
+    run.outcome(2)
+    assert [seq for _, seq in run.trainer.applied] == [2]
+
+
+def test_the_sdk_raises_at_once_for_an_oversized_batch(gate):
+    with gate.service() as service:
+        training = service.create_lora_training_client("tiny:full").result()
+        with pytest.raises(tinker.APIStatusError, match="payload_too_large"):
+            training.forward_backward([datum([1] * (LIMIT // 2))], "cross_entropy").result()
+        assert training.forward([datum([1, 2])], "cross_entropy").result().metrics
+
+
+def test_zstd_bodies_are_taken_and_bombs_are_not(run):
+    zipped = zstandard.ZstdCompressor().compress(forward_backward_bytes(run.id, 1))
+    assert run.backward(1, zipped, **{"Content-Encoding": "zstd"}).status_code == 200
+    assert run.outcome(1).headers["content-type"] == "application/x-protobuf"
+    bomb = zstandard.ZstdCompressor().compress(
+        forward_backward_bytes(run.id, 2) + bytes(50 * LIMIT)
+    )
+    assert len(bomb) < LIMIT
+    assert run.backward(2, bomb, **{"Content-Encoding": "zstd"}).status_code == 413
+    assert run.backward(3, b"not zstd", **{"Content-Encoding": "zstd"}).status_code == 400
+
+
+def test_chunks_of_one_batch_come_back_as_one_result(gate):
+    with gate.service() as service:
+        training = service.create_lora_training_client("tiny:full").result()
+        batch = [datum([1, 2]) for _ in range(2100)]
+        result = training.forward_backward(batch, "cross_entropy").result()
+        assert result.metrics["loss:sum"] == 2100
+        assert len(result.loss_fn_outputs) == 2100
+        _, trainer = gate.worker(f"trainer-{training.model_id.partition(':')[0]}")
+        assert [seq for _, seq in trainer.applied] == [1, 2, 3]
+
+
+def test_a_users_mistake_found_by_the_trainer_is_typed_on_the_sdks_side(gate):
+    with gate.service() as service:
+        training = service.create_lora_training_client("tiny:full").result()
+        _, trainer = gate.worker(f"trainer-{training.model_id.partition(':')[0]}")
+        trainer.fail_with[1] = LossInputMissing("datum 0 has no weights")
+        with pytest.raises(tinker.RequestFailedError, match="loss_input_missing") as caught:
+            training.forward_backward([datum([1])], "cross_entropy").result()
+        assert caught.value.category is types.RequestErrorCategory.User
+        assert training.optim_step(types.AdamParams()).result().metrics
+
+
+def test_wrong_optimizer_settings_are_refused_in_their_place(run):
+    run.step(1, learning_rate=-1)
+    run.client.post(
+        "/api/v1/optim_step",
+        json={
+            "model_id": run.id,
+            "seq_id": 2,
+            "optimizer_params": {"type": "lion", "learning_rate": 1},
+        },
+    )
+    run.step(3)
+    assert run.outcome(1).json()["type"] == "optimizer_setting"
+    assert "lion" in run.outcome(2).json()["error"]
+    run.outcome(3)
+    assert [seq for _, seq in run.trainer.applied] == [3]
+
+
+def test_a_long_poll_says_what_is_being_waited_for(run):
+    run.hold()
+    run.step(1)
+    run.step(2)
+    run.step(4)
+    answers = [
+        run.client.post("/api/v1/retrieve_future", json={"request_id": f"{run.id}:{seq}"})
+        for seq in (1, 2)
+    ]
+    run.release()
+    assert [a.status_code for a in answers] == [408, 408]
+    assert answers[0].json()["type"] == "try_again"
+    assert "trainer is at work" in answers[0].json()["queue_state_reason"]
+    assert answers[1].json()["queue_state_reason"] == "1 operation before this one"
+
+
+def test_too_many_waiting_operations_are_refused_with_429_and_take_no_place(run):
+    run.hold()
+    for seq_id in range(1, 7):
+        assert run.step(seq_id).status_code == 200
+    assert run.step(7).status_code == 429
+    run.release()
+    run.outcome(6)
+    assert run.step(7).status_code == 200
+    run.outcome(7)
+    assert [seq for _, seq in run.trainer.applied] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_payloads_are_gone_when_their_operations_have_ended(run):
+    run.hold()
+    run.backward(1)
+    folder = run.gate.settings.data_dir / "operations" / run.id.replace(":", "_")
+    wait_for(lambda: (folder / "1").exists())
+    run.release()
+    run.outcome(1)
+    wait_for(lambda: not (folder / "1").exists())
+
+
+def test_an_operation_that_the_trainer_does_not_answer_in_time_ends_the_run(tmp_path):
+    with running_gateway(tmp_path, session_ttl=600, trainer={"operation_timeout": 0.5}) as gate:
+        session = gate.session_id()
+        run_id = gate.run_id(session)
+        worker_id, trainer = gate.worker("trainer")
+        gate.run(trainer.gate.clear)
+        with gate.http() as client:
+            for seq_id in (1, 2):
+                body = {"model_id": run_id, "seq_id": seq_id, "adam_params": {}}
+                client.post("/api/v1/optim_step", json=body)
+        answers = [gate.retrieve(f"{run_id}:{seq}").json() for seq in (1, 2)]
+        assert {a["type"] for a in answers} == {"operation_timed_out"}
+        wait_for(lambda: worker_id in gate.launcher.stopped)

@@ -1,0 +1,408 @@
+"""The sampling surface: parameters, clones, cancellation, bounds, polls; with a fake sampler."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+
+import numpy as np
+import pytest
+from tinker import types
+from tinker.lib.public_interfaces.sampling_client import SamplingClient
+
+from gateway.futures.completion_feed import CLIENT_BLOCK
+from tandem.wire.v1 import tinker_pb2
+from tests.support.gateway.running import KEY, running_gateway, wait_for
+
+TOKENS = [1, 2, 3]
+PROMPT = types.ModelInput.from_ints(TOKENS)
+PARAMS = types.SamplingParams(max_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory):
+    with running_gateway(tmp_path_factory.mktemp("sampling"), session_ttl=600) as gate:
+        yield gate
+
+
+@pytest.fixture
+def service(gate):
+    with gate.service() as service:
+        yield service
+
+
+@pytest.fixture
+def sampling(service):
+    return service.create_sampling_client(base_model="tiny").result()
+
+
+def engine_of(gate, sampler):
+    """The engine of a client, or of a sampling session's id."""
+    sampler_id = sampler if isinstance(sampler, str) else sampler._sampling_session_id
+    return gate.worker(f"sampler-{sampler_id.partition(':')[0]}")[1]
+
+
+def asample(client, sampler_id: str | None, seq_id: int | None = 0, **changes):
+    body = {
+        "sampling_session_id": sampler_id,
+        "seq_id": seq_id,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": TOKENS}]},
+        "sampling_params": {"max_tokens": 2},
+    }
+    return client.post("/api/v1/asample", json=body | changes)
+
+
+def poll(client, sampler_id: str, **changes):
+    target = {"type": "sampling_session", "sampling_session_id": sampler_id}
+    body = {"target": target, "prev_cursor": 0, "timeout": 0} | changes
+    return client.post("/api/v1/retrieve_futures", json=body)
+
+
+# --- What is passed on --------------------------------------------------------------------
+
+
+def test_everything_that_a_client_can_ask_for_reaches_the_engine(gate, service):
+    sampling = service.create_sampling_client(
+        base_model="tiny", record_stability_info=True
+    ).result()
+    targets = np.array([[5, -1], [6, 7]])
+    answer = sampling.sample(
+        PROMPT,
+        2,
+        types.SamplingParams(
+            max_tokens=9, seed=7, stop=["x", "yz"], temperature=0.5, top_k=3, top_p=0.25
+        ),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=4,
+        topk_sample_logprobs=5,
+        target_prompt_logprobs=types.TensorData.from_numpy(targets),
+        prompt_alt_tokens_k=6,
+        prompt_logprobs_last_n=1,
+    ).result()
+    assert [s is not None for s in answer.prompt_logprobs] == [False, False, True]
+    request = engine_of(gate, sampling).requests[0]
+    assert list(np.frombuffer(request.prompt_tokens, "<i4")) == TOKENS
+    params = request.params
+    assert (params.max_tokens, params.seed, list(params.stop_strings)) == (9, 7, ["x", "yz"])
+    assert (params.temperature, params.top_k, params.top_p) == (0.5, 3, 0.25)
+    assert (request.num_samples, request.prompt_logprobs) == (2, True)
+    assert (request.topk_prompt_logprobs, request.topk_sample_logprobs) == (4, 5)
+    assert (request.prompt_alt_tokens_k, request.prompt_logprobs_last_n) == (6, 1)
+    tensor = tinker_pb2.Tensor.FromString(request.target_prompt_tokens)
+    assert (tensor.dtype, list(tensor.shape)) == (tinker_pb2.DTYPE_INT64, [2, 2])
+    assert np.array_equal(np.frombuffer(tensor.dense, "<i8").reshape(2, 2), targets)
+
+
+def test_sparse_targets_keep_their_layout(gate):
+    sampler_id = _sampler_id(gate)
+    tensor = {
+        "data": [9],
+        "dtype": "int64",
+        "shape": [2, 4],
+        "sparse_crow_indices": [0, 0, 1],
+        "sparse_col_indices": [3],
+    }
+    with gate.http() as client:
+        answer = asample(client, sampler_id, target_prompt_logprobs=tensor)
+        gate.retrieve(answer.json()["request_id"])
+    request = engine_of(gate, sampler_id).requests[0]
+    sparse = tinker_pb2.Tensor.FromString(request.target_prompt_tokens).sparse_csr
+    parts = (sparse.values, sparse.crow_indices, sparse.col_indices)
+    assert [np.frombuffer(p, "<i8").tolist() for p in parts] == [[9], [0, 0, 1], [3]]
+
+
+@pytest.mark.parametrize(
+    ("stop", "given", "strings", "tokens"),
+    [(None, False, [], []), ([], True, [], []), ("a", True, ["a"], []), ([4, 5], True, [], [4, 5])],
+)
+def test_an_empty_stop_is_not_an_absent_one(gate, sampling, stop, given, strings, tokens):
+    sampling.sample(PROMPT, 1, types.SamplingParams(max_tokens=1, stop=stop)).result()
+    params = engine_of(gate, sampling).requests[0].params
+    assert params.stop_given is given
+    assert (list(params.stop_strings), list(params.stop_token_ids)) == (strings, tokens)
+
+
+def test_a_sample_needs_a_place_or_a_model(gate):
+    sampler_id = _sampler_id(gate)
+    with gate.http() as client:
+        for answer in (
+            asample(client, sampler_id, None),
+            asample(client, None, None),
+            asample(client, None, None, base_model="tiny", model_path="tinker://x/y/z"),
+        ):
+            assert (answer.status_code, answer.json()["type"]) == (400, "invalid_request")
+
+
+def test_a_sample_of_the_oldest_form_names_a_model_alone(gate):
+    with gate.http() as client:
+        promises = [asample(client, None, None, base_model="tiny").json() for _ in range(2)]
+        assert len({p["request_id"] for p in promises}) == 2
+        assert len({p["request_id"].rpartition(":")[0] for p in promises}) == 1
+        for promised in promises:
+            assert len(promised["sample_sequence_ids"]) == 1
+            answer = gate.retrieve(promised["request_id"])
+            assert tinker_pb2.SampleResponse.FromString(answer.content).sequences
+        unknown = asample(client, None, None, base_model="huge")
+        assert (unknown.status_code, unknown.json()["type"]) == (404, "unknown_model")
+
+
+def test_a_model_can_be_asked_for_by_its_registered_path(gate, service):
+    path = gate.gateway.models.get("tiny").path
+    sampling = service.create_sampling_client(base_model=path).result()
+    assert sampling.sample(PROMPT, 1, PARAMS).result().sequences
+    assert sampling.get_base_model() == path, "from where the SDK loads the tokenizer"
+    assert engine_of(gate, sampling).requests[0].version.name == "base/tiny"
+    training = service.create_lora_training_client(f"{path}:full").result()
+    assert training.get_info().model_name == "tiny"
+
+
+# --- Clients that are copied --------------------------------------------------------------
+
+
+def test_copies_of_a_client_get_numbers_of_their_own_in_any_order(gate, sampling, monkeypatch):
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    copies = [pickle.loads(pickle.dumps(sampling)) for _ in range(2)]
+    copies.append(SamplingClient.from_sampler_handle(sampling.get_sampler_handle()))
+    for client in (copies[1], sampling, copies[2], copies[0], copies[1]):
+        assert client.sample(PROMPT, 1, PARAMS).result().sequences
+    seq_ids = [r.seq_id for r in engine_of(gate, sampling).requests]
+    assert seq_ids == [
+        1 * CLIENT_BLOCK,
+        0,
+        2 * CLIENT_BLOCK,
+        3 * CLIENT_BLOCK,
+        1 * CLIENT_BLOCK + 1,
+    ]
+
+
+def test_numbers_of_clients_are_not_given_again_after_a_restart(tmp_path):
+    numbers = []
+    for _ in range(2):
+        with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
+            sampler_id = sampler_id if numbers else _sampler_id(gate)  # noqa: F821
+            body = {"sampling_session_id": sampler_id}
+            for _ in range(2):
+                joined = client.post("/api/v1/join_sampling_session", json=body)
+                numbers.append(joined.json()["client_counter"])
+    assert numbers == [1, 2, 3, 4]
+
+
+def test_nobody_joins_a_sampling_session_that_is_not_there(gate):
+    with gate.http() as client:
+        body = {"sampling_session_id": "s-none:sample:0"}
+        assert client.post("/api/v1/join_sampling_session", json=body).status_code == 404
+
+
+# --- Cancellation -------------------------------------------------------------------------
+
+
+def test_a_sample_that_its_client_gives_up_leaves_the_engine_at_once(gate, sampling):
+    first = sampling.sample(PROMPT, 1, PARAMS).result()
+    assert first.sequences
+    engine = engine_of(gate, sampling)
+    gate.run(engine.gate.clear)
+    sampler = gate.gateway.samplers.all()[-1]
+    given_up, kept = (sampling.sample(PROMPT, 1, PARAMS) for _ in range(2))
+    wait_for(lambda: len(engine.requests) == 3)
+    assert given_up.future().cancel()
+    wait_for(lambda: engine.cancelled)
+    wait_for(lambda: sampler.waiting == 1)
+    assert engine.cancelled == [1]
+    gate.run(engine.gate.set)
+    assert kept.result().sequences
+
+
+def test_cancelling_twice_or_too_late_does_no_harm(gate):
+    sampler_id = _sampler_id(gate)
+    engine = engine_of(gate, sampler_id)
+    with gate.http() as client:
+
+        def cancel(request_id: str):
+            return client.post("/api/v1/cancel_future", json={"request_id": request_id})
+
+        ended = asample(client, sampler_id, 0).json()["request_id"]
+        result = gate.retrieve(ended).content
+        assert cancel(ended).status_code == 204
+        assert gate.retrieve(ended).content == result
+        gate.run(engine.gate.clear)
+        running = asample(client, sampler_id, 1).json()["request_id"]
+        assert [cancel(running).status_code for _ in range(2)] == [204, 204]
+        gate.run(engine.gate.set)
+        answer = gate.retrieve(running).json()
+        assert (answer["type"], answer["category"]) == ("sample_cancelled", "user")
+        assert cancel(f"{sampler_id}:77").status_code == 204
+        run_id = gate.run_id(gate.session_id())
+        refused = cancel(f"{run_id}:1")
+        assert (refused.status_code, refused.json()["type"]) == (400, "invalid_request")
+
+
+# --- Bounds -------------------------------------------------------------------------------
+
+
+def test_a_client_with_more_samples_than_may_wait_backs_off_and_finishes(tmp_path):
+    with (
+        running_gateway(tmp_path, session_ttl=600, max_waiting_samples=4) as gate,
+        gate.service() as service,
+    ):
+        sampling = service.create_sampling_client(base_model="tiny").result()
+        _, engine = gate.worker("sampler")
+        gate.run(engine.gate.clear)
+        futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(12)]
+        with gate.http() as client:
+            refused = 'requests_total{route="asample",status="429"}'
+            wait_for(lambda: refused in client.get("/metrics").text)
+        gate.run(engine.gate.set)
+        assert all(future.result().sequences for future in futures)
+        assert sorted(r.seq_id for r in engine.requests) == list(range(12))
+
+
+def test_the_bound_on_all_samplers_together_says_when_to_come_back(tmp_path):
+    with (
+        running_gateway(tmp_path, session_ttl=600, limit={"waiting_samples_in_all": 2}) as gate,
+        gate.http() as client,
+    ):
+        samplers = [_sampler_id(gate) for _ in range(3)]
+        wait_for(lambda: len(gate.launcher.servicers) == 3)
+        engines = list(gate.launcher.servicers.values())
+        for engine in engines:
+            gate.run(engine.gate.clear)
+        assert [asample(client, s).status_code for s in samplers] == [200, 200, 429]
+        refused = asample(client, samplers[2])
+        assert refused.headers["Retry-After"] == "1"
+        assert refused.json()["type"] == "overloaded"
+        for engine in engines:
+            gate.run(engine.gate.set)
+        wait_for(lambda: asample(client, samplers[2]).status_code == 200)
+
+
+# --- Waiting for results ------------------------------------------------------------------
+
+
+def test_a_long_poll_tells_place_and_age_and_a_pause_its_reason(gate):
+    gate.run(gate.launcher.start_gate.clear)
+    sampler_id = _sampler_id(gate)
+    with gate.http() as client:
+        ids = [asample(client, sampler_id, seq).json()["request_id"] for seq in range(3)]
+
+        def waiting(index: int) -> tuple[str, str]:
+            body = {"request_id": ids[index]}
+            answer = client.post("/api/v1/retrieve_future", json=body)
+            assert (answer.status_code, answer.json()["type"]) == (408, "try_again")
+            return answer.json()["queue_state"], answer.json()["queue_state_reason"]
+
+        state, reason = waiting(2)
+        assert state == "paused_capacity"
+        assert reason.startswith("the sampler is starting (")
+        assert "; 2 samples before this one, which has waited " in reason
+        held = len(gate.launcher.servicers)
+        gate.run(gate.launcher.start_gate.set)
+        wait_for(lambda: len(gate.launcher.servicers) > held)
+        engine = engine_of(gate, sampler_id)
+        gate.run(engine.gate.clear)
+        more = asample(client, sampler_id, 3).json()["request_id"]
+        ids.append(more)
+        wait_for(lambda: any(r.seq_id == 3 for r in engine.requests))
+        state, reason = waiting(3)
+        assert state == "active"
+        assert reason.startswith("the sampler is at work; ")
+        gate.run(engine.gate.set)
+        assert all(gate.retrieve(i).is_success for i in ids)
+
+
+def test_the_sdk_tells_its_user_why_it_waits(tmp_path, caplog):
+    with running_gateway(tmp_path, session_ttl=600) as gate, gate.service() as service:
+        gate.run(gate.launcher.start_gate.clear)
+        with caplog.at_level(logging.WARNING, logger="tinker"):
+            sampling = service.create_sampling_client(base_model="tiny").result()
+            future = sampling.sample(PROMPT, 1, PARAMS)
+            wait_for(lambda: "the sampler is starting" in caplog.text)
+        gate.run(gate.launcher.start_gate.set)
+        assert future.result().sequences
+
+
+def test_a_large_result_is_announced_by_its_size_first(gate, sampling):
+    long = types.ModelInput.from_ints(list(range(1000)) * 160)
+    answer = sampling.sample(long, 1, PARAMS).result()
+    assert list(answer.sequences[0].tokens[:2]) == [999, 998]
+    request_id = f"{sampling._sampling_session_id}:0"
+    with gate.http() as client:
+        ask = {"request_id": request_id, "allow_metadata_only": True}
+        announced = client.post("/api/v1/retrieve_future", json=ask).json()
+        whole = client.post("/api/v1/retrieve_future", json={"request_id": request_id})
+        assert announced["status"] == "complete_metadata"
+        assert announced["response_payload_size"] == len(whole.content) > 2**20
+        small = asample(client, sampling._sampling_session_id, 1).json()["request_id"]
+        gate.retrieve(small)
+        at_once = client.post("/api/v1/retrieve_future", json=ask | {"request_id": small})
+        assert at_once.headers["content-type"] == "application/x-protobuf"
+
+
+def test_one_poll_reports_each_end_once_with_its_size(gate):
+    sampler_id = _sampler_id(gate)
+    with gate.http() as client:
+        first = asample(client, sampler_id, 0).json()["request_id"]
+        size = len(gate.retrieve(first).content)
+        before = poll(client, sampler_id, timeout=10).json()
+        assert before["completions"] == [
+            {"state": "finished", "request_id": first, "response_payload_uncompressed_size": size}
+        ]
+        # An answer that was lost on its way is asked for again.
+        assert poll(client, sampler_id, timeout=10).json() == before
+        second = asample(client, sampler_id, 1).json()["request_id"]
+        asample(client, sampler_id, CLIENT_BLOCK)
+        after = poll(client, sampler_id, prev_cursor=before["cursor"], timeout=10).json()
+        assert [done["request_id"] for done in after["completions"]] == [second]
+        nothing = poll(client, sampler_id, prev_cursor=after["cursor"]).json()
+        assert nothing == {"completions": [], "cursor": after["cursor"]}
+
+
+def test_a_failed_sample_is_reported_as_such_and_a_fetched_one_is_forgotten(gate):
+    sampler_id = _sampler_id(gate)
+    engine = engine_of(gate, sampler_id)
+    with gate.http() as client:
+        done = asample(client, sampler_id, 0).json()["request_id"]
+        gate.retrieve(done)
+        gate.run(engine.gate.clear)
+        failed = asample(client, sampler_id, 1).json()["request_id"]
+        cursor = poll(client, sampler_id, timeout=10).json()["cursor"]
+        client.post("/api/v1/cancel_future", json={"request_id": failed})
+        gate.run(engine.gate.set)
+        answer = poll(
+            client, sampler_id, prev_cursor=cursor, timeout=10, retrieved_request_ids=[done]
+        )
+        assert answer.json()["completions"] == [{"state": "failed", "request_id": failed}]
+        assert gate.gateway.futures.get(done) is None
+        assert gate.retrieve(failed).json()["type"] == "sample_cancelled"
+
+
+def test_a_cursor_of_an_earlier_gateway_and_an_unknown_session_are_refused(gate):
+    sampler_id = _sampler_id(gate)
+    with gate.http() as client:
+        assert poll(client, sampler_id, prev_cursor=17).status_code == 410
+        assert poll(client, "s-none:sample:0").status_code == 404
+
+
+def test_the_sdk_finishes_with_one_poll_for_all_its_samples(gate, service):
+    service.holder._client_config = service.holder.get_client_config().model_copy(
+        update={"sample_use_retrieve_futures": True}
+    )
+    sampling = service.create_sampling_client(base_model="tiny").result()
+    futures = [
+        sampling.sample(types.ModelInput.from_ints([n, n + 1]), 1, PARAMS) for n in range(40)
+    ]
+    for n, future in enumerate(futures):
+        assert list(future.result().sequences[0].tokens) == [n + 1, n]
+    with gate.http() as client:
+        assert 'route="retrieve_futures",status="200"' in client.get("/metrics").text
+
+
+def _sampler_id(gate) -> str:
+    """Of a new session, for the base model."""
+    body = {
+        "session_id": gate.session_id(),
+        "sampling_session_seq_id": 0,
+        "base_model": "tiny",
+    }
+    with gate.http() as client:
+        created = client.post("/api/v1/create_sampling_session", json=body)
+    return created.json()["sampling_session_id"]

@@ -1,0 +1,135 @@
+"""Secrets stay out of logs, error texts and metrics, and files are for their owner alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import stat
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gateway.workers.launchers.process import ProcessLauncher
+from tandem.stack import _private
+from tandem.telemetry import configure_logging, get_log, without_credentials
+from tandem.worker import WorkerSpec
+from tests.support.gateway.access_world import World
+from tests.support.gateway.running import running_gateway
+
+NEW = "tml-" + "Zz9_-" * 8
+TOKEN = "eyJhbGciOiJIUzI1NiJ9.eyJrZXkiOiJrLTEifQ.c2lnbmF0dXJlLW9mLWl0"
+
+
+@pytest.fixture
+def log(capfd):
+    """What this process logs, as the gateway does."""
+    import structlog
+
+    before = structlog.get_config()
+    stream = io.StringIO()
+    configure_logging(service="gateway", level="debug", stream=stream)
+    yield stream
+    structlog.configure(**before)
+    logging.basicConfig(level=logging.WARNING, force=True)
+    logging.captureWarnings(False)
+
+
+def test_a_key_in_any_place_of_a_request_is_in_no_log_no_answer_and_no_metric(tmp_path, log):
+    with running_gateway(tmp_path) as gate:
+        world = World(gate, tmp_path)
+        good = world.keys["member"]
+        for key in (NEW, TOKEN, good):
+            with httpx.Client(base_url=gate.url, timeout=20) as client:
+                answers = [
+                    client.get("/api/v1/sessions", headers={"X-API-Key": key + "x"}),
+                    client.get("/api/v1/sessions", headers={"Authorization": f"Bearer {key}x"}),
+                    client.get("/api/v1/sessions", headers={"Authorization": f"Basic {key}"}),
+                    client.get("/api/v1/sessions", params={"api_key": key}),
+                    client.get(f"/api/v1/samplers/{key}"),
+                    client.delete(f"/api/tandem/v1/keys/{key}"),
+                    client.post("/api/v1/auth/token", json={"api_key": key}),
+                    client.post(f"/{key}", content=key),
+                    client.get("/api/v1/sessions", headers={"Cookie": f"key={key}"}),
+                ]
+            assert {answer.status_code for answer in answers} == {401}
+            assert all(key not in answer.text for answer in answers)
+            assert key not in httpx.get(f"{gate.url}/metrics").text
+        with httpx.Client(base_url=gate.url, headers={"X-API-Key": good}) as client:
+            client.get(f"/api/v1/samplers/{NEW}")
+            client.post("/api/v1/create_session", json={"tags": NEW})
+            config = client.get("/api/tandem/v1/config", headers={"X-API-Key": world.keys["admin"]})
+        for secret in (gate.gateway.api_key, gate.gateway.signing_key.hex()):
+            assert secret not in config.text
+        secrets = [worker.secret for worker in gate.launcher.specs]
+        assert secrets
+    said = log.getvalue()
+    assert "key_refused" in said
+    for secret in (NEW, TOKEN, good, *secrets):
+        assert secret not in said
+
+
+def test_the_log_takes_out_what_looks_like_a_key_or_a_token(log):
+    get_log().error("oops", path=f"/x/{NEW}/y", detail={"token": TOKEN})
+    logging.getLogger("library").warning("called with %s", NEW)
+    try:
+        raise ValueError(f"bad {TOKEN}")
+    except ValueError:
+        get_log().exception("failed")
+    said = log.getvalue()
+    assert said.count("(credential)") == 4 or said.count("(credential)") > 4
+    assert NEW not in said
+    assert TOKEN not in said
+    assert all(json.loads(line) for line in said.splitlines())
+
+
+def test_names_that_only_resemble_keys_stay():
+    for text in (
+        "tml-test",
+        "tml:organization_user:ann",
+        "k-9f86d081884c",
+        "eyJ",
+        "s-ab12:train:0",
+    ):
+        assert without_credentials(text) == text
+
+
+def test_files_with_secrets_are_for_their_owner_alone(tmp_path):
+    old = os.umask(0o022)
+    try:
+        with running_gateway(tmp_path, api_key="") as gate:
+            folder = gate.settings.data_dir
+            assert mode(folder) == 0o700
+            for name in ("api_key", "signing_key", "gateway.json", "gateway.lock"):
+                assert mode(folder / name) == 0o600, name
+        log = tmp_path / "a.log"
+        with open(log, "ab", opener=_private):
+            assert mode(log) == 0o600
+    finally:
+        os.umask(old)
+
+
+async def test_a_workers_log_is_for_its_owner_alone_and_its_spec_is_in_no_argument(tmp_path):
+    spec = WorkerSpec(
+        worker_id="w", kind="trainer", secret="s" * 32, model_name="m", model_path="/m",
+        data_dir=str(tmp_path), session_id="s",
+    )  # fmt: skip
+    seen = tmp_path / "seen"
+    script = f"cat /proc/self/cmdline /proc/self/environ > {seen}; exit 3"
+    launcher = ProcessLauncher(
+        data_dir=tmp_path,
+        start_timeout=20,
+        stop_timeout=5,
+        command=lambda _: ["sh", "-c", script],
+    )
+    with pytest.raises(Exception, match="exited with status 3"):
+        await launcher.start(spec)
+    await launcher.close()
+    assert mode(tmp_path / "logs" / "w.log") == 0o600
+    assert spec.secret.encode() not in seen.read_bytes()
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)

@@ -1,0 +1,362 @@
+"""Keys, sessions, runs, checkpoints and sampling sessions, with fake workers."""
+
+from __future__ import annotations
+
+import pytest
+import tinker
+from tinker import types
+
+from tests.support.gateway.running import KEY, datum, make_model, running_gateway, wait_for
+
+PROMPT = types.ModelInput.from_ints([1, 2, 3])
+PARAMS = types.SamplingParams(max_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory):
+    with running_gateway(
+        tmp_path_factory.mktemp("sessions"), session_ttl=600, max_waiting_samples=3
+    ) as gate:
+        yield gate
+
+
+def training_client(service):
+    return service.create_lora_training_client("tiny:full").result()
+
+
+def versions_of(gate, run_id: str) -> set[str]:
+    folder = gate.settings.data_dir / "weights" / run_id.replace(":", "_")
+    return {child.name for child in folder.iterdir()} if folder.is_dir() else set()
+
+
+def asample(client, sampler_id: str, seq_id: int = 0, **changes):
+    body = {
+        "sampling_session_id": sampler_id,
+        "seq_id": seq_id,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+        "sampling_params": {"max_tokens": 2},
+    }
+    return client.post("/api/v1/asample", json=body | changes)
+
+
+def base_sampler(gate, client, session: str | None = None) -> str:
+    session = session or gate.session_id()
+    answer = client.post(
+        "/api/v1/create_sampling_session",
+        json={"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"},
+    )
+    return answer.json()["sampling_session_id"]
+
+
+# --- Keys, paths, bodies ------------------------------------------------------------------
+
+
+def test_a_wrong_key_is_401_and_health_needs_none(gate):
+    with gate.http(key="tml-wrong") as client:
+        refused = client.get("/api/v1/get_server_capabilities")
+        assert refused.status_code == 401
+        assert refused.json()["type"] == "unauthenticated"
+        assert client.get("/api/v1/healthz").json() == {"status": "ok"}
+        metrics = client.get("/metrics").text
+    assert 'tandem_gateway_requests_total{route="none",status="401"}' in metrics
+    with pytest.raises(tinker.AuthenticationError, match="API key is missing or wrong"):
+        tinker.ServiceClient(base_url=gate.url, api_key="tml-wrong").holder.get_session_id()
+
+
+def test_every_refusal_is_json_with_a_sentence(gate):
+    with gate.http() as client:
+        for answer, status in (
+            (client.get("/api/v1/no_such_thing"), 404),
+            (client.get("/api/v1/asample"), 405),
+            (client.post("/api/v1/asample", content=b"{"), 400),
+            (client.post("/api/v1/create_model", json={}), 400),
+            (client.post("/api/v1/optim_step", json={"model_id": "x", "seq_id": 1}), 404),
+            (client.post("/api/v1/retrieve_future", json={"request_id": "nonsense"}), 404),
+            (client.post("/api/v1/retrieve_future", json={"request_id": "s-1:train:0:1"}), 404),
+        ):
+            assert answer.status_code == status
+            assert answer.json()["error"]
+            assert answer.json()["category"] == "user"
+
+
+def test_capabilities_name_the_models(gate):
+    with gate.http() as client:
+        models = client.get("/api/v1/get_server_capabilities").json()["supported_models"]
+    assert models == [
+        {
+            "model_name": "tiny",
+            "max_context_length": 64,
+            "trainable": True,
+            "sampleable": True,
+        }
+    ]
+
+
+# --- Sessions -----------------------------------------------------------------------------
+
+
+def test_an_unknown_session_is_404_and_a_finished_one_410(gate):
+    with gate.http() as client:
+        session = gate.session_id()
+        create = {"session_id": "s-none", "model_seq_id": 0, "base_model": "tiny:full"}
+        assert client.post("/api/v1/create_model", json=create).status_code == 404
+        for reason in ("errored", "success"):
+            answer = client.post(
+                f"/api/v1/sessions/{session}/finish", json={"reason": {"type": reason}}
+            )
+            assert answer.status_code == 204
+        beat = client.post("/api/v1/session_heartbeat", json={"session_id": session})
+        assert beat.status_code == 410
+        assert "errored" in beat.json()["error"]
+        unknown = client.post("/api/v1/session_heartbeat", json={"session_id": "s-none"})
+        assert unknown.status_code == 404
+
+
+def test_a_session_without_heartbeat_ends_and_its_operations_fail(tmp_path):
+    with running_gateway(tmp_path, session_ttl=0.6) as gate, gate.http() as client:
+        session = gate.session_id()
+        run_id = gate.run_id(session)
+        _, trainer = gate.worker("trainer")
+        gate.run(trainer.gate.clear)
+        partial = gate.settings.data_dir / "weights" / run_id.replace(":", "_") / ".partial-v1"
+        partial.mkdir(parents=True)
+        step = {"model_id": run_id, "seq_id": 1, "adam_params": {}}
+        client.post("/api/v1/optim_step", json=step)
+        wait_for(lambda: not gate.gateway.runs.all())
+        assert gate.retrieve(f"{run_id}:1").json()["type"] == "session_finished"
+        wait_for(lambda: not partial.exists())
+        assert {w.partition("-")[0] for w in gate.launcher.stopped} == {"trainer", "sampler"}
+        late = client.post("/api/v1/optim_step", json=step | {"seq_id": 2})
+        assert late.status_code == 410
+
+
+def test_a_session_that_ends_while_its_workers_start_leaves_none(tmp_path):
+    with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
+        gate.run(gate.launcher.start_gate.clear)
+        session = gate.session_id()
+        create = {"session_id": session, "model_seq_id": 0, "base_model": "tiny:full"}
+        created = client.post("/api/v1/create_model", json=create).json()
+        polled = client.post("/api/v1/retrieve_future", json={"request_id": created["request_id"]})
+        assert polled.status_code == 408
+        assert polled.json()["queue_state"] == "paused_capacity"
+        assert "the trainer is starting" in polled.json()["queue_state_reason"]
+        client.post(f"/api/v1/sessions/{session}/finish", json={"reason": {"type": "success"}})
+        outcome = gate.retrieve(created["request_id"]).json()
+        assert outcome["type"] == "session_finished"
+        assert gate.gateway.fleet.all() == []
+
+
+# --- Runs and checkpoints -----------------------------------------------------------------
+
+
+def test_an_unknown_model_is_refused_at_once_and_the_known_are_named(gate):
+    with (
+        gate.service() as service,
+        pytest.raises(tinker.NotFoundError, match=r"unknown model 'huge'; known: tiny"),
+    ):
+        service.create_lora_training_client("huge:full").result()
+
+
+@pytest.mark.parametrize(
+    ("model", "metadata"), [("tiny:full", None), ("tiny", {"tandem_training": "full"})]
+)
+def test_full_training_is_asked_for_by_suffix_or_metadata(gate, model, metadata):
+    with gate.service() as service:
+        training = service.create_lora_training_client(model, user_metadata=metadata).result()
+        info = training.get_info()
+        assert (info.is_lora, info.lora_rank) == (False, None)
+        assert gate.worker("trainer")[1].spec.training.lora is None
+
+
+def test_an_unknown_kind_of_training_is_refused(gate):
+    with gate.service() as service:
+        with pytest.raises(tinker.BadRequestError, match="the suffix 'huge'"):
+            service.create_lora_training_client("tiny:huge").result()
+        with pytest.raises(tinker.BadRequestError, match="tandem_training is 'half'"):
+            service.create_lora_training_client(
+                "tiny", user_metadata={"tandem_training": "half"}
+            ).result()
+
+
+def test_a_checkpoint_is_saved_replaced_and_resumed(gate):
+    with gate.service() as service:
+        training = training_client(service)
+        path = training.save_state("warm-up").result().path
+        assert path == f"tinker://{training.model_id}/weights/warm-up"
+        with pytest.raises(tinker.RequestFailedError, match="name_taken"):
+            training.save_state("warm-up").result()
+        training.save_state("warm-up", overwrite=True).result()
+        folder = gate.settings.data_dir / "checkpoints" / training.model_id.replace(":", "_")
+        wait_for(lambda: len(list(folder.iterdir())) == 1)
+        with pytest.raises(tinker.RequestFailedError, match="invalid_request"):
+            training.save_state("../up").result()
+        resumed = service.create_training_client_from_state_with_optimizer(path).result()
+        session = training.model_id.partition(":")[0]
+        _, trainer = gate.worker(f"trainer-{session}")
+        assert trainer.requests[0].optimizer is True
+        assert resumed.forward([datum([1])], "cross_entropy").result().metrics
+        assert [seq for _, seq in trainer.applied] == [0, 1]
+        with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+            service.create_training_client_from_state(path + "x").result()
+    assert len(list(folder.iterdir())) == 1  # a checkpoint outlives its session
+
+
+def test_named_weights_are_sampled_from_by_their_path_and_outlive_the_session(gate):
+    with gate.service() as service:
+        training = training_client(service)
+        path = training.save_weights_for_sampler("best").result().path
+        with pytest.raises(tinker.RequestFailedError, match="name_taken"):
+            training.save_weights_for_sampler("best").result()
+        unnamed = training.save_weights_and_get_sampling_client().result()
+        assert unnamed.sample(PROMPT, 1, PARAMS).result().sequences
+        assert len(versions_of(gate, training.model_id)) == 2
+    assert len(versions_of(gate, training.model_id)) == 1
+    with gate.service() as service:
+        sampling = service.create_sampling_client(model_path=path).result()
+        assert sampling.get_base_model() == "tiny"
+        assert sampling.sample(PROMPT, 1, PARAMS).result().sequences
+        session = sampling._sampling_session_id.partition(":")[0]
+        request = gate.worker(f"sampler-{session}")[1].requests[-1]
+        assert request.version.run_id == training.model_id
+        with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+            service.create_sampling_client(model_path=path + "x").result()
+
+
+# --- Sampling sessions --------------------------------------------------------------------
+
+
+def test_inflight_samplers_follow_the_newest_inflight_save(gate):
+    with gate.service() as service:
+        training = training_client(service)
+        first = training.save_weights_and_get_sampling_client(kind="inflight").result()
+        frozen = training.save_weights_and_get_sampling_client().result()
+        training.optim_step(types.AdamParams()).result()
+        training.save_weights_and_get_sampling_client(kind="inflight").result()
+        _, sampler = gate.worker(f"sampler-{training.model_id.partition(':')[0]}")
+        first.sample(PROMPT, 1, PARAMS).result()
+        assert sampler.requests[-1].version.name == sampler.loaded[2]
+        assert sampler.requests[-1].version.step == 1
+        frozen.sample(PROMPT, 1, PARAMS).result()
+        assert sampler.requests[-1].version.name == sampler.loaded[1]
+
+
+def test_idle_snapshots_expire_but_the_newest_stays(tmp_path):
+    with (
+        running_gateway(tmp_path, session_ttl=600, sampler_idle_ttl=0.01) as gate,
+        gate.service() as service,
+    ):
+        training = training_client(service)
+        clients = [training.save_weights_and_get_sampling_client().result() for _ in range(3)]
+        from gateway.housekeeping import Housekeeping
+
+        reaper = Housekeeping(gate.gateway)
+
+        def one_is_left() -> bool:  # the others go in the first round that finds them idle
+            gate.run(reaper.keep_house())
+            return len(versions_of(gate, training.model_id)) == 1
+
+        wait_for(one_is_left)
+        assert clients[2].sample(PROMPT, 1, PARAMS).result().sequences
+        with pytest.raises(tinker.NotFoundError, match="has ended"):
+            clients[0].sample(PROMPT, 1, PARAMS).result()
+
+
+def test_a_repeated_sample_is_the_same_request(gate):
+    with gate.http() as client:
+        sampler_id = base_sampler(gate, client)
+        first = asample(client, sampler_id, 5, num_samples=2).json()
+        assert asample(client, sampler_id, 5, num_samples=2).json() == first
+        assert len(first["sample_sequence_ids"]) == 2
+        answer = gate.retrieve(first["request_id"])
+        assert answer.headers["content-type"] == "application/x-protobuf"
+        assert answer.headers["x-tandem-weight-version"] == "base/tiny"
+        _, sampler = gate.worker(f"sampler-{sampler_id.partition(':')[0]}")
+        assert len(sampler.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"prompt_alt_tokens_k": 2000}, "invalid_request"),
+        ({"prompt_alt_tokens_k": -1}, "invalid_request"),
+        ({"prompt_logprobs_last_n": 1}, "invalid_request"),
+        ({"prompt_logprobs_last_n": 0, "prompt_logprobs": True}, "invalid_request"),
+        ({"target_prompt_logprobs": {"data": [1]}}, "invalid_request"),
+        ({"target_prompt_logprobs": {"data": [1.0], "dtype": "float32"}}, "invalid_request"),
+        (
+            {"target_prompt_logprobs": {"data": [2**70], "dtype": "int64", "shape": [1, 1]}},
+            "token_out_of_vocabulary",
+        ),
+        ({"topk_prompt_logprobs": 1001}, "invalid_request"),
+        ({"topk_sample_logprobs": -1}, "invalid_request"),
+        ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "unsupported_input"),
+        ({"prompt": {"chunks": [{"type": "dmel", "dmel": ""}]}}, "unsupported_input"),
+        ({"prompt": {"chunks": []}}, "empty_batch"),
+        (
+            {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [2**40]}]}},
+            "token_out_of_vocabulary",
+        ),
+        ({"num_samples": 0}, "invalid_request"),
+        ({"sampling_params": {"temperature": -1}}, "invalid_request"),
+    ],
+)
+def test_what_a_sample_may_not_ask_for_is_refused_with_its_type(gate, changes, kind):
+    with gate.http() as client:
+        answer = asample(client, base_sampler(gate, client), 1, **changes)
+        assert answer.status_code == 400
+        assert answer.json()["type"] == kind
+
+
+def test_an_unknown_sampling_session_is_404(gate):
+    with gate.http() as client:
+        answer = asample(client, "s-none:sample:0")
+        assert answer.status_code == 404
+        assert answer.json()["type"] == "unknown_sampler"
+        assert client.get("/api/v1/samplers/s-none:sample:0").status_code == 404
+
+
+def test_samples_beyond_the_bound_are_429(gate):
+    with gate.http() as client:
+        sampler_id = base_sampler(gate, client)
+        _, sampler = gate.worker(f"sampler-{sampler_id.partition(':')[0]}")
+        gate.run(sampler.gate.clear)
+        accepted = [asample(client, sampler_id, seq) for seq in range(3)]
+        assert asample(client, sampler_id, 3).status_code == 429
+        gate.run(sampler.gate.set)
+        assert all(gate.retrieve(a.json()["request_id"]).is_success for a in accepted)
+        assert asample(client, sampler_id, 3).status_code == 200
+
+
+# --- Our own routes -----------------------------------------------------------------------
+
+
+def test_models_are_added_listed_and_removed(gate, tmp_path):
+    with gate.http() as client:
+        own = "/api/tandem/v1"
+        path = str(make_model(tmp_path / "model"))
+        added = client.post(f"{own}/models", json={"name": "org/other", "path": path})
+        assert added.json() == {"name": "org/other", "path": path, "max_length": 64}
+        names = [m["name"] for m in client.get(f"{own}/models").json()["models"]]
+        assert names == ["tiny", "org/other"]
+        assert client.delete(f"{own}/models/org/other").status_code == 204
+        assert client.delete(f"{own}/models/org/other").status_code == 404
+        for wrong in ({"name": "x", "path": "relative"}, {"name": "x:y", "path": path}):
+            answer = client.post(f"{own}/models", json=wrong)
+            assert answer.status_code == 400
+        nowhere = client.post(f"{own}/models", json={"name": "x", "path": "/nowhere"})
+        assert "No such file" in nowhere.json()["error"]
+
+
+def test_status_shows_runs_workers_and_queues_and_config_no_secret(gate):
+    with gate.service() as service, gate.http() as client:
+        training = training_client(service)
+        status = client.get("/api/tandem/v1/status").json()
+        run = next(r for r in status["runs"] if r["id"] == training.model_id)
+        assert (run["state"], run["queued"]) == ("ready", 0)
+        session = training.model_id.partition(":")[0]
+        workers = {w["kind"]: w for w in status["workers"] if w["session_id"] == session}
+        assert set(workers) == {"trainer", "sampler"}
+        config = client.get("/api/tandem/v1/config")
+        assert config.json()["max_waiting_samples"] == 3
+        assert KEY not in config.text
+        assert client.get("/api/tandem/v1/version").json()["version"]

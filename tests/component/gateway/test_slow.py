@@ -1,0 +1,124 @@
+"""Clients that read slowly or not at all: they hold one piece of their answer, and not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import pytest
+
+from gateway.api.admission_middleware import RequestReservations
+from tandem.v1 import trainer_pb2
+from tandem.wire.v1 import tinker_pb2
+from tests.support.gateway.running import KEY, forward_backward_bytes, running_gateway, wait_for
+
+PROTO = {"Content-Type": "application/x-protobuf"}
+TOKENS = 1_500_000
+"""Of one batch; its logprobs are 6 MB, more than the kernel takes for a client that stands."""
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory):
+    with running_gateway(
+        tmp_path_factory.mktemp("slow"), session_ttl=600, http={"write_timeout": 0.4}
+    ) as gate:
+        yield gate
+
+
+@pytest.fixture(scope="module")
+def result(gate):
+    """The request_id of a large result, and its bytes."""
+    run_id = gate.run_id(gate.session_id())
+    run = gate.gateway.runs.get(run_id)
+
+    async def large(_request, **_):
+        output = tinker_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+        output.loss_fn_outputs.add().fields["logprobs"].data = bytes(4 * TOKENS)
+        return trainer_pb2.ForwardBackwardReply(output=output.SerializeToString())
+
+    run.prepare._client.forward_backward = large
+    with gate.http() as client:
+        client.post(
+            "/api/v1/forward_backward", content=forward_backward_bytes(run_id, 1), headers=PROTO
+        )
+    answer = gate.retrieve(f"{run_id}:1")
+    assert len(answer.content) > 4 * TOKENS
+    return f"{run_id}:1", answer.content
+
+
+def ask(gate, request_id: str) -> socket.socket:
+    """A client that asks for a result, and reads nothing."""
+    host, port = gate.url.removeprefix("http://").split(":")
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(20)
+    client.connect((host, int(port)))
+    body = json.dumps({"request_id": request_id}).encode()
+    client.sendall(
+        f"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: x\r\nX-API-Key: {KEY}\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
+    return client
+
+
+def received(client: socket.socket) -> bytes:
+    data = b""
+    try:
+        while piece := client.recv(65536):
+            data += piece
+    except ConnectionResetError:
+        pass
+    return data
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_a_client_that_takes_nothing_is_cut_off_and_the_result_stays(gate, result, where):
+    request_id, content = result
+    if where == "file":
+        gate.run(lambda: gate.gateway.futures._drop(gate.gateway.futures.get(request_id)))
+    cut = gate.gateway.metrics.timeouts.labels(what="write")
+    before = cut._value.get()
+    client = ask(gate, request_id)
+    wait_for(lambda: cut._value.get() == before + 1)
+    wait_for(lambda: gate.gateway.limits.requests.total == 0)
+    assert len(received(client)) < len(content)
+    client.close()
+    assert gate.retrieve(request_id).content == content
+
+
+def test_a_client_that_stands_still_holds_no_more_than_a_piece(gate, result):
+    request_id, _ = result
+    client = ask(gate, request_id)
+
+    def buffered() -> list[int]:
+        return [
+            c.transport.get_write_buffer_size()
+            for c in gate.server.server_state.connections
+            if c.flow.write_paused
+        ]
+
+    wait_for(lambda: gate.run(buffered))
+    assert all(size <= 256 * 2**10 + 65536 for size in gate.run(buffered))
+    client.close()
+
+
+def test_a_large_answer_is_handed_over_in_pieces_that_make_up_the_whole(gate):
+    body = bytes(range(256)) * 5000
+
+    async def app(_scope, _receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    sent: list[dict[str, object]] = []
+
+    async def send(message):
+        sent.append(message)
+
+    reception = RequestReservations(app, limits=gate.gateway.limits)
+    asyncio.run(reception({"type": "http", "path": "/", "state": {}}, None, send))
+    pieces = sent[1:]
+    assert b"".join(piece["body"] for piece in pieces) == body
+    assert max(len(piece["body"]) for piece in pieces) == 256 * 2**10
+    assert [piece["more_body"] for piece in pieces] == [True] * (len(pieces) - 1) + [False]

@@ -1,0 +1,330 @@
+"""Connections that do not get on, seen from raw sockets: each gets its answer, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+
+import pytest
+import zstandard
+
+from tests.support.gateway.running import KEY, forward_backward_bytes, running_gateway, wait_for
+
+LIMIT = 300_000
+HTTP = {
+    "header_timeout": 0.3,
+    "body_gap_timeout": 0.3,
+    "body_timeout": 0.9,
+    "keep_alive": 1,
+    "linger": 0.4,
+    "max_header_bytes": 4096,
+}
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory):
+    with running_gateway(
+        tmp_path_factory.mktemp("timeouts"),
+        session_ttl=600,
+        max_payload_bytes=LIMIT,
+        http=HTTP,
+        limit={"body_bytes": 500_000, "body_bytes_in_all": 800_000},
+    ) as gate:
+        yield gate
+
+
+@pytest.fixture
+def run_id(gate):
+    return gate.run_id(gate.session_id())
+
+
+class Raw:
+    """A connection that sends what it likes."""
+
+    def __init__(self, gate) -> None:
+        host, port = gate.url.removeprefix("http://").split(":")
+        self.socket = socket.create_connection((host, int(port)), timeout=20)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def post(self, path: str, *headers: str) -> None:
+        lines = [f"POST {path} HTTP/1.1", "Host: x", f"X-API-Key: {KEY}", *headers]
+        self.send(("\r\n".join(lines) + "\r\n\r\n").encode())
+
+    def answer(self) -> tuple[int, dict[str, str], dict[str, object]]:
+        """Status, headers and JSON of one answer."""
+        head, _, body = self._until(b"\r\n\r\n").partition(b"\r\n\r\n")
+        first, *lines = head.decode().split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in lines)
+        while len(body) < int(headers["content-length"]):
+            body += self.socket.recv(65536)
+        return int(first.split()[1]), headers, json.loads(body)
+
+    def protocol_in(self, gate):
+        """The gateway's side of this connection; None while there is no request on it."""
+        for protocol in gate.server.server_state.connections:
+            if protocol.client == self.socket.getsockname() and protocol.cycle is not None:
+                return protocol
+        return None
+
+    def rest(self) -> bytes:
+        """What comes until the end of the connection."""
+        data = b""
+        while piece := self._received():
+            data += piece
+        return data
+
+    def _received(self) -> bytes:
+        try:
+            return self.socket.recv(65536)
+        except ConnectionResetError:
+            return b""
+
+    def _until(self, mark: bytes) -> bytes:
+        data = b""
+        while mark not in data:
+            piece = self.socket.recv(65536)
+            assert piece, f"the connection ended after {data!r}"
+            data += piece
+        return data
+
+
+def timeouts(gate, what: str) -> float:
+    return gate.gateway.metrics.timeouts.labels(what=what)._value.get()
+
+
+def refusals(gate, limit: str) -> float:
+    return gate.gateway.metrics.refusals.labels(limit=limit)._value.get()
+
+
+# --- Headers ------------------------------------------------------------------------------
+
+
+def test_headers_that_never_end_are_408_and_the_connection_is_closed(gate):
+    before = timeouts(gate, "header")
+    with Raw(gate) as raw:
+        raw.send(b"POST /api/v1/asample HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+        status, headers, body = raw.answer()
+        assert (status, body["type"]) == (408, "request_timed_out")
+        assert headers["connection"] == "close"
+        assert "TANDEM_HTTP_HEADER_TIMEOUT" in body["error"]
+        assert raw.rest() == b""
+    assert timeouts(gate, "header") == before + 1
+
+
+@pytest.mark.parametrize("data", [b"", b"\r\n\r\n\r\n"])
+def test_a_connection_that_asks_for_nothing_is_closed(gate, data):
+    with Raw(gate) as raw:
+        raw.send(data)
+        assert raw.rest() == b""
+
+
+def test_a_trickle_of_headers_does_not_move_the_deadline(gate):
+    with Raw(gate) as raw:
+        raw.send(b"GET /api/v1/healthz HTTP/1.1\r\n")
+        raw.socket.settimeout(0.05)
+        seen = b""
+        for n in range(200):
+            raw.send(b"X-%d: y\r\n" % n)
+            try:
+                seen = raw.socket.recv(100)
+                break
+            except TimeoutError:
+                continue
+        assert seen.startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("lines", [1, 400])
+def test_headers_beyond_their_bound_are_431(gate, lines):
+    before = refusals(gate, "header_bytes")
+    with Raw(gate) as raw:
+        raw.send(b"GET /api/v1/healthz HTTP/1.1\r\n")
+        raw.send(b"X-Long: %s\r\n" % (b"y" * (5000 // lines)) * lines)
+        raw.send(b"\r\n")
+        status, _, body = raw.answer()
+        assert (status, body["type"]) == (431, "invalid_request")
+    assert refusals(gate, "header_bytes") == before + 1
+
+
+def test_an_idle_connection_is_closed_and_a_used_one_goes_on(gate):
+    with Raw(gate) as raw:
+        for _ in range(2):
+            raw.send(b"GET /api/v1/healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert raw.answer()[0] == 200
+        assert raw.rest() == b""
+
+
+# --- Bodies -------------------------------------------------------------------------------
+
+
+def test_a_body_that_stops_is_408_with_a_sentence(gate):
+    before = timeouts(gate, "body")
+    with Raw(gate) as raw:
+        raw.post("/api/v1/create_session", "Content-Length: 1000")
+        raw.send(b'{"tags":')
+        status, headers, body = raw.answer()
+        assert (status, body["type"], body["category"]) == (408, "request_timed_out", "server")
+        assert headers["connection"] == "close"
+        assert raw.rest() == b""
+    assert timeouts(gate, "body") == before + 1
+    wait_for(lambda: gate.gateway.limits.bodies.total == 0)
+
+
+def test_a_body_that_trickles_for_ever_ends_at_the_deadline_of_the_whole(gate):
+    with Raw(gate) as raw:
+        raw.post("/api/v1/create_session", "Transfer-Encoding: chunked")
+        raw.socket.settimeout(0.05)
+        seen = b""
+        for _ in range(200):
+            raw.send(b"1\r\n \r\n")
+            try:
+                seen = raw.socket.recv(100)
+                break
+            except TimeoutError:
+                continue
+        assert seen.startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_body_is_refused_by_its_length_before_it_is_sent_and_takes_its_place(gate, run_id):
+    with Raw(gate) as raw:
+        raw.post("/api/v1/forward_backward", f"Content-Length: {LIMIT * 1000}")
+        prefix = forward_backward_bytes(run_id, 1)
+        raw.send(prefix + bytes(5000 - len(prefix)))  # of 300 MB
+        status, _, body = raw.answer()
+        assert (status, body["type"]) == (413, "payload_too_large")
+        assert str(LIMIT * 1000) in body["error"]
+        assert raw.rest() == b""  # after so long, nobody waits for the rest
+    assert gate.retrieve(f"{run_id}:1").json()["type"] == "payload_too_large"
+    wait_for(lambda: gate.gateway.limits.bodies.total == 0)
+
+
+def test_a_client_that_sends_all_of_a_refused_body_still_reads_the_answer(gate, run_id):
+    with gate.http() as client:
+        body = forward_backward_bytes(run_id, 1) + bytes(20 * LIMIT)
+        answer = client.post("/api/v1/forward_backward", content=body)
+        assert answer.status_code == 413
+        chunked = client.post("/api/v1/forward_backward", content=iter([body[:100_000]] * 40))
+        assert chunked.status_code == 413
+        assert client.get("/api/v1/healthz").status_code == 200
+
+
+def test_a_small_operation_that_is_too_large_takes_its_place_and_is_not_kept(tmp_path):
+    with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
+        run_id = gate.run_id(gate.session_id())
+        step = {"model_id": run_id, "seq_id": 1, "adam_params": {}, "more": "x" * 2**20}
+        assert client.post("/api/v1/optim_step", json=step).status_code == 200
+        client.post("/api/v1/optim_step", json={**step, "seq_id": 2, "more": ""})
+        assert gate.retrieve(f"{run_id}:1").json()["type"] == "payload_too_large"
+        assert gate.retrieve(f"{run_id}:2").json()["type"] == "optim_step"
+        new = {"session_id": run_id.split(":")[0], "model_seq_id": 1, "base_model": "tiny"}
+        new["user_metadata"] = {"more": "x" * 2**20}
+        assert client.post("/api/v1/create_model", json=new).status_code == 413
+
+
+def test_the_rest_of_a_refused_body_is_not_kept(gate):
+    """It comes while the connection lingers, and goes nowhere."""
+    with Raw(gate) as raw:
+        raw.post("/api/v1/create_session", f"Content-Length: {LIMIT * 1000}")
+        wait_for(lambda: raw.protocol_in(gate) is not None)
+        protocol = raw.protocol_in(gate)
+        raw.send(bytes(5000))
+        assert raw.answer()[0] == 413
+        with contextlib.suppress(ConnectionError):  # a slow machine sends after the lingering
+            raw.send(bytes(2_000_000))
+        assert raw.rest() == b""
+        assert len(protocol.cycle.body) == 0
+
+
+def test_a_few_bytes_that_stand_for_very_many_are_cut_at_the_limit(gate, run_id):
+    bomb = zstandard.ZstdCompressor(level=19).compress(bytes(400 * 2**20))
+    assert len(bomb) < 50_000
+    with gate.http() as client:
+        answer = client.post(
+            "/api/v1/forward_backward", content=bomb, headers={"Content-Encoding": "zstd"}
+        )
+    assert (answer.status_code, answer.json()["type"]) == (413, "payload_too_large")
+
+
+def test_a_frame_that_asks_for_a_huge_window_is_refused(gate):
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=27)
+    chunker = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    frame = chunker.compress(b"{}") + chunker.flush()
+    with gate.http() as client:
+        answer = client.post(
+            "/api/v1/create_session", content=frame, headers={"Content-Encoding": "zstd"}
+        )
+    assert (answer.status_code, answer.json()["type"]) == (400, "malformed_payload")
+
+
+def test_bodies_on_their_way_take_a_bounded_memory_of_each_owner(gate):
+    with Raw(gate) as first, Raw(gate) as second:
+        first.post("/api/v1/create_session", "Content-Length: 290000")
+        first.send(b"{")
+        wait_for(lambda: gate.gateway.limits.bodies.total == 290_000)
+        second.post("/api/v1/create_session", "Content-Length: 290000")
+        status, headers, body = second.answer()
+        assert (status, body["limit"]) == (429, "body_bytes")
+        assert 1 <= int(headers["retry-after"]) <= 10
+        assert first.answer()[0] == 408
+    wait_for(lambda: gate.gateway.limits.bodies.total == 0)
+
+
+# --- Clients that go away, and too many of them -------------------------------------------
+
+
+def test_a_client_that_goes_away_in_the_middle_leaves_nothing(gate, run_id):
+    with Raw(gate) as raw:
+        raw.post("/api/v1/forward_backward", "Content-Length: 200000")
+        raw.send(forward_backward_bytes(run_id, 1))
+        wait_for(lambda: gate.gateway.limits.bodies.total == 200_000)
+    wait_for(lambda: gate.gateway.limits.bodies.total == 0)
+    wait_for(lambda: gate.gateway.limits.requests.total == 0)
+    assert gate.gateway.runs.get(run_id).dispatcher.queued == 0
+
+
+def test_more_connections_than_allowed_are_told_so(tmp_path):
+    with running_gateway(tmp_path, session_ttl=600, http={"max_connections": 3}) as gate:
+        held = [Raw(gate) for _ in range(3)]
+        wait_for(lambda: len(gate.server.server_state.connections) == 3)
+        with Raw(gate) as one_more:
+            one_more.send(b"GET /api/v1/healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            status, headers, body = one_more.answer()
+            assert (status, body["type"], headers["retry-after"]) == (429, "overloaded", "1")
+        held.pop().socket.close()
+        wait_for(lambda: len(gate.server.server_state.connections) == 2)
+        with Raw(gate) as next_one:
+            next_one.send(b"GET /api/v1/healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert next_one.answer()[0] == 200
+        for raw in held:
+            raw.socket.close()
+
+
+def test_open_requests_of_an_owner_are_bounded(tmp_path):
+    with running_gateway(tmp_path, session_ttl=600, long_poll=20, limit={"requests": 2}) as gate:
+        run_id = gate.run_id(gate.session_id())
+        _, trainer = gate.worker("trainer")
+        gate.run(trainer.gate.clear)
+        with gate.http() as client:
+            step = {"model_id": run_id, "seq_id": 1, "adam_params": {}}
+            client.post("/api/v1/optim_step", json=step)
+        asked = json.dumps({"request_id": f"{run_id}:1"}).encode()
+        polls = [Raw(gate) for _ in range(2)]
+        for poll in polls:
+            poll.post("/api/v1/retrieve_future", f"Content-Length: {len(asked)}")
+            poll.send(asked)
+        wait_for(lambda: gate.gateway.limits.requests.total == 2)
+        with gate.http() as client:
+            refused = client.get("/api/v1/sessions")
+        assert (refused.status_code, refused.json()["limit"]) == (429, "requests")
+        gate.run(trainer.gate.set)
+        assert [poll.answer()[0] for poll in polls] == [200, 200]
+        for poll in polls:
+            poll.socket.close()

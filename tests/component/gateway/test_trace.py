@@ -1,0 +1,170 @@
+"""Exports of a session's timeline, through the SDK."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from urllib.parse import parse_qs, urlencode, urlsplit, urlunsplit
+
+import pytest
+import tinker
+from tinker import types
+
+from gateway.usage.chrome_trace import Slice, Track, encode, in_lanes
+from tests.support.gateway.running import KEY, datum, running_gateway
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory):
+    with running_gateway(tmp_path_factory.mktemp("trace"), session_ttl=600) as gate:
+        yield gate
+
+
+@pytest.fixture
+def rest(gate):
+    return tinker.RestClient(base_url=gate.url, api_key=KEY)
+
+
+def fetched(url: str) -> dict:
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        return json.loads(answer.read())
+
+
+def with_query(url: str, **changes: str) -> str:
+    parts = urlsplit(url)
+    query = {key: values[0] for key, values in parse_qs(parts.query).items()} | changes
+    return urlunsplit(parts._replace(query=urlencode(query)))
+
+
+def status_of(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_what_overlaps_lies_in_lanes_of_its_own():
+    slices = [
+        Slice(name=name, start=start, end=end)
+        for name, start, end in (("d", 4, 5), ("a", 0, 3), ("b", 1, 2), ("c", 2, 4), ("e", 4, 6))
+    ]
+    assert [(lane, s.name) for lane, s in in_lanes(slices)] == [
+        (0, "a"),
+        (1, "b"),
+        (1, "c"),
+        (0, "d"),
+        (1, "e"),
+    ]
+
+
+def test_the_format_has_microseconds_and_a_name_for_each_row():
+    track = Track(name="run", category="operation", slices=[Slice("x", 1.5, 1.75, {"k": "v"})])
+    trace = json.loads(encode([track], about={"session_id": "s"}))
+    process, thread, event = trace["traceEvents"]
+    assert (process["ph"], process["args"]) == ("M", {"name": "run"})
+    assert (thread["ph"], thread["args"]) == ("M", {"name": "operation 0"})
+    assert (event["ph"], event["ts"], event["dur"]) == ("X", 1_500_000, 250_000)
+    assert (event["name"], event["args"]) == ("x", {"k": "v"})
+    assert trace["otherData"] == {"session_id": "s"}
+
+
+def test_a_trace_has_the_sessions_operations_samples_and_workers(gate, rest):
+    began = time.time()
+    with gate.service() as service:
+        session_id = service.holder.get_session_id()
+        training = service.create_lora_training_client("tiny:full").result()
+        training.forward_backward([datum([1, 2])], "cross_entropy").result()
+        training.optim_step(types.AdamParams()).result()
+        sampler = training.save_weights_and_get_sampling_client().result()
+        prompt = types.ModelInput.from_ints([1, 2, 3])
+        sampler.sample(prompt, 1, types.SamplingParams(max_tokens=3)).result()
+        with pytest.raises(tinker.RequestFailedError):
+            training.load_state("tinker://s-0:train:0/weights/none").result()
+    url = rest.export_session_trace(session_id).result()
+    trace = fetched(url)
+    names = {
+        e["pid"]: e["args"]["name"]
+        for e in trace["traceEvents"]
+        if e["ph"] == "M" and e["name"] == "process_name"
+    }
+    slices = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    for event in slices:
+        assert began * 1e6 <= event["ts"] <= event["ts"] + event["dur"] <= time.time() * 1e6
+
+    def of(process: str) -> list[dict]:
+        found = [e for e in slices if names[e["pid"]] == process]
+        return sorted(found, key=lambda e: (e["ts"], e["args"].get("request_id", "")))
+
+    operations = of(training.model_id)
+    assert [e["name"] for e in operations] == [
+        "create_model",
+        "forward_backward",
+        "optim_step",
+        "save_weights_for_sampler",
+        "load_weights",
+    ]
+    assert [e["args"]["state"] for e in operations] == ["done"] * 4 + ["failed"]
+    assert operations[-1]["args"]["error"] == "unknown_weights"
+    (sample,) = of(sampler._sampling_session_id)
+    assert (sample["args"]["prompt_tokens"], sample["args"]["sampled_tokens"]) == (3, 3)
+    assert sample["args"]["weight_version"].startswith(training.model_id)
+    assert {e["args"]["kind"] for e in of("workers")} == {"trainer", "sampler"}
+    (session,) = of(f"session {session_id}")
+    assert (session["args"]["state"], session["args"]["reason"]) == ("finished", "success")
+
+
+def test_the_address_of_a_trace_cannot_be_altered_and_expires(gate, rest):
+    session_id = gate.session_id()
+    url = rest.export_session_trace(session_id).result()
+    assert status_of(url) == 200, "no key is needed"
+    later = str(int(parse_qs(urlsplit(url).query)["expires"][0]) + 1)
+    for altered in (
+        with_query(url, expires=later),
+        with_query(url, signature="A" * 43),
+        with_query(url, signature=""),
+        url.replace(session_id, "s-000000000000"),
+        urlunsplit(urlsplit(url)._replace(query="")),
+        url.replace("/trace_files/", "/trace_files/..%2f"),
+    ):
+        assert status_of(altered) in (403, 404), altered
+    gate.run(lambda: setattr(gate.gateway.traces, "_ttl", -1.0))
+    try:
+        assert status_of(rest.export_session_trace(session_id).result()) == 410
+        gate.run(gate.gateway.traces.expire())
+        assert not list((gate.settings.data_dir / "traces").iterdir())
+        assert status_of(url) == 404
+    finally:
+        gate.run(lambda: setattr(gate.gateway.traces, "_ttl", 3600.0))
+
+
+def test_each_export_is_new_and_an_unknown_session_has_none(gate, rest):
+    session_id = gate.session_id()
+    first = rest.export_session_trace(session_id).result()
+    gate.run_id(session_id)
+    second = rest.export_session_trace(session_id).result()
+    assert first != second
+    made = [e["name"] for e in fetched(second)["traceEvents"]]
+    assert "create_model" in made
+    assert "create_model" not in [e["name"] for e in fetched(first)["traceEvents"]]
+    with pytest.raises(tinker.NotFoundError):
+        rest.export_session_trace("s-000000000000").result()
+
+
+def test_an_export_that_fails_says_why(gate):
+    session_id = gate.session_id()
+    folder = gate.settings.data_dir / "traces"
+    moved = folder.with_name("traces-moved")
+    folder.mkdir(exist_ok=True)
+    folder.rename(moved)
+    folder.write_text("a file in the way")
+    try:
+        with gate.http() as client:
+            answer = client.get(f"/api/v1/sessions/{session_id}/trace_export").json()
+    finally:
+        folder.unlink()
+        moved.rename(folder)
+    assert (answer["status"], answer["url"]) == ("failed", None)
+    assert "FileExistsError" in answer["error"]

@@ -1,0 +1,66 @@
+"""Samplers that the tests of several files share: a start costs some ten seconds.
+
+`sampler` has tied embeddings (qwen3) and no adapters, `tied_adapters` is the same model with
+room to compute with two adapters at once, and `untied` (llama) has an output head of its own,
+and room for adapters, too. Each test begins and ends with the base weights or names its version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.sampler_worker import SamplerClient, sampler_process
+from tests.support.tiny_model import write_tiny_model
+
+LENGTH = 512
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sampler")
+
+
+@pytest.fixture(scope="session")
+def model(directory: Path) -> Path:
+    return write_tiny_model(directory / "tied", head_dim=32, max_length=LENGTH)
+
+
+@pytest.fixture(scope="session")
+def changed(directory: Path) -> Path:
+    """The same architecture with other weights."""
+    return write_tiny_model(directory / "changed", seed=1, head_dim=32, max_length=LENGTH)
+
+
+@pytest.fixture(scope="session")
+def untied_model(directory: Path) -> Path:
+    return write_tiny_model(
+        directory / "untied", architecture="llama", head_dim=32, max_length=LENGTH
+    )
+
+
+@pytest.fixture(scope="session")
+def untied_changed(directory: Path) -> Path:
+    return write_tiny_model(
+        directory / "untied changed", architecture="llama", seed=1, head_dim=32, max_length=LENGTH
+    )
+
+
+@pytest.fixture(scope="session")
+def sampler(model: Path) -> Iterator[SamplerClient]:
+    with sampler_process(model) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def tied_adapters(model: Path) -> Iterator[SamplerClient]:
+    with sampler_process(model, max_lora_rank=5, max_adapters=2) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def untied(untied_model: Path) -> Iterator[SamplerClient]:
+    with sampler_process(untied_model, max_lora_rank=4, max_adapters=2) as client:
+        yield client

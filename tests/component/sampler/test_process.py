@@ -1,0 +1,87 @@
+"""A real sampler as a process: who may call it, mistakes, cancelled calls, and its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tandem.v1 import sampler_pb2
+from tandem.worker import SECRET_METADATA_KEY
+from tests.support.sampler_worker import SamplerClient, decoded, same, sampler_process
+from tests.support.tiny_model import VOCABULARY
+from tests.support.worker_process import CALL_SECONDS, SECRET
+
+LENGTH = 512
+EOS = 1
+PROMPT = [5, 9, 30, 41]
+
+
+def test_a_mistake_is_answered_and_harms_nobody_else(sampler: SamplerClient):
+    calls = [
+        sampler.send(each)
+        for each in [
+            sampler.request(PROMPT, seed=1),
+            sampler.request([VOCABULARY]),
+            sampler.request([]),
+            sampler.request([5] * LENGTH),
+            sampler.request(PROMPT, seed=1),
+        ]
+    ]
+    replies = [call.result() for call in calls]
+    assert [reply.failure.type for reply in replies[1:4]] == [
+        "token_out_of_vocabulary",
+        "empty_batch",
+        "sequence_too_long",
+    ]
+    assert same(decoded(replies[0]), decoded(replies[4]))
+
+
+def test_a_call_without_the_secret_is_refused(sampler: SamplerClient):
+    for metadata in ((), ((SECRET_METADATA_KEY, "wrong"),)):
+        with pytest.raises(grpc.RpcError) as raised:
+            sampler.stub.Sample(sampler.request(PROMPT), metadata=metadata, timeout=CALL_SECONDS)
+        assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_caller_that_goes_away_leaves_nothing_running(sampler: SamplerClient):
+    call = sampler.send(sampler.request(PROMPT, n=500, max_tokens=500, stop=[]))
+    while not sampler.describe().running:
+        pass
+    call.cancel()
+    sampler.sample(PROMPT, max_tokens=1)  # is admitted among them, or behind them
+    while (described := sampler.describe()).running:
+        pass
+    assert (described.running, described.waiting) == (0, 0)
+
+
+def test_a_directory_without_a_model_is_reported_and_ends_the_process(tmp_path: Path):
+    with sampler_process(tmp_path, wait=False) as client:
+        report = client.next_report()
+        assert report.error_type == "worker_start_failed"
+        assert "config.json" in report.error
+        assert client.process.wait(timeout=30) == 1
+
+
+def test_a_terminated_sampler_ends_before_it_is_ready_and_says_unavailable(model: Path):
+    with sampler_process(model, wait=False) as client:
+        with pytest.raises(grpc.RpcError) as raised:
+            client.stub.Describe(
+                sampler_pb2.DescribeSamplerRequest(),
+                metadata=((SECRET_METADATA_KEY, SECRET),),
+                timeout=CALL_SECONDS,
+                wait_for_ready=True,
+            )
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        client.process.terminate()
+        assert client.process.wait(timeout=30) == 0
+
+
+def test_an_older_fencing_token_is_refused(untied: SamplerClient):
+    older = untied.request(PROMPT)
+    untied.fencing_token += 1
+    decoded(untied.send(untied.request(PROMPT)).result())
+    with pytest.raises(grpc.RpcError) as raised:
+        untied.send(older).result()
+    assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION

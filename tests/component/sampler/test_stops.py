@@ -1,0 +1,68 @@
+"""What ends a sample, in a real engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.sampler_worker import (
+    SamplerClient,
+    tokens_of,
+)
+
+LENGTH = 512
+EOS = 1
+PROMPT = [5, 9, 30, 41]
+
+
+@pytest.fixture(scope="module")
+def long_sample(sampler: SamplerClient) -> list[int]:
+    """What seed 5 gives when nothing stops it."""
+    return sampler.sample(PROMPT, seed=5, max_tokens=60, stop=[]).samples[0].tokens
+
+
+def text(token: int) -> str:
+    """The character of a token of the tiny tokenizer."""
+    import string
+
+    return (string.digits + string.ascii_letters + string.punctuation + " ")[token - 3]
+
+
+def test_a_stop_token_ends_the_sample_and_is_part_of_it(
+    sampler: SamplerClient, long_sample: list[int]
+):
+    stop = long_sample[7]
+    (sample,) = sampler.sample(PROMPT, seed=5, max_tokens=60, stop=[stop]).samples
+    assert sample.stopped
+    assert sample.tokens == long_sample[: long_sample.index(stop) + 1]
+    assert len(sample.logprobs) == len(sample.tokens)
+
+
+def test_a_stop_string_ends_the_sample_with_the_token_that_completes_it(
+    sampler: SamplerClient, long_sample: list[int]
+):
+    at = next(i for i in range(5, 58) if min(long_sample[i : i + 2]) > 2)
+    stop = text(long_sample[at]) + text(long_sample[at + 1])
+    (sample,) = sampler.sample(PROMPT, seed=5, max_tokens=60, stop=[stop, "never this"]).samples
+    assert sample.stopped
+    assert sample.tokens == long_sample[: len(sample.tokens)]
+    assert "".join(map(text, sample.tokens[-2:])) == stop
+    assert len(sample.logprobs) == len(sample.tokens)
+
+
+def test_an_empty_stop_list_samples_on_behind_the_end_token(sampler: SamplerClient):
+    requests = [
+        sampler.request(PROMPT, n=32, seed=9, max_tokens=60, stop=stop) for stop in (None, [])
+    ]
+    stopping, running_on = sampler.sample_all(requests)
+    ended = [tokens for tokens in tokens_of(running_on) if EOS in tokens[:-1]]
+    assert ended, "no sample had an end token: the test proves nothing"
+    assert all(len(sample.tokens) == 60 and not sample.stopped for sample in running_on.samples)
+    for sample, whole in zip(stopping.samples, tokens_of(running_on), strict=True):
+        cut = whole.index(EOS) + 1 if EOS in whole else 60
+        assert sample.tokens == whole[:cut]
+        assert sample.stopped == (EOS in whole)
+
+
+def test_without_max_tokens_the_models_length_ends_the_sample(sampler: SamplerClient):
+    (sample,) = sampler.sample(PROMPT, max_tokens=None, stop=[]).samples
+    assert (len(PROMPT) + len(sample.tokens), sample.stopped) == (LENGTH, False)

@@ -1,0 +1,178 @@
+"""Streamed samples of a real engine are the unstreamed ones, told as they are drawn."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from sampler_service.engine import EngineDelta, SampledTokens, TopK
+from sampler_service.streams import StreamBuffer
+from tests.support.adapter_files import write_adapter_files, write_merged
+from tests.support.sampler_streams import gather, narrow_stream, open_stream, stream
+from tests.support.sampler_worker import SamplerClient, publish, publish_adapter, same
+
+PROMPT = [5, 9, 30, 41]
+LENGTH = 512
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"seed": 1, "max_tokens": 40},
+        {"seed": 2, "n": 5, "max_tokens": 30, "stop": []},
+        {"seed": 3, "n": 3, "topk": 4, "top_k": 3, "temperature": 0.7, "max_tokens": 12},
+        {"seed": 4, "n": 2, "prompt_logprobs": True, "max_tokens": 9, "stop": [20, 21, 22, 23]},
+        {"temperature": 0.0, "n": 3, "max_tokens": 9, "topk": 2},
+        {"seed": 5, "max_tokens": 1},
+    ],
+)
+def test_a_stream_tells_the_unstreamed_answer(sampler: SamplerClient, arguments: dict[str, Any]):
+    streamed = stream(sampler, PROMPT, **arguments)
+    assert streamed.adds_up()
+    assert same(streamed.answer, sampler.sample(PROMPT, **arguments))
+    assert streamed.reply.sampled_tokens == sum(len(t.tokens) for t in streamed.told.values())
+
+
+def test_tokens_are_told_before_the_answer_is_there(sampler: SamplerClient):
+    call = open_stream(sampler, sampler.request(PROMPT, max_tokens=400, stop=[]))
+    first = next(call)
+    assert sampler.describe().running == 1
+    rest = gather([first, *call])
+    assert rest.adds_up()
+    assert rest.told[0].deltas > 1
+
+
+def test_the_tokens_of_a_stop_string_are_told_with_the_last_one(sampler: SamplerClient):
+    import string
+
+    plain = sampler.sample(PROMPT, seed=5, max_tokens=60, stop=[]).samples[0].tokens
+    characters = string.digits + string.ascii_letters + string.punctuation + " "
+    at = next(i for i in range(5, 58) if min(plain[i : i + 2]) > 2)
+    stop = "".join(characters[token - 3] for token in plain[at : at + 2])
+    streamed = stream(sampler, PROMPT, seed=5, max_tokens=60, stop=[stop])
+    assert streamed.adds_up()
+    assert streamed.told[0].stopped
+    told = "".join(characters[token - 3] for token in streamed.told[0].tokens[-2:])
+    assert told == stop
+    assert same(streamed.answer, sampler.sample(PROMPT, seed=5, max_tokens=60, stop=[stop]))
+
+
+def test_streams_of_other_versions_wait_their_turn_and_are_told_from_theirs(
+    sampler: SamplerClient, changed: Path, directory: Path
+):
+    new = publish(changed, directory, number=71)
+    calls = [
+        open_stream(sampler, sampler.request(PROMPT, version=v, seed=6, n=2, max_tokens=20))
+        for v in (sampler.base, new, sampler.base)
+    ]
+    streamed = [gather(call) for call in calls]
+    assert all(each.adds_up() for each in streamed)
+    assert [each.answer.version for each in streamed] == ["base/tiny", new.name, "base/tiny"]
+    assert same(streamed[0].answer, streamed[2].answer)
+    assert same(streamed[1].answer, sampler.sample(PROMPT, version=new, seed=6, n=2, max_tokens=20))
+
+
+def test_adapters_are_streamed_beside_the_base_model(
+    tied_adapters: SamplerClient, model: Path, directory: Path
+):
+    files = write_adapter_files(directory / "streamed adapter", model, seed=9)
+    merged = write_merged(directory / "streamed merged", model, files)
+    adapter = publish_adapter(files, directory, number=72, merged=merged)
+    versions = (adapter, tied_adapters.base)
+    arguments: dict[str, Any] = {"seed": 7, "max_tokens": 30, "stop": []}
+    calls = [
+        open_stream(tied_adapters, tied_adapters.request(PROMPT, version=v, **arguments))
+        for v in versions
+    ]
+    for version, call in zip(versions, calls, strict=True):
+        streamed = gather(call)
+        assert streamed.adds_up()
+        assert same(streamed.answer, tied_adapters.sample(PROMPT, version=version, **arguments))
+
+
+def test_a_mistake_ends_a_stream_with_a_failure(sampler: SamplerClient):
+    (event,) = open_stream(sampler, sampler.request([]))
+    assert event.reply.failure.type == "empty_batch"
+
+
+def test_a_cancelled_stream_frees_the_engine(sampler: SamplerClient):
+    call = open_stream(sampler, sampler.request(PROMPT, n=500, max_tokens=500, stop=[]))
+    next(call)
+    call.cancel()
+    sampler.sample(PROMPT, max_tokens=1)
+    while (described := sampler.describe()).running:
+        pass
+    assert (described.running, described.waiting) == (0, 0)
+    with pytest.raises(grpc.RpcError):
+        list(call)
+
+
+def test_a_reader_that_stops_reading_holds_nobody_back(sampler: SamplerClient):
+    arguments: dict[str, Any] = {"n": 40, "max_tokens": 500, "stop": [], "seed": 8, "topk": 20}
+    with narrow_stream(sampler, sampler.request(PROMPT, **arguments)) as call:
+        first = next(call)
+        while sampler.describe().running:  # to its end, without anyone who reads
+            sampler.sample(PROMPT, max_tokens=1)
+        streamed = gather([first, *call])
+    assert streamed.adds_up()
+    deltas = sum(each.deltas for each in streamed.told.values())
+    assert deltas < 40 * 500, "what was not read in time is merged"
+
+
+def delta(index: int, tokens: list[int], *, finished: bool = False) -> EngineDelta:
+    count = len(tokens)
+    new = SampledTokens(
+        tokens=np.array(tokens, np.int32),
+        logprobs=-np.array(tokens, np.float32),
+        stopped=finished,
+        topk=TopK(np.ones((count, 2), np.int32), np.zeros((count, 2), np.float32)),
+    )
+    return EngineDelta(id="op", index=index, new=new, finished=finished)
+
+
+def test_what_a_slow_reader_leaves_is_merged_by_sample_and_woken_for_once():
+    async def scenario() -> None:
+        woken = []
+        loop = asyncio.get_running_loop()
+
+        class Counting:
+            def is_closed(self) -> bool:
+                return False
+
+            def call_soon_threadsafe(self, call: Any) -> None:
+                woken.append(call)
+                loop.call_soon(call)
+
+        buffer = StreamBuffer(topk=2, loop=Counting())  # type: ignore[arg-type]
+        for step in range(1000):
+            buffer.add([delta(0, [step]), delta(1, [step])])
+        buffer.add([delta(1, [7], finished=True)])
+        assert len(woken) == 1
+        assert buffer.held_bytes == 2001 * (8 + 16)
+        first, second = await buffer.take()
+        assert np.frombuffer(first.tokens, "<i4").tolist() == list(range(1000))
+        assert np.frombuffer(first.logprobs, "<f4").tolist() == [-float(i) for i in range(1000)]
+        assert (first.topk.length, first.topk.k, first.finished) == (1000, 2, False)
+        assert (second.index, second.finished, len(second.tokens)) == (1, True, 4004)
+        assert buffer.held_bytes == 0
+        buffer.add([delta(0, [3])])
+        buffer.close()
+        assert [len(each.tokens) for each in await buffer.take()] == [4]
+        assert await buffer.take() == []
+
+    asyncio.run(scenario())
+
+
+def test_a_greedy_sample_is_told_for_each_of_its_copies():
+    async def scenario() -> None:
+        buffer = StreamBuffer(topk=2, copies=3)
+        buffer.add([delta(0, [5], finished=True)])
+        told = await buffer.take()
+        assert [(each.index, each.finished) for each in told] == [(0, True), (1, True), (2, True)]
+
+    asyncio.run(scenario())

@@ -1,0 +1,53 @@
+"""Two real ranks over gloo compute what one rank computes, for every loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tandem.v1 import trainer_pb2
+from tandem.wire.v1 import tinker_pb2 as wire
+from tests.support.losses.batches import REQUESTS, mixed_data, mixed_request
+from tests.support.tiny_model import write_tiny_model
+from tests.support.trainer_worker import TrainerClient, logprobs_of, trainer_process
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("ranks"), architecture="llama")
+
+
+def requests() -> dict[str, wire.ForwardBackwardRequest]:
+    """Every loss, and batches so small that one rank has nothing to do."""
+    return {
+        **{name: mixed_request(name) for name in REQUESTS},
+        "one pair": mixed_request("dpo", mixed_data(2)),
+        "one datum": mixed_request("ppo, token mean", mixed_data(1)),
+    }
+
+
+def answers(client: TrainerClient) -> dict[str, tuple[wire.ForwardBackwardOutput, float]]:
+    """What each request gives and the norm of its gradients; the weights stay as they are."""
+    found = {}
+    for name, message in requests().items():
+        output = client.output(message)
+        step: trainer_pb2.OptimStepReply = client.optim_step(lr=0.0)
+        assert not step.HasField("failure"), step.failure
+        found[name] = (output, step.metrics["grad_norm"])
+    return found
+
+
+def test_two_ranks_compute_what_one_computes(model: Path, tmp_path: Path) -> None:
+    with trainer_process(model, tmp_path / "one") as client:
+        alone = answers(client)
+    with trainer_process(model, tmp_path / "two", ranks=2, micro_batch_tokens=24) as client:
+        both = answers(client)
+    for name, (output, norm) in alone.items():
+        other, other_norm = both[name]
+        assert dict(other.metrics) == pytest.approx(dict(output.metrics), rel=1e-4, abs=1e-5), name
+        assert other_norm == pytest.approx(norm, rel=1e-4), name
+        assert norm > 0, name
+        for one, two in zip(logprobs_of(output), logprobs_of(other), strict=True):
+            np.testing.assert_allclose(one, two, atol=1e-5, err_msg=name)

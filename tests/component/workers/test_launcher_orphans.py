@@ -1,0 +1,61 @@
+"""What is left of the workers when the process that launched them is killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gateway.workers.launchers.groups import group_members
+
+DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
+
+GATEWAY = """
+import asyncio, sys, uvloop
+from pathlib import Path
+from gateway.workers.launchers.process import ProcessLauncher
+from tandem.worker import WorkerSpec
+
+async def main():
+    launcher = ProcessLauncher(
+        data_dir=Path(sys.argv[3]), start_timeout=60, stop_timeout=60,
+        command=lambda spec: [sys.executable, sys.argv[2], "family"],
+    )
+    pids = []
+    for name in ("a", "b", "c"):
+        handle = await launcher.start(WorkerSpec(
+            worker_id=name, kind="sampler", secret="s", model_name="m", model_path="p",
+            data_dir=sys.argv[3], session_id="s-1",
+        ))
+        pids.append(handle.pid)
+    print("started", *pids, flush=True)
+    await asyncio.sleep(600)
+
+(uvloop if sys.argv[1] == "uvloop" else asyncio).run(main())
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_nothing_is_left_after_the_launching_process_was_killed(tmp_path, loop):
+    gateway = subprocess.Popen(
+        [sys.executable, "-c", GATEWAY, loop, DUMMY, str(tmp_path)], stdout=subprocess.PIPE
+    )
+    try:
+        line = b""
+        while not line.startswith(b"started"):
+            line = gateway.stdout.readline()
+            assert line, "the launching process ended"
+        groups = [int(word) for word in line.split()[1:]]
+        assert [len(group_members(pgid)) for pgid in groups] == [2, 2, 2]
+    finally:
+        gateway.send_signal(signal.SIGKILL)
+        gateway.wait()
+        gateway.stdout.close()
+    deadline = time.monotonic() + 60
+    while any(group_members(pgid) for pgid in groups):
+        assert time.monotonic() < deadline, [group_members(pgid) for pgid in groups]
+        time.sleep(0.01)

@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gateway.workers.launchers.base import WorkerExit
+from gateway.workers.launchers.groups import group_members
+from gateway.workers.launchers.health import serving
+from gateway.workers.launchers.process import ProcessLauncher, default_command
+from tandem.errors import WorkerCrashed, WorkerStartFailed
+from tandem.worker import WorkerSpec
+
+DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
+SECRET = "the-secret-of-this-worker"
+
+
+@pytest.fixture
+async def make(tmp_path):
+    """Makes launchers that run the dummy worker with a behaviour."""
+    made: list[ProcessLauncher] = []
+
+    def launcher(behaviour: str, *, start: float = 60, stop: float = 60) -> ProcessLauncher:
+        made.append(
+            ProcessLauncher(
+                data_dir=tmp_path,
+                start_timeout=start,
+                stop_timeout=stop,
+                command=lambda _: [sys.executable, DUMMY, behaviour],
+            )
+        )
+        return made[-1]
+
+    yield launcher
+    for each in made:
+        await each.close()
+
+
+def spec(worker_id: str = "trainer-s-1-0") -> WorkerSpec:
+    return WorkerSpec(
+        worker_id=worker_id,
+        kind="trainer",
+        secret=SECRET,
+        model_name="tiny",
+        model_path="models/tiny",
+        data_dir="data",
+        session_id="s-1",
+    )
+
+
+def descriptors(pid: str) -> dict[str, str]:
+    """The open file descriptors of a process and what they are (Linux; elsewhere none)."""
+    found = {}
+    folder = Path("/proc") / pid / "fd"
+    for entry in sorted(folder.iterdir()) if folder.exists() else ():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists the folder
+            found[entry.name] = str(entry.readlink())
+    return found
+
+
+async def until(condition, timeout: float = 60):
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "the condition did not come true"
+        await asyncio.sleep(0.01)
+    return value
+
+
+async def next_end(watch) -> WorkerExit:
+    return await asyncio.wait_for(anext(watch), 60)
+
+
+async def test_a_started_worker_has_reported_its_address_and_becomes_ready(make, tmp_path):
+    launcher = make("serve")
+    handle = await launcher.start(spec())
+    assert launcher.list() == [handle]
+    assert handle.kind == "trainer"
+    assert handle.metrics_port == 2
+    assert handle.log_path == tmp_path / "logs" / "trainer-s-1-0.log"
+    assert SECRET not in repr(handle)
+    assert os.getpgid(handle.pid) == handle.pid == os.getsid(handle.pid)
+    await launcher.wait_ready(handle.worker_id)
+
+
+async def test_stopping_leaves_no_process_and_tells_no_watcher(make):
+    launcher = make("family")
+    watch = launcher.watch()
+    handle = await launcher.start(spec())
+    assert len(group_members(handle.pid)) == 2
+    await launcher.stop(handle.worker_id)
+    assert group_members(handle.pid) == []
+    assert launcher.list() == []
+    await launcher.stop(handle.worker_id)
+    await launcher.stop("never-heard-of")
+    await launcher.close()
+    assert [end async for end in watch] == []
+
+
+async def test_a_worker_may_end_in_its_own_way_when_asked_to_stop(make):
+    launcher = make("polite")
+    handle = await launcher.start(spec())
+    await launcher.stop(handle.worker_id)
+    assert handle.log_path.read_text() == "goodbye\n"
+
+
+async def test_a_worker_that_does_not_listen_is_killed(make):
+    launcher = make("deaf", stop=0.2)
+    handle = await launcher.start(spec())
+    await launcher.stop(handle.worker_id)
+    assert group_members(handle.pid) == []
+
+
+async def test_an_unexpected_end_is_told_to_every_watcher_and_takes_the_children_along(make):
+    launcher = make("family")
+    watches = [launcher.watch(), launcher.watch()]
+    handle = await launcher.start(spec())
+    os.kill(handle.pid, signal.SIGKILL)
+    for watch in watches:
+        assert await next_end(watch) == WorkerExit(
+            worker_id=handle.worker_id, reason="the trainer was killed by SIGKILL"
+        )
+    assert group_members(handle.pid) == []
+    assert launcher.list() == []
+
+
+async def test_the_same_worker_id_can_be_started_again_after_its_end(make):
+    launcher = make("polite")
+    watch = launcher.watch()
+    first = await launcher.start(spec())
+    with pytest.raises(WorkerStartFailed, match="runs already"):
+        await launcher.start(spec())
+    os.kill(first.pid, signal.SIGKILL)
+    await next_end(watch)
+    second = await launcher.start(spec())
+    assert launcher.list() == [second]
+
+
+@pytest.mark.parametrize("behaviour", ["complain-on-signal", "complain-and-stay-on-signal"])
+async def test_what_a_worker_says_last_is_the_reason_of_its_end(make, behaviour):
+    launcher = make(behaviour, stop=0.2)
+    watch = launcher.watch()
+    handle = await launcher.start(spec())
+    os.kill(handle.pid, signal.SIGUSR1)
+    assert (await next_end(watch)).reason == "rank 1 was killed by SIGKILL"
+    assert group_members(handle.pid) == []
+
+
+@pytest.mark.parametrize("behaviour", ["refuse", "refuse-and-stay"])
+async def test_a_worker_that_cannot_start_gives_its_own_reason(make, behaviour):
+    launcher = make(behaviour)
+    watch = launcher.watch()
+    with pytest.raises(WorkerStartFailed, match="did not start: rank 1 was killed by SIGKILL"):
+        await launcher.start(spec())
+    assert launcher.list() == []
+    await launcher.close()
+    assert [end async for end in watch] == []  # whoever called start knows it
+
+
+async def test_a_crash_at_the_start_is_explained_by_the_log_without_the_secret(make, tmp_path):
+    launcher = make("crash")
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "trainer-s-1-0.log").write_text("a line of an earlier life\n")
+    with pytest.raises(WorkerStartFailed) as caught:
+        await launcher.start(spec())
+    assert "exited with status 3" in caught.value.message
+    assert "OSError: no such model" in caught.value.message
+    assert "earlier life" not in caught.value.message
+    assert SECRET not in caught.value.message
+
+
+async def test_a_fault_in_native_code_is_told_apart_from_a_refusal(make):
+    with pytest.raises(WorkerCrashed, match="killed by SIGSEGV"):
+        await make("fault").start(spec())
+
+
+async def test_a_worker_that_never_reports_is_killed_and_its_log_named(make, tmp_path):
+    launcher = make("silent", start=1)
+    with pytest.raises(WorkerStartFailed, match=r"within 1 s; its log is .*trainer-s-1-0\.log"):
+        await launcher.start(spec())
+    assert launcher.list() == []
+
+
+async def test_a_worker_that_never_gets_ready_is_killed_and_the_reason_told(make):
+    launcher = make("never-ready")
+    watch = launcher.watch()
+    handle = await launcher.start(spec())
+    loop = asyncio.get_running_loop()
+    launcher._workers[handle.worker_id]._deadline = loop.time() + 2  # the rest of its time
+    with pytest.raises(WorkerStartFailed, match=r"not become ready \(its health was NOT_SERVING;"):
+        await launcher.wait_ready(handle.worker_id)
+    assert group_members(handle.pid) == []
+    await launcher.close()
+    assert [end async for end in watch] == []
+
+
+async def test_waiting_for_readiness_ends_when_the_worker_ends(make):
+    launcher = make("never-ready", start=3600)
+    watch = launcher.watch()
+    handle = await launcher.start(spec())
+    waiting = asyncio.create_task(launcher.wait_ready(handle.worker_id))
+    await asyncio.sleep(0)
+    os.kill(handle.pid, signal.SIGKILL)
+    with pytest.raises(WorkerStartFailed, match="the trainer was killed by SIGKILL"):
+        await asyncio.wait_for(waiting, 60)
+    with pytest.raises(WorkerStartFailed, match="does not run"):
+        await launcher.wait_ready(handle.worker_id)
+    await launcher.close()
+    assert [end async for end in watch] == []  # told once
+
+
+async def test_a_wrong_secret_is_refused_at_once(make):
+    launcher = make("serve")
+    handle = await launcher.start(spec("a"))
+    answer = await serving(address=handle.address, secret="another", timeout=3600)
+    assert answer.startswith("its health service answered UNAUTHENTICATED")
+    assert await serving(address=handle.address, secret=SECRET, timeout=60) == ""
+
+
+async def test_garbage_on_the_report_descriptor_is_passed_over(make):
+    launcher = make("garbage")
+    assert (await launcher.start(spec())).address == "127.0.0.1:1"
+
+
+async def test_a_cancelled_start_leaves_nothing(make, tmp_path):
+    launcher = make("silent")
+    starting = asyncio.create_task(launcher.start(spec()))
+    (worker,) = await until(lambda: tuple(launcher._workers.values()))
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert group_members(worker.pid) == []
+
+
+async def test_stopping_and_closing_end_a_start_in_flight(make):
+    launcher = make("silent")
+    starting = [asyncio.create_task(launcher.start(spec(f"w{i}"))) for i in range(3)]
+    await until(lambda: "w0" in launcher._workers)
+    await launcher.stop("w0")
+    await launcher.close()
+    for each in starting:
+        with pytest.raises(WorkerStartFailed):
+            await each
+    with pytest.raises(WorkerStartFailed, match="closed"):
+        await launcher.start(spec("w4"))
+
+
+async def test_a_program_that_does_not_exist_and_a_log_that_cannot_be_opened_are_told(tmp_path):
+    launcher = ProcessLauncher(
+        data_dir=tmp_path, start_timeout=60, stop_timeout=1, command=lambda _: ["/no/such/program"]
+    )
+    before = descriptors("self")
+    with pytest.raises(WorkerStartFailed, match="/no/such/program"):
+        await launcher.start(spec())
+    (tmp_path / "logs" / "w.log").mkdir()
+    with pytest.raises(WorkerStartFailed, match=r"w\.log"):
+        await launcher.start(spec("w"))
+    assert descriptors("self") == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+async def test_a_full_disk_for_the_log_does_not_hide_why_a_worker_ended(make, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "w.log").symlink_to("/dev/full")
+    launcher = make("refuse")
+    with pytest.raises(WorkerStartFailed, match="rank 1"):
+        await launcher.start(spec("w"))
+
+
+async def test_the_secret_is_in_no_argument_and_our_key_in_no_environment(make, monkeypatch):
+    monkeypatch.setenv("TANDEM_API_KEY", "tml-key")
+    monkeypatch.setenv("TINKER_API_KEY", "tml-key")
+    monkeypatch.setenv("SOMETHING_ELSE", "1")
+    launcher = make("environment")
+    handle = await launcher.start(spec())
+    text = handle.log_path.read_text()
+    assert "'SOMETHING_ELSE'" in text
+    assert "TANDEM_API_KEY" not in text
+    assert "TINKER_API_KEY" not in text
+    assert SECRET not in text
+    assert "PYTHONUNBUFFERED" in text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+async def test_no_worker_inherits_the_lifeline_or_the_report_of_another(make):
+    launcher = make("polite")
+    pipes = []
+    for i in range(3):
+        handle = await launcher.start(spec(f"w{i}"))
+        links = descriptors(str(handle.pid)).values()
+        pipes.append({link for link in links if link.startswith("pipe:")})
+    assert [len(each) for each in pipes] == [2, 2, 2]  # its own lifeline and report
+    assert len(set.union(*pipes)) == 6
+
+
+async def test_a_specification_longer_than_a_pipe_is_refused(make):
+    launcher = make("serve")
+    long = spec().model_copy(update={"model_path": "x" * 100_000})
+    with pytest.raises(WorkerStartFailed, match="bytes"):
+        await launcher.start(long)
+
+
+async def test_the_default_command_runs_the_service_of_its_kind():
+    assert default_command(spec()) == [sys.executable, "-m", "trainer_service"]
+    sampler = spec().model_copy(update={"kind": "sampler"})
+    assert default_command(sampler) == [sys.executable, "-m", "sampler_service"]

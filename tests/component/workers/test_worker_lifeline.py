@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from pydantic import ValidationError
+
+from gateway.workers.launchers.groups import group_members
+from tandem.settings import SamplerSettings
+from tandem.worker import WorkerReport, WorkerSpec, read_spec, send_report
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own calls")
+
+CHILD = """
+child = subprocess.Popen([sys.executable, '-c', 'import signal\\nwhile True: signal.pause()'])
+"""
+
+
+def run(code: str, **options) -> subprocess.Popen[bytes]:
+    code = "import ctypes, os, signal, subprocess, sys\nfrom tandem.worker import *\n" + code
+    options = {"start_new_session": True, "stdin": subprocess.PIPE, **options}
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, **options)
+
+
+def ends(process: subprocess.Popen[bytes]) -> int:
+    """Its exit status. Everything of its group is gone afterwards, or the test fails."""
+    status = process.wait(60)
+    deadline = time.monotonic() + 60
+    while group_members(process.pid):
+        assert time.monotonic() < deadline, group_members(process.pid)
+        time.sleep(0.01)
+    process.stdout.close()
+    return status
+
+
+def running(pid: int) -> bool:
+    return pid in group_members(os.getpgid(pid))
+
+
+def test_the_whole_group_dies_when_the_lifeline_closes():
+    worker = run("hold_lifeline()" + CHILD + "print('up', flush=True)\nchild.wait()")
+    assert worker.stdout.readline() == b"up\n"
+    assert len(group_members(worker.pid)) == 2
+    worker.stdin.close()
+    assert ends(worker) == -signal.SIGKILL
+
+
+@linux
+def test_a_native_call_that_keeps_the_interpreter_lock_does_not_keep_the_worker_alive():
+    worker = run("hold_lifeline()\nprint('up', flush=True)\nctypes.PyDLL(None).sleep(600)")
+    assert worker.stdout.readline() == b"up\n"
+    worker.stdin.close()
+    assert ends(worker) == -signal.SIGKILL
+
+
+def test_a_lifeline_that_closed_before_it_was_held_kills_as_well():
+    code = "sys.stdin.buffer.readline()\nprint('up', flush=True)\nos.read(int(sys.argv[1]), 1)\n"
+    code = code.replace("sys.argv[1]", "os.environ['GO']") + CHILD + "hold_lifeline()\nchild.wait()"
+    there, here = os.pipe()
+    worker = run(code, pass_fds=(there,), env={**os.environ, "GO": str(there)})
+    worker.stdin.write(b"{}\n")
+    worker.stdin.flush()
+    assert worker.stdout.readline() == b"up\n"
+    worker.stdin.close()
+    os.close(here)
+    os.close(there)
+    assert ends(worker) == -signal.SIGKILL
+
+
+def test_a_process_that_does_not_lead_its_group_ends_alone():
+    inner = "from tandem.worker import *; hold_lifeline(); print('up', flush=True)\nimport time\n"
+    inner += "while True: time.sleep(60)"
+    outer = run(
+        f"inner = subprocess.Popen([sys.executable, '-c', {inner!r}])\n"
+        "print(inner.wait(), flush=True)"
+    )
+    assert outer.stdout.readline() == b"up\n"
+    outer.stdin.close()
+    assert int(outer.stdout.readline()) == -signal.SIGKILL
+    assert ends(outer) == 0
+
+
+def test_standard_input_that_is_no_pipe_ends_the_group_when_it_is_at_its_end():
+    worker = run("hold_lifeline()\nwhile True: signal.pause()", stdin=subprocess.DEVNULL)
+    assert ends(worker) == -signal.SIGKILL
+
+
+def test_a_held_lifeline_does_not_stand_in_the_way_of_a_normal_exit():
+    worker = run("hold_lifeline()\nsys.exit(7)")
+    assert ends(worker) == 7
+    worker.stdin.close()
+
+
+def test_the_specification_is_read_and_the_lifeline_stays_open():
+    code = "spec = read_spec()\nhold_lifeline()\nprint(spec.worker_id, spec.secret, flush=True)\n"
+    worker = run(code + "signal.pause()")
+    worker.stdin.write(specification().model_dump_json().encode() + b"\n")
+    worker.stdin.flush()
+    assert worker.stdout.readline() == b"w s3cret\n"
+    assert running(worker.pid)
+    worker.stdin.close()
+    assert ends(worker) == -signal.SIGKILL
+
+
+def specification() -> WorkerSpec:
+    return WorkerSpec(
+        worker_id="w",
+        kind="sampler",
+        secret="s3cret",
+        model_name="tiny",
+        model_path="models/tiny",
+        data_dir="data",
+        session_id="s-1",
+        sampler=SamplerSettings(max_num_seqs=3),
+    )
+
+
+def test_settings_in_a_specification_win_over_the_environment(monkeypatch):
+    line = specification().model_dump_json().encode() + b"\n"
+    monkeypatch.setenv("TANDEM_SAMPLER_MAX_NUM_SEQS", "5")
+    monkeypatch.setenv("TANDEM_SAMPLER_MAX_MODEL_LEN", "5")
+    there, here = os.pipe()
+    os.write(here, line)
+    os.close(here)
+    with os.fdopen(there, "rb") as stream:
+        assert read_spec(stream) == specification_as_made(line)
+
+
+def specification_as_made(line: bytes) -> WorkerSpec:
+    spec = WorkerSpec.model_validate_json(line)
+    assert spec.sampler is not None
+    assert spec.sampler.max_num_seqs == 3
+    assert spec.sampler.max_model_len == 0
+    return spec
+
+
+def test_neither_an_error_nor_a_printed_specification_holds_the_secret():
+    line = specification().model_dump_json().replace('"sampler"', '"something"', 1).encode()
+    with pytest.raises(ValidationError) as caught:
+        WorkerSpec.model_validate_json(line)
+    assert "s3cret" not in str(caught.value)
+    with pytest.raises(ValidationError) as caught:
+        WorkerSpec.model_validate_json(b'{"secret": "s3cret"')
+    assert "s3cret" not in str(caught.value)
+    assert "s3cret" not in repr(specification())
+
+
+def test_a_report_longer_than_a_pipe_arrives_whole():
+    there, here = os.pipe()
+    report = WorkerReport(error_type="worker_died", error="why? " * 100_000 + "\nso")
+    sending = threading.Thread(target=lambda: (send_report(here, report), os.close(here)))
+    sending.start()
+    with os.fdopen(there, "rb") as stream:
+        (line,) = stream.readlines()
+    sending.join()
+    assert WorkerReport.model_validate_json(line) == report
+
+
+@linux
+def test_a_rank_dies_with_the_worker_that_started_it():
+    rank = "from tandem.worker import *; import os, signal; die_with_parent(os.getppid())\n"
+    rank += "print(os.getpid(), flush=True)\nwhile True: signal.pause()"
+    worker = run(
+        f"subprocess.Popen([sys.executable, '-c', {rank!r}], start_new_session=True)\n"
+        "while True: signal.pause()"
+    )
+    pid = int(worker.stdout.readline())
+    assert group_members(pid) == [pid]  # a group of its own: only the kernel connects the two
+    worker.kill()
+    assert ends(worker) == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while group_members(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    worker.stdin.close()
+
+
+def test_a_rank_whose_worker_is_gone_already_ends_at_once():
+    rank = run("die_with_parent(os.getppid() + 1)\nsys.exit(0)")  # that is not our parent
+    assert ends(rank) == -signal.SIGKILL
+    rank.stdin.close()

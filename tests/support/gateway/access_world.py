@@ -1,0 +1,322 @@
+"""A gateway with two owners and things of one of them, and how each of its routes is asked for one.
+
+`CALLS` has an entry for each route: what is sent, about a thing of `ann`. Ids of hers begin with
+her session's, so that the same request about what does not exist is made by replacing that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from starlette.routing import Route
+
+from gateway.app import create_app
+from gateway.auth.keys import NewKey, Role
+from tests.support.custom_losses import request_body, traced
+from tests.support.gateway.running import (
+    KEY,
+    Gate,
+    forward_backward_bytes,
+    make_model,
+    settings_for,
+    wait_for,
+)
+
+API = "/api/v1"
+OWN = "/api/tandem/v1"
+PROTO = {"Content-Type": "application/x-protobuf"}
+CALLERS = ("nobody", "foreign", "reader", "member", "admin")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request, but for its method and key."""
+
+    path: str
+    json: Mapping[str, object] | None = None
+    content: bytes | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def about(self, old: str, new: str) -> Call:
+        """The same request about another session's things; both ids are of the same length."""
+        body = json.loads(json.dumps(self.json).replace(old, new))
+        content = self.content.replace(old.encode(), new.encode()) if self.content else None
+        return Call(self.path.replace(old, new), body, content, self.headers)
+
+
+class World:
+    """`ann` has a session with a run, checkpoints, a sampler, a loss and samples; `ben` is
+    another owner; the admin is the local one."""
+
+    def __init__(self, gate: Gate, folder: Path) -> None:
+        self.gate = gate
+        self.folder = folder
+        self._numbers = itertools.count(1)
+        self._next_seq_id = 1
+        self.run = "none yet"
+        self.keys = {
+            "nobody": "",
+            "foreign": self.new_key("ben", "member"),
+            "reader": self.new_key("ann", "reader"),
+            "member": self.new_key("ann", "member"),
+            "admin": KEY,
+        }
+        self.session = self.new_session()
+        self.run = f"{self.session}:train:0"
+        self.done(self.post("create_model", **self.model(0)))
+        self.state = self.save("save_weights", "weights")
+        self.weights = self.save("save_weights_for_sampler", "sampler_weights")
+        self.export = self.save("save_weights_external", "external_weights")
+        self.request = f"{self.run}:1"
+        sampler = self.post(
+            "create_sampling_session",
+            session_id=self.session,
+            sampling_session_seq_id=0,
+            base_model="tiny",
+        )
+        self.sampler = sampler.json()["sampling_session_id"]
+        self.sample = self.done(self.post("asample", **self.sample_body(0)))
+
+    def new_key(self, owner: str, role: Role) -> str:
+        keys = self.gate.gateway.keys
+        return self.gate.run(keys.create(NewKey(owner=owner, role=role)))[1]
+
+    def client(self, key: str) -> httpx.Client:
+        return self.gate.http(key)
+
+    def ask(self, method: str, call: Call, *, key: str) -> httpx.Response:
+        headers = dict(call.headers) | ({"X-API-Key": key} if key else {})
+        # Reading the system's certificates takes longer than the request.
+        with httpx.Client(base_url=self.gate.url, timeout=30, verify=False) as client:
+            answer = client.request(
+                method, call.path, json=call.json, content=call.content, headers=headers
+            )
+        if answer.is_success and answer.headers.get("content-type") == "application/json":
+            run_id, _, seq_id = str(answer.json().get("request_id", "")).rpartition(":")
+            if run_id == self.run:  # only what was accepted takes a place in the log
+                self._next_seq_id = int(seq_id) + 1
+        return answer
+
+    def post(self, route: str, **body: object) -> httpx.Response:
+        """As ann."""
+        answer = self.ask("POST", Call(f"{API}/{route}", body), key=self.keys["member"])
+        assert answer.is_success, answer.text
+        return answer
+
+    def done(self, answer: httpx.Response) -> str:
+        """Waits for a promise of ann's; the request's id."""
+        request_id = answer.json()["request_id"]
+        ask = Call(f"{API}/retrieve_future", {"request_id": request_id})
+        wait_for(lambda: self.ask("POST", ask, key=self.keys["member"]).status_code == 200)
+        return request_id
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    def place(self) -> dict[str, object]:
+        return {"model_id": self.run, "seq_id": self._next_seq_id}
+
+    def model(self, number: int) -> dict[str, object]:
+        return {"session_id": self.session, "model_seq_id": number, "base_model": "tiny:full"}
+
+    def sample_body(self, seq_id: int) -> dict[str, object]:
+        return {
+            "sampling_session_id": self.sampler,
+            "seq_id": seq_id,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+            "sampling_params": {"max_tokens": 2},
+        }
+
+    def new_session(self) -> str:
+        return self.post("create_session", tags=[], sdk_version="test").json()["session_id"]
+
+    def save(self, route: str, kind: str) -> str:
+        """A new checkpoint of the run; its path."""
+        name = f"{kind}-{self.number()}"
+        self.done(self.post(route, **self.place(), path=name))
+        return f"tinker://{self.run}/{kind}/{name}"
+
+    def copy(self) -> str:
+        """A new checkpoint, of a run in a new session; its path."""
+        copied = self.post("copy_weights", source_path=self.state, destination_project_id="p")
+        return copied.json()["tinker_path"]
+
+    def loss(self) -> bytes:
+        number = 1000 + self.number()
+        graph = traced(_loss, logprobs=1)
+        return request_body(graph, session_id=self.session, number=number)
+
+    def new_model(self) -> str:
+        """Its name. The admin's."""
+        name = f"model-{self.number()}"
+        path = str(make_model(self.folder / name))
+        self.gate.run(self.gate.gateway.models.add(name=name, path=path))
+        return name
+
+    def key_id(self) -> str:
+        """Of a new key."""
+        keys = self.gate.gateway.keys
+        return self.gate.run(keys.create(NewKey(owner="eve", role="member")))[0].id
+
+    def checkpoint(self, path: str) -> str:
+        """The address of a checkpoint under its run."""
+        run_id, kind, name = path.removeprefix("tinker://").split("/")
+        return f"{API}/training_runs/{run_id}/checkpoints/{kind}/{name}"
+
+    def file(self) -> str:
+        """A signed address, without the host."""
+        call = Call(f"{self.checkpoint(self.export)}/external_weights_urls")
+        urls = self.ask("GET", call, key=self.keys["member"]).json()["urls"]
+        return next(iter(urls.values())).removeprefix(self.gate.url)
+
+    def trace(self) -> str:
+        call = Call(f"{API}/sessions/{self.session}/trace_export")
+
+        def url() -> str | None:
+            return self.ask("GET", call, key=self.keys["member"]).json()["url"]
+
+        wait_for(url)
+        found = url()
+        assert found is not None
+        return found.removeprefix(self.gate.url)
+
+
+def _loss(logprobs):
+    return logprobs.sum(), {}
+
+
+def routes() -> list[tuple[str, str]]:
+    """Every route of the application, as (name of its function, method)."""
+    app = create_app(settings_for(Path("/nonexistent")))
+    found = [route for route in app.routes if isinstance(route, Route)]
+    assert len(found) == len(app.routes), "the application has something that is no route"
+    return sorted(
+        (route.endpoint.__name__, method)
+        for route in found
+        for method in (route.methods or set()) - {"HEAD"}
+    )
+
+
+def _get(path: str) -> Callable[[World], Call]:
+    return lambda world: Call(path)
+
+
+def _api(name: str, **body: object) -> Callable[[World], Call]:
+    return lambda world: Call(f"{API}/{name}", body)
+
+
+def _own(name: str, about: Callable[[World], dict[str, object]]) -> Callable[[World], Call]:
+    return lambda world: Call(f"{API}/{name}", about(world))
+
+
+_HOURS = "starting_on=2026-01-01T00:00:00Z&ending_before=2026-01-02T00:00:00Z"
+
+CALLS: Mapping[str, Callable[[World], Call]] = {
+    "healthz": _get(f"{API}/healthz"),
+    "metrics": _get("/metrics"),
+    "openapi": _get("/openapi.json"),
+    "download": lambda w: Call(w.file()),
+    "trace_file": lambda w: Call(w.trace()),
+    "client_config": _api("client/config", sdk_version="0.38.0"),
+    "dynamic_config": _api("client/dynamic_config"),
+    "capabilities": _get(f"{API}/get_server_capabilities"),
+    "telemetry": _api("telemetry", events=[]),
+    "get_version": _get(f"{OWN}/version"),
+    "status": _get(f"{OWN}/status"),
+    "list_models": _get(f"{OWN}/models"),
+    "exchange_token": _api("auth/token"),
+    "own_key": _get(f"{API}/auth/apikey/me"),
+    "delete_own_key": _get(f"{API}/auth/apikey/me"),
+    "retrieve_future": _own("retrieve_future", lambda w: {"request_id": w.request}),
+    "retrieve_futures": _own(
+        "retrieve_futures",
+        lambda w: {
+            "target": {"type": "sampling_session", "sampling_session_id": w.sampler},
+            "timeout": 0,
+        },
+    ),
+    "cancel_future": _own("cancel_future", lambda w: {"request_id": w.sample}),
+    "create_session": _api("create_session", tags=[], sdk_version="test"),
+    "session_heartbeat": _own("session_heartbeat", lambda w: {"session_id": w.session}),
+    "finish_session": lambda w: Call(
+        f"{API}/sessions/{w.new_session()}/finish", {"reason": {"type": "success"}}
+    ),
+    "list_sessions": _get(f"{API}/sessions?access_scope=accessible"),
+    "get_session": lambda w: Call(f"{API}/sessions/{w.session}?access_scope=accessible"),
+    "search_sessions": _own("sessions/search", lambda w: {"owner": {"type": "accessible"}}),
+    "assign_session_project": lambda w: Call(
+        f"{API}/sessions/{w.session}/project", {"project_id": "p"}
+    ),
+    "trace_export": lambda w: Call(f"{API}/sessions/{w.session}/trace_export"),
+    "create_model": _own("create_model", lambda w: w.model(w.number())),
+    "get_info": _own("get_info", lambda w: {"model_id": w.run}),
+    "forward_backward": lambda w: Call(
+        f"{API}/forward_backward",
+        content=forward_backward_bytes(w.run, int(str(w.place()["seq_id"]))),
+        headers=PROTO,
+    ),
+    "forward_of_old_sdk": _api("forward"),
+    "optim_step": _own("optim_step", lambda w: w.place() | {"adam_params": {}}),
+    "save_weights": _own("save_weights", lambda w: w.place() | {"path": f"a-{w.number()}"}),
+    "save_weights_for_sampler": _own(
+        "save_weights_for_sampler", lambda w: w.place() | {"path": f"a-{w.number()}"}
+    ),
+    "save_weights_external": _own(
+        "save_weights_external", lambda w: w.place() | {"path": f"a-{w.number()}"}
+    ),
+    "load_weights": _own("load_weights", lambda w: w.place() | {"path": w.state}),
+    "create_custom_loss": lambda w: Call(f"{API}/create_custom_loss", content=w.loss()),
+    "create_sampling_session": _own(
+        "create_sampling_session",
+        lambda w: {
+            "session_id": w.session,
+            "sampling_session_seq_id": 1000 + w.number(),
+            "model_path": w.weights,
+        },
+    ),
+    "join_sampling_session": _own(
+        "join_sampling_session", lambda w: {"sampling_session_id": w.sampler}
+    ),
+    "get_sampler": lambda w: Call(f"{API}/samplers/{w.sampler}"),
+    "asample": _own("asample", lambda w: w.sample_body(w.number())),
+    "training_runs": _get(f"{API}/training_runs?access_scope=accessible"),
+    "training_run": lambda w: Call(f"{API}/training_runs/{w.run}?access_scope=accessible"),
+    "run_checkpoints": lambda w: Call(f"{API}/training_runs/{w.run}/checkpoints"),
+    "user_checkpoints": _get(f"{API}/checkpoints"),
+    "weights_info": _own("weights_info", lambda w: {"tinker_path": w.state}),
+    "copy_weights": _own(
+        "copy_weights", lambda w: {"source_path": w.state, "destination_project_id": "p"}
+    ),
+    "delete_checkpoint": lambda w: Call(w.checkpoint(w.save("save_weights", "weights"))),
+    # Of a run of its own: with a published checkpoint, a run is no longer hidden.
+    "publish_checkpoint": lambda w: Call(f"{w.checkpoint(w.copy())}/publish"),
+    "unpublish_checkpoint": lambda w: Call(f"{w.checkpoint(w.state)}/publish"),
+    "set_checkpoint_ttl": lambda w: Call(f"{w.checkpoint(w.state)}/ttl", {"ttl_seconds": None}),
+    "external_weights_urls": lambda w: Call(f"{w.checkpoint(w.export)}/external_weights_urls"),
+    "checkpoint_files": lambda w: Call(f"{OWN}/checkpoints/files?path={w.state}"),
+    "usage_events": _get(f"{API}/billing/usage/events?{_HOURS}"),
+    "checkpoint_storage": _get(f"{API}/billing/usage/checkpoints/current"),
+    "audit_log": _get(f"{API}/audit"),
+    "add_model": lambda w: Call(
+        f"{OWN}/models", {"name": "tiny", "path": str(make_model(w.folder / "tiny"))}
+    ),
+    "remove_model": lambda w: Call(f"{OWN}/models/{w.new_model()}"),
+    "config": _get(f"{OWN}/config"),
+    "list_keys": _get(f"{OWN}/keys"),
+    "create_key": lambda w: Call(f"{OWN}/keys", {"owner": "eve", "role": "member"}),
+    "revoke_key": lambda w: Call(f"{OWN}/keys/{w.key_id()}"),
+    "openai_models": _get("/v1/models"),
+    "openai_model": lambda w: Call(f"/v1/models/{w.weights}"),
+    "openai_completions": lambda w: Call(
+        "/v1/completions", {"model": w.weights, "prompt": [1, 2], "max_tokens": 2}
+    ),
+    "openai_chat_completions": lambda w: Call(
+        "/v1/chat/completions",
+        {"model": w.weights, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    ),
+}

@@ -1,0 +1,89 @@
+"""A launcher that starts workers as gRPC servers in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from gateway.workers.launchers.base import WorkerExit, WorkerHandle
+from tandem.errors import WorkerCrashed, WorkerStartFailed
+from tandem.v1 import sampler_pb2_grpc, trainer_pb2_grpc
+from tandem.worker import WorkerSpec
+from tests.support.gateway.fake_sampler import FakeSampler
+from tests.support.gateway.fake_trainer import FakeTrainer
+
+
+class FakeLauncher:
+    """Implements `Launcher` with gRPC servers in this process; `trainer` is made for each run."""
+
+    def __init__(self, trainer: Callable[[WorkerSpec], FakeTrainer] = FakeTrainer) -> None:
+        self._trainer = trainer
+        self.specs: list[WorkerSpec] = []
+        self.stopped: list[str] = []
+        self.servicers: dict[str, FakeTrainer | FakeSampler] = {}
+        self.start_error: dict[str, str] = {}
+        self.crashes = 0  # starts that crash from now on
+        self.start_gate = asyncio.Event()
+        self.start_gate.set()
+        self._servers: dict[str, grpc.aio.Server] = {}
+        self._exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
+
+    async def start(self, spec: WorkerSpec) -> WorkerHandle:
+        self.specs.append(spec)
+        await self.start_gate.wait()
+        if self.crashes > 0:
+            self.crashes -= 1
+            raise WorkerCrashed(f"the {spec.kind} was killed by SIGSEGV")
+        if reason := self.start_error.get(spec.kind):
+            raise WorkerStartFailed(reason)
+        server = grpc.aio.server()
+        if spec.kind == "trainer":
+            trainer = self.servicers[spec.worker_id] = self._trainer(spec)
+            trainer_pb2_grpc.add_TrainerServicer_to_server(trainer, server)
+        else:
+            sampler = self.servicers[spec.worker_id] = FakeSampler(spec)
+            sampler_pb2_grpc.add_SamplerServicer_to_server(sampler, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        self._servers[spec.worker_id] = server
+        return WorkerHandle(
+            worker_id=spec.worker_id,
+            kind=spec.kind,
+            address=f"127.0.0.1:{port}",
+            metrics_port=0,
+            pid=1,
+            log_path=Path("log"),
+            secret=spec.secret,
+        )
+
+    async def wait_ready(self, worker_id: str) -> None:
+        return None
+
+    async def stop(self, worker_id: str) -> None:
+        self.stopped.append(worker_id)
+        await self._end(worker_id)
+
+    async def kill(self, worker_id: str, reason: str) -> None:
+        """The worker ends without having been asked to."""
+        await self._end(worker_id)
+        self._exits.put_nowait(WorkerExit(worker_id=worker_id, reason=reason))
+
+    async def _end(self, worker_id: str) -> None:
+        server = self._servers.pop(worker_id, None)
+        if server is not None:
+            await server.stop(grace=None)
+
+    def list(self) -> list[WorkerHandle]:
+        return []
+
+    async def watch(self) -> AsyncIterator[WorkerExit]:
+        while True:
+            yield await self._exits.get()
+
+    async def close(self) -> None:
+        for worker_id in tuple(self._servers):
+            await self._end(worker_id)

@@ -1,0 +1,213 @@
+"""A gateway with workers that do arithmetic instead of learning, for the tests of the gateway.
+
+The workers are real gRPC servers of the real services' protos, in this process; the launcher
+that "starts" them is a fake. The gateway is the real one, on a real port, in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future as ThreadFuture
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import tinker
+from tinker import types
+
+from gateway.app import create_app
+from gateway.limits.quotas import Counts, Quotas
+from gateway.metrics import Metrics
+from gateway.server import GatewayServer, make_server
+from tandem.settings import GatewaySettings, LimitSettings
+from tandem.wire.v1 import tinker_pb2
+from tests.support.gateway.fake_launcher import FakeLauncher
+
+KEY = "tml-test-key"
+
+
+class Gate:
+    """A running gateway, seen from a test's thread."""
+
+    def __init__(self, *, server: GatewayServer, launcher: FakeLauncher, loop, settings) -> None:
+        self.server = server
+        self.launcher = launcher
+        self.settings = settings
+        self.gateway = server._gateway
+        self._loop = loop
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def run(self, coroutine):
+        """Runs a coroutine, or a plain function, in the gateway's loop."""
+        if callable(coroutine):
+
+            async def call(function=coroutine):
+                return function()
+
+            coroutine = call()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
+
+    def http(self, key: str = KEY) -> httpx.Client:
+        # Reading the system's certificates takes longer than a request.
+        return httpx.Client(base_url=self.url, headers={"X-API-Key": key}, timeout=30, verify=False)
+
+    def service(self) -> tinker.ServiceClient:
+        return tinker.ServiceClient(base_url=self.url, api_key=KEY)
+
+    def worker(self, kind: str, index: int = -1):
+        wait_for(lambda: [w for w in self.launcher.servicers if w.startswith(kind)])
+        ids = [w for w in self.launcher.servicers if w.startswith(kind)]
+        return ids[index], self.launcher.servicers[ids[index]]
+
+    def session_id(self) -> str:
+        with self.http() as client:
+            answer = client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "test"})
+            return answer.json()["session_id"]
+
+    def run_id(self, session_id: str, number: int = 0) -> str:
+        with self.http() as client:
+            answer = client.post(
+                "/api/v1/create_model",
+                json={
+                    "session_id": session_id,
+                    "model_seq_id": number,
+                    "base_model": "tiny:full",
+                },
+            )
+            assert answer.status_code == 200, answer.text
+            self.retrieve(answer.json()["request_id"])
+            return answer.json()["model_id"]
+
+    def retrieve(self, request_id: str) -> httpx.Response:
+        with self.http() as client:
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline:
+                answer = client.post("/api/v1/retrieve_future", json={"request_id": request_id})
+                if answer.status_code != 408:
+                    return answer
+        raise AssertionError(f"{request_id} did not end")
+
+
+def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
+    values = {
+        "data_dir": tmp_path / "data",
+        "port": 0,
+        "api_key": KEY,
+        "long_poll": 0.3,
+        "reaper_interval": 0.05,
+        "min_free_bytes": 0,
+        "trainer": {"operation_timeout": 20},
+        "sampler": {"operation_timeout": 20},
+    }
+    return GatewaySettings(**(values | changes))
+
+
+def no_counts() -> Quotas:
+    """The limits of a gateway in which nobody has anything yet."""
+
+    async def nothing(_owner: str) -> int:
+        return 0
+
+    return Quotas(
+        settings=LimitSettings(),
+        metrics=Metrics(),
+        counts=Counts(
+            owner_of=lambda _session_id: "local",
+            active={
+                what: lambda _owner: 0
+                for what in ("sessions", "runs", "samplers", "sampling_sessions")
+            },
+            custom_losses=nothing,
+            checkpoint_bytes=nothing,
+        ),
+    )
+
+
+def make_model(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(
+        '{"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 64}'
+    )
+    return folder
+
+
+@contextmanager
+def running_gateway(
+    tmp_path: Path, *, launcher: FakeLauncher | None = None, **changes
+) -> Iterator[Gate]:
+    """A gateway on a free port that knows the model `tiny`."""
+    launcher = launcher or FakeLauncher()
+    settings = settings_for(tmp_path, **changes)
+    ready: ThreadFuture[Gate] = ThreadFuture()
+
+    async def serve() -> None:
+        server = make_server(create_app(settings, launcher=launcher), settings)
+        server.config.load()
+        server.capture_signals = _no_signals  # we are not in the main thread
+        task = asyncio.create_task(server.serve())
+        while not server.started and not task.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        if task.done():
+            ready.set_exception(AssertionError("the gateway did not start"))
+            return
+        ready.set_result(
+            Gate(
+                server=server,
+                launcher=launcher,
+                loop=asyncio.get_running_loop(),
+                settings=settings,
+            )
+        )
+        await task
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    gate = ready.result(30)
+    try:
+        gate.run(gate.gateway.models.add(name="tiny", path=str(make_model(tmp_path / "tiny"))))
+        yield gate
+    finally:
+        gate.server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive(), "the gateway did not stop"
+
+
+@contextmanager
+def _no_signals() -> Iterator[None]:
+    yield
+
+
+def wait_for(condition, timeout: float = 20.0) -> None:
+    """Returns when the condition holds; fails after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.01)
+
+
+def datum(tokens: list[int]) -> types.Datum:
+    size = len(tokens)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData(data=tokens, dtype="int64", shape=[size]),
+            "weights": types.TensorData(data=[1.0] * size, dtype="float32", shape=[size]),
+        },
+    )
+
+
+def forward_backward_bytes(run_id: str, seq_id: int, *, forward_only: bool = False) -> bytes:
+    message = tinker_pb2.ForwardBackwardRequest(
+        model_id=run_id, seq_id=seq_id, loss_fn="cross_entropy", forward_only=forward_only
+    )
+    message.data.add().model_input.add().encoded_text.tokens = np.arange(
+        3, dtype=np.int32
+    ).tobytes()
+    return message.SerializeToString()

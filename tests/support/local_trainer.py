@@ -1,0 +1,141 @@
+"""Trainers of one rank in this process, with LoRA or without, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tandem.settings import TrainerSettings
+from tandem.v1 import common_pb2, trainer_pb2
+from tandem.wire.v1 import tinker_pb2 as wire
+from tandem.worker import LoraSpec, TrainingSpec
+from tests.support.tiny_model import VOCABULARY
+from tests.support.trainer_worker import datum, logprobs_of, request
+from tests.support.worker_process import RUN
+from trainer_service.backends import World, backend_named
+from trainer_service.control import Control
+from trainer_service.lanes import Lanes
+from trainer_service.operations import Operations
+from trainer_service.rank_trainer import RankTrainer
+
+SPEC = LoraSpec(rank=4, seed=5)
+
+
+def make(
+    path: Path,
+    lora: LoraSpec | None = SPEC,
+    *,
+    optimizer: str = "adamw",
+    lanes: int = 0,
+    name: str = "tiny",
+    **settings: object,
+) -> Operations:
+    """The operations of a trainer of one rank."""
+    chosen = TrainerSettings(device="cpu", **settings)
+    backend = backend_named("fsdp2")(
+        model_path=path,
+        settings=chosen,
+        world=World(rank=0, size=1, device="cpu"),
+        training=TrainingSpec(lora=lora, optimizer=optimizer),
+    )
+    return Operations(
+        RankTrainer(
+            backend=backend,
+            control=Control(rank=0, size=1, group=None),
+            micro_batch_tokens=chosen.micro_batch_tokens,
+            model_path=path,
+            model_name=name,
+            lanes=Lanes(count=lanes, threads=1) if lanes else None,
+        )
+    )
+
+
+def data_of(seed: int = 0, count: int = 6) -> list[wire.Datum]:
+    rng = np.random.default_rng(seed)
+    return [
+        datum(rng.integers(0, VOCABULARY, length).tolist(), weights=rng.uniform(0, 1, length))
+        for length in rng.integers(2, 16, count)
+    ]
+
+
+def forward_backward(
+    operations: Operations, data: Sequence[wire.Datum], **more: bool
+) -> wire.ForwardBackwardOutput:
+    payload = request(data, **more).SerializeToString()
+    reply = operations.forward_backward(trainer_pb2.ForwardBackwardRequest(payload=payload))
+    assert not reply.HasField("failure"), reply.failure
+    return wire.ForwardBackwardOutput.FromString(reply.output)
+
+
+def logprobs(operations: Operations, data: Sequence[wire.Datum]) -> np.ndarray:
+    """Of all targets of all datums, one after the other."""
+    output = forward_backward(operations, data, forward_only=True)
+    return np.concatenate([one.reshape(-1) for one in logprobs_of(output)])
+
+
+def logprobs_of_model(model: torch.nn.Module, data: Sequence[wire.Datum]) -> np.ndarray:
+    """What `logprobs` gives, by a plain model, one sequence at a time."""
+    found = []
+    for one in data:
+        tokens = np.frombuffer(one.model_input[0].encoded_text.tokens, "<i4").astype(np.int64)
+        targets = np.frombuffer(one.loss_fn_inputs["target_tokens"].dense, "<i8").copy()
+        with torch.no_grad():
+            logits = model(torch.from_numpy(tokens)[None]).logits[0].float()
+        chosen = torch.log_softmax(logits, -1).gather(-1, torch.from_numpy(targets)[:, None])
+        found.append(chosen[:, 0].numpy())
+    return np.concatenate(found)
+
+
+def step(operations: Operations, *, lr: float = 1e-2, clip: float = 0.0) -> dict[str, float]:
+    adamw = trainer_pb2.AdamWParams(
+        learning_rate=lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, grad_clip_norm=clip
+    )
+    reply = operations.optim_step(trainer_pb2.OptimStepRequest(adamw=adamw))
+    assert not reply.HasField("failure"), reply.failure
+    return dict(reply.metrics)
+
+
+def train(operations: Operations, steps: int, *, seed: int = 0) -> list[float]:
+    """The losses of some steps, on data that differ from step to step."""
+    losses = []
+    for number in range(seed, seed + steps):
+        output = forward_backward(operations, data_of(number))
+        losses.append(output.metrics["loss:sum"])
+        step(operations)
+    return losses
+
+
+def model_of(operations: Operations) -> torch.nn.Module:
+    return operations._trainer.backend._model
+
+
+def weights(operations: Operations) -> dict[str, torch.Tensor]:
+    named = model_of(operations).named_parameters()
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def publish(
+    operations: Operations, path: Path, *, merged: bool = False
+) -> trainer_pb2.PublishReply:
+    version = common_pb2.WeightVersion(name=f"{RUN}/{path.name}", path=str(path), run_id=RUN)
+    reply = operations.publish(trainer_pb2.PublishRequest(version=version, merged=merged))
+    assert not reply.HasField("failure"), reply.failure
+    return reply
+
+
+def save(operations: Operations, path: Path) -> trainer_pb2.SaveCheckpointReply:
+    reply = operations.save_checkpoint(trainer_pb2.SaveCheckpointRequest(path=str(path)))
+    assert not reply.HasField("failure"), reply.failure
+    return reply
+
+
+def load(
+    operations: Operations, path: Path, *, optimizer: bool = True
+) -> trainer_pb2.LoadCheckpointReply:
+    """The reply, be it a failure."""
+    return operations.load_checkpoint(
+        trainer_pb2.LoadCheckpointRequest(path=str(path), optimizer=optimizer)
+    )

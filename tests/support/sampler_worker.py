@@ -1,0 +1,305 @@
+"""Speaks gRPC with a real sampler process, and publishes versions for it to load."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tandem.settings import SamplerSettings
+from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
+from tandem.weights import (
+    Canary,
+    Manifest,
+    PartialVersion,
+    checksum_file,
+    new_version_name,
+    version_path,
+)
+from tandem.wire.v1 import tinker_pb2 as wire
+from tandem.worker import WorkerSpec
+from tests.support.worker_process import (
+    CALL_SECONDS,
+    RUN,
+    SECRET,
+    SESSION,
+    Started,
+    WorkerClient,
+    worker_process,
+)
+
+
+def plain_logprobs(model: Path, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+    """Logprobs [T-1] of tokens[1:] by a plain transformers forward in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = network(torch.tensor([list(tokens)])).logits[0, :-1] / temperature
+    picked = torch.tensor(list(tokens[1:])).unsqueeze(1)
+    return logits.log_softmax(-1).gather(1, picked).squeeze(1).numpy()
+
+
+def plain_distribution(model: Path, tokens: Sequence[int]) -> np.ndarray:
+    """Logprobs [T-1, vocabulary] of what stands at tokens[1:], as `plain_logprobs`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = network(torch.tensor([list(tokens)])).logits[0, :-1]
+    return logits.log_softmax(-1).numpy()
+
+
+def publish(
+    weights_of: Path, data_dir: Path, *, number: int, canary: Sequence[int] = (5, 9, 7, 20, 33, 4)
+) -> common_pb2.WeightVersion:
+    """The weights of a model directory as a version, as a trainer with two ranks writes it."""
+    from safetensors.torch import load_file, save_file
+
+    name = new_version_name(run_id=RUN, number=number)
+    partial = PartialVersion(version_path(data_dir, name))
+    partial.create()
+    tensors = {
+        k: v for file in weights_of.glob("*.safetensors") for k, v in load_file(file).items()
+    }
+    names = sorted(tensors)
+    files = []
+    for rank in range(2):
+        file = partial.path / f"model-{rank + 1:05d}-of-00002.safetensors"
+        save_file({key: tensors[key] for key in names[rank::2]}, file)
+        files.append(checksum_file(file))
+    logprobs = plain_logprobs(weights_of, canary).tolist()
+    manifest = Manifest(
+        version=name,
+        run_id=RUN,
+        step=number,
+        dtype="float32",
+        tensors=len(tensors),
+        created="2026-01-01T00:00:00Z",
+        files=files,
+        canary=Canary(tokens=list(canary), logprobs=logprobs),
+    )
+    partial.commit(manifest)
+    return common_pb2.WeightVersion(name=name, path=str(partial.final), run_id=RUN, step=number)
+
+
+def publish_adapter(
+    adapter: Path,
+    data_dir: Path,
+    *,
+    number: int,
+    merged: Path,
+    canary: Sequence[int] = (5, 9, 7, 20, 33, 4),
+) -> common_pb2.WeightVersion:
+    """An adapter's directory as a version; `merged` are the plain weights that it amounts to."""
+    name = new_version_name(run_id=RUN, number=number)
+    partial = PartialVersion(version_path(data_dir, name))
+    partial.create()
+    for file in adapter.iterdir():
+        shutil.copy(file, partial.path)
+    manifest = Manifest(
+        version=name,
+        run_id=RUN,
+        step=number,
+        adapter=True,
+        dtype="float32",
+        tensors=1,
+        created="2026-01-01T00:00:00Z",
+        files=[checksum_file(file) for file in sorted(partial.path.iterdir())],
+        canary=Canary(tokens=list(canary), logprobs=plain_logprobs(merged, canary).tolist()),
+    )
+    partial.commit(manifest)
+    return common_pb2.WeightVersion(
+        name=name, path=str(partial.final), run_id=RUN, step=number, adapter=True
+    )
+
+
+def rewrite_manifest(version: common_pb2.WeightVersion, **changes: object) -> None:
+    """Changes fields of a manifest and makes its checksums those of the files that are there."""
+    path = Path(version.path)
+    manifest = Manifest.model_validate_json((path / "manifest.json").read_bytes())
+    files = [checksum_file(path / entry.name) for entry in manifest.files]
+    changed = manifest.model_copy(update={"files": files, **changes})
+    (path / "manifest.json").write_text(changed.model_dump_json())
+
+
+@dataclass(frozen=True)
+class Sample:
+    tokens: list[int]
+    logprobs: np.ndarray
+    stopped: bool
+    topk: wire.TopkLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A decoded answer."""
+
+    version: str
+    samples: list[Sample]
+    prompt_logprobs: np.ndarray | None
+    message: wire.SampleResponse
+    reply: sampler_pb2.SampleReply
+
+
+def decoded(reply: sampler_pb2.SampleReply) -> Sampled:
+    assert not reply.HasField("failure"), reply.failure
+    message = wire.SampleResponse.FromString(reply.response)
+    return Sampled(
+        version=message.tandem_weight_version,
+        samples=[
+            Sample(
+                tokens=np.frombuffer(each.tokens, "<i4").tolist(),
+                logprobs=np.frombuffer(each.logprobs, "<f4"),
+                stopped=each.stop_reason == wire.STOP_REASON_STOP,
+                topk=each.topk_sampled_logprobs if each.HasField("topk_sampled_logprobs") else None,
+            )
+            for each in message.sequences
+        ],
+        prompt_logprobs=(
+            np.frombuffer(message.prompt_logprobs, "<f4")
+            if message.HasField("prompt_logprobs")
+            else None
+        ),
+        message=message,
+        reply=reply,
+    )
+
+
+def assert_logprobs_are_those_of(weights: Path, prompt: Sequence[int], answer: Sampled) -> None:
+    """The sampled logprobs of an answer are those of a plain forward, at temperature 1."""
+    for sample in answer.samples:
+        expected = plain_logprobs(weights, [*prompt, *sample.tokens])[len(prompt) - 1 :]
+        assert np.abs(expected - sample.logprobs).max() < 1e-4
+
+
+def tokens_of(answer: Sampled) -> list[list[int]]:
+    return [sample.tokens for sample in answer.samples]
+
+
+def same(one: Sampled, other: Sampled) -> bool:
+    """Bit by bit: tokens, logprobs, prompt logprobs, top-k."""
+    pairs = zip(one.message.sequences, other.message.sequences, strict=True)
+    return all(a == b for a, b in pairs) and (
+        one.message.prompt_logprobs == other.message.prompt_logprobs
+    )
+
+
+class SamplerClient(WorkerClient):
+    def __init__(self, started: Started, model: Path) -> None:
+        super().__init__(started)
+        self.base = common_pb2.WeightVersion(name="base/tiny", path=str(model))
+        self.stub = sampler_pb2_grpc.SamplerStub(self.channel)
+        self.numbers = itertools.count()
+        self.fencing_token = 1
+
+    def describe(self) -> sampler_pb2.DescribeSamplerReply:
+        return self.stub.Describe(
+            sampler_pb2.DescribeSamplerRequest(), metadata=self.metadata, timeout=CALL_SECONDS
+        )
+
+    def load(self, version: common_pb2.WeightVersion) -> sampler_pb2.LoadReply:
+        return self.stub.Load(
+            sampler_pb2.LoadRequest(version=version, fencing_token=self.fencing_token),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        *,
+        version: common_pb2.WeightVersion | None = None,
+        n: int = 1,
+        max_tokens: int | None = 8,
+        temperature: float = 1.0,
+        top_k: int = -1,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] | Sequence[int] | None = None,
+        prompt_logprobs: bool = False,
+        topk: int = 0,
+        prompt_topk: int = 0,
+        last_n: int | None = None,
+        targets: wire.Tensor | None = None,
+        draws: int = 0,
+        form: sampler_pb2.StructuredOutput | None = None,
+    ) -> sampler_pb2.SampleRequest:
+        """As the gateway makes it. `stop` None, [] or a list means what it does in the SDK."""
+        number = next(self.numbers)
+        return sampler_pb2.SampleRequest(
+            operation_id=f"op-{number}",
+            session_id=SESSION,
+            seq_id=number,
+            version=version or self.base,
+            prompt_tokens=np.asarray(prompt, "<i4").tobytes(),
+            num_samples=n,
+            params=sampler_pb2.SamplingParams(
+                max_tokens=max_tokens,
+                seed=seed,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                stop_given=stop is not None,
+                stop_strings=[s for s in stop or () if isinstance(s, str)],
+                stop_token_ids=[s for s in stop or () if isinstance(s, int)],
+            ),
+            prompt_logprobs=prompt_logprobs,
+            topk_sample_logprobs=topk,
+            topk_prompt_logprobs=prompt_topk,
+            prompt_logprobs_last_n=last_n,
+            target_prompt_tokens=b"" if targets is None else targets.SerializeToString(),
+            prompt_alt_tokens_k=draws,
+            structured=form,
+            fencing_token=self.fencing_token,
+        )
+
+    def send(self, request: sampler_pb2.SampleRequest) -> Any:
+        """The call as a future."""
+        return self.stub.Sample.future(request, metadata=self.metadata, timeout=CALL_SECONDS)
+
+    def sample_all(self, requests: Sequence[sampler_pb2.SampleRequest]) -> list[Sampled]:
+        """Sends all at once and waits for all."""
+        return [decoded(call.result()) for call in [self.send(each) for each in requests]]
+
+    def sample(self, prompt: Sequence[int], **arguments: Any) -> Sampled:
+        return decoded(self.send(self.request(prompt, **arguments)).result())
+
+    def refusal(self, request: sampler_pb2.SampleRequest) -> common_pb2.Failure:
+        reply = self.send(request).result()
+        assert reply.HasField("failure"), "the request was answered"
+        return reply.failure
+
+    @property
+    def resident_bytes(self) -> int:
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def sampler_process(model: Path, *, wait: bool = True, **settings: Any) -> Iterator[SamplerClient]:
+    """`settings` are those of `SamplerSettings`."""
+    spec = WorkerSpec(
+        worker_id="sampler-test",
+        kind="sampler",
+        secret=SECRET,
+        model_name="tiny",
+        model_path=str(model),
+        data_dir=str(model.parent),
+        session_id=SESSION,
+        sampler=SamplerSettings(**{"device": "cpu", "kv_cache_bytes": 64 * 2**20, **settings}),
+    )
+    with worker_process(spec) as started:
+        client = SamplerClient(started, model)
+        if wait:
+            client.wait_until_serving()
+        yield client

@@ -1,0 +1,195 @@
+"""Speaks gRPC with a real trainer process, for tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tandem.settings import TrainerSettings
+from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
+from tandem.weights import version_path
+from tandem.wire.v1 import tinker_pb2 as wire
+from tandem.worker import TrainingSpec, WorkerSpec
+from tests.support.worker_process import (
+    CALL_SECONDS,
+    RUN,
+    SECRET,
+    SESSION,
+    Started,
+    WorkerClient,
+    worker_process,
+)
+
+
+def dense(values: object, dtype: str) -> wire.Tensor:
+    """A dense wire tensor of type "<f4" or "<i8"."""
+    array = np.asarray(values, dtype)
+    kind = {"<f4": wire.DTYPE_FLOAT32, "<i8": wire.DTYPE_INT64}[dtype]
+    return wire.Tensor(dense=array.tobytes(), dtype=kind, shape=array.shape)
+
+
+def datum(tokens: Sequence[int], *, targets: object = None, **inputs: object) -> wire.Datum:
+    """One datum; without `targets` each token's target is the next one (the last one's: 3)."""
+    if targets is None:
+        targets = [*tokens[1:], 3]
+    made = wire.Datum()
+    made.model_input.add().encoded_text.tokens = np.asarray(tokens, "<i4").tobytes()
+    made.loss_fn_inputs["target_tokens"].CopyFrom(dense(targets, "<i8"))
+    for name, values in inputs.items():
+        made.loss_fn_inputs[name].CopyFrom(dense(values, "<f4"))
+    return made
+
+
+def request(
+    data: Sequence[wire.Datum],
+    loss: str = "cross_entropy",
+    *,
+    forward_only: bool = False,
+    settings: Mapping[str, float] | None = None,
+) -> wire.ForwardBackwardRequest:
+    return wire.ForwardBackwardRequest(
+        model_id=RUN,
+        data=data,
+        loss_fn=loss,
+        forward_only=forward_only,
+        loss_fn_config=settings or {},
+    )
+
+
+def logprobs_of(output: wire.ForwardBackwardOutput) -> list[np.ndarray]:
+    """The `logprobs` of each datum, in the shape of its targets."""
+    found = []
+    for record in output.loss_fn_outputs:
+        field = record.fields["logprobs"]
+        offsets = np.frombuffer(field.offsets, "<i8")
+        values = np.frombuffer(field.data, "<f4")
+        for start, end in zip(offsets // 4, offsets[1:] // 4, strict=False):
+            found.append(values[start:end].reshape(-1, *field.trailing_shape))
+    return found
+
+
+class TrainerClient(WorkerClient):
+    """Calls in log order, with the next `seq_id` each time."""
+
+    def __init__(self, started: Started) -> None:
+        super().__init__(started)
+        self.stub = trainer_pb2_grpc.TrainerStub(self.channel)
+        self.seq_id = 0
+
+    def header(self) -> common_pb2.OperationHeader:
+        self.seq_id += 1
+        return common_pb2.OperationHeader(
+            operation_id=f"op-{self.seq_id}",
+            session_id=SESSION,
+            run_id=RUN,
+            seq_id=self.seq_id,
+            previous_seq_id=self.seq_id - 1,
+            fencing_token=1,
+        )
+
+    def describe(self) -> trainer_pb2.DescribeTrainerReply:
+        return self.stub.Describe(
+            trainer_pb2.DescribeTrainerRequest(), metadata=self.metadata, timeout=CALL_SECONDS
+        )
+
+    def forward_backward(
+        self, message: wire.ForwardBackwardRequest | bytes
+    ) -> trainer_pb2.ForwardBackwardReply:
+        payload = message if isinstance(message, bytes) else message.SerializeToString()
+        return self.stub.ForwardBackward(
+            trainer_pb2.ForwardBackwardRequest(header=self.header(), payload=payload),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
+
+    def output(self, message: wire.ForwardBackwardRequest) -> wire.ForwardBackwardOutput:
+        """A forward_backward that must succeed."""
+        reply = self.forward_backward(message)
+        assert not reply.HasField("failure"), reply.failure
+        return wire.ForwardBackwardOutput.FromString(reply.output)
+
+    def optim_step(
+        self,
+        *,
+        lr: float = 1e-3,
+        eps: float = 1e-8,
+        clip: float = 0.0,
+        incomplete: str = "",
+    ) -> trainer_pb2.OptimStepReply:
+        return self.stub.OptimStep(
+            trainer_pb2.OptimStepRequest(
+                header=self.header(),
+                adamw=trainer_pb2.AdamWParams(
+                    learning_rate=lr, beta1=0.9, beta2=0.95, eps=eps, grad_clip_norm=clip
+                ),
+                gradients_incomplete=incomplete,
+            ),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
+
+    def publish(
+        self, data_dir: Path, number: int = 1, *, merged: bool = False
+    ) -> tuple[trainer_pb2.PublishReply, Path]:
+        name = f"{RUN}/v{number:06d}-{os.urandom(4).hex()}"
+        path = version_path(data_dir, name)
+        reply = self.stub.Publish(
+            trainer_pb2.PublishRequest(
+                header=self.header(),
+                version=common_pb2.WeightVersion(name=name, path=str(path), run_id=RUN),
+                merged=merged,
+            ),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
+        return reply, path
+
+    def save(self, path: Path) -> trainer_pb2.SaveCheckpointReply:
+        return self.stub.SaveCheckpoint(
+            trainer_pb2.SaveCheckpointRequest(header=self.header(), path=str(path)),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
+
+    def load(self, path: Path, *, optimizer: bool) -> trainer_pb2.LoadCheckpointReply:
+        return self.stub.LoadCheckpoint(
+            trainer_pb2.LoadCheckpointRequest(
+                header=self.header(), path=str(path), optimizer=optimizer
+            ),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
+
+
+@contextmanager
+def trainer_process(
+    model: Path,
+    data_dir: Path,
+    *,
+    wait: bool = True,
+    training: TrainingSpec | None = None,
+    **settings: Any,
+) -> Iterator[TrainerClient]:
+    """`settings` are those of `TrainerSettings`."""
+    spec = WorkerSpec(
+        worker_id="trainer-test",
+        kind="trainer",
+        secret=SECRET,
+        model_name="tiny",
+        model_path=str(model),
+        data_dir=str(data_dir),
+        session_id=SESSION,
+        run_id=RUN,
+        training=training,
+        trainer=TrainerSettings(**{"device": "cpu", "threads": 1, **settings}),
+    )
+    with worker_process(spec) as started:
+        client = TrainerClient(started)
+        if wait:
+            client.wait_until_serving()
+        yield client

@@ -1,0 +1,82 @@
+"""Starts a real worker process, a trainer or a sampler, and waits until it serves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gateway.workers.launchers.groups import kill_group
+from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerReport, WorkerSpec
+
+SECRET = "a secret of this test"
+SESSION = "s-0123456789ab"
+RUN = f"{SESSION}:train:0"
+START_SECONDS = 120.0
+CALL_SECONDS = 60.0
+
+
+@dataclass
+class Started:
+    """A process that has said where it listens. `reports` is what it says."""
+
+    process: subprocess.Popen[bytes]
+    reports: Any
+    report: WorkerReport
+
+    def next_report(self) -> WorkerReport:
+        """The next line on the report descriptor. Blocks until there is one."""
+        return WorkerReport.model_validate_json(self.reports.readline())
+
+
+class WorkerClient:
+    """A channel to a worker."""
+
+    def __init__(self, started: Started) -> None:
+        self.process = started.process
+        self.report = started.report
+        self.next_report = started.next_report
+        self.channel = grpc.insecure_channel(started.report.address, options=GRPC_OPTIONS)
+        self.metadata = ((SECRET_METADATA_KEY, SECRET),)
+
+    def wait_until_serving(self) -> None:
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        for reply in stub.Watch(
+            health_pb2.HealthCheckRequest(),
+            metadata=self.metadata,
+            timeout=START_SECONDS,
+            wait_for_ready=True,
+        ):
+            if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+
+
+@contextmanager
+def worker_process(spec: WorkerSpec) -> Iterator[Started]:
+    """In a process group of its own, all of which is killed whatever happens."""
+    read, write = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"{spec.kind}_service", "--report-fd", str(write)],
+        stdin=subprocess.PIPE,
+        pass_fds=(write,),
+        start_new_session=True,
+    )
+    os.close(write)
+    assert process.stdin is not None
+    try:
+        process.stdin.write(spec.model_dump_json().encode() + b"\n")
+        process.stdin.flush()
+        with os.fdopen(read, "rb") as reports:
+            report = WorkerReport.model_validate_json(reports.readline())
+            yield Started(process, reports, report)
+    finally:
+        kill_group(process.pid)
+        process.wait(timeout=10)
+        process.stdin.close()

@@ -1,0 +1,212 @@
+"""Chat templates: the same text and tokens as transformers, in a sandbox, with clear refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gateway.api.openai.bodies import ChatBody
+from gateway.api.openai.chat_template import ChatTemplate, find_template
+from gateway.api.openai.errors import FieldRefused
+from gateway.api.openai.messages import render_chat
+from gateway.api.openai.tokenizer import load_tokenizer
+from tandem.errors import InvalidRequest, UnsupportedInput
+from tests.support.gateway.speaking_models import (
+    CHAT_TEMPLATE,
+    byte_tokenizer,
+    sentence_tokenizer,
+    write_speaking_model,
+)
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": ' the € is\n😀 <b>"x"</b> '},
+]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"ä": [1, "<"]}}}]
+STRICT = """{{ bos_token }}{% for m in messages %}
+{% if loop.index0 == 0 and m.role == 'user' %}{% continue %}{% endif %}
+  {% generation %}[{{ m['role'] }}] {{ m['content'] }}{% endgeneration %}
+{% if loop.last %}{% break %}{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}{{ strftime_now("%Y") }}>{% endif %}"""
+
+
+def render(template, messages=MESSAGES, **changes):
+    body = ChatBody(model="m", messages=messages, **changes)
+    return render_chat(ChatTemplate(template, special_tokens={"eos_token": "</s>"}), body)
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, STRICT], ids=["own", "strict"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tools": TOOLS},
+        {"chat_template_kwargs": {"thinking": True}},
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": False, "continue_final_message": True},
+    ],
+    ids=["plain", "tools", "kwargs", "no prompt", "continued"],
+)
+def test_the_text_and_the_tokens_are_those_of_transformers(tmp_path, template, changes):
+    from transformers import AutoTokenizer
+
+    folder = write_speaking_model(tmp_path / "m", byte_tokenizer(), template=template)
+    reference = AutoTokenizer.from_pretrained(folder)
+    more = dict(changes)
+    expected = reference.apply_chat_template(
+        MESSAGES,
+        tokenize=False,
+        **({"add_generation_prompt": True} | more | more.pop("chat_template_kwargs", {})),
+    )
+    tokenizer = load_tokenizer("m", folder)
+    body = ChatBody(model="m", messages=MESSAGES, **changes)
+    text = render_chat(tokenizer.chat_template(), body)
+    assert text == expected
+    tokens = tokenizer.encode_now(text, add_special_tokens=False)
+    assert tokens == reference(expected, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(tokens) == text
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [(byte_tokenizer, {}), (sentence_tokenizer, {"eos_token": "</s>", "bos_token": "<s>"})],
+)
+def test_a_prompt_has_the_tokens_of_transformers(tmp_path, make, named):
+    from transformers import PreTrainedTokenizerFast
+
+    folder = write_speaking_model(tmp_path / "m", make(), **named)
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = load_tokenizer("m", folder)
+    for text in ("hello world!", " the €", "a"):
+        assert tokenizer.encode_now(text, add_special_tokens=True) == reference(text)["input_ids"]
+    assert set(reference.all_special_ids) <= tokenizer.special
+
+
+def test_parts_of_text_are_one_text():
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert "<|user|>one\ntwo</s>" in render(CHAT_TEMPLATE, [{"role": "user", "content": parts}])
+
+
+def test_a_calls_arguments_are_written_out_by_the_template():
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "c"},
+    ]
+    assert '<|assistant|>(add {"a": 1})</s>\n<|tool|>2</s>' in render(CHAT_TEMPLATE, messages)
+
+
+@pytest.mark.parametrize(
+    ("messages", "changes", "error", "sentence"),
+    [
+        ([{"role": "clown", "content": "x"}], {}, InvalidRequest, "unknown role clown"),
+        ([{"content": "x"}], {}, FieldRefused, "messages.0 has no role"),
+        ([{"role": "user", "content": 3}], {}, FieldRefused, "neither a text nor a list"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            {},
+            UnsupportedInput,
+            "part of type 'image_url'",
+        ),
+        (
+            [
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"function": {"arguments": "{"}}],
+                }
+            ],
+            {},
+            FieldRefused,
+            "not JSON",
+        ),
+        (MESSAGES, {"tool_choice": "required", "tools": TOOLS}, FieldRefused, "tool_choice"),
+        (MESSAGES, {"continue_final_message": True}, FieldRefused, "add_generation_prompt"),
+        (
+            MESSAGES,
+            {"chat_template_kwargs": {"messages": []}},
+            FieldRefused,
+            "chat_template_kwargs.messages",
+        ),
+    ],
+)
+def test_what_cannot_be_rendered_is_refused_with_its_reason(messages, changes, error, sentence):
+    with pytest.raises(error, match=sentence):
+        render(CHAT_TEMPLATE, messages, **changes)
+
+
+@pytest.mark.parametrize(
+    "escape",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ raise_exception.__globals__.os }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{% for i in range(1000000000) %}{% endfor %}",
+    ],
+)
+def test_a_template_reaches_nothing_but_its_variables(escape):
+    with pytest.raises(InvalidRequest):
+        render(escape)
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}.{% endfor %}{% endfor %}",
+        "{% macro on(n) %}{% for a in range(n) %}.{% endfor %}{% endmacro %}"
+        "{% set all %}{% for b in range(99999) %}{{ on(9999) }}{% endfor %}{% endset %}",
+    ],
+    ids=["text", "nothing written"],
+)
+def test_a_template_without_an_end_has_an_answer(monkeypatch, endless):
+    monkeypatch.setattr("gateway.api.openai.chat_template._MOST_SECONDS", 0.2)
+    with pytest.raises(InvalidRequest, match=r"no end within 0\.2 s"):
+        render(endless)
+
+
+def test_a_template_does_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr("gateway.api.openai.chat_template._MOST_CHARACTERS", 1000)
+    with pytest.raises(InvalidRequest, match="more than 1000 characters"):
+        render("{% for a in range(99999) %}.{% endfor %}")
+
+
+def test_tools_have_a_template_of_their_own_where_the_model_has_one():
+    templates = {"default": "plain", "tool_use": "with {{ tools | length }}"}
+    assert render(templates) == "plain"
+    assert render(templates, tools=TOOLS) == "with 1"
+    assert render(templates, tools=TOOLS, tool_choice="none") == "plain"
+
+
+def test_a_template_is_found_wherever_a_model_has_it(tmp_path):
+    named = [{"name": "default", "template": "b"}, {"name": "tool_use", "template": "t"}]
+    assert find_template(tmp_path, {}) == ""
+    assert find_template(tmp_path, {"chat_template": "a"}) == "a"
+    assert find_template(tmp_path, {"chat_template": named}) == {"default": "b", "tool_use": "t"}
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "c"}))
+    assert find_template(tmp_path, {"chat_template": "a"}) == "c"
+    (tmp_path / "chat_template.jinja").write_text("d")
+    assert find_template(tmp_path, {"chat_template": "a"}) == "d"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("e")
+    assert find_template(tmp_path, {}) == {"default": "d", "tool_use": "e"}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"generation_config.json": {"eos_token_id": [3, 4]}}, (3, 4)),
+        ({"generation_config.json": {}, "config.json": {"eos_token_id": 5}}, (5,)),
+        ({"config.json": {"text_config": {"eos_token_id": 6}}}, (6,)),
+    ],
+)
+def test_the_end_tokens_are_those_of_the_sampler(tmp_path, config, expected):
+    from sampler_service.model_files import end_tokens, tokenizer_end_token
+
+    folder = write_speaking_model(tmp_path / "m", byte_tokenizer())
+    assert load_tokenizer("m", folder).end_tokens == tokenizer_end_token(folder)
+    for name, content in config.items():
+        (folder / name).write_text(json.dumps(content))
+    assert load_tokenizer("m", folder).end_tokens == end_tokens(folder) == expected

@@ -1,0 +1,169 @@
+"""Tokens into text: whole characters, stop strings, and the same however they are divided."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.api.openai.text import Detokenizer, StopCutter
+from gateway.api.openai.tokenizer import load_tokenizer
+from tests.support.gateway.speaking_models import (
+    byte_tokenizer,
+    letter_tokenizer,
+    sentence_tokenizer,
+    write_speaking_model,
+)
+
+TEXTS = st.text(st.sampled_from("aé€😀 the\n�ab"), max_size=40)
+TOKENS = st.lists(st.integers(0, 265), max_size=40)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizers")
+    kinds = {
+        "bytes": (byte_tokenizer(), {}),
+        "sentences": (sentence_tokenizer(), {"eos_token": "</s>", "bos_token": "<s>"}),
+        "letters": (letter_tokenizer(), {}),
+    }
+    return {
+        name: load_tokenizer(name, write_speaking_model(folder / name, made, **config))
+        for name, (made, config) in kinds.items()
+    }
+
+
+def pieces_of(tokens, cuts):
+    """The tokens, divided at the cuts."""
+    edges = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
+    return [tokens[a:b] for a, b in itertools.pairwise(edges)]
+
+
+def streamed(tokenizer, pieces, *, context=()):
+    detokenizer = Detokenizer(tokenizer, context=context, skip_special_tokens=True)
+    told = [detokenizer.push(piece) for piece in pieces]
+    return [*told, detokenizer.finish()]
+
+
+@given(TEXTS, st.lists(st.integers(0, 200), max_size=8))
+@settings(max_examples=200, deadline=None)
+def test_a_text_comes_back_whole_and_in_whole_characters(tokenizers, text, cuts):
+    tokenizer = tokenizers["bytes"]
+    tokens = tokenizer.encode_now(text, add_special_tokens=False)
+    told = streamed(tokenizer, pieces_of(tokens, cuts))
+    assert "".join(told) == text
+    if "�" not in text:
+        assert not any("�" in part for part in told)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentences", "letters"])
+@given(tokens=TOKENS, cuts=st.lists(st.integers(0, 40), max_size=8), context=TOKENS)
+@settings(max_examples=300, deadline=None)
+def test_any_tokens_give_the_same_text_however_they_are_divided(
+    tokenizers, kind, tokens, cuts, context
+):
+    tokenizer = tokenizers[kind]
+    tokens = [t for t in tokens if t < tokenizer.vocabulary]
+    context = [t for t in context if t < tokenizer.vocabulary]
+    one_by_one = "".join(streamed(tokenizer, [[t] for t in tokens], context=context))
+    assert "".join(streamed(tokenizer, pieces_of(tokens, cuts), context=context)) == one_by_one
+    assert "".join(streamed(tokenizer, [tokens], context=context)) == one_by_one
+
+
+def test_a_character_of_four_tokens_is_told_with_the_last(tokenizers):
+    tokens = tokenizers["bytes"].encode_now("😀!", add_special_tokens=False)
+    assert len(tokens) == 5
+    assert streamed(tokenizers["bytes"], [[t] for t in tokens]) == ["", "", "", "😀", "!", ""]
+
+
+def test_what_is_no_whole_character_at_the_end_is_marked_as_that(tokenizers):
+    tokens = tokenizers["bytes"].encode_now("a€", add_special_tokens=False)
+    assert "".join(streamed(tokenizers["bytes"], [tokens[:-1]])) == "a�"
+
+
+def test_bytes_of_a_sentence_tokenizer_make_characters_one_after_the_other(tokenizers):
+    tokenizer = tokenizers["sentences"]
+    tokens = [tokenizer._tokenizer.token_to_id(f"<0x{b:02X}>") for b in "😀😀".encode() * 3]
+    told = streamed(tokenizer, [[t] for t in tokens])
+    assert [part for part in told if part] == ["😀"] * 6
+
+
+def test_a_word_keeps_the_blank_before_it_because_of_what_stands_before(tokenizers):
+    tokenizer = tokenizers["sentences"]
+    hello, world = (tokenizer._tokenizer.token_to_id(t) for t in ("▁hello", "▁world"))
+    assert "".join(streamed(tokenizer, [[hello]], context=[1])) == "hello"
+    assert "".join(streamed(tokenizer, [[world]], context=[1, hello])) == " world"
+
+
+def test_noise_is_not_held_back_for_ever(tokenizers):
+    tokens = tokenizers["bytes"].encode_now("€", add_special_tokens=False)[:1] * 100
+    detokenizer = Detokenizer(tokenizers["bytes"], context=(), skip_special_tokens=True)
+    told = [detokenizer.push([token]) for token in tokens]
+    assert sum(map(len, told)) >= 60
+
+
+# --- Stop strings -------------------------------------------------------------------------
+
+
+def cut(text_pieces, stops, **changes):
+    cutter = StopCutter(stops, **changes)
+    told = [cutter.push(piece) for piece in text_pieces]
+    return [*told, cutter.finish()], cutter.stopped
+
+
+def test_what_could_become_a_stop_string_waits_until_it_is_certain():
+    assert cut(["ab", "c", "d"], ["cx"]) == (["ab", "", "cd", ""], False)
+    assert cut(["ab", "c", "xd"], ["cx"]) == (["ab", "", "", ""], True)
+    assert cut(["ab", "c"], ["cx"]) == (["ab", "", "c"], False)
+
+
+def test_a_stop_string_can_be_kept():
+    assert cut(["ab", "cxd"], ["cx"], keep=True) == (["ab", "cx", ""], True)
+
+
+def test_of_several_stop_strings_the_one_that_is_complete_first_counts():
+    assert "".join(cut(["xaby"], ["xaby", "ab"])[0]) == "x"
+    assert "".join(cut(["xab"], ["b", "ab"])[0]) == "x"
+
+
+@given(
+    st.text("ab", max_size=30),
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(0, 30), max_size=6),
+    st.booleans(),
+)
+def test_a_stop_string_cuts_alike_however_the_text_is_divided(text, stops, cuts, keep):
+    whole, stopped = cut([text], stops, keep=keep)
+    parts, also_stopped = cut(pieces_of(text, cuts), stops, keep=keep)
+    assert ("".join(parts), also_stopped) == ("".join(whole), stopped)
+    assert stopped == any(stop in text for stop in stops)
+    if not keep:
+        assert not any(stop in "".join(whole) for stop in stops)
+
+
+# --- Single tokens ------------------------------------------------------------------------
+
+
+def test_a_part_of_a_character_is_known_by_its_bytes(tokenizers):
+    tokenizer = tokenizers["bytes"]
+    two, one = tokenizer.encode_now("€", add_special_tokens=False)
+    assert (tokenizer.token(two).raw, tokenizer.token(one).raw) == (b"\xe2\x82", b"\xac")
+    sentences = tokenizers["sentences"]
+    byte = sentences._tokenizer.token_to_id("<0xE2>")
+    assert sentences.token(byte).raw == b"\xe2"
+
+
+def test_a_token_reads_as_it_does_inside_of_a_text(tokenizers):
+    sentences = tokenizers["sentences"]
+    assert sentences.token(sentences._tokenizer.token_to_id("▁world")).text == " world"
+    the = tokenizers["bytes"].encode_now(" the", add_special_tokens=False)
+    assert [tokenizers["bytes"].token(t).text for t in the] == [" the"]
+
+
+def test_special_tokens_are_named_and_are_no_text(tokenizers):
+    tokenizer = tokenizers["bytes"]
+    (end,) = tokenizer.end_tokens
+    assert tokenizer.token(end).text == "<eos>"
+    assert "".join(streamed(tokenizer, [[end, 65, end]])) == tokenizer.token(65).text

@@ -1,0 +1,257 @@
+"""Which adapters lie in an engine, when, and which are refused, with an engine that is a fake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from sampler_service.reload import Version
+from tandem.errors import LoadFailed
+from tandem.weights import Canary, Manifest, checksum_file
+from tests.support.fake_engine import BASE, NEW, Bench
+
+RANK = 4
+LAYER = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A model with one matrix [6, 5] and tied embeddings [9, 5]."""
+    path = tmp_path / "base"
+    path.mkdir()
+    tensors = {f"{LAYER}.weight": (6, 5), "model.embed_tokens.weight": (9, 5)}
+    save_file({k: np.zeros(v, np.float32) for k, v in tensors.items()}, path / "a.safetensors")
+    return path
+
+
+def pair(layer: str, *, rank: int = RANK, outputs: int = 6, inputs: int = 5):
+    name = f"base_model.model.{layer}"
+    return {
+        f"{name}.lora_A.weight": np.zeros((rank, inputs), np.float32),
+        f"{name}.lora_B.weight": np.zeros((outputs, rank), np.float32),
+    }
+
+
+def adapter(path: Path, number: int, *, tensors=None, canary: bool = True, **config) -> Version:
+    """A published adapter whose canary's logprobs are zeros, as the fake computes them."""
+    name = f"run/v{number}"
+    directory = path / f"v{number}"
+    directory.mkdir()
+    save_file(pair(LAYER) if tensors is None else tensors, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(
+        json.dumps({"r": RANK, "lora_alpha": 32, "target_modules": ["q_proj"], **config})
+    )
+    manifest = Manifest(
+        version=name,
+        run_id="run",
+        step=number,
+        adapter=True,
+        dtype="float32",
+        tensors=2,
+        created="2026-01-01T00:00:00Z",
+        files=[checksum_file(file) for file in sorted(directory.iterdir())],
+        canary=Canary(tokens=[1, 2, 3], logprobs=[0.0, 0.0]) if canary else None,
+    )
+    (directory / "manifest.json").write_text(manifest.model_dump_json())
+    return Version(name=name, path=directory, adapter=True)
+
+
+def test_adapters_and_the_base_model_run_together_without_a_load(base: Path, tmp_path: Path):
+    bench = Bench(base=base, rank=RANK)
+    one, two = (adapter(tmp_path, number) for number in (1, 2))
+    answers = [bench.ask(version, version.name, steps=9) for version in (one, BASE, two)]
+    bench.settle()
+    assert [answer.result(0).version for answer in answers] == [one, BASE, two]
+    assert frozenset({one.name, None, two.name}) in bench.engine.together
+    assert bench.loader.loads == []
+    assert set(bench.scheduler.status.adapters) == {one.name, two.name}
+
+
+def test_an_adapter_is_added_while_others_run_and_serves_after_its_canary(
+    base: Path, tmp_path: Path
+):
+    bench = Bench(base=base, rank=RANK)
+    running = bench.ask(BASE, "running", steps=50)
+    bench.turns(2)
+    load = bench.scheduler.load(adapter(tmp_path, 1))
+    bench.turns(1)
+    assert load.result(0).canary_difference == 0.0
+    assert not running.done()
+    assert bench.engine.admitted == ["running", "canary of run/v1"]
+
+
+def test_an_adapter_without_a_canary_serves_at_once(base: Path, tmp_path: Path):
+    bench = Bench(base=base, rank=RANK)
+    version = adapter(tmp_path, 1, canary=False)
+    answer = bench.ask(version, "a")
+    bench.turns(1)
+    assert answer.result(0).version == version
+    assert bench.engine.admitted == ["a"]
+
+
+def test_a_request_for_an_adapter_brings_the_base_weights_back_first(base: Path, tmp_path: Path):
+    bench = Bench(base=base, rank=RANK)
+    version = adapter(tmp_path, 1)
+    answers = [bench.ask(v, f"{i}") for i, v in enumerate([version, NEW, version])]
+    bench.settle()
+    again = bench.ask(version, "again")
+    bench.settle()
+    assert [answer.result(0).version for answer in answers] == [version, NEW, version]
+    assert again.result(0).version == version
+    assert bench.loader.loads == ["run/v1", "base/m"]
+    assert bench.engine.admitted.count("canary of run/v1") == 2, "the load took the adapter out"
+
+
+def test_the_longest_unused_adapter_leaves_for_a_new_one(base: Path, tmp_path: Path):
+    bench = Bench(base=base, rank=RANK, room=2)
+    versions = [adapter(tmp_path, number) for number in range(1, 4)]
+    for index in (0, 1, 0, 2):
+        bench.ask(versions[index], f"{index}/{bench.now}")
+        bench.settle()
+    assert set(bench.engine.adapters) == {"run/v1", "run/v3"}
+
+
+def test_an_adapter_with_requests_never_leaves(base: Path, tmp_path: Path):
+    bench = Bench(base=base, rank=RANK, room=2)
+    versions = [adapter(tmp_path, number) for number in range(1, 6)]
+    answers = [
+        bench.ask(version, f"{version.name}/{n}", steps=5 + n)
+        for n in range(3)
+        for version in versions
+    ]
+    bench.settle()  # the fake asserts that none is taken out under its requests
+    assert [a.result(0).version for a in answers] == versions * 3
+
+
+def test_traffic_for_some_adapters_does_not_keep_another_out_for_ever(base: Path, tmp_path: Path):
+    bench = Bench(base=base, rank=RANK, room=1, patience=2.0)
+    busy, late = adapter(tmp_path, 1), adapter(tmp_path, 2)
+    bench.ask(busy, "busy/0", steps=3)
+    bench.turns(2)
+    waiting = bench.ask(late, "late")
+    for number in range(1, 20):
+        bench.ask(busy, f"busy/{number}", steps=3)
+        bench.now += 0.5
+        bench.turns(1)
+    assert waiting.result(0).version == late
+
+
+def test_a_canary_that_differs_refuses_the_adapter_alone(base: Path, tmp_path: Path):
+    bench = Bench(base=base, rank=RANK)
+    bad, good = adapter(tmp_path, 1), adapter(tmp_path, 2)
+    bench.engine.computed = {bad.name: [0.0, 0.001]}
+    refused, answer, load = bench.ask(bad, "a"), bench.ask(good, "b"), bench.scheduler.load(bad)
+    bench.settle()
+    for future in (refused, load):
+        with pytest.raises(LoadFailed, match=r"differ from the trainer's by 0\.001"):
+            future.result(0)
+    assert answer.result(0).version == good
+    assert set(bench.engine.adapters) == {good.name}
+
+
+def test_cancelling_all_who_wait_for_a_canary_leaves_the_scheduler_running(
+    base: Path, tmp_path: Path
+):
+    bench = Bench(base=base, rank=RANK)
+    version = adapter(tmp_path, 1)
+    bench.ask(BASE, "running", steps=1)
+    bench.ask(version, "gone")
+    bench.adapters.begin(version)
+    bench.scheduler.cancel("gone")
+    bench.turns(1)
+    assert bench.scheduler.status.adapters == (version.name,)
+
+
+def _no_config(path: Path) -> None:
+    (path / "adapter_config.json").unlink()
+
+
+def _cut_short(path: Path) -> None:
+    file = path / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("spoil", [_no_config, _cut_short])
+def test_a_damaged_adapter_is_refused_before_the_engine_sees_it(base: Path, tmp_path: Path, spoil):
+    bench = Bench(base=base, rank=RANK)
+    version = adapter(tmp_path, 1)
+    spoil(version.path)
+    refused, answer = bench.ask(version, "a"), bench.ask(BASE, "b")
+    bench.settle()
+    with pytest.raises(LoadFailed):
+        refused.result(0)
+    assert answer.result(0).version == BASE
+    assert bench.engine.adapters == {}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "told"),
+    [
+        (pair(LAYER, rank=8), {"r": 8}, "rank 8; this sampler was started for ranks up to 4"),
+        (pair(LAYER, rank=2), {}, "rank 4 they must be"),
+        (pair(LAYER, outputs=7), {}, r"for a matrix \[6, 5\]"),
+        (pair("model.layers.9.mlp.up_proj"), {}, "does not have"),
+        ({"lm_head.weight": np.zeros((9, 5), np.float32)}, {}, "no matrix of an adapter"),
+        ({k: v for k, v in pair(LAYER).items() if "lora_A" in k}, {}, "they must be"),
+        (pair(LAYER), {"use_dora": True}, "use_dora"),
+        (pair(LAYER), {"bias": "all"}, "bias"),
+        (pair(LAYER), {"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        (pair(LAYER), {"r": "four"}, "names no rank"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(
+    base: Path, tmp_path: Path, tensors, config, told
+):
+    bench = Bench(base=base, rank=RANK)
+    refused = bench.ask(adapter(tmp_path, 1, tensors=tensors, **config), "a")
+    bench.settle()
+    with pytest.raises(LoadFailed, match=told):
+        refused.result(0)
+    assert bench.engine.adapters == {}
+
+
+def test_an_adapter_of_a_tied_output_head_fits_the_embeddings(base: Path, tmp_path: Path):
+    bench = Bench(base=base, rank=RANK)
+    version = adapter(tmp_path, 1, tensors=pair("lm_head", outputs=9))
+    answer = bench.ask(version, "a")
+    bench.settle()
+    assert answer.result(0).version == version
+
+
+def test_a_sampler_without_adapters_says_so(base: Path, tmp_path: Path):
+    bench = Bench(base=base)
+    refused = bench.ask(adapter(tmp_path, 1), "a")
+    bench.settle()
+    with pytest.raises(LoadFailed, match="started without any"):
+        refused.result(0)
+
+
+def test_a_load_of_what_serves_does_not_stop_the_engine_for_one_without_room(
+    base: Path, tmp_path: Path
+):
+    bench = Bench(base=base, rank=RANK, room=1)
+    here, late = adapter(tmp_path, 1), adapter(tmp_path, 2)
+    bench.ask(here, "here")
+    bench.settle()
+    load, answer = bench.scheduler.load(here), bench.ask(late, "late")
+    bench.settle()
+    assert load.result(0).version == here
+    assert answer.result(0).version == late
+    assert bench.loader.loads == []
+
+
+def test_a_request_that_the_engine_refuses_does_not_stop_it_for_one_without_room(
+    base: Path, tmp_path: Path
+):
+    bench = Bench(base=base, rank=RANK, room=1)
+    here, late = adapter(tmp_path, 1), adapter(tmp_path, 2)
+    bench.ask(here, "here")
+    bench.settle()
+    refused, answer = bench.ask(here, "refused", steps=101), bench.ask(late, "late")
+    bench.settle()
+    assert refused.exception(0) is not None
+    assert answer.result(0).version == late

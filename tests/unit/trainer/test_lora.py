@@ -1,0 +1,270 @@
+"""Low-rank adapters: what they compute, which layers have them, and what never changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tandem.errors import UnsuitableLora
+from tandem.worker import LoraSpec, TrainingSpec
+from tests.support.local_trainer import (
+    SPEC,
+    data_of,
+    forward_backward,
+    logprobs,
+    make,
+    model_of,
+    step,
+    train,
+    weights,
+)
+from tests.support.tiny_model import write_tiny_model
+from tests.support.trainer_worker import request, trainer_process
+from trainer_service.lora import (
+    LoraLinear,
+    chosen_layers,
+    kinds_without_layers,
+    merged,
+    target_names,
+)
+from trainer_service.model import empty_model
+
+ARCHITECTURES = ("qwen3", "llama", "gpt_neox", "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: write_tiny_model(root / name, architecture=name) for name in ARCHITECTURES}
+
+
+def only(**kinds: bool) -> LoraSpec:
+    return LoraSpec(rank=4, **{"attention": False, "mlp": False, "unembedding": False, **kinds})
+
+
+def adapters(operations) -> dict[str, torch.Tensor]:
+    return {name: t for name, t in weights(operations).items() if ".lora_" in name}
+
+
+# --- What is computed ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_new_adapter_gives_exactly_the_logprobs_of_the_base_model(models, architecture):
+    data = data_of()
+    base, lora = make(models[architecture], None), make(models[architecture])
+    np.testing.assert_array_equal(logprobs(lora, data), logprobs(base, data))
+
+
+def test_the_gradient_of_a_layer_is_that_of_the_dense_computation():
+    torch.manual_seed(0)
+    layer = nn.Linear(7, 5).double()
+    lora = LoraLinear(layer, rank=3, scale=0.75, seed=1).double()
+    with torch.no_grad():
+        lora.lora_B.normal_()
+    x = torch.randn(2, 4, 7, dtype=torch.float64, requires_grad=True)
+    dense_a, dense_b = (p.detach().clone().requires_grad_() for p in (lora.lora_A, lora.lora_B))
+    dense_x = x.detach().clone().requires_grad_()
+    expected = dense_x @ (layer.weight + 0.75 * dense_b @ dense_a).T + layer.bias
+    computed = lora(x)
+    torch.testing.assert_close(computed, expected)
+    pull = torch.randn_like(computed)
+    computed.backward(pull)
+    expected.backward(pull)
+    torch.testing.assert_close(lora.lora_A.grad, dense_a.grad)
+    torch.testing.assert_close(lora.lora_B.grad, dense_b.grad)
+    torch.testing.assert_close(x.grad, dense_x.grad)
+
+
+def test_the_gradient_of_the_loss_is_the_finite_difference(models):
+    trainer = make(models["qwen3"])
+    train(trainer, 2)  # B is not zero any more
+    data = data_of(9)
+    forward_backward(trainer, data)
+    held = {n: p.grad.clone() for n, p in model_of(trainer).named_parameters() if ".lora_" in n}
+    for side in ("q_proj.lora_A", "down_proj.lora_B", "lm_head.lora_A", "lm_head.lora_B"):
+        name = next(name for name in held if name.endswith(side))
+        direction = held[name] / held[name].norm()
+        parameter = model_of(trainer).get_parameter(name)
+        losses = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter.add_(direction, alpha=sign * 1e-3)
+            losses.append(forward_backward(trainer, data, forward_only=True).metrics["loss:sum"])
+            with torch.no_grad():
+                parameter.add_(direction, alpha=-sign * 1e-3)
+        difference = (losses[0] - losses[1]) / 2e-3
+        assert difference == pytest.approx(float(held[name].norm()), rel=2e-2), name
+
+
+def test_an_adapter_computes_what_the_merged_weights_compute(models):
+    """Of a tied model, too: its head becomes a weight of its own, its embedding stays."""
+    for architecture in ("qwen3", "llama"):
+        trainer = make(models[architecture])
+        train(trainer, 3)
+        expected = logprobs(trainer, data_of(8))
+        for layer in model_of(trainer).modules():
+            if isinstance(layer, LoraLinear):
+                whole = merged(
+                    layer.weight, a=layer.lora_A, b=layer.lora_B, scale=layer.scale
+                ).detach()
+                layer.weight = nn.Parameter(whole, requires_grad=False)
+                nn.init.zeros_(layer.lora_B)
+        np.testing.assert_allclose(logprobs(trainer, data_of(8)), expected, atol=1e-5)
+
+
+def test_alpha_and_rank_scale_the_update():
+    for rank, alpha in ((4, 32.0), (8, 32.0), (4, 8.0)):
+        layer = nn.Linear(16, 16, bias=False)
+        lora = LoraLinear(layer, rank=rank, scale=alpha / rank, seed=0)
+        nn.init.ones_(lora.lora_B)
+        x = torch.ones(1, 16)
+        expected = alpha / rank * lora.lora_A.sum()
+        torch.testing.assert_close(lora(x) - layer(x), expected.expand(1, 16), rtol=1e-4, atol=1e-5)
+
+
+# --- What is trained -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lanes", [0, 2])
+def test_frozen_weights_never_change_and_have_no_gradients(models, lanes):
+    trainer = make(models["qwen3"], lanes=lanes)
+    before = weights(trainer)
+    forward_backward(trainer, data_of())
+    with_gradients = {n for n, p in model_of(trainer).named_parameters() if p.grad is not None}
+    assert with_gradients == set(adapters(trainer))
+    step(trainer)
+    train(trainer, 2)
+    for name, tensor in weights(trainer).items():
+        assert torch.equal(tensor, before[name]) == (".lora_" not in name), name
+
+
+def test_two_lanes_train_as_one_thread_does(models):
+    one, two = make(models["qwen3"]), make(models["qwen3"], lanes=2)
+    assert train(one, 3) == pytest.approx(train(two, 3), rel=1e-4)
+    for name, tensor in adapters(one).items():
+        torch.testing.assert_close(tensor, adapters(two)[name], rtol=1e-3, atol=1e-4)
+
+
+def test_clipping_counts_the_trainable_gradients_alone(models):
+    trainer = make(models["qwen3"])
+    forward_backward(trainer, data_of())
+    gradients = [p.grad for p in model_of(trainer).parameters() if p.grad is not None]
+    expected = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+    assert step(trainer, clip=1e-3)["grad_norm"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_training_lowers_the_loss(models):
+    trainer = make(models["llama"])
+    data = data_of()
+    first = forward_backward(trainer, data).metrics["loss:sum"]
+    for _ in range(30):
+        step(trainer)
+        last = forward_backward(trainer, data).metrics["loss:sum"]
+    assert last < 0.5 * first
+
+
+def test_adapters_are_float32_where_the_model_computes_in_bfloat16(models, tmp_path):
+    with trainer_process(
+        models["qwen3"], tmp_path, training=TrainingSpec(lora=SPEC), dtype="bfloat16"
+    ) as client:
+        facts = client.describe()
+        losses = []
+        for _ in range(10):
+            losses.append(client.output(request(data_of())).metrics["loss:sum"])
+            assert not client.optim_step(lr=1e-2).HasField("failure")
+        reply, path = client.publish(tmp_path)
+    assert facts.dtype == "bfloat16"
+    assert losses[-1] < 0.8 * losses[0]
+    assert not reply.HasField("failure"), reply.failure
+    tensors = load_file(path / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert any((t != t.bfloat16().float()).any() for t in tensors.values())
+
+
+def test_what_is_trained_is_told(models):
+    full = make(models["qwen3"], None).describe(last_seq_id=0)
+    assert full.trainable_parameters == full.parameters
+    trainer = make(models["qwen3"])
+    lora = trainer.describe(last_seq_id=0)
+    assert lora.parameters == full.parameters
+    assert lora.trainable_parameters == sum(t.numel() for t in adapters(trainer).values())
+
+
+# --- Which layers ----------------------------------------------------------------------------
+
+
+def leaves(path: Path, spec: LoraSpec) -> set[str]:
+    return {name.rpartition(".")[2] for name in chosen_layers(empty_model(path), spec)}
+
+
+def test_layers_are_chosen_by_kind(models):
+    path = models["qwen3"]
+    assert leaves(path, only(attention=True)) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert leaves(path, only(mlp=True)) == {"gate_proj", "up_proj", "down_proj"}
+    assert leaves(path, only(unembedding=True)) == {"lm_head"}
+    assert len(chosen_layers(empty_model(path), SPEC)) == 3 * 7 + 1
+    neox = models["gpt_neox"]
+    assert leaves(neox, only(attention=True)) == {"query_key_value", "dense"}
+    assert leaves(neox, only(mlp=True)) == {"dense_h_to_4h", "dense_4h_to_h"}
+
+
+def test_experts_that_are_one_tensor_have_no_adapter_and_that_is_noticed(models):
+    model = empty_model(models["qwen3_moe"])
+    assert kinds_without_layers(model, SPEC) == ["mlp"]
+    assert kinds_without_layers(empty_model(models["qwen3"]), SPEC) == []
+    with pytest.raises(UnsuitableLora, match="no linear layer for LoRA on mlp"):
+        chosen_layers(model, only(mlp=True))
+
+
+def test_nothing_to_train_is_refused(models):
+    with pytest.raises(UnsuitableLora, match="all three are off"):
+        make(models["qwen3"], only())
+
+
+def test_a_rank_beyond_a_layer_is_refused_with_the_largest_one(models):
+    with pytest.raises(UnsuitableLora, match=r"rank 17 .*k_proj is \[16, 32\]; .* is 16$"):
+        make(models["qwen3"], LoraSpec(rank=17))
+
+
+def test_the_names_for_peft_mean_the_chosen_layers_alone(models):
+    names = [name for name, _ in empty_model(models["qwen3"]).named_modules()]
+    some = ["model.layers.0.mlp.up_proj", "model.layers.2.mlp.up_proj"]
+    assert target_names(some, all_modules=names) == some
+    every = [*some, "model.layers.1.mlp.up_proj"]
+    assert target_names(every, all_modules=names) == ["up_proj"]
+
+
+# --- The seed --------------------------------------------------------------------------------
+
+
+def test_a_comes_from_the_seed_by_the_layers_name(models):
+    whole = adapters(make(models["qwen3"]))
+    part = adapters(make(models["qwen3"], SPEC.model_copy(update={"mlp": False})))
+    assert part and all(torch.equal(tensor, whole[name]) for name, tensor in part.items())
+    other = adapters(make(models["qwen3"], SPEC.model_copy(update={"seed": 6})))
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, other[name]) == name.endswith("lora_B"), name
+    drawn = [tensor for name, tensor in whole.items() if name.endswith("lora_A")]
+    assert len({round(float(tensor.sum()), 6) for tensor in drawn}) == len(drawn)
+
+
+def test_a_is_uniform_within_the_root_of_the_inputs():
+    lora = LoraLinear(nn.Linear(400, 300), rank=100, scale=1.0, seed=3)
+    drawn = lora.lora_A.detach()
+    assert float(drawn.abs().max()) <= 400**-0.5
+    assert float(drawn.std()) == pytest.approx(400**-0.5 / 3**0.5, rel=0.02)
+    assert not lora.lora_B.any()
+
+
+def test_no_random_number_is_drawn_while_training(models):
+    """So that a checkpoint need not hold the state of a generator."""
+    trainer = make(models["qwen3"])
+    before = torch.get_rng_state()
+    train(trainer, 2)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,331 @@
+"""Adapters and merged models as other programs read them: peft, transformers, vLLM's loader."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tandem.errors import InvalidRequest, LoadFailed, NameTaken
+from tandem.weights import open_version
+from tandem.worker import LoraSpec, TrainingSpec
+from tests.support.local_trainer import (
+    SPEC,
+    data_of,
+    logprobs,
+    logprobs_of_model,
+    make,
+    publish,
+    train,
+    weights,
+)
+from tests.support.tiny_model import write_tiny_model
+from tests.support.trainer_worker import logprobs_of, request, trainer_process
+from trainer_service.merge import merge
+
+ARCHITECTURES = ("qwen3", "llama", "gpt_neox", "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: write_tiny_model(root / name, architecture=name) for name in ARCHITECTURES}
+
+
+def plain(path: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def compare_with_canary(model: torch.nn.Module, version: Path) -> None:
+    canary = open_version(version).canary
+    tokens = torch.tensor(canary.tokens)
+    with torch.no_grad():
+        logits = model(tokens[None, :-1]).logits[0]
+    chosen = torch.log_softmax(logits, -1).gather(-1, tokens[1:, None])[:, 0]
+    np.testing.assert_allclose(chosen.numpy(), canary.logprobs, atol=1e-5)
+
+
+# --- The adapter -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_peft_computes_the_trainers_logprobs_with_the_adapter(models, tmp_path, architecture):
+    """Of a head that is tied to the embedding (qwen3), too."""
+    trainer = make(models[architecture])
+    train(trainer, 3)
+    reply = publish(trainer, tmp_path / "v1")
+    assert reply.version.adapter and reply.version.step == 3
+    data = data_of(9)
+    expected = logprobs(trainer, data)
+    base = plain(models[architecture])
+    assert np.abs(logprobs_of_model(base, data) - expected).max() > 0.01
+    loaded = PeftModel.from_pretrained(base, tmp_path / "v1").eval()
+    np.testing.assert_allclose(logprobs_of_model(loaded, data), expected, atol=1e-5)
+    compare_with_canary(loaded, tmp_path / "v1")
+
+
+@pytest.mark.parametrize("kind", ["attention", "mlp", "unembedding"])
+def test_the_configuration_names_the_adapted_layers_and_no_others(models, tmp_path, kind):
+    kinds = {"attention": False, "mlp": False, "unembedding": False, kind: True}
+    trainer = make(models["llama"], LoraSpec(rank=3, alpha=6.5, seed=1, **kinds), name="my base")
+    train(trainer, 1)
+    publish(trainer, tmp_path / "v1")
+    config = json.loads((tmp_path / "v1" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (3, 6.5)
+    assert config["base_model_name_or_path"] == "my base"
+    loaded = PeftModel.from_pretrained(plain(models["llama"]), tmp_path / "v1")
+    adapted = {
+        name.removeprefix("base_model.model.").split(".lora_")[0]
+        for name, _ in loaded.named_parameters()
+        if ".lora_" in name
+    }
+    here = {n.rpartition(".")[0] for n in weights(trainer) if ".lora_" in n}
+    assert adapted == here
+    np.testing.assert_allclose(
+        logprobs_of_model(loaded, data_of(4)), logprobs(trainer, data_of(4)), atol=1e-5
+    )
+
+
+def test_an_adapter_is_small_verified_and_has_its_tokenizer(models, tmp_path):
+    trainer = make(models["qwen3"])
+    publish(trainer, tmp_path / "v1")
+    manifest = open_version(tmp_path / "v1")
+    assert (manifest.adapter, manifest.dtype, manifest.tensors) == (True, "float32", 2 * 22)
+    names = {entry.name for entry in manifest.files}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= names
+    # With a config.json, transformers would look for a whole model here.
+    assert not any(name.startswith(("model", "config")) for name in names)
+    trained = sum(t.numel() for n, t in weights(trainer).items() if ".lora_" in n)
+    assert (tmp_path / "v1" / "adapter_model.safetensors").stat().st_size < 4 * trained + 10_000
+    assert AutoTokenizer.from_pretrained(tmp_path / "v1").vocab_size == 96
+
+
+def test_transformers_loads_an_adapter_directory_when_the_base_is_where_it_says(models, tmp_path):
+    trainer = make(models["llama"], name=str(models["llama"]))
+    train(trainer, 2)
+    publish(trainer, tmp_path / "v1")
+    loaded = plain(tmp_path / "v1")
+    np.testing.assert_allclose(
+        logprobs_of_model(loaded, data_of(4)), logprobs(trainer, data_of(4)), atol=1e-5
+    )
+
+
+def test_vllms_loader_takes_every_tensor_of_an_adapter(models, tmp_path):
+    pytest.importorskip("vllm")
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    trainer = make(models["qwen3"])
+    train(trainer, 1)
+    publish(trainer, tmp_path / "v1")
+    helper = PEFTHelper.from_local_dir(str(tmp_path / "v1"), max_position_embeddings=64)
+    helper.validate_legal(LoRAConfig(max_lora_rank=8))
+    assert helper.vllm_lora_scaling_factor == 8.0
+    expected = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    loaded = LoRAModel.from_local_checkpoint(
+        str(tmp_path / "v1"), {*expected, "lm_head"}, helper, device="cpu", model_vocab_size=96
+    )
+    here = {n.rpartition(".")[0] for n in weights(trainer) if ".lora_" in n}
+    assert set(loaded.loras) == here
+    head = loaded.loras["lm_head"]
+    assert torch.equal(head.lora_b, weights(trainer)["lm_head.lora_B"])
+
+
+# --- The merged model ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_merged_version_computes_what_the_adapter_computes(models, tmp_path, architecture):
+    trainer = make(models[architecture])
+    train(trainer, 3)
+    reply = publish(trainer, tmp_path / "v1", merged=True)
+    assert not reply.version.adapter
+    assert not open_version(tmp_path / "v1").adapter
+    expected = logprobs(trainer, data_of(9))
+    loaded = plain(tmp_path / "v1")
+    np.testing.assert_allclose(logprobs_of_model(loaded, data_of(9)), expected, atol=1e-5)
+    compare_with_canary(loaded, tmp_path / "v1")
+
+
+def test_a_tied_head_is_untied_only_when_an_adapter_was_merged_into_it(models, tmp_path):
+    both, inner = make(models["qwen3"]), make(models["qwen3"], LoraSpec(rank=4, unembedding=False))
+    for name, trainer in (("both", both), ("inner", inner)):
+        train(trainer, 2)
+        publish(trainer, tmp_path / name, merged=True)
+    tensors = load_file(tmp_path / "both" / "model.safetensors")
+    base = load_file(models["qwen3"] / "model.safetensors")
+    embedding = "model.embed_tokens.weight"
+    assert torch.equal(tensors[embedding], base[embedding])
+    assert not torch.equal(tensors["lm_head.weight"], base[embedding])
+    assert (
+        json.loads((tmp_path / "both" / "config.json").read_text())["tie_word_embeddings"] is False
+    )
+    assert json.loads((tmp_path / "inner" / "config.json").read_text())["tie_word_embeddings"]
+    assert "lm_head.weight" not in load_file(tmp_path / "inner" / "model.safetensors")
+
+
+def test_an_engine_with_a_tied_head_refuses_an_untied_version_untouched(models, tmp_path):
+    from types import SimpleNamespace
+
+    from sampler_service.reload import Loader, Version
+
+    trainer = make(models["qwen3"])
+    train(trainer, 1)
+    publish(trainer, tmp_path / "v1", merged=True)
+    engine = SimpleNamespace(  # it cannot load: whoever asks it to fails
+        facts=SimpleNamespace(dtype="float32", vocabulary=96, max_length=64)
+    )
+    loader = Loader(engine, base=models["qwen3"], tied=True)
+    name = open_version(tmp_path / "v1").version
+    with pytest.raises(LoadFailed, match="output head of its own"):
+        loader.load(Version(name=name, path=tmp_path / "v1"))
+
+
+def test_merged_is_no_matter_to_a_run_of_all_parameters(models, tmp_path):
+    trainer = make(models["qwen3"], None)
+    publish(trainer, tmp_path / "v1", merged=True)
+    publish(trainer, tmp_path / "v2")
+    one, two = (load_file(tmp_path / v / "model.safetensors") for v in ("v1", "v2"))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+# --- Ranks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [1, 16_000_000])
+def test_two_ranks_train_and_publish_what_one_does(models, tmp_path, group):
+    one = make(models["qwen3"])
+    losses = []
+    with trainer_process(
+        models["qwen3"],
+        tmp_path,
+        training=TrainingSpec(lora=SPEC),
+        ranks=2,
+        shard_group_parameters=group,
+    ) as two:
+        for seed in range(3):
+            losses.append(two.output(request(data_of(seed))).metrics["loss:sum"])
+            assert not two.optim_step(lr=1e-2).HasField("failure")
+        score = two.output(request(data_of(9), forward_only=True))
+        reply, adapter = two.publish(tmp_path)
+        assert not reply.HasField("failure"), reply.failure
+        reply, whole = two.publish(tmp_path, 2, merged=True)
+        assert not reply.HasField("failure"), reply.failure
+    data = data_of(9)
+    theirs = np.concatenate([part.reshape(-1) for part in logprobs_of(score)])
+    by_peft = PeftModel.from_pretrained(plain(models["qwen3"]), adapter)
+    np.testing.assert_allclose(logprobs_of_model(by_peft, data), theirs, atol=1e-5)
+    np.testing.assert_allclose(logprobs_of_model(plain(whole), data), theirs, atol=1e-5)
+    assert train(one, 3) == pytest.approx(losses, rel=1e-3)
+    np.testing.assert_allclose(logprobs(one, data), theirs, atol=2e-2)
+
+
+def test_ranks_do_not_matter_to_a_new_adapter(models, tmp_path):
+    publish(make(models["qwen3"]), tmp_path / "one")
+    with trainer_process(
+        models["qwen3"], tmp_path, training=TrainingSpec(lora=SPEC), ranks=2
+    ) as two:
+        _, path = two.publish(tmp_path)
+    one, other = (load_file(p / "adapter_model.safetensors") for p in (tmp_path / "one", path))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_a_rank_too_large_ends_the_start_with_its_own_error(models, tmp_path):
+    spec = TrainingSpec(lora=LoraSpec(rank=64))
+    with trainer_process(models["qwen3"], tmp_path, training=spec, ranks=2, wait=False) as client:
+        report = client.next_report()
+    assert report.error_type == "unsuitable_lora"
+    assert "rank 64 is too large" in report.error
+
+
+# --- Merging without a trainer ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def published(models, tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("published")
+    for name in ARCHITECTURES:
+        trainer = make(models[name])
+        train(trainer, 2)
+        publish(trainer, root / name)
+        publish(trainer, root / f"{name}-merged", merged=True)
+    return {path.name: path for path in root.iterdir()}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_merging_files_gives_what_the_trainer_merges(models, published, tmp_path, architecture):
+    merge(published[architecture], models[architecture], tmp_path / "out")
+    theirs = load_file(published[f"{architecture}-merged"] / "model.safetensors")
+    ours = load_file(tmp_path / "out" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-6, atol=1e-6)
+    expected = logprobs_of_model(plain(published[f"{architecture}-merged"]), data_of(3))
+    got = logprobs_of_model(plain(tmp_path / "out"), data_of(3))
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").vocab_size == 96
+
+
+def test_a_base_of_several_files_in_bfloat16_stays_so(models, published, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(models["qwen3"], dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
+    merge(published["qwen3"], tmp_path / "base", tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    expected = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32),
+        published["qwen3"],
+    )
+    difference = logprobs_of_model(model.float(), data_of(3)) - logprobs_of_model(
+        expected, data_of(3)
+    )
+    assert np.abs(difference).max() < 0.3  # of weights rounded to bfloat16, large as they are
+
+
+def test_merging_never_replaces_a_directory_and_leaves_nothing_when_it_fails(
+    models, published, tmp_path
+):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(NameTaken, match="out exists already"):
+        merge(published["qwen3"], models["qwen3"], tmp_path / "out")
+    with pytest.raises(InvalidRequest, match="belongs to another base model"):
+        merge(published["qwen3"], models["gpt_neox"], tmp_path / "other")
+    wide = write_tiny_model(tmp_path / "wide", head_dim=32)
+    with pytest.raises(InvalidRequest, match=r"k_proj is \[16, 32\], the base model's \[32, 32\]"):
+        merge(published["qwen3"], wide, tmp_path / "other")
+    with pytest.raises(InvalidRequest, match="not an adapter"):
+        merge(models["qwen3"], models["qwen3"], tmp_path / "other")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "wide"}
+
+
+def test_a_damaged_adapter_is_not_merged(models, published, tmp_path):
+    import shutil
+
+    shutil.copytree(published["llama"], tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({name: t + 1 for name, t in load_file(file).items()}, file)
+    with pytest.raises(LoadFailed, match=r"damaged|bytes"):
+        merge(tmp_path / "adapter", models["llama"], tmp_path / "out")
+
+
+def test_the_command_merges_and_says_what_it_made(models, published, tmp_path):
+    command = [sys.executable, "-m", "trainer_service.merge", published["llama"], models["llama"]]
+    done = subprocess.run([*command, tmp_path / "out"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["path"] == str(tmp_path / "out")
+    again = subprocess.run(
+        [*command, tmp_path / "out"], capture_output=True, text=True, timeout=120
+    )
+    assert again.returncode == 1
+    assert again.stderr.strip() == "out exists already; name a directory that does not"

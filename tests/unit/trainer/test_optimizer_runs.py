@@ -1,0 +1,80 @@
+"""dimuon in a run: what it trains, with LoRA and without, and what a checkpoint brings back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.v1 import trainer_pb2
+from tandem.worker import LoraSpec
+from tests.support import local_trainer as lora
+from tests.support.tiny_model import write_tiny_model
+from trainer_service.operations import Operations
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    write_tiny_model(path)
+    return path
+
+
+def step(operations: Operations) -> trainer_pb2.OptimStepReply:
+    params = trainer_pb2.DiMuonParams(learning_rate=1e-3, beta1=0.9, grad_clip_norm=1.0)
+    return operations.optim_step(trainer_pb2.OptimStepRequest(dimuon=params))
+
+
+def train(operations: Operations, *seeds: int) -> list[float]:
+    losses = []
+    for seed in seeds:
+        output = lora.forward_backward(operations, lora.data_of(seed))
+        losses.append(output.metrics["loss:sum"])
+        reply = step(operations)
+        assert not reply.HasField("failure"), reply.failure
+    return losses
+
+
+@pytest.mark.parametrize("spec", [None, LoraSpec(rank=4, seed=5)], ids=["full", "lora"])
+def test_a_resumed_run_equals_one_that_was_not_interrupted(
+    model: Path, tmp_path: Path, spec: LoraSpec | None
+) -> None:
+    whole = lora.make(model, spec, optimizer="dimuon")
+    train(whole, 0, 1)
+    lora.save(whole, tmp_path / "middle")
+    losses = train(whole, 2, 3)
+    resumed = lora.make(model, spec, optimizer="dimuon")
+    lora.load(resumed, tmp_path / "middle")
+    assert train(resumed, 2, 3) == losses
+    theirs = lora.weights(resumed)
+    for name, tensor in lora.weights(whole).items():
+        assert torch.equal(theirs[name], tensor), name
+
+
+@pytest.mark.parametrize("spec", [None, LoraSpec(rank=4, seed=5)], ids=["full", "lora"])
+def test_muon_has_the_hidden_matrices_and_adamw_the_rest(
+    model: Path, spec: LoraSpec | None
+) -> None:
+    operations = lora.make(model, spec, optimizer="dimuon")
+    train(operations, 0)
+    backend = operations._trainer.backend
+    state = backend.optimizer.state(create=False)
+    kinds = {name.rpartition(".")[0]: name.rpartition(".")[2] for name in state}
+    trained = {n: p for n, p in lora.model_of(operations).named_parameters() if p.requires_grad}
+    assert kinds.keys() == trained.keys()
+    for name, parameter in trained.items():
+        outer = "embed" in name or "lm_head" in name
+        is_muon = kinds[name] == "momentum_buffer"
+        assert is_muon == (parameter.ndim == 2 and not outer), name
+    assert "momentum_buffer" in kinds.values()
+
+
+def test_a_step_with_adams_settings_is_refused_and_keeps_the_gradients(model: Path) -> None:
+    operations = lora.make(model, None, optimizer="dimuon")
+    lora.forward_backward(operations, lora.data_of(0))
+    adam = trainer_pb2.AdamWParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-12)
+    refused = operations.optim_step(trainer_pb2.OptimStepRequest(adamw=adam))
+    assert refused.failure.type == "optimizer_setting"
+    assert "DimuonParams" in refused.failure.message
+    assert step(operations).step == 1

@@ -1,0 +1,124 @@
+"""Packed rows give what each sequence gives alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.tiny_model import VOCABULARY, write_tiny_model
+from trainer_service.model import load_model
+from trainer_service.packing import can_pack, runs_of
+
+LENGTHS = [17, 9, 9, 4, 4, 4, 1]
+
+
+def sequences(seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+
+
+def row_of(parts: list[torch.Tensor]) -> dict[str, object]:
+    return {
+        "input_ids": torch.cat(parts)[None],
+        "position_ids": torch.cat([torch.arange(len(part)) for part in parts])[None],
+        "runs": runs_of([len(part) for part in parts]),
+        "use_cache": False,
+    }
+
+
+def test_runs_are_of_neighbours_of_one_length() -> None:
+    assert runs_of(LENGTHS) == ((1, 17), (2, 9), (3, 4), (1, 1))
+    assert runs_of([4, 9, 4]) == ((1, 4), (1, 9), (1, 4))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt_neox", "qwen3_moe"])
+def test_a_packed_row_equals_its_sequences_alone(tmp_path: Path, architecture: str) -> None:
+    path = write_tiny_model(tmp_path, architecture=architecture)
+    model, parts = load_model(path), sequences()
+    alone = torch.cat([model(input_ids=part[None]).logits[0] for part in parts])
+
+    assert can_pack(model)
+    packed = model(**row_of(parts)).logits[0]
+
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_are_those_of_the_sequences_alone(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path)
+    model, plain, parts = load_model(path), load_model(path), sequences()
+    assert can_pack(model)
+    model(**row_of(parts)).logits.log_softmax(-1)[..., 3].sum().backward()
+    for part in parts:
+        plain(input_ids=part[None]).logits.log_softmax(-1)[..., 3].sum().backward()
+
+    for packed, alone in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(packed.grad, alone.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_a_sliding_window_ends_within_its_sequence() -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=4,
+    )
+    model, parts = MistralForCausalLM(config).eval(), sequences()
+    alone = torch.cat([model(input_ids=part[None]).logits[0] for part in parts])
+
+    assert can_pack(model)
+    torch.testing.assert_close(model(**row_of(parts)).logits[0], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_mixes_neighbouring_tokens_is_left_as_it_is() -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    torch.manual_seed(0)
+    config = MambaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, state_size=4, expand=1
+    )
+    model = MambaForCausalLM(config).eval()
+    assert not can_pack(model)
+    tokens = torch.tensor([[3, 4, 5]])
+    assert model(input_ids=tokens).logits.shape == (1, 3, VOCABULARY)
+
+
+def test_a_model_whose_attention_ends_at_chunks_is_left_as_it_is() -> None:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        intermediate_size_mlp=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_local_experts=2,
+        attention_chunk_size=16,
+    )
+    model, tokens = Llama4ForCausalLM(config).eval(), torch.arange(40)[None] % VOCABULARY
+    before = model(input_ids=tokens).logits
+
+    assert not can_pack(model)
+    torch.testing.assert_close(model(input_ids=tokens).logits, before)
+
+
+def test_a_plain_batch_can_still_be_computed(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path)
+    model, plain = load_model(path), load_model(path)
+    tokens = torch.stack([torch.arange(6), torch.arange(6, 0, -1)])
+
+    assert can_pack(model)
+    torch.testing.assert_close(
+        model(input_ids=tokens).logits, plain(input_ids=tokens).logits, rtol=1e-4, atol=1e-5
+    )
