@@ -126,7 +126,6 @@ async def direct(work: Path, model: Path, load: Load) -> dict[str, object]:
         secret=secret,
         model_name=MODEL,
         model_path=str(model),
-        data_dir=str(work / "direct"),
         session_id="s-direct",
         sampler=SamplerSettings(),
     )
@@ -154,7 +153,6 @@ async def direct(work: Path, model: Path, load: Load) -> dict[str, object]:
                                 top_p=1.0,
                                 seed=seed(index, number),
                             ),
-                            fencing_token=1,
                             seq_id=number,
                         ),
                         metadata=metadata,

@@ -65,7 +65,6 @@ class _Process:
         self._metrics = SamplerMetrics(CollectorRegistry())
         self._health = health.aio.HealthServicer()
         self._servicer = SamplerServicer(
-            fencing_token=spec.fencing_token,
             timeout=self._settings.operation_timeout,
             metrics=self._metrics,
         )

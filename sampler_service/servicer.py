@@ -29,8 +29,6 @@ _Reply = TypeVar("_Reply")
 _STATES = {
     "awake": sampler_pb2.SAMPLER_STATE_AWAKE,
     "loading": sampler_pb2.SAMPLER_STATE_LOADING,
-    "asleep": sampler_pb2.SAMPLER_STATE_ASLEEP,
-    "waking": sampler_pb2.SAMPLER_STATE_WAKING,
     "failed": sampler_pb2.SAMPLER_STATE_FAILED,
 }
 
@@ -48,12 +46,11 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     """Answers from the moment the port is bound; `ready` gives it the engine. Who may call is
     decided before (`tandem/worker_access.py`).
 
-    Before it is ready, and with an old fencing token, a call ends with a gRPC status;
+    Before it is ready a call ends with a gRPC status;
     a user's mistake is a `Failure` in the reply.
     """
 
-    def __init__(self, *, fencing_token: int, timeout: float, metrics: SamplerMetrics) -> None:
-        self._newest_token = fencing_token
+    def __init__(self, *, timeout: float, metrics: SamplerMetrics) -> None:
         self._timeout = timeout
         self._metrics = metrics
         self._serving: Serving | None = None
@@ -91,7 +88,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         request: sampler_pb2.LoadRequest,
         context: grpc.aio.ServicerContext[sampler_pb2.LoadRequest, sampler_pb2.LoadReply],
     ) -> sampler_pb2.LoadReply:
-        scheduler = (await self._admit(context, request.fencing_token)).scheduler
+        scheduler = (await self._admit(context)).scheduler
         try:
             version = version_of(request.version)
             future = asyncio.wrap_future(scheduler.load(version))
@@ -117,7 +114,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         request: sampler_pb2.SampleRequest,
         context: grpc.aio.ServicerContext[sampler_pb2.SampleRequest, sampler_pb2.SampleReply],
     ) -> sampler_pb2.SampleReply:
-        serving = await self._admit(context, request.fencing_token)
+        serving = await self._admit(context)
         try:
             question = parse_request(request, serving.facts)
         except TandemError as error:
@@ -130,7 +127,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         context: grpc.aio.ServicerContext[sampler_pb2.SampleRequest, sampler_pb2.SampleEvent],
     ) -> None:
         """Writes instead of yielding, so that a write that blocks is under the deadline, too."""
-        serving = await self._admit(context, request.fencing_token)
+        serving = await self._admit(context)
         timeout = self._time_left(context)
         try:
             question = parse_request(request, serving.facts)
@@ -217,17 +214,8 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         )
         return sampler_pb2.SampleReply(failure=error.to_failure(), version=request.version)
 
-    async def _admit(
-        self, context: grpc.aio.ServicerContext[_Request, _Reply], fencing_token: int | None = None
-    ) -> Serving:
-        """Checks fencing token and readiness, and aborts the call if one is wrong."""
-        if fencing_token is not None:
-            if fencing_token < self._newest_token:
-                await context.abort(
-                    grpc.StatusCode.FAILED_PRECONDITION,
-                    f"fencing token {fencing_token} is older than {self._newest_token}",
-                )
-            self._newest_token = fencing_token
+    async def _admit(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> Serving:
+        """Abort the call while the engine is still starting."""
         if self._serving is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is still starting")
         assert self._serving is not None

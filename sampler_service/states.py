@@ -11,16 +11,12 @@ from tandem.errors import IllegalTransition
 class State(Enum):
     AWAKE = "awake"
     LOADING = "loading"
-    ASLEEP = "asleep"
-    WAKING = "waking"
     FAILED = "failed"
 
 
 ALLOWED: dict[State, frozenset[State]] = {
-    State.AWAKE: frozenset({State.LOADING, State.ASLEEP, State.FAILED}),
+    State.AWAKE: frozenset({State.LOADING, State.FAILED}),
     State.LOADING: frozenset({State.AWAKE, State.FAILED}),
-    State.ASLEEP: frozenset({State.WAKING, State.FAILED}),
-    State.WAKING: frozenset({State.AWAKE, State.LOADING, State.FAILED}),
     State.FAILED: frozenset(),
 }
 

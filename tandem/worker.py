@@ -68,8 +68,8 @@ class WorkerSpec(BaseModel):
     """What a launcher is to start, and all that the worker is told.
 
     Literal example: `{"worker_id": "trainer-s-ab12-0", "kind": "trainer", "secret": "…",
-    "model_name": "tiny", "model_path": "models/tiny", "data_dir": ".tandem", "run_id":
-    "s-ab12:train:0", "session_id": "s-ab12", "fencing_token": 1}`. `training` is for a
+    "model_name": "tiny", "model_path": "models/tiny", "run_id":
+    "s-ab12:train:0", "session_id": "s-ab12"}`. `training` is for a
     trainer, and None there means all parameters by AdamW.
     """
 
@@ -81,11 +81,9 @@ class WorkerSpec(BaseModel):
     secret: str = Field(repr=False)
     model_name: str
     model_path: str
-    data_dir: str
     session_id: str
     run_id: str = ""
     training: TrainingSpec | None = None
-    fencing_token: int = 1
     host: str = "127.0.0.1"
     log_level: str = "info"
     trainer: TrainerSettings | None = None

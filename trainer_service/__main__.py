@@ -98,7 +98,6 @@ class _Worker:
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         servicer = TrainerServicer(
             engine=engine,
-            fencing_token=self._spec.fencing_token,
             operation_timeout=self._settings.operation_timeout,
             metrics=TrainerMetrics(registry),
             log=self._log,

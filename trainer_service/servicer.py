@@ -59,14 +59,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         self,
         *,
         engine: EngineThread,
-        fencing_token: int,
         operation_timeout: float,
         metrics: TrainerMetrics,
         log: Log,
         broken: asyncio.Future[str],
     ) -> None:
         self._engine = engine
-        self._fencing_token = fencing_token
         self._operation_timeout = operation_timeout
         self._metrics = metrics
         self._log = log
@@ -134,16 +132,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
 
     # --- Admission -------------------------------------------------------------------------
 
-    async def _fence(self, header: common_pb2.OperationHeader, context: Context) -> None:
-        if header.fencing_token < self._fencing_token:
-            await _abort(
-                context,
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"fencing token {header.fencing_token} is older than {self._fencing_token}, "
-                "which this worker has seen: the lease has gone to somebody else",
-            )
-        self._fencing_token = header.fencing_token
-
     async def _answer(
         self,
         request: Request,
@@ -152,7 +140,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         job: Callable[[Operations], R],
     ) -> R:
         header = request.header
-        await self._fence(header, context)
         reply: Reply | None = self._sequence.result(header.seq_id)
         if reply is None:
             task = self._sequence.running(header.seq_id)

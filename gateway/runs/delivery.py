@@ -14,7 +14,6 @@ from gateway.runs.dispatcher import Call, EndsRun
 from gateway.runs.operations import Operation
 from gateway.usage.meter import RunMeter, TrainerReply
 from gateway.workers.clients import WorkerUnavailable
-from gateway.workers.fleet import FENCING_TOKEN
 from tandem.errors import InternalError, TandemError
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2
@@ -91,7 +90,6 @@ class Delivery:
             # may be a load, included; the client counts what comes after it.
             seq_id=operation.seq_id + 1,
             previous_seq_id=call.previous_seq_id + 1 if call.previous_seq_id >= 0 else 0,
-            fencing_token=FENCING_TOKEN,
         )
 
 

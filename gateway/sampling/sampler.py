@@ -21,7 +21,7 @@ from gateway.metrics import Metrics
 from gateway.sampling.engine_supervisor import EngineState, EngineSupervisor
 from gateway.usage.sample_log import SampleMeter
 from gateway.workers.clients import Tell
-from gateway.workers.fleet import FENCING_TOKEN, Fleet, Worker
+from gateway.workers.fleet import Fleet, Worker
 from tandem.errors import (
     InternalError,
     SampleCancelled,
@@ -175,9 +175,7 @@ class Sampler:
         the engine goes on serving what it served before."""
         self._versions[version.name] += 1
         try:
-            request = sampler_pb2.LoadRequest(
-                version=version.to_proto(), fencing_token=FENCING_TOKEN
-            )
+            request = sampler_pb2.LoadRequest(version=version.to_proto())
             reply = await self._engine.call(lambda client: client.load(request), during="a load")
         finally:
             self._drop(version)

@@ -23,9 +23,6 @@ from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, TrainingSpec, WorkerKind, WorkerSpec
 
-FENCING_TOKEN = 1
-"""Every worker has its device for itself as long as it lives; leases will change this."""
-
 ChannelFactory = Callable[[str], grpc.aio.Channel]
 
 
@@ -193,11 +190,9 @@ class Fleet:
             secret=secrets.token_urlsafe(32),
             model_name=model.name,
             model_path=model.path,
-            data_dir=str(self._settings.data_dir),
             session_id=session_id,
             run_id=run_id,
             training=training,
-            fencing_token=FENCING_TOKEN,
             log_level=self._settings.log_level,
             trainer=self._settings.trainer if kind == "trainer" else None,
             sampler=self._settings.sampler.model_copy(update={"max_lora_rank": max_lora_rank})

@@ -32,14 +32,11 @@ class OperationHeader(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     SEQ_ID_FIELD_NUMBER: builtins.int
     PREVIOUS_SEQ_ID_FIELD_NUMBER: builtins.int
-    FENCING_TOKEN_FIELD_NUMBER: builtins.int
     operation_id: builtins.str
     session_id: builtins.str
     run_id: builtins.str
     seq_id: builtins.int
     previous_seq_id: builtins.int
-    fencing_token: builtins.int
-    """The lease's fencing token: a worker refuses one older than the newest it has seen."""
     def __init__(
         self,
         *,
@@ -48,9 +45,8 @@ class OperationHeader(google.protobuf.message.Message):
         run_id: builtins.str = ...,
         seq_id: builtins.int = ...,
         previous_seq_id: builtins.int = ...,
-        fencing_token: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fencing_token", b"fencing_token", "operation_id", b"operation_id", "previous_seq_id", b"previous_seq_id", "run_id", b"run_id", "seq_id", b"seq_id", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["operation_id", b"operation_id", "previous_seq_id", b"previous_seq_id", "run_id", b"run_id", "seq_id", b"seq_id", "session_id", b"session_id"]) -> None: ...
 
 Global___OperationHeader: typing_extensions.TypeAlias = OperationHeader
 

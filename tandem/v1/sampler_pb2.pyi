@@ -30,8 +30,6 @@ class _SamplerStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     SAMPLER_STATE_UNSPECIFIED: _SamplerState.ValueType  # 0
     SAMPLER_STATE_AWAKE: _SamplerState.ValueType  # 1
     SAMPLER_STATE_LOADING: _SamplerState.ValueType  # 2
-    SAMPLER_STATE_ASLEEP: _SamplerState.ValueType  # 3
-    SAMPLER_STATE_WAKING: _SamplerState.ValueType  # 4
     SAMPLER_STATE_FAILED: _SamplerState.ValueType  # 5
 
 class SamplerState(_SamplerState, metaclass=_SamplerStateEnumTypeWrapper): ...
@@ -39,8 +37,6 @@ class SamplerState(_SamplerState, metaclass=_SamplerStateEnumTypeWrapper): ...
 SAMPLER_STATE_UNSPECIFIED: SamplerState.ValueType  # 0
 SAMPLER_STATE_AWAKE: SamplerState.ValueType  # 1
 SAMPLER_STATE_LOADING: SamplerState.ValueType  # 2
-SAMPLER_STATE_ASLEEP: SamplerState.ValueType  # 3
-SAMPLER_STATE_WAKING: SamplerState.ValueType  # 4
 SAMPLER_STATE_FAILED: SamplerState.ValueType  # 5
 Global___SamplerState: typing_extensions.TypeAlias = SamplerState
 
@@ -110,18 +106,15 @@ class LoadRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: builtins.int
-    FENCING_TOKEN_FIELD_NUMBER: builtins.int
-    fencing_token: builtins.int
     @property
     def version(self) -> tandem.v1.common_pb2.WeightVersion: ...
     def __init__(
         self,
         *,
         version: tandem.v1.common_pb2.WeightVersion | None = ...,
-        fencing_token: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["fencing_token", b"fencing_token", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["version", b"version"]) -> None: ...
 
 Global___LoadRequest: typing_extensions.TypeAlias = LoadRequest
 
@@ -266,7 +259,6 @@ class SampleRequest(google.protobuf.message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     TOPK_PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     TOPK_SAMPLE_LOGPROBS_FIELD_NUMBER: builtins.int
-    FENCING_TOKEN_FIELD_NUMBER: builtins.int
     SEQ_ID_FIELD_NUMBER: builtins.int
     TARGET_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     PROMPT_ALT_TOKENS_K_FIELD_NUMBER: builtins.int
@@ -280,7 +272,6 @@ class SampleRequest(google.protobuf.message.Message):
     prompt_logprobs: builtins.bool
     topk_prompt_logprobs: builtins.int
     topk_sample_logprobs: builtins.int
-    fencing_token: builtins.int
     seq_id: builtins.int
     """The place of the request in its sampling session; requests that wait together
     are admitted in this order, whatever order they arrived in.
@@ -311,7 +302,6 @@ class SampleRequest(google.protobuf.message.Message):
         prompt_logprobs: builtins.bool = ...,
         topk_prompt_logprobs: builtins.int = ...,
         topk_sample_logprobs: builtins.int = ...,
-        fencing_token: builtins.int = ...,
         seq_id: builtins.int = ...,
         target_prompt_tokens: builtins.bytes = ...,
         prompt_alt_tokens_k: builtins.int = ...,
@@ -319,7 +309,7 @@ class SampleRequest(google.protobuf.message.Message):
         structured: Global___StructuredOutput | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "params", b"params", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "structured", b"structured", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "fencing_token", b"fencing_token", "num_samples", b"num_samples", "operation_id", b"operation_id", "params", b"params", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_tokens", b"prompt_tokens", "seq_id", b"seq_id", "session_id", b"session_id", "structured", b"structured", "target_prompt_tokens", b"target_prompt_tokens", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "num_samples", b"num_samples", "operation_id", b"operation_id", "params", b"params", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_tokens", b"prompt_tokens", "seq_id", b"seq_id", "session_id", b"session_id", "structured", b"structured", "target_prompt_tokens", b"target_prompt_tokens", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n"]) -> typing.Literal["prompt_logprobs_last_n"] | None: ...
 
 Global___SampleRequest: typing_extensions.TypeAlias = SampleRequest

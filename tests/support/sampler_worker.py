@@ -200,7 +200,6 @@ class SamplerClient(WorkerClient):
         self.base = common_pb2.WeightVersion(name="base/tiny", path=str(model))
         self.stub = sampler_pb2_grpc.SamplerStub(self.channel)
         self.numbers = itertools.count()
-        self.fencing_token = 1
 
     def describe(self) -> sampler_pb2.DescribeSamplerReply:
         return self.stub.Describe(
@@ -209,7 +208,7 @@ class SamplerClient(WorkerClient):
 
     def load(self, version: common_pb2.WeightVersion) -> sampler_pb2.LoadReply:
         return self.stub.Load(
-            sampler_pb2.LoadRequest(version=version, fencing_token=self.fencing_token),
+            sampler_pb2.LoadRequest(version=version),
             metadata=self.metadata,
             timeout=CALL_SECONDS,
         )
@@ -260,7 +259,6 @@ class SamplerClient(WorkerClient):
             target_prompt_tokens=b"" if targets is None else targets.SerializeToString(),
             prompt_alt_tokens_k=draws,
             structured=form,
-            fencing_token=self.fencing_token,
         )
 
     def send(self, request: sampler_pb2.SampleRequest) -> Any:
@@ -294,7 +292,6 @@ def sampler_process(model: Path, *, wait: bool = True, **settings: Any) -> Itera
         secret=SECRET,
         model_name="tiny",
         model_path=str(model),
-        data_dir=str(model.parent),
         session_id=SESSION,
         sampler=SamplerSettings(**{"device": "cpu", "kv_cache_bytes": 64 * 2**20, **settings}),
     )

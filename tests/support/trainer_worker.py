@@ -89,7 +89,6 @@ class TrainerClient(WorkerClient):
             run_id=RUN,
             seq_id=self.seq_id,
             previous_seq_id=self.seq_id - 1,
-            fencing_token=1,
         )
 
     def describe(self) -> trainer_pb2.DescribeTrainerReply:
@@ -182,7 +181,6 @@ def trainer_process(
         secret=SECRET,
         model_name="tiny",
         model_path=str(model),
-        data_dir=str(data_dir),
         session_id=SESSION,
         run_id=RUN,
         training=training,

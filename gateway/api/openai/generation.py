@@ -18,7 +18,6 @@ from gateway.sampling.implicit_sessions import ImplicitSessions
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import SamplingSession
-from gateway.workers.fleet import FENCING_TOKEN
 from tandem.errors import GatewayRestarted, OperationTimedOut, TandemError
 from tandem.settings import OpenAISettings
 from tandem.v1 import sampler_pb2
@@ -148,7 +147,6 @@ class Running:
         prompt = len(self._futures)
         request_id = request_id_of(owner=self._session.id, seq_id=place)
         request.operation_id = request_id
-        request.fencing_token = FENCING_TOKEN
         request.session_id = self._session.session_id
         request.seq_id = place
         request.version.CopyFrom(served.version.to_proto())

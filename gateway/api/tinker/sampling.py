@@ -22,7 +22,6 @@ from gateway.futures.table import Future
 from gateway.identifiers import request_id_of
 from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import SamplingSession
-from gateway.workers.fleet import FENCING_TOKEN
 from tandem.errors import InvalidRequest
 
 
@@ -91,7 +90,6 @@ async def asample(request: Request) -> Response:
         version = session.version
         message = sample_request(body)
         message.operation_id = request_id
-        message.fencing_token = FENCING_TOKEN
         message.session_id = session.session_id
         message.seq_id = seq_id
         message.version.CopyFrom(version.to_proto())

@@ -272,7 +272,7 @@ async def test_a_worker_id_that_is_no_name_starts_nothing(tmp_path):
     launcher = ProcessLauncher(data_dir=tmp_path, start_timeout=5, stop_timeout=5)
     spec = WorkerSpec(
         worker_id="../evil", kind="trainer", secret="s", model_name="m", model_path="/m",
-        data_dir=str(tmp_path), session_id="s-1",
+        session_id="s-1",
     )  # fmt: skip
     with pytest.raises(AssertionError):
         await launcher.start(spec)

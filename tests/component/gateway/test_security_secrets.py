@@ -114,7 +114,7 @@ def test_files_with_secrets_are_for_their_owner_alone(tmp_path):
 async def test_a_workers_log_is_for_its_owner_alone_and_its_spec_is_in_no_argument(tmp_path):
     spec = WorkerSpec(
         worker_id="w", kind="trainer", secret="s" * 32, model_name="m", model_path="/m",
-        data_dir=str(tmp_path), session_id="s",
+        session_id="s",
     )  # fmt: skip
     seen = tmp_path / "seen"
     script = f"cat /proc/self/cmdline /proc/self/environ > {seen}; exit 3"

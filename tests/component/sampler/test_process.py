@@ -76,12 +76,3 @@ def test_a_terminated_sampler_ends_before_it_is_ready_and_says_unavailable(model
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         client.process.terminate()
         assert client.process.wait(timeout=30) == 0
-
-
-def test_an_older_fencing_token_is_refused(untied: SamplerClient):
-    older = untied.request(PROMPT)
-    untied.fencing_token += 1
-    decoded(untied.send(untied.request(PROMPT)).result())
-    with pytest.raises(grpc.RpcError) as raised:
-        untied.send(older).result()
-    assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION

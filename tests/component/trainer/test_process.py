@@ -250,18 +250,6 @@ def test_a_call_without_the_secret_is_refused(one):
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_an_old_fencing_token_is_refused(one):
-    header = one.header()
-    one.seq_id -= 1
-    header.fencing_token = 0
-    with pytest.raises(grpc.RpcError) as caught:
-        one.stub.OptimStep(
-            trainer_pb2.OptimStepRequest(header=header), metadata=one.metadata, timeout=CALL_SECONDS
-        )
-    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "fencing token 0" in caught.value.details()
-
-
 def test_metrics_count_operations_and_steps(two):
     two.output(request(mixed_data()))
     step = two.optim_step()

@@ -29,7 +29,7 @@ async def main():
     for name in ("a", "b", "c"):
         handle = await launcher.start(WorkerSpec(
             worker_id=name, kind="sampler", secret="s", model_name="m", model_path="p",
-            data_dir=sys.argv[3], session_id="s-1",
+            session_id="s-1",
         ))
         pids.append(handle.pid)
     print("started", *pids, flush=True)

@@ -49,7 +49,6 @@ def spec(worker_id: str = "trainer-s-1-0") -> WorkerSpec:
         secret=SECRET,
         model_name="tiny",
         model_path="models/tiny",
-        data_dir="data",
         session_id="s-1",
     )
 

@@ -115,11 +115,11 @@ def test_a_worker_without_a_secret_is_not_started():
 def test_a_specification_never_shows_its_secret():
     spec = WorkerSpec(
         worker_id="w", kind="trainer", secret=SECRET, model_name="m", model_path="/m",
-        data_dir="/d", session_id="s",
+        session_id="s",
     )  # fmt: skip
     assert SECRET not in f"{spec!r} {spec}"
     with pytest.raises(ValueError) as caught:
-        WorkerSpec.model_validate({**spec.model_dump(), "kind": "evil", "fencing_token": SECRET})
+        WorkerSpec.model_validate({**spec.model_dump(), "kind": "evil", "host": SECRET})
     assert SECRET not in str(caught.value)
 
 

@@ -114,7 +114,6 @@ def specification() -> WorkerSpec:
         secret="s3cret",
         model_name="tiny",
         model_path="models/tiny",
-        data_dir="data",
         session_id="s-1",
         sampler=SamplerSettings(max_num_seqs=3),
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from tandem.errors import TandemError
 from tandem.v1 import trainer_pb2, trainer_pb2_grpc
-from tandem.weights import Manifest, PartialVersion, checksum_file, version_path
+from tandem.weights import Manifest, PartialVersion, checksum_file
 from tandem.wire.v1 import tinker_pb2
 from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
 
@@ -91,7 +91,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
 
     def _write_version(self, version) -> Manifest:
         """As a trainer does: weights that say how often they were stepped, and their manifest."""
-        partial = PartialVersion(version_path(Path(self.spec.data_dir), version.name))
+        partial = PartialVersion(Path(version.path))
         partial.create()
         names = (
             ("adapter_model.safetensors", "adapter_config.json")
