@@ -1,4 +1,4 @@
-.PHONY: setup demo test conformance lint bench bench-gateway fuzz nightly api-docs protos clean
+.PHONY: setup demo test conformance lint bench bench-gateway bench-versus fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -28,6 +28,9 @@ bench: setup     ## Measures Tandem beside its floor, in one run; writes benchma
 
 bench-gateway: setup ## Measures a gateway under 1,000 sessions and 64 samplers. ARGS="--quick"
 	@.venv/bin/python -m benchmarks.gateway_load $(ARGS)
+
+bench-versus: setup ## Measures this checkout beside another one. ARGS=../other-checkout
+	@.venv/bin/python -m benchmarks.versus $(ARGS)
 
 fuzz: setup      ## Sends the gateway what no client would send. ARGS="--requests 100000 --seed 1"
 	@.venv/bin/python -m tests.fuzz $(ARGS)
