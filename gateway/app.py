@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
+from gateway import custom_losses
 from gateway.api.access import guarded
 from gateway.api.admission_middleware import RequestReservations
 from gateway.api.description.served import OPENAPI, openapi
@@ -41,7 +42,6 @@ from gateway.api.tinker import (
 from gateway.api.wire import error_response, json_response
 from gateway.checkpoints.downloads import PREFIX
 from gateway.core import Gateway
-from gateway.custom_losses import routes as custom_loss
 from gateway.housekeeping import Housekeeping
 from gateway.usage.trace_exports import PREFIX as TRACES
 from gateway.workers.fleet import ChannelFactory, open_channel
@@ -98,6 +98,7 @@ def create_app(
     app.add_exception_handler(TandemError, _tandem_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.router.routes.extend(guarded(_routes()))
+    custom_losses.install(app, gateway)
     return app
 
 
@@ -125,7 +126,6 @@ def _routes() -> list[Route]:
         Route(f"{api}/save_weights_external", training.save_weights_external, methods=["POST"]),
         Route(f"{api}/load_weights", training.load_weights, methods=["POST"]),
         Route(f"{api}/create_model", create_model.create_model, methods=["POST"]),
-        Route(f"{api}/create_custom_loss", custom_loss.create_custom_loss, methods=["POST"]),
         Route(f"{api}/get_info", training.get_info, methods=["POST"]),
         Route(f"{api}/create_sampling_session", sampling.create_sampling_session, methods=["POST"]),
         Route(f"{api}/join_sampling_session", sampling.join_sampling_session, methods=["POST"]),

@@ -17,15 +17,15 @@ from gateway.checkpoints.base_models import BaseModels
 from gateway.checkpoints.copies import CheckpointCopier
 from gateway.checkpoints.downloads import DownloadSigner
 from gateway.checkpoints.versions import VersionStore
-from gateway.custom_losses.store import CustomLossStore
 from gateway.futures.completion_feed import CompletionFeed
 from gateway.futures.result_store import ResultStore
-from gateway.futures.table import FutureTable
+from gateway.futures.table import FutureTable, Outcome
 from gateway.gauges import watch_parts
 from gateway.limits.quotas import Counts, Quotas
 from gateway.metrics import Metrics
 from gateway.runs.admission import Admission
 from gateway.runs.journal import Journal
+from gateway.runs.operations import LossDefinitions
 from gateway.runs.queries import Queries
 from gateway.runs.registry import RunRegistry
 from gateway.sampling.router import SamplerRouter
@@ -139,9 +139,7 @@ class Gateway:
             sessions=self.sessions,
             limits=self.limits,
         )
-        self.custom_losses = CustomLossStore(
-            database=self.database, futures=self.futures, limits=self.limits
-        )
+        self.loss_definitions: dict[str, LossDefinitions] = {}
         self.runs = RunRegistry(
             settings=settings,
             database=self.database,
@@ -152,7 +150,7 @@ class Gateway:
             sampling=self.sampling,
             sessions=self.sessions,
             versions=self.versions,
-            custom_losses=self.custom_losses,
+            loss_definitions=self.loss_definitions,
             metrics=self.metrics,
             usage=self.usage,
             limits=self.limits,
@@ -252,6 +250,13 @@ class Gateway:
             )
         await asyncio.shield(task)
 
+    async def recall(self, request_id: str) -> Outcome | None:
+        """Return the outcome of a request that memory no longer holds, None if there is none."""
+        outcome = await self.oplog.recall(request_id)
+        for definitions in self.loss_definitions.values():
+            outcome = outcome or await definitions.recall(request_id)
+        return outcome
+
     async def collect(self, run_id: str) -> bool:
         """Removes the run's files that nothing names or uses. False: some are still in use."""
         if self.runs.get(run_id) is None:
@@ -283,7 +288,8 @@ class Gateway:
             self.samplers.end_session(session_id, error),
         )
         named = self.sampling.end_session(session_id)
-        await self.custom_losses.end_session(session_id)
+        for definitions in self.loss_definitions.values():
+            await definitions.end_session(session_id)
         for run_id in sorted({*run_ids, *named}):
             await self.collect(run_id)
 
@@ -306,6 +312,5 @@ class Gateway:
                     (session.session_id for session in self.sampling.all()), owner
                 ),
             },
-            custom_losses=lambda owner: self.custom_losses.count(owner),
             checkpoint_bytes=lambda owner: self.versions.checkpoints.bytes_of_owner(owner),
         )

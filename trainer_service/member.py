@@ -127,7 +127,7 @@ def obey(trainer: RankTrainer) -> None:
             facts = trainer.backend.facts
             limits = Limits(vocabulary=facts.vocabulary, max_length=facts.max_length)
             request = trainer_pb2.ForwardBackwardRequest.FromString(payload)
-            losses = losses_for(registry=LOSSES, definition=request.custom_loss)
+            losses = losses_for(registry=LOSSES, definition=request.loss_definition)
             trainer.forward_backward(validate(parse(request.payload), losses=losses, limits=limits))
         elif op == Op.OPTIM_STEP:
             step = trainer_pb2.OptimStepRequest.FromString(payload)

@@ -61,7 +61,7 @@ class Operations:
             message = parse(request.payload)
             forward_only = message.forward_only
             limits = Limits(vocabulary=facts.vocabulary, max_length=facts.max_length)
-            losses = losses_for(registry=LOSSES, definition=request.custom_loss)
+            losses = losses_for(registry=LOSSES, definition=request.loss_definition)
             batch = validate(message, losses=losses, limits=limits)
         except UserError as error:
             if not forward_only:

@@ -24,7 +24,6 @@ _FREE: Mapping[str, str] = {
     "runs": f"{_CLOSE}, and their runs end with them; checkpoints stay",
     "samplers": f"{_CLOSE}, and their samplers end with them",
     "sampling_sessions": f"{_CLOSE}; ephemeral ones that nobody uses end by themselves",
-    "custom_losses": f"{_CLOSE}, and their custom losses go with them",
     "checkpoint_bytes": "delete checkpoints (`tinker checkpoint delete`), or give them a ttl "
     "(`tinker checkpoint set-ttl`)",
 }
@@ -37,7 +36,6 @@ class Counts:
 
     owner_of: Callable[[str], str]
     active: Mapping[Counted, Callable[[str], int]]
-    custom_losses: Callable[[str], Awaitable[int]]
     checkpoint_bytes: Callable[[str], Awaitable[int]]
 
 
@@ -86,21 +84,19 @@ class Quotas:
 
     def check(self, what: Counted, *, owner: str) -> None:
         """Raises `LimitExceeded` where one more is too many."""
-        limit: int = getattr(self._settings, what)
-        used = self._counts.active[what](owner)
-        if used >= limit:
-            raise self._exceeded(what, limit=limit, used=used)
+        self.check_used(what, used=self._counts.active[what](owner))
 
     def check_in_session(self, what: Counted, *, session_id: str) -> None:
         """As `check`, for the owner of a session."""
         self.check(what, owner=self.owner_of(session_id))
 
-    async def check_custom_losses(self, *, session_id: str) -> None:
-        """Raises `LimitExceeded` where one more is too many."""
-        limit = self._settings.custom_losses
-        used = await self._counts.custom_losses(self.owner_of(session_id))
+    def check_used(self, what: str, *, used: int) -> None:
+        """Raise `LimitExceeded` if an owner that uses so many may not have one more.
+
+        `what` is the field of `LimitSettings`."""
+        limit: int = getattr(self._settings, what)
         if used >= limit:
-            raise self._exceeded("custom_losses", limit=limit, used=used)
+            raise self._exceeded(what, limit=limit, used=used)
 
     async def check_checkpoint_bytes(self, *, owner: str, expected: int, replaced: int = 0) -> None:
         """Before a checkpoint of `expected` bytes is written, in place of one of `replaced`.
@@ -143,7 +139,7 @@ class Quotas:
         words = what.replace("_", " ")
         return LimitExceeded(
             f"the limit of {words} is {limit} for each owner (TANDEM_LIMIT_{what.upper()}), "
-            f"{used} are used{more}; {_FREE[what]}",
+            f"{used} are used{more}; {_FREE.get(what, _CLOSE)}",
             limit=what,
             value=limit,
             used=used,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 from gateway.checkpoints.versions import VersionStore
-from gateway.custom_losses.store import CustomLossStore
 from gateway.futures.table import Outcome, Result
 from gateway.identifiers import check_name, check_ttl, parse_checkpoint_path
 from gateway.metrics import Metrics
@@ -17,12 +16,13 @@ from gateway.runs.operations import (
     Body,
     DimuonParams,
     LoadWeights,
+    LossDefinitions,
+    LossReference,
     Operation,
     OptimStep,
     SaveWeights,
     SaveWeightsExternal,
     SaveWeightsForSampler,
-    UseCustomLoss,
 )
 from gateway.runs.saves import Saves, ServesVersions
 from gateway.sampling.sessions import SamplingSessionRegistry
@@ -48,7 +48,7 @@ class Executor:
         sampler: Callable[[], ServesVersions],
         sampling: SamplingSessionRegistry,
         versions: VersionStore,
-        custom_losses: CustomLossStore,
+        loss_definitions: Mapping[str, LossDefinitions],
         metrics: Metrics,
         meter: RunMeter,
         settings: GatewaySettings,
@@ -56,7 +56,7 @@ class Executor:
     ) -> None:
         self._facts = facts
         self._client = client
-        self._custom_losses = custom_losses
+        self._loss_definitions = loss_definitions
         self._delivery = Delivery(facts=facts, meter=meter, fate=fate)
         self._saves = Saves(
             facts=facts,
@@ -73,11 +73,13 @@ class Executor:
         match operation.body:
             case None:
                 return await self._forward_backward(operation)
-            case UseCustomLoss() as body:
-                definition = await self._custom_losses.definition(
-                    body.loss_id, session_id=self._facts.session_id
-                )
-                return await self._forward_backward(operation, custom_loss=definition)
+            case LossReference() as body:
+                definition = b""
+                if (known := self._loss_definitions.get(body.loss_fn)) is not None:
+                    definition = await known.definition(
+                        body.loss_id, session_id=self._facts.session_id
+                    )
+                return await self._forward_backward(operation, loss_definition=definition)
             case OptimStep() as body:
                 return partial(self._optim_step, operation, body)
             case SaveWeights() as body:
@@ -89,14 +91,16 @@ class Executor:
             case LoadWeights() as body:
                 return await self._saves.load(operation, body)
 
-    async def _forward_backward(self, operation: Operation, *, custom_loss: bytes = b"") -> Send:
+    async def _forward_backward(
+        self, operation: Operation, *, loss_definition: bytes = b""
+    ) -> Send:
         payload = await operation.read_payload()
 
         async def send(call: Call) -> Outcome:
             request = trainer_pb2.ForwardBackwardRequest(
                 header=self._delivery.header(operation, call),
                 payload=payload,
-                custom_loss=custom_loss,
+                loss_definition=loss_definition,
             )
             reply = await self._delivery.deliver(
                 operation, lambda: self._client.forward_backward(request)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from gateway.auth.identity import Readers
-from gateway.futures.table import Future
+from gateway.futures.table import Future, Outcome
 from gateway.sessions.metadata import TextMetadata
 from tandem.errors import TandemError
 
@@ -57,9 +57,10 @@ class OptimStep(BaseModel):
     params: AdamParams | DimuonParams
 
 
-class UseCustomLoss(BaseModel):
-    """Of a forward_backward whose loss is a custom one, beside its payload."""
+class LossReference(BaseModel):
+    """The loss of a forward_backward that names, by id, a definition registered beforehand."""
 
+    loss_fn: str
     loss_id: str
 
 
@@ -104,9 +105,22 @@ class LoadWeights(BaseModel):
         return self._readers
 
 
+class LossDefinitions(Protocol):
+    """The definitions that clients registered for one `loss_fn`, each in its session."""
+
+    async def definition(self, loss_id: str, *, session_id: str) -> bytes:
+        """Return what the trainer needs besides the request. Raises `UnknownLoss`."""
+
+    async def recall(self, request_id: str) -> Outcome | None:
+        """Return the result of the request that registered a definition, or None."""
+
+    async def end_session(self, session_id: str) -> None:
+        """Delete the session's definitions."""
+
+
 Body = (
     OptimStep
-    | UseCustomLoss
+    | LossReference
     | SaveWeights
     | SaveWeightsForSampler
     | SaveWeightsExternal

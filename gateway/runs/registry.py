@@ -14,7 +14,6 @@ from collections.abc import Mapping
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.versions import VersionStore
-from gateway.custom_losses.store import CustomLossStore
 from gateway.futures.table import Future, FutureTable, Outcome, Waiting
 from gateway.identifiers import request_id_of, run_id_of
 from gateway.limits.quotas import Quotas
@@ -23,7 +22,7 @@ from gateway.runs.delivery import RunProgress, json_result
 from gateway.runs.dispatcher import Call, Dispatcher, EndsRun, Send
 from gateway.runs.executor import Executor
 from gateway.runs.journal import Journal
-from gateway.runs.operations import LoadWeights, Operation
+from gateway.runs.operations import LoadWeights, LossDefinitions, Operation
 from gateway.runs.run_rows import RunRows
 from gateway.runs.training_run import TrainingRun
 from gateway.sampling.router import SamplerRouter
@@ -60,7 +59,7 @@ class RunRegistry:
         sampling: SamplingSessionRegistry,
         sessions: SessionRegistry,
         versions: VersionStore,
-        custom_losses: CustomLossStore,
+        loss_definitions: Mapping[str, LossDefinitions],
         metrics: Metrics,
         usage: UsageMeter,
         limits: Quotas,
@@ -75,7 +74,7 @@ class RunRegistry:
         self._sampling = sampling
         self._sessions = sessions
         self._versions = versions
-        self._custom_losses = custom_losses
+        self._loss_definitions = loss_definitions
         self._metrics = metrics
         self._usage = usage
         self._runs: dict[str, TrainingRun] = {}
@@ -265,7 +264,7 @@ class RunRegistry:
             ),
             sampling=self._sampling,
             versions=self._versions,
-            custom_losses=self._custom_losses,
+            loss_definitions=self._loss_definitions,
             metrics=self._metrics,
             meter=RunMeter(
                 usage=self._usage,

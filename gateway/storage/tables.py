@@ -175,18 +175,6 @@ workers = Table(
     Index("workers_by_state", "state"),
 )
 
-# Losses that a client has traced and handed over; `definition` is the JSON of create_custom_loss.
-custom_losses = Table(
-    "custom_losses",
-    metadata,
-    Column("id", String(100), primary_key=True),  # SESSION:loss:NUMBER
-    Column("session_id", String(64), nullable=False),
-    Column("name", String(200), nullable=False),
-    Column("definition", LargeBinary, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Index("custom_losses_by_session", "session_id"),
-)
-
 # What was used, added up by hour: one row for each hour, run or sampler, and kind of event.
 usage = Table(
     "usage",

@@ -78,11 +78,11 @@ class ForwardBackwardRequest(google.protobuf.message.Message):
 
     HEADER_FIELD_NUMBER: builtins.int
     PAYLOAD_FIELD_NUMBER: builtins.int
-    CUSTOM_LOSS_FIELD_NUMBER: builtins.int
+    LOSS_DEFINITION_FIELD_NUMBER: builtins.int
     payload: builtins.bytes
     """A tandem.wire.v1.ForwardBackwardRequest as the client sent it. Opaque to the gateway."""
-    custom_loss: builtins.bytes
-    """For the loss "custom": the JSON body of create_custom_loss (name, inputs, graph)."""
+    loss_definition: builtins.bytes
+    """The definition of a loss that the client registered beforehand, for the loss to read."""
     @property
     def header(self) -> tandem.v1.common_pb2.OperationHeader: ...
     def __init__(
@@ -90,10 +90,10 @@ class ForwardBackwardRequest(google.protobuf.message.Message):
         *,
         header: tandem.v1.common_pb2.OperationHeader | None = ...,
         payload: builtins.bytes = ...,
-        custom_loss: builtins.bytes = ...,
+        loss_definition: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["custom_loss", b"custom_loss", "header", b"header", "payload", b"payload"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "loss_definition", b"loss_definition", "payload", b"payload"]) -> None: ...
 
 Global___ForwardBackwardRequest: typing_extensions.TypeAlias = ForwardBackwardRequest
 

@@ -41,7 +41,7 @@ class CheckingTrainer(FakeTrainer):
         error = await self._admit(context, request.header)
         await self._apply("forward_backward", request)
         try:
-            losses = losses_for(registry=LOSSES, definition=request.custom_loss)
+            losses = losses_for(registry=LOSSES, definition=request.loss_definition)
             validate(parse(request.payload), losses=losses, limits=LIMITS)
         except UserError as refused:
             error = refused

@@ -9,7 +9,7 @@ from trainer_service.losses.custom import CUSTOM, custom_loss
 
 
 def losses_for(*, registry: Mapping[str, Loss], definition: bytes) -> Mapping[str, Loss]:
-    """`definition` is `ForwardBackwardRequest.custom_loss`, empty where there is none.
+    """`definition` is `ForwardBackwardRequest.loss_definition`, empty where there is none.
 
     Every rank calls this with the same bytes. Raises a `UserError` for a definition that is not
     one, or that asks for what is not allowed.

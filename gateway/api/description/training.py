@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from gateway import custom_losses
 from gateway.api.description import answers as a
 from gateway.api.description.base import NO_CONTENT, Answer, Binary, Described, Header, json
 from gateway.api.description.table import Table
 from gateway.api.tinker import create_model, futures, sampling, service, training
 from gateway.api.tinker.sample_body import Sample
 from gateway.api.wire import PROTOBUF
-from gateway.custom_losses import routes as custom_loss
 from gateway.runs.operations import (
     LoadWeights,
     SaveWeights,
@@ -96,8 +96,8 @@ TRAINING: Table = {
     training.get_info: Described(
         takes=((training.ModelId,),), answers=json(a.RunInfo), errors=(UnknownRun, SessionFinished)
     ),
-    custom_loss.create_custom_loss: Described(
-        takes=((custom_loss.CreateCustomLoss,),),
+    custom_losses.create_custom_loss: Described(
+        takes=((custom_losses.CreateCustomLoss,),),
         answers=json(a.LossPromise),
         errors=(UnknownSession, SessionFinished, CustomLossInvalid),
         rules=("The rest of the body is the traced loss (docs/custom-losses.md).",),

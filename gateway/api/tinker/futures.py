@@ -77,8 +77,7 @@ async def retrieve_future(request: Request) -> Response:
         if caller.may_change:  # what only a reader has seen must still be there for its owner
             future.fetched_at = time.monotonic()
         return _answer(outcome)
-    recalled = await gateway.oplog.recall(request_id)
-    recalled = recalled or await gateway.custom_losses.recall(request_id)
+    recalled = await gateway.recall(request_id)
     if recalled is not None and not isinstance(recalled, UnknownRequest):
         return _answer(recalled)
     owner = split_request_id(request_id)

@@ -38,11 +38,11 @@ from gateway.runs.operations import (
     DimuonParams,
     Kind,
     LoadWeights,
+    LossReference,
     OptimStep,
     SaveWeights,
     SaveWeightsExternal,
     SaveWeightsForSampler,
-    UseCustomLoss,
 )
 from tandem.errors import (
     MalformedPayload,
@@ -107,7 +107,7 @@ async def forward_backward(request: Request) -> Response:
         run_id=routing.model_id,
         seq_id=routing.seq_id,
         kind="forward" if routing.forward_only else "forward_backward",
-        body=_custom_loss(routing),
+        body=_loss_reference(routing),
         payload=payload,
     )
     return promise(routing.model_id, routing.seq_id, model_id=routing.model_id)
@@ -264,12 +264,10 @@ async def _refuse(request: Request, prefix: bytes, error: UserError) -> Response
     raise error
 
 
-def _custom_loss(routing: tinker_pb2.ForwardBackwardRouting) -> UseCustomLoss | None:
-    """Which custom loss is meant. Without an id the trainer says what is missing."""
+def _loss_reference(routing: tinker_pb2.ForwardBackwardRouting) -> LossReference | None:
+    """Return which registered loss is meant, if any; the trainer refuses a missing id."""
     value = routing.loss_fn_config_v2.get("loss_id")
-    if routing.loss_fn != "custom" or value is None:
-        return None
-    return UseCustomLoss(loss_id=value.text)
+    return None if value is None else LossReference(loss_fn=routing.loss_fn, loss_id=value.text)
 
 
 def _optim_step_body(raw: bytes) -> OptimStep:

@@ -12,7 +12,6 @@ import zstandard
 from pydantic import ValidationError
 from sqlalchemy import select
 
-from gateway import custom_losses
 from gateway.api.json_bounds import MOST_TOKENS, MOST_VALUES
 from gateway.api.openai.bodies import ChatBody, CompletionBody, parse_body
 from gateway.api.tinker.sample_body import Sample
@@ -27,7 +26,6 @@ from gateway.runs.operations import Operation
 from gateway.sessions.registry import NewSession
 from gateway.storage.tables import operations
 from tandem.errors import LimitExceeded, PayloadTooLarge, SequenceGap, SessionFinished
-from tests.support.custom_losses import request_body, traced
 from tests.support.gateway.running import KEY, make_model, no_counts, running_gateway
 
 
@@ -206,27 +204,6 @@ def test_an_old_export_of_a_session_gives_way(gate):
     assert len(files) == 8
     with gate.http() as client:
         assert client.get(answer["url"]).status_code == 200
-
-
-def test_custom_losses_beyond_what_memory_keeps_are_read_again(gate, monkeypatch):
-    def halved(logprobs):
-        return logprobs.sum() / 2, {}
-
-    session_id = gate.session_id()
-    losses = gate.gateway.custom_losses
-    bodies = [
-        request_body(traced(halved, logprobs=1), session_id=session_id, number=n) for n in range(4)
-    ]
-    held = sum(map(len, losses._definitions.values()))
-    monkeypatch.setattr(custom_losses, "_REMEMBERED_BYTES", held + 2 * len(bodies[0]))
-    with gate.http() as client:
-        for body in bodies:
-            assert client.post("/api/v1/create_custom_loss", content=body).status_code == 200
-    for number, body in enumerate(bodies):
-        definition = losses.definition(f"{session_id}:loss:{number}", session_id=session_id)
-        assert gate.run(definition) == body
-        assert losses._bytes == sum(map(len, losses._definitions.values()))
-        assert losses._bytes <= held + 2 * len(bodies[0])
 
 
 # --- Queues ------------------------------------------------------------------------------------

@@ -49,11 +49,11 @@ def test_the_sdk_creates_a_loss_and_the_trainer_gets_its_graph(gate):
         sent = trainer.requests[-1]
         message = tinker_pb2.ForwardBackwardRequest.FromString(sent.payload)
         assert message.loss_fn == "custom"
-        definition = json.loads(sent.custom_loss)
+        definition = json.loads(sent.loss_definition)
         assert definition["name"] == "scaled"
         assert [each["name"] for each in definition["inputs"]] == ["logprobs", "weights"]
         training.forward_backward([one], "cross_entropy").result()
-        assert trainer.requests[-1].custom_loss == b""
+        assert trainer.requests[-1].loss_definition == b""
 
 
 def test_the_same_number_twice_is_the_same_loss_and_another_graph_is_refused(gate):
@@ -125,8 +125,8 @@ def test_a_step_of_dimuon_is_sent_as_one(gate):
 def test_a_sessions_losses_go_with_it(gate):
     with gate.service() as service:
         handle = service.create_custom_loss(halved, input_ranks={"logprobs": 1}).result()
-        assert gate.run(gate.gateway.custom_losses.recall(handle.loss_id)) is not None
-    assert gate.run(gate.gateway.custom_losses.recall(handle.loss_id)) is None
+        assert gate.run(gate.gateway.recall(handle.loss_id)) is not None
+    assert gate.run(gate.gateway.recall(handle.loss_id)) is None
 
 
 def test_the_sdk_raises_for_a_loss_that_uses_what_is_not_allowed(gate):

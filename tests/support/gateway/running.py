@@ -124,7 +124,6 @@ def no_counts() -> Quotas:
                 what: lambda _owner: 0
                 for what in ("sessions", "runs", "samplers", "sampling_sessions")
             },
-            custom_losses=nothing,
             checkpoint_bytes=nothing,
         ),
     )

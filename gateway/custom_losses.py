@@ -1,0 +1,185 @@
+"""Custom losses: clients register traced graphs; trainers receive them with the request.
+
+A plug-in: `install` serves `create_custom_loss` and provides the definitions of the loss
+"custom" (`Gateway.loss_definitions`). Graphs are data here; only a trainer computes them
+(`tandem.custom_losses.interpreter`).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+import orjson
+from fastapi import FastAPI
+from pydantic import BaseModel, Field
+from sqlalchemy import (
+    Column,
+    Float,
+    Index,
+    LargeBinary,
+    String,
+    Table,
+    delete,
+    func,
+    insert,
+    select,
+)
+from sqlalchemy.exc import IntegrityError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.api.access import guarded
+from gateway.api.wire import (
+    caller_of,
+    gateway_of,
+    json_response,
+    note_for_audit,
+    parse,
+    read_body,
+)
+from gateway.core import Gateway
+from gateway.futures.table import Result
+from gateway.identifiers import request_id_of
+from gateway.limits.quotas import Quotas
+from gateway.storage.database import Database
+from gateway.storage.tables import metadata, sessions
+from tandem.custom_loss import MAX_BYTES, read_custom_loss
+from tandem.errors import CustomLossInvalid, UnknownLoss
+
+MAX_LOSSES = 256
+"""Custom losses per session."""
+
+_losses = Table(
+    "custom_losses",
+    metadata,
+    Column("id", String(100), primary_key=True),  # SESSION:loss:NUMBER
+    Column("session_id", String(64), nullable=False),
+    Column("name", String(200), nullable=False),
+    Column("definition", LargeBinary, nullable=False),  # the body of create_custom_loss
+    Column("created_at", Float, nullable=False),
+    Index("custom_losses_by_session", "session_id"),
+)
+
+
+class CreateCustomLoss(BaseModel):
+    """The fields that the gateway needs; `tandem.custom_losses` reads the rest of the body."""
+
+    session_id: str = Field(max_length=64)
+    custom_loss_seq_id: int = Field(ge=0, lt=10**9)
+
+
+class CustomLossStore:
+    """The definitions in the database, by loss id: `SESSION:loss:NUMBER`.
+
+    A loss id is also the id of the request that created the loss. A loss is usable in its own
+    session only, and is deleted when the session ends.
+    """
+
+    def __init__(self, *, database: Database, limits: Quotas) -> None:
+        self._database = database
+        self._limits = limits
+
+    async def create(self, *, session_id: str, number: int, definition: bytes) -> str:
+        """Check and store a definition; return its loss id.
+
+        Idempotent: a repeated number with the same definition returns the same id. Raises
+        `MalformedPayload`, `CustomLossInvalid` or `LimitExceeded`.
+        """
+        graph = read_custom_loss(definition)
+        loss_id = request_id_of(owner=f"{session_id}:loss", seq_id=number)
+        stored = await self._find(loss_id)
+        if stored is None:
+            await self._check_limits(session_id)
+            row = {
+                "id": loss_id,
+                "session_id": session_id,
+                "name": graph.name,
+                "definition": definition,
+                "created_at": time.time(),
+            }
+            try:
+                await self._database.write(insert(_losses), row)
+                return loss_id
+            except IntegrityError:  # the same request arrived twice at once
+                stored = await self._find(loss_id)
+        if stored != definition:
+            raise CustomLossInvalid(
+                f"the session has another custom loss with the number {number}; "
+                "give each its own custom_loss_seq_id"
+            )
+        return loss_id
+
+    async def definition(self, loss_id: str, *, session_id: str) -> bytes:
+        """Return what create_custom_loss received.
+
+        Raises `UnknownLoss`, also for a loss of another session.
+        """
+        found = None
+        if loss_id.startswith(f"{session_id}:loss:"):
+            found = await self._find(loss_id)
+        if found is None:
+            raise UnknownLoss(
+                f"there is no custom loss {loss_id[:150]!r} in session {session_id}; create it "
+                "with ServiceClient.create_custom_loss of the same session"
+            )
+        return found
+
+    async def recall(self, request_id: str) -> Result | None:
+        """Return the result of a create_custom_loss, or None for any other request."""
+        if await self._find(request_id) is None:
+            return None
+        body = orjson.dumps({"type": "create_custom_loss", "loss_id": request_id})
+        return Result(media="json", body=body)
+
+    async def end_session(self, session_id: str) -> None:
+        """Delete the session's losses."""
+        await self._database.write(delete(_losses).where(_losses.c.session_id == session_id))
+
+    async def _find(self, loss_id: str) -> bytes | None:
+        row = await self._database.read_one(
+            select(_losses.c.definition).where(_losses.c.id == loss_id)
+        )
+        return None if row is None else bytes(row["definition"])
+
+    async def _check_limits(self, session_id: str) -> None:
+        of_session = func.count().filter(_losses.c.session_id == session_id)
+        row = await self._database.read_one(
+            select(func.count().label("of_owner"), of_session.label("of_session"))
+            .select_from(_losses.join(sessions, sessions.c.id == _losses.c.session_id))
+            .where(
+                sessions.c.owner == self._limits.owner_of(session_id),
+                sessions.c.state == "active",
+            )
+        )
+        assert row is not None
+        if row["of_session"] >= MAX_LOSSES:
+            raise CustomLossInvalid(f"the session has {MAX_LOSSES} custom losses, the most allowed")
+        self._limits.check_used("custom_losses", used=row["of_owner"])
+
+
+async def create_custom_loss(request: Request) -> Response:
+    """Registers a traced loss. A promise of `{"loss_id"}`, which is kept already. A graph that
+    is not allowed is refused at once, so that the SDK raises its typed error at once."""
+    gateway = gateway_of(request)
+    raw = await read_body(request)
+    if len(raw) > MAX_BYTES:
+        raise CustomLossInvalid(f"the custom loss has {len(raw)} bytes, {MAX_BYTES} at most")
+    body = parse(CreateCustomLoss, raw)
+    await gateway.access.session(body.session_id, caller_of(request))
+    store = cast(CustomLossStore, gateway.loss_definitions["custom"])
+    loss_id = await store.create(
+        session_id=body.session_id, number=body.custom_loss_seq_id, definition=raw
+    )
+    note_for_audit(request, target=loss_id)
+    return json_response({"request_id": loss_id})
+
+
+def install(app: FastAPI, gateway: Gateway) -> None:
+    """Serve create_custom_loss, and provide the definitions of the loss "custom"."""
+    gateway.loss_definitions["custom"] = CustomLossStore(
+        database=gateway.database, limits=gateway.limits
+    )
+    route = Route("/api/v1/create_custom_loss", create_custom_loss, methods=["POST"])
+    app.router.routes.extend(guarded([route]))
