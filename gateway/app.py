@@ -16,6 +16,7 @@ from gateway.api.access import guarded
 from gateway.api.admission_middleware import RequestReservations
 from gateway.api.description.served import OPENAPI, openapi
 from gateway.api.middleware import RequestBoundary
+from gateway.api.openai.entrance import InferenceService
 from gateway.api.openai.errors import PREFIX as OPENAI
 from gateway.api.openai.errors import openai_http_error
 from gateway.api.openai.routes import (
@@ -92,6 +93,7 @@ def create_app(
         title="Tandem", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
     )
     app.state.gateway = gateway
+    app.state.inference = InferenceService.of(gateway)
     app.state.start_error = ""
     app.add_middleware(RequestReservations, limits=gateway.limits)
     app.add_middleware(RequestBoundary, gateway=gateway)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable
 
 from gateway.api.access import Access
-from gateway.api.openai.entrance import InferenceService
 from gateway.auth.audit import AuditLog
 from gateway.auth.identity import Identity
 from gateway.auth.keys import KeyStore
@@ -28,9 +27,9 @@ from gateway.runs.journal import Journal
 from gateway.runs.operations import LossDefinitions
 from gateway.runs.queries import Queries
 from gateway.runs.registry import RunRegistry
+from gateway.sampling.implicit_sessions import ImplicitSessions
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import SamplingSessionRegistry
-from gateway.sampling.unnamed_sessions import UnnamedSessions
 from gateway.sessions.registry import SessionRegistry, why_ended
 from gateway.sessions.search import SessionSearch
 from gateway.storage.data_directory import DataDirectoryLock, keep_api_key
@@ -123,7 +122,11 @@ class Gateway:
             directory=self.directory,
             checkpoints=self.versions.checkpoints,
         )
-        self.sessionless = UnnamedSessions(sessions=self.sessions, sampling=self.sampling)
+        self.implicit_sessions = ImplicitSessions(
+            sessions=self.sessions,
+            sampling=self.sampling,
+            display_name="Samples without a session",
+        )
         self.fleet = Fleet(
             settings=settings,
             database=self.database,
@@ -162,17 +165,6 @@ class Gateway:
             runs=self.runs,
             limits=self.limits,
             max_queued=settings.max_queued_operations,
-        )
-        self.openai = InferenceService.of(
-            settings=settings,
-            models=self.models,
-            versions=self.versions,
-            runs=self.runs,
-            access=self.access,
-            sessions=self.sessions,
-            sampling=self.sampling,
-            samplers=self.samplers,
-            closing=lambda: self.futures.closing,
         )
         self.copies = CheckpointCopier(
             database=self.database, data_dir=settings.data_dir, versions=self.versions

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from starlette.types import Receive
 
-from gateway.api.access import Access
 from gateway.api.openai.answer import VERSION_HEADER, Heading, Json, Usage, choices_of, new_id
 from gateway.api.openai.bodies import Body, ChatBody, CompletionBody
 from gateway.api.openai.chat import ChatWriter, chat_prompt, chat_request, check_chat
@@ -26,15 +25,10 @@ from gateway.api.openai.models import Served, ServedModels
 from gateway.api.openai.request import Stops, rules_of, stops_of
 from gateway.api.openai.tokenizer import ModelTokenizer, Tokenizers
 from gateway.auth.identity import Caller
-from gateway.checkpoints.base_models import BaseModels
-from gateway.checkpoints.versions import VersionStore
+from gateway.core import Gateway
 from gateway.limits.fair_queue import FairSemaphore
-from gateway.runs.registry import RunRegistry
 from gateway.sampling.implicit_sessions import ImplicitSessions
 from gateway.sampling.router import SamplerRouter
-from gateway.sampling.sessions import SamplingSessionRegistry
-from gateway.sessions.registry import SessionRegistry
-from tandem.settings import GatewaySettings
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 
@@ -171,42 +165,45 @@ class InferenceService:
         models: ServedModels,
         sessions: ImplicitSessions,
         generator: Generator,
+        samplers: SamplerRouter,
+        rank: int,
         max_choices: int,
     ) -> None:
         self.models = models
         self._sessions = sessions
         self._generator = generator
+        self._samplers = samplers
+        self._rank = rank
         self._max_choices = max_choices
         self._tokenizers = Tokenizers()
         self._preparation = FairSemaphore(slots=_PREPARED)
 
     @staticmethod
-    def of(
-        *,
-        settings: GatewaySettings,
-        models: BaseModels,
-        versions: VersionStore,
-        runs: RunRegistry,
-        access: Access,
-        sessions: SessionRegistry,
-        sampling: SamplingSessionRegistry,
-        samplers: SamplerRouter,
-        closing: Callable[[], bool],
-    ) -> InferenceService:
-        """The entrance to the gateway that has these parts."""
-        implicit = ImplicitSessions(
-            sessions=sessions,
-            sampling=sampling,
-            samplers=samplers,
-            idle_ttl=settings.openai.idle_ttl,
-            rank=settings.sampler.max_lora_rank,
-        )
+    def of(gateway: Gateway) -> InferenceService:
+        """The service of a gateway with these parts."""
+        settings = gateway.settings
         return InferenceService(
-            models=ServedModels(models=models, versions=versions, runs=runs, access=access),
-            sessions=implicit,
-            generator=Generator(
-                settings=settings.openai, sessions=implicit, samplers=samplers, closing=closing
+            models=ServedModels(
+                models=gateway.models,
+                versions=gateway.versions,
+                runs=gateway.runs,
+                access=gateway.access,
             ),
+            sessions=ImplicitSessions(
+                sessions=gateway.sessions,
+                sampling=gateway.sampling,
+                display_name="OpenAI-compatible requests",
+                user_metadata={"tandem_made_for": "/v1"},
+                ttl=settings.openai.idle_ttl,
+            ),
+            generator=Generator(
+                settings=settings.openai,
+                sessions=gateway.sessions,
+                samplers=gateway.samplers,
+                closing=lambda: gateway.futures.closing,
+            ),
+            samplers=gateway.samplers,
+            rank=settings.sampler.max_lora_rank,
             max_choices=settings.openai.max_choices,
         )
 
@@ -220,13 +217,25 @@ class InferenceService:
             async with self._preparation.turn(caller.owner):
                 plan = await _plan(body, served, tokenizer)
             self._check_choices(body, plan)
-            session, sampler = await self._sessions.enter(owner=caller.owner, served=served)
+            session = await self._sessions.serve(
+                owner=caller.owner, model=served.name, version=served.version, rank=served.rank
+            )
+            sampler = self._samplers.ensure(
+                session_id=session.session_id,
+                model=served.model,
+                rank=max(served.rank, self._rank),  # one engine for a base model and its adapters
+            )
+            seq_ids = [
+                self._sessions.next_seq_id(owner=caller.owner, sampling_session_id=session.id)
+                for _request in plan.requests
+            ]
             async with self._generator.running(
                 owner=caller.owner,
                 served=served,
                 session=session,
                 sampler=sampler,
                 requests=plan.requests,
+                seq_ids=seq_ids,
                 stream=bool(body.stream),
                 receive=receive,
             ) as running:

@@ -14,10 +14,10 @@ from gateway.api.openai.errors import NotReady
 from gateway.api.openai.models import Served
 from gateway.futures.table import Future, Outcome, Result
 from gateway.identifiers import request_id_of
-from gateway.sampling.implicit_sessions import ImplicitSessions
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import SamplingSession
+from gateway.sessions.registry import SessionRegistry
 from tandem.errors import GatewayRestarted, OperationTimedOut, TandemError
 from tandem.settings import OpenAISettings
 from tandem.v1 import sampler_pb2
@@ -67,7 +67,7 @@ class Generator:
         self,
         *,
         settings: OpenAISettings,
-        sessions: ImplicitSessions,
+        sessions: SessionRegistry,
         samplers: SamplerRouter,
         closing: Callable[[], bool],
     ) -> None:
@@ -85,6 +85,7 @@ class Generator:
         session: SamplingSession,
         sampler: Sampler,
         requests: Sequence[sampler_pb2.SampleRequest],
+        seq_ids: Sequence[int],
         stream: bool,
         receive: Receive,
     ) -> AsyncIterator[Running]:
@@ -99,8 +100,7 @@ class Generator:
             closing=self._closing,
         )
         try:
-            for request in requests:
-                place = self._sessions.place(owner=owner, sampling_session_id=session.id)
+            for request, place in zip(requests, seq_ids, strict=True):
                 running.ask(request, place=place, owner=owner, served=served, stream=stream)
             running.listen(receive)
             yield running
@@ -115,7 +115,7 @@ class Running:
         self,
         *,
         settings: OpenAISettings,
-        sessions: ImplicitSessions,
+        sessions: SessionRegistry,
         samplers: SamplerRouter,
         session: SamplingSession,
         sampler: Sampler,

@@ -115,11 +115,14 @@ async def _place(request: Request, body: Sample) -> tuple[SamplingSession, int]:
     """The sampling session, and the place in it."""
     gateway, caller = gateway_of(request), caller_of(request)
     if body.sampling_session_id is None:
-        return await gateway.sessionless.place(
+        session = await gateway.implicit_sessions.create(
             owner=caller.owner,
             base_model=body.base_model,
             model_path=body.model_path,
             readers=gateway.access.readers(caller),
+        )
+        return session, gateway.implicit_sessions.next_seq_id(
+            owner=caller.owner, sampling_session_id=session.id
         )
     if body.seq_id is None:
         raise InvalidRequest("a sample in a sampling session needs a seq_id")

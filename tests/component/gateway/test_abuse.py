@@ -175,7 +175,7 @@ def test_models_that_are_not_there_are_not_remembered(gate):
             assert answer.status_code == 404
         answer = client.post("/api/v1/asample", json=sample | {"base_model": "tiny"})
         assert answer.status_code == 200
-    assert list(gate.gateway.sessionless._open["local"].numbers) == [("tiny", None)]
+    assert list(gate.gateway.implicit_sessions._by_owner["local"].numbers) == [("tiny", None)]
 
 
 # --- What comes twice, or at once ----------------------------------------------------------------

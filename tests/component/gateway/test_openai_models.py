@@ -9,6 +9,7 @@ import pytest
 
 from gateway.api.openai import entrance
 from gateway.api.openai.bodies import CompletionBody
+from gateway.api.openai.entrance import InferenceService
 from gateway.api.openai.errors import FieldRefused
 from gateway.auth.identity import Caller
 from tests.support.gateway.access_world import World
@@ -144,12 +145,13 @@ def test_prompts_are_made_two_at_a_time_and_owners_take_turns(world, monkeypatch
             raise refused
 
         ended = []
+        service = InferenceService.of(world.gate.gateway)
         monkeypatch.setattr(entrance, "_plan", plan)
 
         async def ask(owner: str) -> None:
             caller = Caller(owner=owner, key_id="k-0", role="member")
             body = CompletionBody(model="speaker", prompt=owner)
-            async with world.gate.gateway.openai.open(body, caller=caller, receive=None):
+            async with service.open(body, caller=caller, receive=None):
                 raise AssertionError("it was refused")
 
         asked = [asyncio.ensure_future(ask("ann")) for _ in range(6)]
