@@ -46,8 +46,7 @@ from gateway.core import Gateway
 from gateway.housekeeping import Housekeeping
 from gateway.usage.trace_exports import PREFIX as TRACES
 from gateway.workers.fleet import ChannelFactory, open_channel
-from gateway.workers.launchers.base import Launcher
-from gateway.workers.launchers.process import ProcessLauncher
+from gateway.workers.launchers import Launcher, make_launcher
 from tandem.errors import TandemError
 from tandem.settings import GatewaySettings
 
@@ -60,17 +59,12 @@ def create_app(
 ) -> FastAPI:
     """The gateway as an application; its life is that of the lifespan.
 
-    `launcher` starts the workers (processes on this machine by default), `channel_factory`
+    `launcher` starts the workers (by default the one that the settings name), `channel_factory`
     opens the channels to them. The `Gateway` is `app.state.gateway`.
     """
     gateway = Gateway(
         settings=settings,
-        launcher=launcher
-        or ProcessLauncher(
-            data_dir=settings.data_dir,
-            start_timeout=settings.worker_start_timeout,
-            stop_timeout=settings.worker_stop_timeout,
-        ),
+        launcher=launcher or make_launcher(settings),
         channel_factory=channel_factory,
     )
 

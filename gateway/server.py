@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from gateway.app import create_app
 from gateway.core import Gateway
 from gateway.http_connection import bounded_protocol
+from tandem.errors import TandemError
 from tandem.settings import GatewaySettings
 from tandem.stack import ENDPOINT_NAME
 from tandem.telemetry import configure_logging, get_log
@@ -108,7 +109,11 @@ def run(settings: GatewaySettings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     _raise_file_limit()
-    app = create_app(settings)
+    try:
+        app = create_app(settings)
+    except TandemError as error:  # a setting that names nothing
+        print(f"tandem gateway: {error.message}", file=sys.stderr)
+        return 1
     server = make_server(app, settings)
     with suppress(SystemExit):  # of uvicorn, when it cannot start
         server.run()

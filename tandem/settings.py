@@ -203,6 +203,7 @@ class GatewaySettings(BaseSettings):
     sequence_gap_timeout: float = Field(
         60.0, gt=0, description="How long an operation waits for one with a smaller seq_id."
     )
+    launcher: str = Field("process", description="What starts workers; process: this machine.")
     worker_start_timeout: float = Field(300.0, gt=0)
     worker_stop_timeout: float = Field(10.0, gt=0)
     compress_payloads: bool = Field(

@@ -14,9 +14,9 @@ from contextlib import suppress
 from typing import Literal, TypeVar
 
 from gateway.checkpoints.base_models import BaseModelEntry
+from gateway.workers.backoff import Backoff
 from gateway.workers.clients import SamplerClient, WorkerUnavailable
 from gateway.workers.fleet import Fleet, Worker
-from gateway.workers.launchers.backoff import Backoff
 from tandem.errors import TandemError, WorkerDied, WorkerStartFailed
 from tandem.telemetry import get_log
 

@@ -1,4 +1,4 @@
-"""The workers of this gateway: a launcher, their secrets, their channels and their rows."""
+"""The workers of this gateway, with their secrets, channels and database rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import grpc.aio
 from sqlalchemy import delete, insert, select, update
@@ -17,7 +16,7 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.metrics import Metrics
 from gateway.storage.database import Database
 from gateway.storage.tables import workers
-from gateway.workers.launchers.base import Launcher, WorkerHandle
+from gateway.workers.launchers.base import Launcher, WorkerDetails, WorkerHandle
 from tandem.errors import TandemError, WorkerCrashed
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
@@ -27,6 +26,7 @@ ChannelFactory = Callable[[str], grpc.aio.Channel]
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
+    """Return a channel to the worker that listens at `address`."""
     return grpc.aio.insecure_channel(address, options=GRPC_OPTIONS)
 
 
@@ -44,20 +44,26 @@ class Worker:
 
 
 @dataclass
-class WorkerStatus:
-    """What the status says of a worker. `state`: starting, ready."""
+class WorkerRecord:
+    """What the gateway knows of a worker that starts or serves.
+
+    `state` is "starting" or "ready"; `worker` and `details` are set when it is ready.
+    """
 
     worker_id: str
     kind: WorkerKind
     session_id: str
     run_id: str
-    state: str
-    started_at: float
     on_exit: Callable[[str], None]
+    state: str = "starting"
+    started_at: float = field(default_factory=time.time)
     worker: Worker | None = None
+    details: WorkerDetails = field(default_factory=WorkerDetails)
 
 
 class Fleet:
+    """Starts and stops workers by a launcher, and keeps a record and a row of each."""
+
     def __init__(
         self,
         *,
@@ -72,13 +78,13 @@ class Fleet:
         self._launcher = launcher
         self._metrics = metrics
         self._channel_factory = channel_factory
-        self._workers: dict[str, WorkerStatus] = {}
-        self._numbers: defaultdict[str, int] = defaultdict(int)
+        self._records: dict[str, WorkerRecord] = {}
+        self._next_number: defaultdict[str, int] = defaultdict(int)
         self._watcher: asyncio.Task[None] | None = None
         self._log = get_log()
 
     async def open(self) -> None:
-        """The workers of an earlier gateway are gone with it; their rows say so from now on."""
+        """Mark the rows of an earlier gateway's workers as ended, and watch for exits."""
         await self._database.write(
             update(workers)
             .where(workers.c.state != "ended")
@@ -86,32 +92,33 @@ class Fleet:
         )
         for row in await self._database.read(select(workers.c.id)):
             prefix, _, number = row["id"].rpartition("-")
-            self._numbers[prefix] = max(self._numbers[prefix], int(number) + 1)
+            self._next_number[prefix] = max(self._next_number[prefix], int(number) + 1)
         exits = self._launcher.watch()
 
         async def watch() -> None:
             async for exit_ in exits:
                 try:
                     self._ended(exit_.worker_id, exit_.reason)
-                except Exception:  # noqa: BLE001 - the ends of others must still be heard of
+                except Exception:  # noqa: BLE001 - later exits must still be handled
                     self._log.exception("exit_not_handled", worker_id=exit_.worker_id)
 
         self._watcher = asyncio.create_task(watch(), name="worker-watcher")
 
     async def close(self) -> None:
-        """Stops every worker."""
+        """Stop every worker."""
         if self._watcher is not None:
             self._watcher.cancel()
-        running = list(self._workers.values())
-        self._workers.clear()
-        for status in running:
-            self._note_end(status.worker_id, "the gateway stopped")
-            if status.worker is not None:
-                await status.worker.channel.close()
+        records = list(self._records.values())
+        self._records.clear()
+        for record in records:
+            self._write_end(record.worker_id, "the gateway stopped")
+            if record.worker is not None:
+                await record.worker.channel.close()
         await self._launcher.close()
 
-    def all(self) -> list[WorkerStatus]:
-        return list(self._workers.values())
+    def all(self) -> list[WorkerRecord]:
+        """Return the workers that start or serve."""
+        return list(self._records.values())
 
     async def start(
         self,
@@ -124,68 +131,16 @@ class Fleet:
         max_lora_rank: int = 0,
         on_exit: Callable[[str], None],
     ) -> Worker:
-        """Returns when the worker serves. Raises `WorkerStartFailed`; then nothing is left of it.
+        """Start a worker; return it once it serves.
 
-        `training` is what a trainer trains, `max_lora_rank` the largest that a sampler serves.
-        `on_exit` is told, in one sentence, when the worker ends without having been stopped.
-        One that crashes in native code before it is ready has done nothing yet, and is started
-        once more.
+        `training` says what a trainer trains, `max_lora_rank` the largest adapter rank that a
+        sampler serves. `on_exit` is called with a sentence when the worker ends without having
+        been stopped. A worker that crashes in native code before it is ready is started a second
+        time. Raises `WorkerStartFailed`; then nothing of the worker is left.
         """
-        start = partial(
-            self._start,
-            kind=kind,
-            session_id=session_id,
-            model=model,
-            run_id=run_id,
-            training=training,
-            max_lora_rank=max_lora_rank,
-            on_exit=on_exit,
-        )
-        try:
-            return await start()
-        except WorkerCrashed as error:
-            self._log.warning("worker_started_again", session_id=session_id, reason=error.message)
-            return await start()
-
-    async def _start(
-        self,
-        *,
-        kind: WorkerKind,
-        session_id: str,
-        model: BaseModelEntry,
-        run_id: str,
-        training: TrainingSpec | None,
-        max_lora_rank: int,
-        on_exit: Callable[[str], None],
-    ) -> Worker:
-        prefix = f"{kind}-{session_id}"
-        worker_id = f"{prefix}-{self._numbers[prefix]}"
-        self._numbers[prefix] += 1
-        status = WorkerStatus(
-            worker_id=worker_id,
-            kind=kind,
-            session_id=session_id,
-            run_id=run_id,
-            state="starting",
-            started_at=time.time(),
-            on_exit=on_exit,
-        )
-        self._workers[worker_id] = status
-        self._database.write_soon(
-            insert(workers),
-            {
-                "id": worker_id,
-                "kind": kind,
-                "session_id": session_id,
-                "run_id": run_id,
-                "state": "starting",
-                "reason": "",
-                "pid": 0,
-                "started_at": status.started_at,
-            },
-        )
+        settings = self._settings
         spec = WorkerSpec(
-            worker_id=worker_id,
+            worker_id=self._new_id(kind, session_id),
             kind=kind,
             secret=secrets.token_urlsafe(32),
             model_name=model.name,
@@ -193,61 +148,102 @@ class Fleet:
             session_id=session_id,
             run_id=run_id,
             training=training,
-            log_level=self._settings.log_level,
-            trainer=self._settings.trainer if kind == "trainer" else None,
-            sampler=self._settings.sampler.model_copy(update={"max_lora_rank": max_lora_rank})
+            log_level=settings.log_level,
+            trainer=settings.trainer if kind == "trainer" else None,
+            sampler=settings.sampler.model_copy(update={"max_lora_rank": max_lora_rank})
             if kind == "sampler"
             else None,
+        )
+        try:
+            return await self._start(spec, on_exit)
+        except WorkerCrashed as error:
+            self._log.warning("worker_started_again", session_id=session_id, reason=error.message)
+        again = {
+            "worker_id": self._new_id(kind, session_id),
+            "secret": secrets.token_urlsafe(32),
+        }
+        return await self._start(spec.model_copy(update=again), on_exit)
+
+    async def stop(self, worker: Worker, *, reason: str) -> None:
+        """Stop a worker; return when nothing of it is left."""
+        if self._records.pop(worker.worker_id, None) is not None:
+            self._write_end(worker.worker_id, reason)
+        await worker.channel.close()
+        await self._launcher.stop(worker.worker_id)
+
+    def forget_rows_before(self, cutoff: float) -> None:
+        """Delete the rows of workers that ended before `cutoff`, in seconds since 1970."""
+        self._database.write_soon(delete(workers).where(workers.c.ended_at < cutoff))
+
+    def _new_id(self, kind: WorkerKind, session_id: str) -> str:
+        prefix = f"{kind}-{session_id}"
+        number = self._next_number[prefix]
+        self._next_number[prefix] += 1
+        return f"{prefix}-{number}"
+
+    async def _start(self, spec: WorkerSpec, on_exit: Callable[[str], None]) -> Worker:
+        worker_id = spec.worker_id
+        record = self._records[worker_id] = WorkerRecord(
+            worker_id=worker_id,
+            kind=spec.kind,
+            session_id=spec.session_id,
+            run_id=spec.run_id,
+            on_exit=on_exit,
+        )
+        self._database.write_soon(
+            insert(workers),
+            {
+                "id": worker_id,
+                "kind": spec.kind,
+                "session_id": spec.session_id,
+                "run_id": spec.run_id,
+                "state": record.state,
+                "reason": "",
+                "pid": 0,
+                "started_at": record.started_at,
+            },
         )
         try:
             handle = await self._launcher.start(spec)
             await self._launcher.wait_ready(worker_id)
         except BaseException as error:
-            self._workers.pop(worker_id, None)
+            self._records.pop(worker_id, None)
             reason = error.message if isinstance(error, TandemError) else "the start was cancelled"
-            self._note_end(worker_id, reason)
+            self._write_end(worker_id, reason)
             if not isinstance(error, TandemError):
                 await self._launcher.stop(worker_id)
             self._log.warning("worker_start_failed", worker_id=worker_id, reason=reason)
             raise
-        status.worker = Worker(
+        record.worker = Worker(
             handle=handle,
             channel=self._channel_factory(handle.address),
             metadata=((SECRET_METADATA_KEY, spec.secret),),
         )
-        status.state = "ready"
+        record.details = self._launcher.describe(worker_id)
+        record.state = "ready"
         self._database.write_soon(
-            update(workers).where(workers.c.id == worker_id).values(state="ready", pid=handle.pid)
+            update(workers)
+            .where(workers.c.id == worker_id)
+            .values(state="ready", pid=record.details.pid)
         )
         self._log.info(
             "worker_ready",
             worker_id=worker_id,
-            session_id=session_id,
-            run_id=run_id,
-            seconds=round(time.time() - status.started_at, 3),
+            session_id=spec.session_id,
+            run_id=spec.run_id,
+            seconds=round(time.time() - record.started_at, 3),
         )
-        return status.worker
-
-    async def stop(self, worker: Worker, *, reason: str) -> None:
-        """Ends a worker; returns when nothing of it is left."""
-        if self._workers.pop(worker.worker_id, None) is not None:
-            self._note_end(worker.worker_id, reason)
-        await worker.channel.close()
-        await self._launcher.stop(worker.worker_id)
-
-    def forget_rows_before(self, cutoff: float) -> None:
-        """Drops the rows of workers that ended before."""
-        self._database.write_soon(delete(workers).where(workers.c.ended_at < cutoff))
+        return record.worker
 
     def _ended(self, worker_id: str, reason: str) -> None:
-        status = self._workers.pop(worker_id, None)
-        if status is None:
+        record = self._records.pop(worker_id, None)
+        if record is None:
             return
-        self._metrics.worker_exits.labels(kind=status.kind).inc()
-        self._note_end(worker_id, reason)
-        status.on_exit(reason)
+        self._metrics.worker_exits.labels(kind=record.kind).inc()
+        self._write_end(worker_id, reason)
+        record.on_exit(reason)
 
-    def _note_end(self, worker_id: str, reason: str) -> None:
+    def _write_end(self, worker_id: str, reason: str) -> None:
         self._database.write_soon(
             update(workers)
             .where(workers.c.id == worker_id)

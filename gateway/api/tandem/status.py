@@ -112,12 +112,12 @@ async def status(request: Request) -> Response:
                     "session_id": worker.session_id,
                     "run_id": worker.run_id,
                     "state": worker.state,
-                    "pid": worker.worker.handle.pid if worker.worker and admin else 0,
+                    "pid": worker.details.pid if admin else 0,
                     "address": worker.worker.handle.address if worker.worker and admin else "",
                     "metrics_port": worker.worker.handle.metrics_port
                     if worker.worker and admin
                     else 0,
-                    "log": str(worker.worker.handle.log_path) if worker.worker and admin else "",
+                    "log": str(worker.details.log_path or "") if admin else "",
                     "age_seconds": round(now - worker.started_at, 1),
                 }
                 for worker in gateway.fleet.all()

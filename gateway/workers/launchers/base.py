@@ -1,13 +1,30 @@
-"""The launcher seam: what the gateway asks of whatever runs its workers."""
+"""The launcher seam: what the gateway asks of whatever runs its workers.
+
+Nothing here is particular to a child process; a launcher of containers implements the same.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from tandem.worker import WorkerKind, WorkerSpec
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerKind, WorkerSpec
+
+_RETRY_SECONDS = 0.1
+_FINAL_CODES = frozenset(
+    {
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+"""Health answers that waiting does not change."""
 
 
 @dataclass(frozen=True)
@@ -15,32 +32,38 @@ class WorkerHandle:
     """A worker that has bound its ports.
 
     Literal example: `WorkerHandle(worker_id="trainer-s-ab12-0", kind="trainer",
-    address="127.0.0.1:40123", metrics_port=40124, pid=4711,
-    log_path=Path(".tandem/logs/trainer-s-ab12-0.log"))`; the secret is never printed.
+    address="127.0.0.1:40123", metrics_port=40124)`; the secret is never printed.
     """
 
     worker_id: str
     kind: WorkerKind
     address: str
     metrics_port: int
-    pid: int
-    log_path: Path
     secret: str = field(repr=False)
 
 
 @dataclass(frozen=True)
+class WorkerDetails:
+    """What a person may want to know of a running worker and not every launcher has: the process
+    id on this machine (0: none) and the file that its output goes to."""
+
+    pid: int = 0
+    log_path: Path | None = None
+
+
+@dataclass(frozen=True)
 class WorkerExit:
-    """The end of a worker that nobody asked for. `reason` is one sentence for the client."""
+    """The unrequested end of a worker. `reason` is one sentence for the client."""
 
     worker_id: str
     reason: str
 
 
 class Launcher(Protocol):
-    """Starts and ends workers. All methods belong to one event loop."""
+    """Starts and stops workers. All methods belong to one event loop."""
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
-        """Returns when the worker has bound its port and reported its address.
+        """Start a worker; return once it has bound its port and reported its address.
 
         Raises `WorkerStartFailed` with the worker's own reason, or with the end of its log;
         then nothing of the worker is left.
@@ -48,7 +71,7 @@ class Launcher(Protocol):
         ...
 
     async def wait_ready(self, worker_id: str) -> None:
-        """Returns when the worker's gRPC health service says SERVING.
+        """Return once the worker's gRPC health service says SERVING.
 
         Raises `WorkerStartFailed` as soon as the worker ends, or when the start timeout
         (counted from `start`) is over; then nothing of the worker is left.
@@ -56,7 +79,7 @@ class Launcher(Protocol):
         ...
 
     async def stop(self, worker_id: str) -> None:
-        """Asks the worker to end, and kills its group when it has not within the stop timeout.
+        """Ask the worker to end, and kill it when it has not within the stop timeout.
 
         Returns when nothing of it is left. Does nothing for a worker that has ended or is
         not known.
@@ -64,17 +87,56 @@ class Launcher(Protocol):
         ...
 
     def list(self) -> list[WorkerHandle]:
-        """The workers that have reported an address and run."""
+        """Return the running workers that have reported an address."""
+        ...
+
+    def describe(self, worker_id: str) -> WorkerDetails:
+        """Return what this launcher can show of a worker; empty for one that it does not run."""
         ...
 
     def watch(self) -> AsyncIterator[WorkerExit]:
-        """The ends that nobody asked for, and that no call to `start` or `wait_ready` told.
+        """Yield every exit that was not requested and that no `start` or `wait_ready` raised.
 
-        Each end goes to every iterator; an iterator sees those after its creation, and
-        finishes when the launcher is closed.
+        Each exit goes to every iterator that existed when it happened. The iterators finish
+        when the launcher is closed.
         """
         ...
 
     async def close(self) -> None:
-        """Stops every worker, and lets no other start. Idempotent."""
+        """Stop every worker and start no more. Idempotent."""
         ...
+
+
+async def wait_until_serving(*, address: str, secret: str, timeout: float) -> str:
+    """Return "" once the worker's health is SERVING, else the last answer in words.
+
+    Gives up after `timeout` seconds, or at once where waiting cannot help (a wrong secret).
+    Uses the streaming Watch method instead of polling, to leave alone a worker that loads a
+    model on all cores.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    metadata = ((SECRET_METADATA_KEY, secret),)
+    last = "it was not reached"
+    async with grpc.aio.insecure_channel(address, options=GRPC_OPTIONS) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while (left := deadline - loop.time()) > 0:
+            try:
+                async for reply in stub.Watch(
+                    health_pb2.HealthCheckRequest(),
+                    metadata=metadata,
+                    timeout=left,
+                    wait_for_ready=True,
+                ):
+                    if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                        return ""
+                    status = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+                    last = f"its health was {status}"
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    last = f"its health service answered {error.code().name}: {error.details()}"
+                if error.code() in _FINAL_CODES:
+                    return last
+            # The stream ended early: the worker's server is starting or shutting down.
+            await asyncio.sleep(min(_RETRY_SECONDS, max(0.0, deadline - loop.time())))
+    return last

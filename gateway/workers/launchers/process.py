@@ -1,4 +1,8 @@
-"""Workers as processes on this machine, each in a session and process group of its own."""
+"""Workers as processes on this machine, each the leader of its own session and process group.
+
+`ProcessLauncher` starts them and speaks the handshake of `tandem.worker` over pipes.
+`WorkerProcess` supervises one of them until nothing of its group is left.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +10,55 @@ import asyncio
 import os
 import re
 import select
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from gateway.workers.launchers.base import WorkerExit, WorkerHandle
-from gateway.workers.launchers.health import serving
-from gateway.workers.launchers.watch import Watchers
-from gateway.workers.launchers.worker_process import WorkerProcess
-from tandem.errors import WorkerStartFailed
+import psutil
+from pydantic import ValidationError
+
+from gateway.workers.launchers.base import (
+    WorkerDetails,
+    WorkerExit,
+    WorkerHandle,
+    wait_until_serving,
+)
+from tandem.errors import WorkerCrashed, WorkerStartFailed
 from tandem.telemetry import get_log
-from tandem.worker import WorkerSpec
+from tandem.worker import WorkerReport, WorkerSpec
 
 _MODULES = {"trainer": "trainer_service", "sampler": "sampler_service"}
-_NOT_FOR_WORKERS = re.compile(
+SECRET_VARIABLES = re.compile(
     r"TANDEM_DATABASE_URL|PGPASSWORD"
     r"|.*(_KEY|_KEY_ID|_TOKEN|_SECRET|_PASSWORD|_PASSPHRASE|_CREDENTIALS)",
     re.IGNORECASE,
 )
-"""Variables that hold secrets, by their names: workers need none of anybody's."""
-_MAX_SPEC_BYTES = 16 * select.PIPE_BUF  # what a pipe holds before anybody reads it
+"""Names of environment variables that hold secrets; workers inherit none of them."""
+
+_MAX_SPEC_BYTES = 16 * select.PIPE_BUF  # the capacity of a pipe that nobody reads yet
+_MAX_REPORT_BYTES = 2**20
+_LAST_REPORT_SECONDS = 1.0
+_GROUP_GONE_SECONDS = 10.0
+"""How long killed processes may take to disappear; GPU memory is freed in that time."""
+_POLL_SECONDS = 0.01
+_TAIL_BYTES = 4096
+_TAIL_LINES = 5
+_NATIVE_CRASHES = frozenset(
+    {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
+)
 
 
 def default_command(spec: WorkerSpec) -> list[str]:
-    """The service of the spec's kind, run by our own interpreter."""
+    """Return the command that runs the service of the spec's kind with this interpreter."""
     return [sys.executable, "-m", _MODULES[spec.kind]]
 
 
 class ProcessLauncher:
     """Implements `Launcher`.
 
-    `command` says what to run for a spec; `--report-fd N` is added to it. The specification,
-    the secret included, goes over standard input, which then stays open as the worker's
-    lifeline: whatever ends this process, the kernel closes the pipe, and the worker kills its
-    group (`tandem.worker.hold_lifeline`). Standard output and error are appended to
+    `command` says what to run for a spec; `--report-fd N` is added to it. Output is appended to
     `data_dir/logs/WORKER.log`. Timeouts are in seconds.
     """
 
@@ -57,7 +75,7 @@ class ProcessLauncher:
         self._stop_timeout = stop_timeout
         self._command = command
         self._workers: dict[str, WorkerProcess] = {}
-        self._watchers = Watchers()
+        self._watchers: list[asyncio.Queue[WorkerExit | None]] = []
         self._spawning = asyncio.Lock()
         self._closed = False
         self._log = get_log()
@@ -65,22 +83,15 @@ class ProcessLauncher:
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         worker = await self._spawn(spec)
         try:
-            report = await worker.reported(timeout=worker.seconds_left())
-            if report is None:
-                raise WorkerStartFailed(
-                    f"the {spec.kind} did not report an address within "
-                    f"{self._start_timeout:g} s; its log is {worker.log_path}"
-                )
+            report = await worker.reported()
         except BaseException:  # a cancelled start leaves nothing behind either
-            await worker.kill(self._stop_timeout)
+            await worker.kill()
             raise
         worker.handle = WorkerHandle(
             worker_id=spec.worker_id,
             kind=spec.kind,
             address=report.address,
             metrics_port=report.metrics_port,
-            pid=worker.pid,
-            log_path=worker.log_path,
             secret=spec.secret,
         )
         self._log.info(
@@ -96,56 +107,53 @@ class ProcessLauncher:
         worker = self._workers.get(worker_id)
         if worker is None or worker.handle is None:
             raise WorkerStartFailed(f"worker {worker_id} does not run")
-        handle = worker.handle
         worker.awaited = True
-        check = asyncio.create_task(
-            serving(
-                address=handle.address, secret=handle.secret, timeout=max(0, worker.seconds_left())
-            )
-        )
         try:
-            either: set[asyncio.Future[Any]] = {check, worker.failed}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if worker.failed.done():  # also one that ended just as it became ready
-                raise worker.start_failure()
-            if answer := check.result():
-                raise WorkerStartFailed(
-                    f"the {handle.kind} did not become ready ({answer}; it had "
-                    f"{self._start_timeout:g} s to start); its log is {handle.log_path}"
-                )
+            await worker.serving(worker.handle)
         except WorkerStartFailed:
-            await worker.kill(self._stop_timeout)
+            await worker.kill()
             raise
         finally:
             worker.awaited = False
-            check.cancel()
 
     async def stop(self, worker_id: str) -> None:
         worker = self._workers.get(worker_id)
         if worker is not None:
-            await worker.stop(self._stop_timeout)
+            await worker.stop()
 
     def list(self) -> list[WorkerHandle]:
         return [worker.handle for worker in self._workers.values() if worker.handle is not None]
 
+    def describe(self, worker_id: str) -> WorkerDetails:
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return WorkerDetails()
+        return WorkerDetails(pid=worker.pid, log_path=worker.log_path)
+
     def watch(self) -> AsyncIterator[WorkerExit]:
-        return self._watchers.add()
+        queue: asyncio.Queue[WorkerExit | None] = asyncio.Queue()
+        self._watchers.append(queue)
+        if self._closed:
+            queue.put_nowait(None)
+        return _exits(queue)
 
     async def close(self) -> None:
+        if self._closed:
+            return
         self._closed = True
         async with self._spawning:  # a worker that is being spawned is registered after this
             workers = tuple(self._workers.values())
-        await asyncio.gather(*(worker.stop(self._stop_timeout) for worker in workers))
-        self._watchers.close()
+        await asyncio.gather(*(worker.stop() for worker in workers))
+        self._tell(None)
 
     async def _spawn(self, spec: WorkerSpec) -> WorkerProcess:
-        """Starts the process and registers it, so that from here on `stop` finds it."""
+        """Start the process and register it, so that `stop` finds it from here on."""
         assert re.fullmatch(r"[\w.-]+", spec.worker_id), spec.worker_id  # it names a file
         line = spec.model_dump_json().encode() + b"\n"
         if len(line) > _MAX_SPEC_BYTES:
             raise WorkerStartFailed(
-                f"the specification of {spec.worker_id} has {len(line)} bytes, "
-                f"{_MAX_SPEC_BYTES} at most"
+                f"the specification of {spec.worker_id} has {len(line)} bytes; at most "
+                f"{_MAX_SPEC_BYTES} are allowed"
             )
         async with self._spawning:
             if self._closed:
@@ -153,27 +161,26 @@ class ProcessLauncher:
             if spec.worker_id in self._workers:
                 raise WorkerStartFailed(f"worker {spec.worker_id} runs already")
             try:
-                worker = await self._run(spec, line)
+                worker = await self._execute(spec, line)
             except OSError as error:
                 raise WorkerStartFailed(f"the {spec.kind} could not be started: {error}") from error
             self._workers[spec.worker_id] = worker
-            worker.ended.add_done_callback(lambda _: self._forget(spec.worker_id, worker))
+            worker.ended.add_done_callback(lambda _: self._forget(worker))
             return worker
 
-    async def _run(self, spec: WorkerSpec, line: bytes) -> WorkerProcess:
-        """Raises `OSError` when the log cannot be opened or the program not be executed."""
+    async def _execute(self, spec: WorkerSpec, line: bytes) -> WorkerProcess:
+        """Raises `OSError` when the log cannot be opened or the program cannot be executed."""
         self._logs.mkdir(parents=True, exist_ok=True)
         log_path = self._logs / f"{spec.worker_id}.log"
-        environment = {k: v for k, v in os.environ.items() if not _NOT_FOR_WORKERS.fullmatch(k)}
-        # Python makes all of these uninheritable; only what is named below reaches the child,
-        # so that no worker holds the lifeline of another one open.
+        environment = {k: v for k, v in os.environ.items() if not SECRET_VARIABLES.fullmatch(k)}
+        # Python makes all of these uninheritable; only those named below reach the child, so
+        # that no worker holds the lifeline of another one open.
         log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         log_start = os.fstat(log_fd).st_size
         spec_fd, lifeline_fd = os.pipe()
         report_fd, worker_report_fd = os.pipe()
         try:
-            # Before the process exists: it fits into the pipe, and there is nobody to wait for.
-            os.write(lifeline_fd, line)
+            os.write(lifeline_fd, line)  # fits into the empty pipe, so it never blocks
             process = await asyncio.create_subprocess_exec(
                 *self._command(spec),
                 "--report-fd",
@@ -201,13 +208,261 @@ class ProcessLauncher:
             log_path=log_path,
             log_start=log_start,
             start_timeout=self._start_timeout,
-            error_patience=self._stop_timeout,
+            stop_timeout=self._stop_timeout,
         )
 
-    def _forget(self, worker_id: str, worker: WorkerProcess) -> None:
+    def _forget(self, worker: WorkerProcess) -> None:
+        worker_id = worker.spec.worker_id
         del self._workers[worker_id]
-        if worker.expected or worker.awaited or worker.handle is None:  # its caller knows
+        if worker.expected or worker.awaited or worker.handle is None:  # its caller is told
             return
         reason = worker.ended.result()
         self._log.error("worker_ended", worker_id=worker_id, pid=worker.pid, reason=reason)
-        self._watchers.tell(WorkerExit(worker_id=worker_id, reason=reason))
+        self._tell(WorkerExit(worker_id=worker_id, reason=reason))
+
+    def _tell(self, exit_: WorkerExit | None) -> None:
+        for queue in self._watchers:
+            queue.put_nowait(exit_)
+
+
+async def _exits(queue: asyncio.Queue[WorkerExit | None]) -> AsyncIterator[WorkerExit]:
+    """Yield what comes through the queue until `None`."""
+    while (exit_ := await queue.get()) is not None:
+        yield exit_
+
+
+class WorkerProcess:
+    """Supervises one process and its group until nothing of it is left.
+
+    `failed` completes when the worker will never serve (again): it has reported an error, or
+    ended. `ended` completes, with the reason, when nothing of it runs any more. `expected`: its
+    end was requested. `awaited`: somebody waits for its readiness and so learns of its end.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: WorkerSpec,
+        process: asyncio.subprocess.Process,
+        lifeline_fd: int,
+        report_fd: int,
+        log_path: Path,
+        log_start: int,
+        start_timeout: float,
+        stop_timeout: float,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.spec = spec
+        self.pid = process.pid
+        self.log_path = log_path
+        self.handle: WorkerHandle | None = None
+        self.expected = False
+        self.awaited = False
+        self.deadline = loop.time() + start_timeout
+        """When it must be ready, in the time of the event loop."""
+        self.failed: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[str] = loop.create_future()
+        self._process = process
+        self._lifeline_fd = lifeline_fd
+        self._log_start = log_start
+        self._start_timeout = start_timeout
+        self._stop_timeout = stop_timeout
+        self._address: asyncio.Future[WorkerReport] = loop.create_future()
+        self._error = ""
+        self._log = get_log(worker_id=spec.worker_id, pid=process.pid)
+        self._reading = asyncio.create_task(self._read_reports(report_fd))
+        self._supervision = asyncio.create_task(self._supervise())
+
+    async def reported(self) -> WorkerReport:
+        """Return where the worker listens.
+
+        Raises `WorkerStartFailed` when it reports an error, ends, or is silent for too long.
+        """
+        await _first_of(self._address, self.failed, timeout=self._seconds_left())
+        if self.failed.done():
+            raise self._start_failure()
+        if not self._address.done():
+            raise WorkerStartFailed(
+                f"the {self.spec.kind} did not report an address within "
+                f"{self._start_timeout:g} s; its log is {self.log_path}"
+            )
+        return self._address.result()
+
+    async def serving(self, handle: WorkerHandle) -> None:
+        """Return when its health service says so. Raises `WorkerStartFailed`, as `reported`."""
+        check = asyncio.create_task(
+            wait_until_serving(
+                address=handle.address, secret=handle.secret, timeout=self._seconds_left()
+            )
+        )
+        try:
+            await _first_of(check, self.failed)
+            if self.failed.done():  # even if it became ready just before
+                raise self._start_failure()
+            if answer := check.result():
+                raise WorkerStartFailed(
+                    f"the {handle.kind} did not become ready ({answer}; it had "
+                    f"{self._start_timeout:g} s to start); its log is {self.log_path}"
+                )
+        finally:
+            check.cancel()
+
+    async def stop(self) -> None:
+        """Ask it to end, kill its group after the stop timeout, return when it has ended."""
+        self.expected = True
+        if self._process.returncode is None:
+            try:
+                self._process.terminate()
+            except ProcessLookupError:
+                self._log.debug("worker_ended_before_stop")
+        await asyncio.wait({self.ended}, timeout=self._stop_timeout)
+        if not self.ended.done():
+            self._log.warning("worker_killed", after_seconds=self._stop_timeout)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """Kill its group and return when it has ended; the end counts as expected."""
+        self.expected = True
+        if not self.ended.done():
+            kill_group(self.pid)
+            await asyncio.wait({self.ended}, timeout=self._stop_timeout + 2 * _GROUP_GONE_SECONDS)
+        if not self.ended.done():  # stuck in the kernel; the supervision goes on waiting
+            self._log.error("worker_not_gone", members=group_members(self.pid))
+
+    def _seconds_left(self) -> float:
+        return max(0.0, self.deadline - asyncio.get_running_loop().time())
+
+    def _start_failure(self) -> WorkerStartFailed:
+        """Return why it did not start. Call only when `failed` is done."""
+        if self.expected:
+            return WorkerStartFailed(f"the {self.spec.kind} was stopped while it started")
+        reason = self._error or self.ended.result()
+        crashed = -(self._process.returncode or 0) in _NATIVE_CRASHES
+        kind = WorkerCrashed if crashed else WorkerStartFailed
+        return kind(f"the {self.spec.kind} did not start: {reason}")
+
+    async def _read_reports(self, fd: int) -> None:
+        """Take each line that the worker reports until it closes its end of the pipe.
+
+        Lines that are no report are logged and skipped: a library that writes to the wrong
+        descriptor must not decide whether a worker starts.
+        """
+        reader = asyncio.StreamReader(limit=_MAX_REPORT_BYTES)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", buffering=0)
+        )
+        try:
+            while True:
+                try:
+                    line = await reader.readline()
+                except ValueError:  # longer than the limit; the reader has discarded it
+                    line = b"(too long)"
+                if not line:
+                    return
+                self._take_report(line)
+        finally:
+            transport.close()
+
+    def _take_report(self, line: bytes) -> None:
+        try:
+            report = WorkerReport.model_validate_json(line)
+        except ValidationError:
+            report = WorkerReport()
+        if report.error:
+            self._error = self._error or report.error
+            if not self.failed.done():
+                self.failed.set_result(None)
+        elif not report.address:
+            self._log.warning("worker_report_unreadable", line=line[:200].decode(errors="replace"))
+        elif not self._address.done():
+            self._address.set_result(report)
+
+    async def _supervise(self) -> None:
+        """Follow the process, and then its group, to their end."""
+        process_ended = asyncio.create_task(self._process.wait())
+        await _first_of(process_ended, self.failed)
+        if not process_ended.done():  # it reported an error and should exit soon
+            await asyncio.wait({process_ended}, timeout=self._stop_timeout)
+            if not process_ended.done():
+                kill_group(self.pid)
+        status = await process_ended
+        # The number cannot belong to another group while one process of this one is left.
+        kill_group(self.pid)
+        os.close(self._lifeline_fd)
+        # Its last report is in the pipe, whose other end closes with the last process.
+        await asyncio.wait({self._reading}, timeout=_LAST_REPORT_SECONDS)
+        self._reading.cancel()
+        if not await group_gone(self.pid, timeout=_GROUP_GONE_SECONDS):
+            self._log.error("worker_group_not_gone", members=group_members(self.pid))
+        self.ended.set_result(self._error or self._describe_exit(status))
+        if not self.failed.done():
+            self.failed.set_result(None)
+
+    def _describe_exit(self, status: int) -> str:
+        if status < 0:
+            return f"the {self.spec.kind} was killed by {_signal_name(-status)}"
+        sentence = f"the {self.spec.kind} exited with status {status}"
+        tail = self._log_tail()
+        return f"{sentence}; the last lines of its log: {tail}" if tail else sentence
+
+    def _log_tail(self) -> str:
+        """Return the end of what this worker logged, on one line, without its secret."""
+        try:
+            with self.log_path.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, size - _TAIL_BYTES))
+                text = log.read(_TAIL_BYTES).decode(errors="replace")
+        except OSError as error:
+            return f"({error})"
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return " | ".join(lines[-_TAIL_LINES:]).replace(self.spec.secret, "(secret)")
+
+
+async def _first_of(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:
+    """Return when one of them is done, or after `timeout` seconds; cancel none of them."""
+    await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def kill_group(pgid: int) -> None:
+    """Kill every process of the group; do nothing when there is none."""
+    try:
+        os.killpg(pgid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):  # macOS answers the latter for zombies
+        return
+
+
+def group_members(pgid: int) -> list[int]:
+    """Return the pids of the group's running processes; zombies hold nothing and are left out."""
+    try:
+        os.killpg(pgid, 0)  # much cheaper than looking at every process
+    except (ProcessLookupError, PermissionError):
+        return []
+    return [pid for pid in psutil.pids() if _runs_in_group(pid, pgid)]
+
+
+def _runs_in_group(pid: int, pgid: int) -> bool:
+    try:
+        return os.getpgid(pid) == pgid and psutil.Process(pid).status() not in (
+            psutil.STATUS_ZOMBIE,
+            psutil.STATUS_DEAD,
+        )
+    except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):  # it ended meanwhile
+        return False
+
+
+async def group_gone(pgid: int, *, timeout: float) -> bool:
+    """Wait until no process of the group runs; return False after `timeout` seconds."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    while group_members(pgid):
+        if loop.time() > deadline:
+            return False
+        await asyncio.sleep(_POLL_SECONDS)
+    return True

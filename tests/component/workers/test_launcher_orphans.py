@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.workers.launchers.groups import group_members
+from gateway.workers.launchers.process import group_members
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 
@@ -31,7 +31,7 @@ async def main():
             worker_id=name, kind="sampler", secret="s", model_name="m", model_path="p",
             session_id="s-1",
         ))
-        pids.append(handle.pid)
+        pids.append(launcher.describe(handle.worker_id).pid)
     print("started", *pids, flush=True)
     await asyncio.sleep(600)
 

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.workers.launchers.base import WorkerExit
-from gateway.workers.launchers.groups import group_members
-from gateway.workers.launchers.health import serving
-from gateway.workers.launchers.process import ProcessLauncher, default_command
+from gateway.workers.launchers.base import WorkerDetails, WorkerExit, wait_until_serving
+from gateway.workers.launchers.process import ProcessLauncher, default_command, group_members
 from tandem.errors import WorkerCrashed, WorkerStartFailed
 from tandem.worker import WorkerSpec
 
@@ -78,12 +76,13 @@ async def next_end(watch) -> WorkerExit:
 async def test_a_started_worker_has_reported_its_address_and_becomes_ready(make, tmp_path):
     launcher = make("serve")
     handle = await launcher.start(spec())
+    pid = launcher.describe(handle.worker_id).pid
     assert launcher.list() == [handle]
     assert handle.kind == "trainer"
     assert handle.metrics_port == 2
-    assert handle.log_path == tmp_path / "logs" / "trainer-s-1-0.log"
+    assert launcher.describe(handle.worker_id).log_path == tmp_path / "logs" / "trainer-s-1-0.log"
     assert SECRET not in repr(handle)
-    assert os.getpgid(handle.pid) == handle.pid == os.getsid(handle.pid)
+    assert os.getpgid(pid) == pid == os.getsid(pid)
     await launcher.wait_ready(handle.worker_id)
 
 
@@ -91,11 +90,13 @@ async def test_stopping_leaves_no_process_and_tells_no_watcher(make):
     launcher = make("family")
     watch = launcher.watch()
     handle = await launcher.start(spec())
-    assert len(group_members(handle.pid)) == 2
+    pid = launcher.describe(handle.worker_id).pid
+    assert len(group_members(pid)) == 2
     await launcher.stop(handle.worker_id)
-    assert group_members(handle.pid) == []
+    assert group_members(pid) == []
     assert launcher.list() == []
     await launcher.stop(handle.worker_id)
+    assert launcher.describe(handle.worker_id) == WorkerDetails()
     await launcher.stop("never-heard-of")
     await launcher.close()
     assert [end async for end in watch] == []
@@ -104,27 +105,30 @@ async def test_stopping_leaves_no_process_and_tells_no_watcher(make):
 async def test_a_worker_may_end_in_its_own_way_when_asked_to_stop(make):
     launcher = make("polite")
     handle = await launcher.start(spec())
+    log_path = launcher.describe(handle.worker_id).log_path
     await launcher.stop(handle.worker_id)
-    assert handle.log_path.read_text() == "goodbye\n"
+    assert log_path.read_text() == "goodbye\n"
 
 
 async def test_a_worker_that_does_not_listen_is_killed(make):
     launcher = make("deaf", stop=0.2)
     handle = await launcher.start(spec())
+    pid = launcher.describe(handle.worker_id).pid
     await launcher.stop(handle.worker_id)
-    assert group_members(handle.pid) == []
+    assert group_members(pid) == []
 
 
 async def test_an_unexpected_end_is_told_to_every_watcher_and_takes_the_children_along(make):
     launcher = make("family")
     watches = [launcher.watch(), launcher.watch()]
     handle = await launcher.start(spec())
-    os.kill(handle.pid, signal.SIGKILL)
+    pid = launcher.describe(handle.worker_id).pid
+    os.kill(pid, signal.SIGKILL)
     for watch in watches:
         assert await next_end(watch) == WorkerExit(
             worker_id=handle.worker_id, reason="the trainer was killed by SIGKILL"
         )
-    assert group_members(handle.pid) == []
+    assert group_members(pid) == []
     assert launcher.list() == []
 
 
@@ -132,9 +136,10 @@ async def test_the_same_worker_id_can_be_started_again_after_its_end(make):
     launcher = make("polite")
     watch = launcher.watch()
     first = await launcher.start(spec())
+    pid = launcher.describe(first.worker_id).pid
     with pytest.raises(WorkerStartFailed, match="runs already"):
         await launcher.start(spec())
-    os.kill(first.pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     await next_end(watch)
     second = await launcher.start(spec())
     assert launcher.list() == [second]
@@ -145,9 +150,10 @@ async def test_what_a_worker_says_last_is_the_reason_of_its_end(make, behaviour)
     launcher = make(behaviour, stop=0.2)
     watch = launcher.watch()
     handle = await launcher.start(spec())
-    os.kill(handle.pid, signal.SIGUSR1)
+    pid = launcher.describe(handle.worker_id).pid
+    os.kill(pid, signal.SIGUSR1)
     assert (await next_end(watch)).reason == "rank 1 was killed by SIGKILL"
-    assert group_members(handle.pid) == []
+    assert group_members(pid) == []
 
 
 @pytest.mark.parametrize("behaviour", ["refuse", "refuse-and-stay"])
@@ -190,11 +196,12 @@ async def test_a_worker_that_never_gets_ready_is_killed_and_the_reason_told(make
     launcher = make("never-ready")
     watch = launcher.watch()
     handle = await launcher.start(spec())
+    pid = launcher.describe(handle.worker_id).pid
     loop = asyncio.get_running_loop()
-    launcher._workers[handle.worker_id]._deadline = loop.time() + 2  # the rest of its time
+    launcher._workers[handle.worker_id].deadline = loop.time() + 2  # the rest of its time
     with pytest.raises(WorkerStartFailed, match=r"not become ready \(its health was NOT_SERVING;"):
         await launcher.wait_ready(handle.worker_id)
-    assert group_members(handle.pid) == []
+    assert group_members(pid) == []
     await launcher.close()
     assert [end async for end in watch] == []
 
@@ -203,9 +210,10 @@ async def test_waiting_for_readiness_ends_when_the_worker_ends(make):
     launcher = make("never-ready", start=3600)
     watch = launcher.watch()
     handle = await launcher.start(spec())
+    pid = launcher.describe(handle.worker_id).pid
     waiting = asyncio.create_task(launcher.wait_ready(handle.worker_id))
     await asyncio.sleep(0)
-    os.kill(handle.pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerStartFailed, match="the trainer was killed by SIGKILL"):
         await asyncio.wait_for(waiting, 60)
     with pytest.raises(WorkerStartFailed, match="does not run"):
@@ -217,9 +225,9 @@ async def test_waiting_for_readiness_ends_when_the_worker_ends(make):
 async def test_a_wrong_secret_is_refused_at_once(make):
     launcher = make("serve")
     handle = await launcher.start(spec("a"))
-    answer = await serving(address=handle.address, secret="another", timeout=3600)
+    answer = await wait_until_serving(address=handle.address, secret="another", timeout=3600)
     assert answer.startswith("its health service answered UNAUTHENTICATED")
-    assert await serving(address=handle.address, secret=SECRET, timeout=60) == ""
+    assert await wait_until_serving(address=handle.address, secret=SECRET, timeout=60) == ""
 
 
 async def test_garbage_on_the_report_descriptor_is_passed_over(make):
@@ -278,7 +286,8 @@ async def test_the_secret_is_in_no_argument_and_our_key_in_no_environment(make, 
     monkeypatch.setenv("SOMETHING_ELSE", "1")
     launcher = make("environment")
     handle = await launcher.start(spec())
-    text = handle.log_path.read_text()
+    log_path = launcher.describe(handle.worker_id).log_path
+    text = log_path.read_text()
     assert "'SOMETHING_ELSE'" in text
     assert "TANDEM_API_KEY" not in text
     assert "TINKER_API_KEY" not in text
@@ -292,7 +301,8 @@ async def test_no_worker_inherits_the_lifeline_or_the_report_of_another(make):
     pipes = []
     for i in range(3):
         handle = await launcher.start(spec(f"w{i}"))
-        links = descriptors(str(handle.pid)).values()
+        pid = launcher.describe(handle.worker_id).pid
+        links = descriptors(str(pid)).values()
         pipes.append({link for link in links if link.startswith("pipe:")})
     assert [len(each) for each in pipes] == [2, 2, 2]  # its own lifeline and report
     assert len(set.union(*pipes)) == 6

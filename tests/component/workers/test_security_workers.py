@@ -12,7 +12,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from gateway.workers.launchers.process import _NOT_FOR_WORKERS
+from gateway.workers.launchers.process import SECRET_VARIABLES
 from sampler_service.environment import sampler_environment
 from tandem.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
@@ -136,9 +136,9 @@ def test_workers_inherit_no_secret_of_the_gateways():
         "DB_PASSWORD",
         "GOOGLE_APPLICATION_CREDENTIALS",
     ):
-        assert _NOT_FOR_WORKERS.fullmatch(name), name
+        assert SECRET_VARIABLES.fullmatch(name), name
     for name in ("PATH", "HOME", "CUDA_VISIBLE_DEVICES", "TANDEM_TRAINER_RANKS", "LD_PRELOAD"):
-        assert not _NOT_FOR_WORKERS.fullmatch(name), name
+        assert not SECRET_VARIABLES.fullmatch(name), name
 
 
 def test_an_engine_listens_on_this_machine_alone():

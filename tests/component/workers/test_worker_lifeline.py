@@ -10,7 +10,7 @@ import time
 import pytest
 from pydantic import ValidationError
 
-from gateway.workers.launchers.groups import group_members
+from gateway.workers.launchers.process import group_members
 from tandem.settings import SamplerSettings
 from tandem.worker import WorkerReport, WorkerSpec, read_spec, send_report
 

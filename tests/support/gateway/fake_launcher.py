@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
-from gateway.workers.launchers.base import WorkerExit, WorkerHandle
+from gateway.workers.launchers.base import WorkerDetails, WorkerExit, WorkerHandle
 from tandem.errors import WorkerCrashed, WorkerStartFailed
 from tandem.v1 import sampler_pb2_grpc, trainer_pb2_grpc
 from tandem.worker import WorkerSpec
@@ -55,8 +55,6 @@ class FakeLauncher:
             kind=spec.kind,
             address=f"127.0.0.1:{port}",
             metrics_port=0,
-            pid=1,
-            log_path=Path("log"),
             secret=spec.secret,
         )
 
@@ -79,6 +77,9 @@ class FakeLauncher:
 
     def list(self) -> list[WorkerHandle]:
         return []
+
+    def describe(self, worker_id: str) -> WorkerDetails:
+        return WorkerDetails(pid=1, log_path=Path("log"))
 
     async def watch(self) -> AsyncIterator[WorkerExit]:
         while True:

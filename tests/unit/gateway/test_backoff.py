@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.workers.launchers.backoff import Backoff, BackoffPolicy
+from gateway.workers.backoff import Backoff, BackoffPolicy
 
 
 class Clock:
