@@ -1,23 +1,35 @@
-"""How a launcher and a worker process talk before gRPC does: specification, report, lifeline.
+"""The handshake of a launcher and a worker: what each tells the other before gRPC takes over.
 
-A worker is started as `python -m trainer_service` (or `sampler_service`) in a process group
-of its own. On its standard input it gets one line of JSON, the `WorkerSpec`, the secret
-included (so that no argument and no environment holds it), and then nothing more: the pipe
-stays open as a lifeline, and when it closes, because the launcher ended in whatever way, the
-worker kills its whole process group. On the file descriptor named by `--report-fd` the worker
-writes JSON lines: first where it listens, as soon as it has bound its port, and, if it cannot
-start, the error. From then on readiness is what its gRPC health service says.
+1. Launcher to worker: one `WorkerSpec`, a JSON document. It is all that the worker is told, the
+   secret of its gRPC calls included, so that no argument and no environment variable holds one.
+2. Worker to launcher: `WorkerReport`s, one JSON object a line. The first says where the worker
+   listens, as soon as it has bound its ports. One with an error follows when it cannot start, or
+   cannot go on; then the worker exits with status 1.
+3. Readiness is what the worker's gRPC health service says: NOT_SERVING from the first report on,
+   SERVING once it takes calls. Every call, health included, carries the secret in its metadata.
+4. The lifeline is a connection that the launcher keeps open while the worker should run. When it
+   closes, for whatever reason, the worker kills its whole process group.
+5. To end a worker, the launcher sends SIGTERM; what has not ended after the stop timeout is killed.
+
+`WorkerSpec` and `WorkerReport` are what is said; a `LauncherLink` is how it travels. The worker
+gets its link from `launcher_link` and knows nothing else of its launcher. The one link so far is
+`PipeLink`, for a worker that is a child process: the specification is the first line of standard
+input, which then stays open as the lifeline, and reports go to the descriptor `--report-fd`. A
+worker in a container would read the specification from a mounted secret and report over TCP: a
+second class here, chosen by an option of its own.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import fcntl
 import os
 import signal
 import sys
 import threading
-from typing import BinaryIO, Literal
+from collections.abc import Sequence
+from typing import BinaryIO, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -32,13 +44,19 @@ MAX_MESSAGE_BYTES = 2**31 - 1
 GRPC_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_http_proxy", 0),  # the environment's proxy is not for our own workers
+    ("grpc.enable_http_proxy", 0),  # workers are never reached through the environment's proxy
 ]
 
 
+# --- What is said -----------------------------------------------------------------------------
+
+
 class LoraSpec(BaseModel):
-    """Low-rank adapters (Hu et al., arXiv 2106.09685) on the chosen kinds of layers: the update
-    of a matrix is alpha / rank times B·A, with A from the seed and B zero at the start."""
+    """Low-rank adapters (Hu et al., arXiv 2106.09685) on the chosen kinds of layers.
+
+    The update of a matrix is alpha / rank times B·A, with A drawn from the seed and B zero at
+    the start.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -51,7 +69,7 @@ class LoraSpec(BaseModel):
 
 
 class TrainingSpec(BaseModel):
-    """What a run trains, fixed when it is created. `lora` None: all parameters."""
+    """What a run trains, fixed at its creation: adapters, or all parameters (`lora` None)."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -60,17 +78,16 @@ class TrainingSpec(BaseModel):
 
     @property
     def rank(self) -> int:
-        """That of its adapters; 0 where it trains all parameters."""
+        """The rank of its adapters; 0 when it trains all parameters."""
         return self.lora.rank if self.lora is not None else 0
 
 
 class WorkerSpec(BaseModel):
-    """What a launcher is to start, and all that the worker is told.
+    """What a launcher is to start.
 
     Literal example: `{"worker_id": "trainer-s-ab12-0", "kind": "trainer", "secret": "…",
-    "model_name": "tiny", "model_path": "models/tiny", "run_id":
-    "s-ab12:train:0", "session_id": "s-ab12"}`. `training` is for a
-    trainer, and None there means all parameters by AdamW.
+    "model_name": "tiny", "model_path": "models/tiny", "run_id": "s-ab12:train:0", "session_id":
+    "s-ab12"}`. `training` is for trainers; None means all parameters by AdamW.
     """
 
     # An error must not quote its input: the secret would be in the log.
@@ -91,7 +108,7 @@ class WorkerSpec(BaseModel):
 
 
 class WorkerReport(BaseModel):
-    """One line from a worker to its launcher: an address, or why there is none."""
+    """Where a worker listens, or why it does not or no longer serves."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -102,41 +119,65 @@ class WorkerReport(BaseModel):
     error: str = ""
 
 
-def read_spec(stream: BinaryIO | None = None) -> WorkerSpec:
-    """Reads the specification, which is the first line of the standard input."""
-    line = (stream or sys.stdin.buffer).readline()
-    return WorkerSpec.model_validate_json(line)
+# --- How it travels ---------------------------------------------------------------------------
+
+
+class LauncherLink(Protocol):
+    """A worker's connection to its launcher."""
+
+    def read_spec(self) -> WorkerSpec:
+        """Return the specification. Call once, first."""
+        ...
+
+    def hold_lifeline(self) -> None:
+        """Kill the worker's process group once the launcher is gone. Call before slow imports."""
+        ...
+
+    def report(self, report: WorkerReport) -> None:
+        """Send a report. Raises `OSError` when the launcher no longer reads."""
+        ...
+
+
+def launcher_link(arguments: Sequence[str] | None = None) -> LauncherLink:
+    """Return the link that the command line chooses: `--report-fd N` is a `PipeLink`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--report-fd", type=int, required=True, help="where reports are written")
+    return PipeLink(report_fd=parser.parse_args(arguments).report_fd)
+
+
+class PipeLink:
+    """Implements `LauncherLink` for a child process; `stdin` is the standard input by default."""
+
+    def __init__(self, *, report_fd: int, stdin: BinaryIO | None = None) -> None:
+        self._report_fd = report_fd
+        self._stdin = stdin if stdin is not None else sys.stdin.buffer
+
+    def read_spec(self) -> WorkerSpec:
+        return WorkerSpec.model_validate_json(self._stdin.readline())
+
+    def hold_lifeline(self) -> None:
+        hold_lifeline(self._stdin.fileno())
+
+    def report(self, report: WorkerReport) -> None:
+        line = report.model_dump_json().encode() + b"\n"
+        while line:  # a signal can cut a write to a pipe short
+            line = line[os.write(self._report_fd, line) :]
+
+
+def read_spec() -> WorkerSpec:
+    return PipeLink(report_fd=-1).read_spec()
 
 
 def send_report(fd: int, report: WorkerReport) -> None:
-    line = report.model_dump_json().encode() + b"\n"
-    while line:  # a signal can cut a write to a pipe short
-        line = line[os.write(fd, line) :]
-
-
-def die_with_parent(parent_pid: int | None = None) -> None:
-    """Asks the kernel to kill this process when the thread that started it ends (Linux).
-
-    For the processes that a worker starts, such as ranks: its first act, with the pid of the
-    worker, because a worker that ended before the request was made gives no signal any more.
-    Not for the worker's own first process: killed before its lifeline could act, it would
-    leave its children behind.
-    """
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
-    if parent_pid is not None and os.getppid() != parent_pid:
-        os.kill(os.getpid(), signal.SIGKILL)
+    PipeLink(report_fd=fd).report(report)
 
 
 def hold_lifeline(fd: int = 0) -> None:
-    """Kills our whole process group once the launcher's end of standard input has closed.
+    """Kill the whole process group once the other end of the pipe `fd` has closed.
 
-    Call it after `read_spec` and before any slow import. It covers the children of libraries,
-    too (vLLM's engine processes), which a parent-death signal on one process would leave
-    behind. In a process that does not lead its group, such as one started by hand in a
-    script, it ends that process alone.
+    Covers the children that libraries start, too (vLLM's engine processes), which a parent-death
+    signal on one process would leave behind. A process that does not lead its group, such as one
+    started by hand in a script, ends alone.
     """
     leads = os.getpgrp() == os.getpid()
     if leads:
@@ -146,7 +187,7 @@ def hold_lifeline(fd: int = 0) -> None:
         try:
             while os.read(fd, 4096):  # not sys.stdin: its lock gets in the way of a normal exit
                 pass
-        except OSError:  # a reset socket, a hung-up terminal: the launcher is as gone as at an end
+        except OSError:  # a reset socket, a hung-up terminal: the launcher is gone all the same
             pass
         if leads:
             os.killpg(os.getpid(), signal.SIGKILL)
@@ -157,11 +198,11 @@ def hold_lifeline(fd: int = 0) -> None:
 
 
 def _arm_kernel(fd: int) -> None:
-    """Lets the kernel itself kill the group when the pipe closes (Linux, see fcntl(2)).
+    """Let the kernel itself kill the group when the pipe closes (Linux, see fcntl(2)).
 
-    The thread needs Python's interpreter lock for that, which a native call may hold for long
-    or, in a deadlock, for ever. The thread stays for the other systems, and for a pipe that
-    had closed before this call, which causes no event.
+    The thread of `hold_lifeline` needs the interpreter lock, which a native call may hold for
+    long or, in a deadlock, for ever. The thread covers other systems, and a pipe that closed
+    before this call, which causes no event.
     """
     if sys.platform != "linux":
         return
@@ -172,3 +213,19 @@ def _arm_kernel(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
     except OSError:  # standard input is of a kind without such events: the thread is enough
         return
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Ask the kernel to kill this process when the thread that started it ends (Linux).
+
+    For processes that a worker starts, such as ranks, as their first act. `parent_pid` is that
+    of the worker: one that ended before this call sends no signal any more, so the process ends
+    itself. Not for the worker's own first process: killed before its lifeline could act, it would
+    leave its children behind.
+    """
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)

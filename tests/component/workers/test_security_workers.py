@@ -16,7 +16,7 @@ from gateway.workers.launchers.process import SECRET_VARIABLES
 from sampler_service.environment import sampler_environment
 from tandem.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
-from tandem.worker_access import SecretInterceptor
+from tandem.worker_server import SecretInterceptor
 
 SECRET = "the secret of this worker"
 METHODS = [

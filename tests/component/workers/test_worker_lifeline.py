@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from gateway.workers.launchers.process import group_members
 from tandem.settings import SamplerSettings
-from tandem.worker import WorkerReport, WorkerSpec, read_spec, send_report
+from tandem.worker import PipeLink, WorkerReport, WorkerSpec
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own calls")
 
@@ -97,7 +97,8 @@ def test_a_held_lifeline_does_not_stand_in_the_way_of_a_normal_exit():
 
 
 def test_the_specification_is_read_and_the_lifeline_stays_open():
-    code = "spec = read_spec()\nhold_lifeline()\nprint(spec.worker_id, spec.secret, flush=True)\n"
+    code = "link = launcher_link(['--report-fd', '1'])\nspec = link.read_spec()\n"
+    code += "link.hold_lifeline()\nprint(spec.worker_id, spec.secret, flush=True)\n"
     worker = run(code + "signal.pause()")
     worker.stdin.write(specification().model_dump_json().encode() + b"\n")
     worker.stdin.flush()
@@ -127,7 +128,7 @@ def test_settings_in_a_specification_win_over_the_environment(monkeypatch):
     os.write(here, line)
     os.close(here)
     with os.fdopen(there, "rb") as stream:
-        assert read_spec(stream) == specification_as_made(line)
+        assert PipeLink(report_fd=-1, stdin=stream).read_spec() == specification_as_made(line)
 
 
 def specification_as_made(line: bytes) -> WorkerSpec:
@@ -152,7 +153,9 @@ def test_neither_an_error_nor_a_printed_specification_holds_the_secret():
 def test_a_report_longer_than_a_pipe_arrives_whole():
     there, here = os.pipe()
     report = WorkerReport(error_type="worker_died", error="why? " * 100_000 + "\nso")
-    sending = threading.Thread(target=lambda: (send_report(here, report), os.close(here)))
+    sending = threading.Thread(
+        target=lambda: (PipeLink(report_fd=here).report(report), os.close(here))
+    )
     sending.start()
     with os.fdopen(there, "rb") as stream:
         (line,) = stream.readlines()
