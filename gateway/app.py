@@ -25,7 +25,8 @@ from gateway.api.openai.routes import (
     openai_model,
     openai_models,
 )
-from gateway.api.tandem import keys, metrics, status
+from gateway.api.tandem import keys, status
+from gateway.api.tandem import metrics as scrape
 from gateway.api.tinker import (
     audit,
     auth,
@@ -44,6 +45,7 @@ from gateway.api.wire import error_response, json_response
 from gateway.checkpoints.downloads import PREFIX
 from gateway.core import Gateway
 from gateway.housekeeping import Housekeeping
+from gateway.metrics import Metrics
 from gateway.usage.trace_exports import PREFIX as TRACES
 from gateway.workers.fleet import ChannelFactory, open_channel
 from gateway.workers.launchers import Launcher, make_launcher
@@ -60,41 +62,37 @@ def create_app(
     """The gateway as an application; its life is that of the lifespan.
 
     `launcher` starts the workers (by default the one that the settings name), `channel_factory`
-    opens the channels to them. The `Gateway` is `app.state.gateway`.
+    opens the channels to them. While it runs, the `Gateway` is `app.state.gateway`.
     """
-    gateway = Gateway(
-        settings=settings,
-        launcher=launcher or make_launcher(settings),
-        channel_factory=channel_factory,
-    )
+    launcher = launcher or make_launcher(settings)
+    metrics = Metrics()
 
     @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        opened = Gateway.open(
+            settings, launcher=launcher, metrics=metrics, channel_factory=channel_factory
+        )
         try:
-            await gateway.open()
+            async with opened as gateway, Housekeeping(gateway).running():
+                app.state.gateway = gateway
+                app.state.inference = InferenceService.of(gateway)
+                custom_losses.provide(gateway)
+                yield
         except TandemError as error:
             app.state.start_error = error.message
             raise
-        reaper = Housekeeping(gateway)
-        reaper.start()
-        try:
-            yield
-        finally:
-            await reaper.stop()
-            await gateway.close()
 
     app = FastAPI(
         title="Tandem", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
     )
-    app.state.gateway = gateway
-    app.state.inference = InferenceService.of(gateway)
+    app.state.metrics = metrics
     app.state.start_error = ""
-    app.add_middleware(RequestReservations, limits=gateway.limits)
-    app.add_middleware(RequestBoundary, gateway=gateway)
+    app.add_middleware(RequestReservations)
+    app.add_middleware(RequestBoundary)
     app.add_exception_handler(TandemError, _tandem_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.router.routes.extend(guarded(_routes()))
-    custom_losses.install(app, gateway)
+    custom_losses.install(app)
     return app
 
 
@@ -174,7 +172,7 @@ def _routes() -> list[Route]:
         Route(f"{own}/keys/{{key_id}}", keys.revoke_key, methods=["DELETE"]),
         Route(f"{own}/config", status.config),
         Route(f"{own}/version", status.get_version),
-        Route("/metrics", metrics.metrics),
+        Route("/metrics", scrape.metrics),
         Route(OPENAPI, openapi),
     ]
 

@@ -1,10 +1,11 @@
-"""The gateway as a whole: its parts, put together, and what concerns all of them."""
+"""The gateway as a whole: how its parts are put together, and what concerns all of them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from gateway.api.access import Access
 from gateway.auth.audit import AuditLog
@@ -20,7 +21,7 @@ from gateway.futures.completion_feed import CompletionFeed
 from gateway.futures.result_store import ResultStore
 from gateway.futures.table import FutureTable, Outcome
 from gateway.gauges import watch_parts
-from gateway.limits.quotas import Counts, Quotas
+from gateway.limits.quotas import Quotas
 from gateway.metrics import Metrics
 from gateway.runs.admission import Admission
 from gateway.runs.journal import Journal
@@ -46,106 +47,145 @@ from tandem.telemetry import get_log
 
 
 class Gateway:
-    """Owns every part. `await open()` before use; `await close()` stops all workers."""
+    """Every part of a running gateway. `Gateway.open` makes one."""
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        settings: GatewaySettings,
+        *,
+        launcher: Launcher,
+        metrics: Metrics,
+        channel_factory: ChannelFactory = open_channel,
+    ) -> AsyncIterator[Gateway]:
+        """Opens the data directory and everything in it; closes it at the end of the block.
+
+        What an earlier gateway left unfinished is failed or removed first. At the end all
+        workers are stopped; sessions stay, and clients come back to the next gateway. Raises
+        `InvalidRequest` when another gateway uses the directory, or when others could reach this
+        one without a key.
+        """
+        with DataDirectoryLock(settings.data_dir):
+            database = Database.at(url=settings.database_url, data_dir=settings.data_dir)
+            try:
+                await database.open()
+                keys = KeyStore(database=database)
+                await keys.open()
+                api_key = settings.api_key or keep_api_key(settings.data_dir)
+                keys.set_local(api_key)
+                check_listening(settings, keys=keys)
+                gateway = cls(
+                    settings=settings,
+                    database=database,
+                    keys=keys,
+                    api_key=api_key,
+                    signing_key=keep_signing_key(settings.data_dir),
+                    launcher=launcher,
+                    metrics=metrics,
+                    channel_factory=channel_factory,
+                )
+                try:
+                    await gateway._restore()
+                    yield gateway
+                finally:
+                    await gateway._close()
+            finally:
+                await database.close()
 
     def __init__(
         self,
         *,
         settings: GatewaySettings,
+        database: Database,
+        keys: KeyStore,
+        api_key: str,
+        signing_key: bytes,
         launcher: Launcher,
-        channel_factory: ChannelFactory = open_channel,
+        metrics: Metrics,
+        channel_factory: ChannelFactory,
     ) -> None:
         self.settings = settings
+        self.database = database
+        self.keys = keys
+        self.api_key = api_key
+        self.signing_key = signing_key
         self.launcher = launcher
+        self.metrics = metrics
         self.started_at = time.time()
-        self.api_key = settings.api_key
-        self.signing_key = b""
-        self.metrics = Metrics()
-        self.database = Database.at(url=settings.database_url, data_dir=settings.data_dir)
-        self.models = BaseModels(database=self.database)
+        self.identity = Identity(keys=keys, signing_key=signing_key, token_ttl=settings.token_ttl)
+        self.audit = AuditLog(database=database)
+        self.limits = Quotas(settings=settings.limit, metrics=metrics)
         self.sessions = SessionRegistry(
-            database=self.database,
-            ttl=settings.session_ttl,
-            check_room=lambda owner: self.limits.check("sessions", owner=owner),
+            database=database, limits=self.limits, ttl=settings.session_ttl
         )
-        self.keys = KeyStore(database=self.database)
-        self.identity = Identity(
-            keys=self.keys,
-            signing_key=lambda: self.signing_key,
-            token_ttl=settings.token_ttl,
-        )
-        self.directory = Queries(database=self.database)
-        self.search = SessionSearch(database=self.database, key=lambda: self.signing_key)
-        self.audit = AuditLog(database=self.database)
-        self.usage = UsageMeter(database=self.database, sessions=self.sessions)
-        self.usage_reports = BillingReports(database=self.database, usage=self.usage)
+        self.search = SessionSearch(database=database, key=signing_key)
+        self.directory = Queries(database=database)
+        self.usage = UsageMeter(database=database, sessions=self.sessions)
+        self.usage_reports = BillingReports(database=database, usage=self.usage)
         self.samples = SampleLog(usage=self.usage)
         self.traces = TraceExporter(
-            database=self.database,
+            database=database,
             samples=self.samples,
             data_dir=settings.data_dir,
-            key=lambda: self.signing_key,
+            key=signing_key,
             ttl=settings.trace_ttl,
         )
-        self.limits = Quotas(settings=settings.limit, metrics=self.metrics, counts=self._counts())
         self.results = ResultStore(
             folder=settings.data_dir / "results" / "samples",
             bytes_in_memory=settings.limit.result_bytes,
             most_samples=settings.limit.results,
-            metrics=self.metrics,
+            metrics=metrics,
         )
         self.futures = FutureTable(result_ttl=settings.result_ttl, keeper=self.results)
         self.completions = CompletionFeed(futures=self.futures, idle_ttl=settings.result_ttl)
-        self.oplog = Journal(
-            database=self.database, data_dir=settings.data_dir, result_ttl=settings.result_ttl
-        )
+        self.models = BaseModels(database=database)
         self.versions = VersionStore(
-            database=self.database,
+            database=database,
             data_dir=settings.data_dir,
             min_free_bytes=settings.min_free_bytes,
             limits=self.limits,
-            in_use=lambda: self.runs.all_versions_in_use() | self.samplers.versions_in_use(),
+        )
+        self.copies = CheckpointCopier(
+            database=database, data_dir=settings.data_dir, versions=self.versions
+        )
+        self.downloads = DownloadSigner(key=signing_key, versions=self.versions)
+        self.fleet = Fleet(
+            settings=settings,
+            database=database,
+            launcher=launcher,
+            metrics=metrics,
+            channel_factory=channel_factory,
         )
         self.sampling = SamplingSessionRegistry(
-            database=self.database,
+            database=database,
             models=self.models,
             versions=self.versions,
             sessions=self.sessions,
             limits=self.limits,
             idle_ttl=settings.sampler_idle_ttl,
         )
-        self.access = Access(
-            identity=self.identity,
-            metrics=self.metrics,
-            sessions=self.sessions,
-            sampling=self.sampling,
-            directory=self.directory,
-            checkpoints=self.versions.checkpoints,
-        )
         self.implicit_sessions = ImplicitSessions(
             sessions=self.sessions,
             sampling=self.sampling,
             display_name="Samples without a session",
         )
-        self.fleet = Fleet(
-            settings=settings,
-            database=self.database,
-            launcher=launcher,
-            metrics=self.metrics,
-            channel_factory=channel_factory,
-        )
         self.samplers = SamplerRouter(
             settings=settings,
             fleet=self.fleet,
-            metrics=self.metrics,
+            metrics=metrics,
             samples=self.samples,
+            pins=self.versions.holds,
             sessions=self.sessions,
             limits=self.limits,
         )
         self.loss_definitions: dict[str, LossDefinitions] = {}
+        self.oplog = Journal(
+            database=database, data_dir=settings.data_dir, result_ttl=settings.result_ttl
+        )
         self.runs = RunRegistry(
             settings=settings,
-            database=self.database,
+            database=database,
             log=self.oplog,
             futures=self.futures,
             fleet=self.fleet,
@@ -154,27 +194,31 @@ class Gateway:
             sessions=self.sessions,
             versions=self.versions,
             loss_definitions=self.loss_definitions,
-            metrics=self.metrics,
+            metrics=metrics,
             usage=self.usage,
             limits=self.limits,
         )
         self.admission = Admission(
-            database=self.database,
+            database=database,
             log=self.oplog,
             futures=self.futures,
             runs=self.runs,
+            sessions=self.sessions,
             limits=self.limits,
             max_queued=settings.max_queued_operations,
         )
-        self.copies = CheckpointCopier(
-            database=self.database, data_dir=settings.data_dir, versions=self.versions
+        self.access = Access(
+            identity=self.identity,
+            metrics=metrics,
+            sessions=self.sessions,
+            sampling=self.sampling,
+            directory=self.directory,
+            checkpoints=self.versions.checkpoints,
         )
-        self.downloads = DownloadSigner(key=lambda: self.signing_key, versions=self.versions)
-        self._lock = DataDirectoryLock(settings.data_dir)
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._log = get_log()
         watch_parts(
-            self.metrics,
+            metrics,
             sessions=self.sessions,
             runs=self.runs,
             fleet=self.fleet,
@@ -184,37 +228,20 @@ class Gateway:
             results=self.results,
         )
 
-    async def open(self) -> None:
-        """Takes the data directory, and clears up what an earlier gateway left in it.
+    async def _restore(self) -> None:
+        """Takes over from an earlier gateway: its workers, and with them its runs, are gone."""
+        await self.results.open()
+        await self.models.open()
+        await self.fleet.open()
+        lost = await self.oplog.abandon()
+        lost_runs = await self.runs.open()
+        await self.sessions.open()
+        await self.sampling.open()
+        await self.versions.sweep_all()
+        if lost or lost_runs:
+            self._log.warning("restarted", operations_failed=lost, runs_ended=lost_runs)
 
-        Raises `InvalidRequest` when another gateway uses it.
-        """
-        self._lock.take()
-        try:
-            if not self.api_key:
-                self.api_key = keep_api_key(self.settings.data_dir)
-            self.signing_key = keep_signing_key(self.settings.data_dir)
-            await self.database.open()
-            await self.results.open()
-            await self.keys.open()
-            self.keys.set_local(self.api_key)
-            check_listening(self.settings, keys=self.keys)
-            await self.models.open()
-            await self.fleet.open()
-            lost = await self.oplog.abandon()
-            lost_runs = await self.runs.open()
-            await self.sessions.open()
-            await self.sampling.open()
-            await self.versions.sweep_all()
-            if lost or lost_runs:
-                self._log.warning("restarted", operations_failed=lost, runs_ended=lost_runs)
-        except BaseException:
-            await self.database.close()
-            self._lock.release()
-            raise
-
-    async def close(self) -> None:
-        """Stops everything that runs. Sessions stay: clients come back to the next gateway."""
+    async def _close(self) -> None:
         self.futures.release_waiters()
         await asyncio.gather(*self._ending.values(), return_exceptions=True)
         await self.runs.close()
@@ -225,8 +252,6 @@ class Gateway:
         await self.results.close()
         self.usage.write()
         self.keys.write_uses()
-        await self.database.close()
-        self._lock.release()
 
     async def end_session(self, *, session_id: str, state: str, reason: str, detail: str) -> None:
         """Ends a session; returns when its workers are stopped and its unnamed files are gone.
@@ -284,25 +309,3 @@ class Gateway:
             await definitions.end_session(session_id)
         for run_id in sorted({*run_ids, *named}):
             await self.collect(run_id)
-
-    def _counts(self) -> Counts:
-        def owned(session_ids: Iterable[str], owner: str) -> int:
-            sessions = map(self.sessions.get, session_ids)
-            return sum(session is not None and session.owner == owner for session in sessions)
-
-        return Counts(
-            owner_of=lambda session_id: self.sessions.owner_of(session_id),
-            active={
-                "sessions": lambda owner: sum(s.owner == owner for s in self.sessions.all()),
-                "runs": lambda owner: owned(
-                    (run.session_id for run in self.runs.all() if run.state != "ended"), owner
-                ),
-                "samplers": lambda owner: owned(
-                    (sampler.session_id for sampler in self.samplers.all()), owner
-                ),
-                "sampling_sessions": lambda owner: owned(
-                    (session.session_id for session in self.sampling.all()), owner
-                ),
-            },
-            checkpoint_bytes=lambda owner: self.versions.checkpoints.bytes_of_owner(owner),
-        )

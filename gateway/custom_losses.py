@@ -1,8 +1,8 @@
 """Custom losses: clients register traced graphs; trainers receive them with the request.
 
-A plug-in: `install` serves `create_custom_loss` and provides the definitions of the loss
-"custom" (`Gateway.loss_definitions`). Graphs are data here; only a trainer computes them
-(`tandem.custom_losses.interpreter`).
+A plug-in: `install` serves `create_custom_loss`, and `provide` adds the definitions of the loss
+"custom" to a gateway (`Gateway.loss_definitions`). Graphs are data here; only a trainer computes
+them (`tandem.custom_losses.interpreter`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class CustomLossStore:
         self._database = database
         self._limits = limits
 
-    async def create(self, *, session_id: str, number: int, definition: bytes) -> str:
+    async def create(self, *, session_id: str, owner: str, number: int, definition: bytes) -> str:
         """Check and store a definition; return its loss id.
 
         Idempotent: a repeated number with the same definition returns the same id. Raises
@@ -91,7 +91,7 @@ class CustomLossStore:
         loss_id = request_id_of(owner=f"{session_id}:loss", seq_id=number)
         stored = await self._find(loss_id)
         if stored is None:
-            await self._check_limits(session_id)
+            await self._check_limits(session_id, owner=owner)
             row = {
                 "id": loss_id,
                 "session_id": session_id,
@@ -143,20 +143,17 @@ class CustomLossStore:
         )
         return None if row is None else bytes(row["definition"])
 
-    async def _check_limits(self, session_id: str) -> None:
+    async def _check_limits(self, session_id: str, *, owner: str) -> None:
         of_session = func.count().filter(_losses.c.session_id == session_id)
         row = await self._database.read_one(
             select(func.count().label("of_owner"), of_session.label("of_session"))
             .select_from(_losses.join(sessions, sessions.c.id == _losses.c.session_id))
-            .where(
-                sessions.c.owner == self._limits.owner_of(session_id),
-                sessions.c.state == "active",
-            )
+            .where(sessions.c.owner == owner, sessions.c.state == "active")
         )
         assert row is not None
         if row["of_session"] >= MAX_LOSSES:
             raise CustomLossInvalid(f"the session has {MAX_LOSSES} custom losses, the most allowed")
-        self._limits.check_used("custom_losses", used=row["of_owner"])
+        self._limits.check("custom_losses", used=row["of_owner"])
 
 
 async def create_custom_loss(request: Request) -> Response:
@@ -167,19 +164,26 @@ async def create_custom_loss(request: Request) -> Response:
     if len(raw) > MAX_BYTES:
         raise CustomLossInvalid(f"the custom loss has {len(raw)} bytes, {MAX_BYTES} at most")
     body = parse(CreateCustomLoss, raw)
-    await gateway.access.session(body.session_id, caller_of(request))
+    session = await gateway.access.session(body.session_id, caller_of(request))
     store = cast(CustomLossStore, gateway.loss_definitions["custom"])
     loss_id = await store.create(
-        session_id=body.session_id, number=body.custom_loss_seq_id, definition=raw
+        session_id=session.id,
+        owner=session.owner,
+        number=body.custom_loss_seq_id,
+        definition=raw,
     )
     note_for_audit(request, target=loss_id)
     return json_response({"request_id": loss_id})
 
 
-def install(app: FastAPI, gateway: Gateway) -> None:
-    """Serve create_custom_loss, and provide the definitions of the loss "custom"."""
+def provide(gateway: Gateway) -> None:
+    """Provide the definitions of the loss "custom"."""
     gateway.loss_definitions["custom"] = CustomLossStore(
         database=gateway.database, limits=gateway.limits
     )
+
+
+def install(app: FastAPI) -> None:
+    """Serve create_custom_loss."""
     route = Route("/api/v1/create_custom_loss", create_custom_loss, methods=["POST"])
     app.router.routes.extend(guarded([route]))

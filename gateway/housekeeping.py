@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from gateway.core import Gateway
 from tandem.telemetry import get_log
@@ -18,18 +20,18 @@ class Housekeeping:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._task: asyncio.Task[None] | None = None
         self._in_use: set[str] = set()
         self._log = get_log()
 
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="reaper")
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Does its rounds until the end of the block."""
+        task = asyncio.create_task(self._run(), name="housekeeping")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _run(self) -> None:
         interval = self._gateway.settings.reaper_interval
@@ -83,8 +85,7 @@ class Housekeeping:
     async def keep_house(self) -> None:
         """Idle sampling sessions, unnamed versions, what was still in use, expired results."""
         gateway = self._gateway
-        in_use = gateway.samplers.versions_in_use()
-        touched = self._in_use | set(gateway.sampling.expire_idle(in_use=in_use))
+        touched = self._in_use | set(gateway.sampling.expire_idle())
         touched.update(run.id for run in gateway.runs.all() if run.facts.published)
         await self._collect(sorted(touched))
         await gateway.versions.empty_trash()

@@ -9,6 +9,7 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import orjson
 import uvicorn
@@ -28,23 +29,28 @@ _GRACEFUL_SECONDS = 5
 class GatewayServer(uvicorn.Server):
     """Announces itself when it listens, and ends the long polls when it is to stop."""
 
-    def __init__(self, config: uvicorn.Config, *, gateway: Gateway) -> None:
+    def __init__(self, config: uvicorn.Config, *, app: FastAPI, endpoint: Path) -> None:
         super().__init__(config)
-        self._gateway = gateway
-        self._endpoint = gateway.settings.data_dir / ENDPOINT_NAME
+        self._app = app
+        self._endpoint = endpoint
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             write_endpoint(
-                self._endpoint, url=self.url, pid=os.getpid(), api_key=self._gateway.api_key
+                self._endpoint, url=self.url, pid=os.getpid(), api_key=self.gateway.api_key
             )
             get_log().info("listening", url=self.url)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._endpoint.unlink(missing_ok=True)
-        self._gateway.futures.release_waiters()
+        self.gateway.futures.release_waiters()
         await super().shutdown(sockets)
+
+    @property
+    def gateway(self) -> Gateway:
+        """The gateway that the application serves, once it has started."""
+        return cast(Gateway, self._app.state.gateway)
 
     @property
     def url(self) -> str:
@@ -66,13 +72,12 @@ def write_endpoint(path: Path, *, url: str, pid: int, api_key: str) -> None:
 
 def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
     """A server that is not running yet, for an application of `create_app`."""
-    gateway: Gateway = app.state.gateway
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
         loop="uvloop",
-        http=bounded_protocol(settings=settings.http, metrics=gateway.metrics),
+        http=bounded_protocol(settings=settings.http, metrics=app.state.metrics),
         ws="none",
         lifespan="on",
         access_log=False,
@@ -82,7 +87,7 @@ def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
         timeout_keep_alive=settings.http.keep_alive,
         timeout_graceful_shutdown=_GRACEFUL_SECONDS,
     )
-    return GatewayServer(config, gateway=gateway)
+    return GatewayServer(config, app=app, endpoint=settings.data_dir / ENDPOINT_NAME)
 
 
 def _keep_to_ourselves() -> None:

@@ -19,23 +19,23 @@ reads slowly."""
 class RequestReservations:
     """Counts the open requests of each owner, and gives back what their bodies took."""
 
-    def __init__(self, app: ASGIApp, *, limits: Quotas) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        limits: Quotas = scope["app"].state.gateway.limits
         state = scope.setdefault("state", {})
         caller = state.get("caller")
         owner = caller.owner if caller is not None else ""
         try:
-            place = self._limits.requests.take(owner)
+            place = limits.requests.take(owner)
         except Overloaded as error:
             await error_response(error, path=scope["path"])(scope, receive, send)
             return
-        body = state["body_lease"] = self._limits.bodies.empty_lease(owner)
+        body = state["body_lease"] = limits.bodies.empty_lease(owner)
 
         async def send_in_pieces(message: Message) -> None:
             whole: bytes = message.get("body", b"")

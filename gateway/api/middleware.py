@@ -30,15 +30,15 @@ class RequestBoundary:
     """Refuses what has no valid key (X-API-Key, or Authorization: Bearer), and puts the `Caller`
     on the rest, which it counts, times, and notes in the audit log."""
 
-    def __init__(self, app: ASGIApp, *, gateway: Gateway) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._gateway = gateway
         self._log = get_log()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        gateway: Gateway = scope["app"].state.gateway
         started = time.perf_counter()
         status = 0
 
@@ -51,7 +51,7 @@ class RequestBoundary:
         try:
             if not _is_open(scope):
                 state = scope.setdefault("state", {})
-                state["caller"] = self._gateway.identity.identify(_credential(scope))
+                state["caller"] = gateway.identity.identify(_credential(scope))
             await self._app(scope, receive, send_and_note)
         except Unauthenticated as refusal:
             self._note_refusal(refusal, scope)
@@ -64,8 +64,8 @@ class RequestBoundary:
         finally:
             endpoint = scope.get("endpoint")
             route = getattr(endpoint, "__name__", "none")
-            self._gateway.metrics.requests.labels(route=route, status=str(status)).inc()
-            self._gateway.metrics.request_seconds.labels(route=route).observe(
+            gateway.metrics.requests.labels(route=route, status=str(status)).inc()
+            gateway.metrics.request_seconds.labels(route=route).observe(
                 time.perf_counter() - started
             )
             if _is_audited(scope, route=route, status=status):
@@ -73,13 +73,14 @@ class RequestBoundary:
 
     def _note_refusal(self, refusal: Unauthenticated, scope: Scope) -> None:
         """Counted and logged; what was presented is not in either."""
-        self._gateway.metrics.refused_keys.labels(reason=refusal.type).inc()
+        gateway: Gateway = scope["app"].state.gateway
+        gateway.metrics.refused_keys.labels(reason=refusal.type).inc()
         self._log.warning(
             "key_refused", reason=refusal.type, address=_address(scope), path=scope["path"][:200]
         )
         route, named = _destination(scope)
         if route and route not in NOT_AUDITED:
-            self._gateway.audit.record_unknown(
+            gateway.audit.record_unknown(
                 action=ACTIONS.get(route, route),
                 target=_target(named),
                 address=_address(scope),
@@ -91,7 +92,7 @@ class RequestBoundary:
         state = scope["state"]
         caller: Caller = state["caller"]
         named: Mapping[str, str] = scope.get("path_params", {})
-        self._gateway.audit.record(
+        scope["app"].state.gateway.audit.record(
             actor=caller.urn,
             action=ACTIONS.get(route, route),
             target=state.get("audit_target") or _target(named),

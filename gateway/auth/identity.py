@@ -70,14 +70,13 @@ class _Token:
 
 
 class Identity:
-    """`signing_key` is asked for when it is needed, since it is read when the gateway opens;
-    `token_ttl` in seconds."""
+    """`token_ttl` in seconds."""
 
     def __init__(
         self,
         *,
         keys: KeyStore,
-        signing_key: Callable[[], bytes],
+        signing_key: bytes,
         token_ttl: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -124,7 +123,7 @@ class Identity:
             "key": caller.key_id,
             "role": caller.role,
         }
-        return jwt.encode(claims, self._signing_key(), algorithm=_ALGORITHM)
+        return jwt.encode(claims, self._signing_key, algorithm=_ALGORITHM)
 
     def _of_token(self, credential: bytes) -> Caller:
         token = self._checked.get(credential)
@@ -145,7 +144,7 @@ class Identity:
         try:
             claims = jwt.decode(
                 token,
-                self._signing_key(),
+                self._signing_key,
                 algorithms=[_ALGORITHM],
                 issuer=_ISSUER,
                 options={"require": ["exp", "iat", "iss", "sub", "key", "role"]},

@@ -34,8 +34,8 @@ _TRASH = ".trash"
 
 
 class GarbageCollector:
-    """`in_use` names the versions that runs and samplers use. `again` is told of a run in which
-    something stayed for the moment that one of its names was looked up."""
+    """`again` is told of a run in which something stayed for the moment that one of its names
+    was looked up."""
 
     def __init__(
         self,
@@ -43,13 +43,11 @@ class GarbageCollector:
         database: Database,
         data_dir: Path,
         holds: Pins,
-        in_use: Callable[[], set[str]],
         again: Callable[[str], None],
     ) -> None:
         self._database = database
         self._data_dir = data_dir
         self._holds = holds
-        self._in_use = in_use
         self._again = again
         self._one_at_a_time = asyncio.Lock()
         self._log = get_log()
@@ -69,9 +67,9 @@ class GarbageCollector:
     async def _collect(self, run_id: str | None, partials: bool) -> bool:
         folder = folder_of(run_id) if run_id is not None else None
         found = await asyncio.to_thread(self._look, folder, partials)
-        used = self._used()
+        used = self._holds.places()
         named = await self._named(run_id)
-        used |= self._used()
+        used |= self._holds.places()
         unnamed = [place for place in found if place not in named]
         if run_id is not None and self._holds.looked_up(run_id):
             if unnamed:
@@ -102,9 +100,6 @@ class GarbageCollector:
             elif root.is_dir():
                 found += [p for p in sorted(root.iterdir()) if _is_own_dir(p) and p.name != _TRASH]
         return found
-
-    def _used(self) -> set[str]:
-        return {place_of_version(name) for name in self._in_use()} | self._holds.places()
 
     async def _named(self, run_id: str | None) -> set[str]:
         await self._database.flush()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
@@ -52,9 +51,7 @@ class SignedFiles:
 
 
 class DownloadSigner:
-    """`key` gives the signing key, which is there once the gateway is open."""
-
-    def __init__(self, *, key: Callable[[], bytes], versions: VersionStore) -> None:
+    def __init__(self, *, key: bytes, versions: VersionStore) -> None:
         self._key = key
         self._versions = versions
 
@@ -73,7 +70,7 @@ class DownloadSigner:
         good."""
         a = address
         parts = (method, a.run_id, a.kind, a.name, a.place, a.file, a.expires)
-        if not is_signed(self._key(), a.signature, _PURPOSE, *parts):
+        if not is_signed(self._key, a.signature, _PURPOSE, *parts):
             raise AddressForged(
                 "this download address was not signed here, or was altered; ask for a new one "
                 "with get_external_weights_urls"
@@ -99,7 +96,7 @@ class DownloadSigner:
     def _address(self, checkpoint: Checkpoint, file: str, expires: int) -> str:
         path, place = checkpoint.path, checkpoint.place
         parts = (_METHOD, path.run_id, path.kind, path.name, place, file, str(expires))
-        signature = sign(self._key(), _PURPOSE, *parts)
+        signature = sign(self._key, _PURPOSE, *parts)
         where = "/".join(quote(p, safe=":") for p in (path.run_id, path.kind, path.name, file))
         query = urlencode({"place": place, "expires": expires, "signature": signature}, safe="/")
         return f"{PREFIX}{where}?{query}"

@@ -33,13 +33,20 @@ class Pins:
         """Calls `then` once, when nobody looks up a name of this run any more."""
         self._put_off[run_id] = then
 
+    def pin(self, place: str) -> None:
+        """Keeps a place until as many calls of `unpin`."""
+        self._places[place] += 1
+
+    def unpin(self, place: str) -> None:
+        _drop(self._places, place)
+
     @contextmanager
     def hold(self, place: str) -> Iterator[None]:
-        self._places[place] += 1
+        self.pin(place)
         try:
             yield
         finally:
-            _drop(self._places, place)
+            self.unpin(place)
 
     @contextmanager
     def look_up(self, run_id: str) -> Iterator[None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,10 +46,7 @@ class WeightVersion:
 
 
 class VersionStore:
-    """Weight versions, the `checkpoints` that name them, and the `holds` on both.
-
-    `in_use` names the versions that runs and samplers use now.
-    """
+    """Weight versions, the `checkpoints` that name them, and the `holds` on both."""
 
     def __init__(
         self,
@@ -59,7 +55,6 @@ class VersionStore:
         data_dir: Path,
         min_free_bytes: int,
         limits: Quotas,
-        in_use: Callable[[], set[str]],
     ) -> None:
         self._database = database
         self._data_dir = data_dir
@@ -71,7 +66,6 @@ class VersionStore:
             database=database,
             data_dir=data_dir,
             holds=self.holds,
-            in_use=in_use,
             again=self.checkpoints.mark,
         )
 
@@ -101,8 +95,10 @@ class VersionStore:
         self, *, owner: str, expected_bytes: int, replaced_bytes: int = 0
     ) -> None:
         """Raises `LimitExceeded` where so much more would be too much for the owner."""
-        await self._limits.check_checkpoint_bytes(
-            owner=owner, expected=expected_bytes, replaced=replaced_bytes
+        self._limits.check_checkpoint_bytes(
+            used=await self.checkpoints.bytes_of_owner(owner),
+            expected=expected_bytes,
+            replaced=replaced_bytes,
         )
 
     async def add_version(self, version: WeightVersion, *, parent: str, size: int) -> None:

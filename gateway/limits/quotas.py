@@ -7,16 +7,12 @@ says when to come back; its bounds are the ledgers.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 from gateway.limits.ledger import Ledger, Reservation
 from gateway.metrics import Metrics
 from tandem.errors import LimitExceeded
 from tandem.settings import LimitSettings
-
-Counted = Literal["sessions", "runs", "samplers", "sampling_sessions"]
 
 _CLOSE = "close the sessions that are no longer needed (ServiceClient.close())"
 _FREE: Mapping[str, str] = {
@@ -29,21 +25,10 @@ _FREE: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Counts:
-    """How much an owner has now. All but `owner_of`, which takes a session's id, take an owner;
-    bytes are those of checkpoints that have a name."""
-
-    owner_of: Callable[[str], str]
-    active: Mapping[Counted, Callable[[str], int]]
-    checkpoint_bytes: Callable[[str], Awaitable[int]]
-
-
 class Quotas:
-    def __init__(self, *, settings: LimitSettings, metrics: Metrics, counts: Counts) -> None:
+    def __init__(self, *, settings: LimitSettings, metrics: Metrics) -> None:
         self._settings = settings
         self._metrics = metrics
-        self._counts = counts
         s = settings
         self.operations = self._ledger(
             "queued_operations",
@@ -79,18 +64,7 @@ class Quotas:
             "requests", "open requests", per_owner=s.requests, in_all=2**62
         )
 
-    def owner_of(self, session_id: str) -> str:
-        return self._counts.owner_of(session_id)
-
-    def check(self, what: Counted, *, owner: str) -> None:
-        """Raises `LimitExceeded` where one more is too many."""
-        self.check_used(what, used=self._counts.active[what](owner))
-
-    def check_in_session(self, what: Counted, *, session_id: str) -> None:
-        """As `check`, for the owner of a session."""
-        self.check(what, owner=self.owner_of(session_id))
-
-    def check_used(self, what: str, *, used: int) -> None:
+    def check(self, what: str, *, used: int) -> None:
         """Raise `LimitExceeded` if an owner that uses so many may not have one more.
 
         `what` is the field of `LimitSettings`."""
@@ -98,12 +72,11 @@ class Quotas:
         if used >= limit:
             raise self._exceeded(what, limit=limit, used=used)
 
-    async def check_checkpoint_bytes(self, *, owner: str, expected: int, replaced: int = 0) -> None:
-        """Before a checkpoint of `expected` bytes is written, in place of one of `replaced`.
-        Saves that are under way at once do not know of each other, so that an owner with several
-        runs can come to have one such save of each too many. Raises `LimitExceeded`."""
+    def check_checkpoint_bytes(self, *, used: int, expected: int, replaced: int = 0) -> None:
+        """Raises `LimitExceeded` where an owner's checkpoints would take too many bytes, when one
+        of `expected` bytes is added in place of one of `replaced`. Saves that run at the same
+        time do not count each other, so that several runs can each exceed the limit once."""
         limit = self._settings.checkpoint_bytes
-        used = await self._counts.checkpoint_bytes(owner)
         if used - replaced + expected > limit:
             raise self._exceeded(
                 "checkpoint_bytes", limit=limit, used=used, more=f", and {expected} are to come"

@@ -17,6 +17,7 @@ from gateway.limits.quotas import Quotas, give_back
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Body, Kind, Operation
 from gateway.runs.registry import RunRegistry
+from gateway.sessions.registry import SessionRegistry
 from gateway.storage.database import Database
 from gateway.storage.tables import runs
 from tandem.errors import (
@@ -42,6 +43,7 @@ class Admission:
         log: Journal,
         futures: FutureTable,
         runs: RunRegistry,
+        sessions: SessionRegistry,
         limits: Quotas,
         max_queued: int,
     ) -> None:
@@ -49,6 +51,7 @@ class Admission:
         self._oplog = log
         self._futures = futures
         self._runs = runs
+        self._sessions = sessions
         self._limits = limits
         self._max_queued = max_queued
         self._reads = FairSemaphore(slots=_READS)
@@ -79,7 +82,7 @@ class Admission:
         # In an ended run, whatever still has a future (or a row) was accepted before.
         if self._futures.get(request_id) is not None or run.dispatcher.consumed(seq_id):
             return request_id
-        owner = self._limits.owner_of(run.session_id)
+        owner = self._sessions.owner_of(run.session_id)
         # Of what a run waits for, one more is let in whatever the bounds say: without it, all
         # that is there already could not move, and its places would never become free.
         forced = run.dispatcher.awaits(seq_id)

@@ -4,7 +4,7 @@ connection breaks."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import orjson
@@ -25,7 +25,7 @@ _REDELIVERIES = 2
 
 @dataclass
 class RunProgress:
-    """What a run's operations change and need. `busy_versions`: their saves are under way."""
+    """What a run's operations change and need. `parent` is the newest version, which is pinned."""
 
     run_id: str
     session_id: str
@@ -36,7 +36,6 @@ class RunProgress:
     newest: str = ""
     version_bytes: int = 0
     trainable_parameters: int = 0
-    busy_versions: set[str] = field(default_factory=set)
 
     @property
     def expected_version_bytes(self) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.versions import VersionStore
 from gateway.futures.table import Future, FutureTable, Outcome, Waiting
-from gateway.identifiers import request_id_of, run_id_of
+from gateway.identifiers import place_of_version, request_id_of, run_id_of
 from gateway.limits.quotas import Quotas
 from gateway.metrics import Metrics
 from gateway.runs.delivery import RunProgress, json_result
@@ -91,16 +91,6 @@ class RunRegistry:
     def get(self, run_id: str) -> TrainingRun | None:
         return self._runs.get(run_id)
 
-    def versions_in_use(self, run_id: str) -> set[str]:
-        """Versions that are being published, and the newest."""
-        run = self._runs.get(run_id)
-        if run is None:
-            return set()
-        return run.facts.busy_versions | ({run.facts.parent} if run.facts.parent else set())
-
-    def all_versions_in_use(self) -> set[str]:
-        return {name for run_id in self._runs for name in self.versions_in_use(run_id)}
-
     def write_request_times(self) -> None:
         """Hands over when runs were last asked for something, as far as that changed."""
         changed = [run for run in self._runs.values() if run.last_request_at != run.written_at]
@@ -135,7 +125,8 @@ class RunRegistry:
             return request_id  # of before a restart: the log says what became of it
         # From here to where the run is registered nothing is waited for.
         session = self._sessions.require(session_id)
-        self._limits.check_in_session("runs", session_id=session_id)
+        used = (run.session_id for run in self._runs.values() if run.state != "ended")
+        self._limits.check("runs", used=self._sessions.count_of(session.owner, used))
         # Engine and trainer start side by side: the loop will need both.
         self._samplers.ensure(session_id=session_id, model=model, rank=training.rank)
         run = self._new_run(session_id=session_id, run_id=run_id, model=model, training=training)
@@ -181,6 +172,8 @@ class RunRegistry:
         await asyncio.gather(*(self._stop_trainer(run, error.message) for run in ending))
         for run in ending:
             self._runs.pop(run.id, None)
+            if run.facts.parent:
+                self._versions.holds.unpin(place_of_version(run.facts.parent))
         return [run.id for run in ending]
 
     async def close(self) -> None:

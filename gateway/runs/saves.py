@@ -13,7 +13,13 @@ from gateway.checkpoints.compatibility import check_compatible
 from gateway.checkpoints.exports import check_recipients, encrypt_version
 from gateway.checkpoints.versions import VersionStore, WeightVersion
 from gateway.futures.table import Outcome
-from gateway.identifiers import CheckpointPath, check_name, checkpoint_folder, place_of_folder
+from gateway.identifiers import (
+    CheckpointPath,
+    check_name,
+    checkpoint_folder,
+    place_of_folder,
+    place_of_version,
+)
 from gateway.metrics import Metrics
 from gateway.runs.delivery import Delivery, RunProgress, json_result
 from gateway.runs.dispatcher import Call, Send
@@ -80,21 +86,18 @@ class Saves:
         name = self._new_name()
 
         async def send(call: Call) -> Outcome:
-            facts.busy_versions.add(name)
-            try:
+            with self._versions.holds.hold(place_of_version(name)):
                 version, size = await self._publish(operation, call, name)
                 call.release()
                 facts.newest = name
                 if path is not None:
                     return await self._name_version(path, version, size, body)
                 return await self._serve_version(version, call, body)
-            finally:
-                facts.busy_versions.discard(name)
 
         return send
 
     async def _publish(
-        self, operation: Operation, call: Call, name: str
+        self, operation: Operation, call: Call, name: str, *, becomes_parent: bool = True
     ) -> tuple[WeightVersion, int]:
         facts = self._facts
         request = trainer_pb2.PublishRequest(
@@ -117,7 +120,11 @@ class Saves:
             adapter=reply.version.adapter,
         )
         await self._versions.add_version(version, parent=facts.parent, size=reply.bytes)
-        facts.parent = name
+        if becomes_parent:
+            self._versions.holds.pin(place_of_version(name))
+            if facts.parent:
+                self._versions.holds.unpin(place_of_version(facts.parent))
+            facts.parent = name
         facts.version_bytes = reply.bytes
         self._metrics.published_bytes.inc(reply.bytes)
         self._log.info(
@@ -153,13 +160,16 @@ class Saves:
         plain, sealed = self._new_name(), self._new_name() if recipients else ""
 
         async def send(call: Call) -> Outcome:
-            facts.busy_versions |= {plain, sealed}
-            parent = facts.parent
+            pins = self._versions.holds
+            places = [place_of_version(name) for name in (plain, sealed) if name]
+            for place in places:
+                pins.pin(place)
             try:
-                version, size = await self._publish(operation, call, plain)
+                version, size = await self._publish(
+                    operation, call, plain, becomes_parent=not recipients
+                )
                 call.release()
                 if recipients:
-                    facts.parent = parent if facts.parent == plain else facts.parent
                     call.waiting_for = "the files are being encrypted"
                     version, size = await self._encrypt(version, recipients, name=sealed)
                 await self._put(
@@ -171,7 +181,8 @@ class Saves:
                     user_metadata=None,
                 )
             finally:
-                facts.busy_versions -= {plain, sealed}
+                for place in places:
+                    pins.unpin(place)
                 if recipients:  # the plain files are in use until here, and go now
                     self._versions.checkpoints.mark(facts.run_id)
             return json_result(type="save_weights_external", path=str(path), size_bytes=size)

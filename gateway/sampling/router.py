@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from gateway.checkpoints.base_models import BaseModelEntry
+from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import WeightVersion
 from gateway.futures.table import Future
 from gateway.limits.fair_queue import FairStarter
@@ -39,6 +40,7 @@ class SamplerRouter:
         fleet: Fleet,
         metrics: Metrics,
         samples: SampleLog,
+        pins: Pins,
         sessions: SessionRegistry,
         limits: Quotas,
     ) -> None:
@@ -46,6 +48,7 @@ class SamplerRouter:
         self._fleet = fleet
         self._metrics = metrics
         self._samples = samples
+        self._pins = pins
         self._sessions = sessions
         self._limits = limits
         self._starter = FairStarter()
@@ -69,8 +72,9 @@ class SamplerRouter:
         `LimitExceeded` where that is one too many of its owner, and `SessionFinished`."""
         sampler = self.get(session_id=session_id, model_name=model.name, rank=rank)
         if sampler is None:
-            self._sessions.require(session_id)
-            self._limits.check_in_session("samplers", session_id=session_id)
+            owner = self._sessions.require(session_id).owner
+            used = self._sessions.count_of(owner, (s.session_id for s in self._samplers.values()))
+            self._limits.check("samplers", used=used)
             largest = self._largest_rank(rank)
             sampler = self._samplers[session_id, model.name, largest] = Sampler(
                 session_id=session_id,
@@ -78,6 +82,7 @@ class SamplerRouter:
                 fleet=self._fleet,
                 metrics=self._metrics,
                 meter=SampleMeter(samples=self._samples, base_model=model.name),
+                pins=self._pins,
                 operation_timeout=self._settings.sampler.operation_timeout,
                 max_lora_rank=largest,
                 max_adapters=self._settings.sampler.max_adapters,
@@ -116,9 +121,6 @@ class SamplerRouter:
     def cancel(self, request_id: str) -> bool:
         """Gives up a sample. False: it is not here, or has ended."""
         return any(sampler.cancel(request_id) for sampler in self._samplers.values())
-
-    def versions_in_use(self) -> set[str]:
-        return {name for sampler in self._samplers.values() for name in sampler.versions_in_use}
 
     async def end_session(self, session_id: str, error: TandemError | None = None) -> None:
         """Stops the session's samplers."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gateway.checkpoints.base_models import BaseModelEntry
+from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import WeightVersion
 from gateway.futures.table import Future, Outcome, Result, Waiting
+from gateway.identifiers import place_of_version
 from gateway.limits.ledger import Rate
 from gateway.metrics import Metrics
 from gateway.sampling.engine_supervisor import EngineState, EngineSupervisor
@@ -54,6 +55,7 @@ class Sampler:
         fleet: Fleet,
         metrics: Metrics,
         meter: SampleMeter,
+        pins: Pins,
         operation_timeout: float,
         max_lora_rank: int,
         max_adapters: int,
@@ -63,12 +65,12 @@ class Sampler:
         self.max_lora_rank = max_lora_rank
         self._metrics = metrics
         self._meter = meter
+        self._pins = pins
         self._max_adapters = max_adapters
         self._weights = ""  # the base model's
         self._adapters: dict[str, None] = {}
         self._samples: dict[str, _Sample] = {}
         self._ends = Rate()
-        self._versions: Counter[str] = Counter()
         self._engine = EngineSupervisor(
             session_id=session_id,
             model=model,
@@ -114,12 +116,6 @@ class Sampler:
         what it has to load for it."""
         return {self.weights, *self._adapters}
 
-    @property
-    def versions_in_use(self) -> set[str]:
-        """What somebody waits for, and the weights that a failed load would go back to. The
-        engine reads an adapter's files only for somebody who waits for it."""
-        return set(self._versions) | ({self._weights} if self._weights else set())
-
     def submit(
         self,
         *,
@@ -131,7 +127,7 @@ class Sampler:
         """Takes a sample, and returns what sends it on its way. `tell` is given the tokens as
         they are drawn, before the whole answer; where it waits, so do they."""
         sample = _Sample(future=future, version=version)
-        self._versions[version.name] += 1
+        self._pins.pin(place_of_version(version.name))
         self._samples[future.request_id] = sample
 
         def start() -> None:
@@ -173,12 +169,9 @@ class Sampler:
     async def load(self, version: WeightVersion) -> None:
         """Returns when the engine serves the version. Raises `LoadFailed` and its like; then
         the engine goes on serving what it served before."""
-        self._versions[version.name] += 1
-        try:
-            request = sampler_pb2.LoadRequest(version=version.to_proto())
+        request = sampler_pb2.LoadRequest(version=version.to_proto())
+        with self._pins.hold(place_of_version(version.name)):
             reply = await self._engine.call(lambda client: client.load(request), during="a load")
-        finally:
-            self._drop(version)
         if reply.HasField("failure"):
             raise from_failure(reply.failure)
         self._note_loaded(version.name, adapter=version.adapter)
@@ -196,6 +189,7 @@ class Sampler:
             sample.future.resolve(error)
             self._give_up(sample)
         await self._engine.stop(error)
+        self._set_weights("")
 
     async def abandon(self) -> None:
         """Stops without telling anybody. The fleet ends the engine."""
@@ -231,7 +225,7 @@ class Sampler:
         if self._samples.get(sample.future.request_id) is sample:
             del self._samples[sample.future.request_id]
             self._ends.note()
-            self._drop(sample.version)
+            self._pins.unpin(place_of_version(sample.version.name))
 
     async def _sample(self, request: sampler_pb2.SampleRequest, tell: Tell | None) -> Outcome:
         await self._engine.ready()  # its start is nobody's use of it
@@ -269,19 +263,24 @@ class Sampler:
 
     def _note_loaded(self, name: str, *, adapter: bool) -> None:
         if not adapter:
-            self._weights = "" if name == f"base/{self.model.name}" else name
+            self._set_weights("" if name == f"base/{self.model.name}" else name)
             return
-        self._weights = ""  # an adapter rests upon the base model's
+        self._set_weights("")  # an adapter is served on top of the base model's weights
         self._adapters.pop(name, None)
         self._adapters[name] = None
         if len(self._adapters) > self._max_adapters:
             del self._adapters[next(iter(self._adapters))]
 
     def _nothing_loaded(self) -> None:
-        self._weights = ""
+        self._set_weights("")
         self._adapters.clear()
 
-    def _drop(self, version: WeightVersion) -> None:
-        self._versions[version.name] -= 1
-        if self._versions[version.name] <= 0:
-            del self._versions[version.name]
+    def _set_weights(self, name: str) -> None:
+        """Pins the weights that a failed load goes back to, as long as the engine has them."""
+        if name and self.state != "stopped":
+            self._pins.pin(place_of_version(name))
+        else:
+            name = ""
+        if self._weights:
+            self._pins.unpin(place_of_version(self._weights))
+        self._weights = name

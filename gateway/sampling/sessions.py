@@ -17,7 +17,7 @@ from gateway.auth.identity import Readers
 from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
 from gateway.checkpoints.catalog import Checkpoint
 from gateway.checkpoints.versions import VersionStore, WeightVersion
-from gateway.identifiers import sampling_session_id_of, split_model_name
+from gateway.identifiers import place_of_version, sampling_session_id_of, split_model_name
 from gateway.limits.quotas import Quotas
 from gateway.sessions.registry import SessionRegistry
 from gateway.storage.database import Database
@@ -221,10 +221,10 @@ class SamplingSessionRegistry:
         """Ends a session's sampling sessions; returns the runs whose versions they named."""
         return self._end([s for s in self._active.values() if s.session_id == session_id])
 
-    def expire_idle(self, *, in_use: set[str]) -> list[str]:
+    def expire_idle(self) -> list[str]:
         """Ends the ephemeral ones that nobody used for `idle_ttl`, but the newest of each run
         and those whose version is in use; returns the runs whose versions they named."""
-        now = time.monotonic()
+        now, in_use = time.monotonic(), self._versions.holds.places()
         newest: dict[str, SamplingSession] = {}
         for session in self._active.values():
             if session.kind in ("snapshot", "inflight"):
@@ -235,7 +235,7 @@ class SamplingSessionRegistry:
             if s.kind in ("snapshot", "inflight")
             and newest[s.version.run_id] is not s
             and now - s.used_at > self._idle_ttl
-            and s.version.name not in in_use
+            and place_of_version(s.version.name) not in in_use
         ]
         return self._end(idle)
 
@@ -262,8 +262,9 @@ class SamplingSessionRegistry:
             return existing  # the same request came twice, at once
         if existing is not None:
             raise InvalidRequest(f"there is a sampling session {session.id} already")
-        self._sessions.require(session_id)
-        self._limits.check_in_session("sampling_sessions", session_id=session_id)
+        owner = self._sessions.require(session_id).owner
+        used = self._sessions.count_of(owner, (s.session_id for s in self._active.values()))
+        self._limits.check("sampling_sessions", used=used)
         self._active[session.id] = session
         try:
             await self._database.write(

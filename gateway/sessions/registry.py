@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sqlalchemy import insert, select, update
 
 from gateway.identifiers import new_session_id
+from gateway.limits.quotas import Quotas
 from gateway.storage.database import Database
 from gateway.storage.tables import runs, sessions
 from tandem.errors import SessionFinished
@@ -51,12 +52,12 @@ class SessionRegistry:
         self,
         *,
         database: Database,
+        limits: Quotas,
         ttl: float,
-        check_room: Callable[[str], None] = lambda _owner: None,
     ) -> None:
         self._database = database
+        self._limits = limits
         self._ttl = ttl
-        self._check_room = check_room
         self._active: dict[str, Session] = {}
         self._past_owners: OrderedDict[str, str] = OrderedDict()
 
@@ -75,7 +76,7 @@ class SessionRegistry:
 
     async def create(self, new: NewSession) -> Session:
         """Raises `LimitExceeded` where its owner has as many as are allowed."""
-        self._check_room(new.owner)
+        self._limits.check("sessions", used=sum(s.owner == new.owner for s in self.all()))
         session = Session(
             id=new_session_id(),
             created_at=time.time(),
@@ -127,6 +128,11 @@ class SessionRegistry:
         """Also for some time after its end, when what was used last is counted; then empty."""
         session = self._active.get(session_id)
         return session.owner if session is not None else self._past_owners.get(session_id, "")
+
+    def count_of(self, owner: str, session_ids: Iterable[str]) -> int:
+        """How many of the ids are those of active sessions of the owner."""
+        sessions = map(self._active.get, session_ids)
+        return sum(session is not None and session.owner == owner for session in sessions)
 
     async def assign_project(self, *, session_id: str, project_id: str) -> None:
         """Moves a session, active or ended, into a project with all its runs."""

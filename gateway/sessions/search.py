@@ -11,7 +11,7 @@ was not handed out here, or for another search, is refused.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -68,7 +68,7 @@ class Page:
 
 
 class SessionSearch:
-    def __init__(self, *, database: Database, key: Callable[[], bytes]) -> None:
+    def __init__(self, *, database: Database, key: bytes) -> None:
         self._database = database
         self._key = key
 
@@ -124,7 +124,7 @@ class SessionSearch:
 
     def _cursor(self, filters: Filters, caller: Caller, last: SessionRecord) -> Cursor:
         when = _time(last.created_at)
-        signature = sign(self._key(), *_signed(filters, caller, when, last.id))
+        signature = sign(self._key, *_signed(filters, caller, when, last.id))
         return Cursor(last_created_at=when, last_session_id=f"{last.id}.{signature}")
 
     async def _read_cursor(self, filters: Filters, caller: Caller, cursor: Cursor) -> SessionRecord:
@@ -134,7 +134,7 @@ class SessionSearch:
         except OverflowError:  # a time that UTC has no year for
             when = None
         if when is None or not is_signed(
-            self._key(), signature, *_signed(filters, caller, when, session_id)
+            self._key, signature, *_signed(filters, caller, when, session_id)
         ):
             raise InvalidRequest(
                 "the cursor is not one that this search handed out; pass `next_cursor` back as "

@@ -11,7 +11,7 @@ from tandem.errors import InvalidRequest
 
 
 class DataDirectoryLock:
-    """One gateway for each data directory."""
+    """A context manager: one gateway for each data directory."""
 
     def __init__(self, data_dir: Path) -> None:
         self._path = data_dir / "gateway.lock"
@@ -35,6 +35,12 @@ class DataDirectoryLock:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def __enter__(self) -> None:
+        self.take()
+
+    def __exit__(self, *_error: object) -> None:
+        self.release()
 
 
 def keep_api_key(data_dir: Path) -> str:

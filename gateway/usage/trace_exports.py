@@ -10,7 +10,6 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -52,7 +51,7 @@ class TraceExporter:
         database: Database,
         samples: SampleLog,
         data_dir: Path,
-        key: Callable[[], bytes],
+        key: bytes,
         ttl: float,
     ) -> None:
         self._database = database
@@ -84,7 +83,7 @@ class TraceExporter:
 
     def find(self, *, file: str, expires: str, signature: str) -> Path:
         """Raises `AddressForged`, `AddressExpired`, or `UnknownWeights` for a file that is gone."""
-        if not is_signed(self._key(), signature, _PURPOSE, file, expires):
+        if not is_signed(self._key, signature, _PURPOSE, file, expires):
             raise AddressForged(
                 "this address of a trace was not signed here, or was altered; export it again"
             )
@@ -185,7 +184,7 @@ class TraceExporter:
 
     def _address(self, file: str) -> str:
         expires = str(int(time.time() + self._ttl))
-        signature = sign(self._key(), _PURPOSE, file, expires)
+        signature = sign(self._key, _PURPOSE, file, expires)
         return f"{PREFIX}{file}?{urlencode({'expires': expires, 'signature': signature})}"
 
 

@@ -97,7 +97,7 @@ async def asample(request: Request) -> Response:
             request_id=request_id,
             source="sample",
             kind="sample",
-            owner=gateway.limits.owner_of(session.session_id),
+            owner=gateway.sessions.owner_of(session.session_id),
             describe=lambda: sampler.describe(request_id),
         )
         gateway.samplers.submit(sampler, future=future, version=version, request=message)

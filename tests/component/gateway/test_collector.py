@@ -15,7 +15,7 @@ from gateway.checkpoints.catalog import Checkpoint
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import VersionStore, WeightVersion
-from gateway.identifiers import parse_checkpoint_path
+from gateway.identifiers import parse_checkpoint_path, place_of_version
 from gateway.storage.database import Database
 from gateway.storage.tables import sampling_sessions
 from tandem.errors import UnknownWeights
@@ -27,18 +27,16 @@ PATH = f"tinker://{RUN}/weights/a"
 
 @pytest.fixture
 async def store(tmp_path):
-    """The database and the files, without the rest of a gateway; `in_use` is the test's."""
+    """The database and the files, without the rest of a gateway."""
     database = Database.at(url="", data_dir=tmp_path)
     await database.open()
-    in_use: set[str] = set()
     versions = VersionStore(
         database=database,
         data_dir=tmp_path,
         min_free_bytes=0,
         limits=no_counts(),
-        in_use=lambda: set(in_use),
     )
-    versions.data_dir, versions.used, versions.database = tmp_path, in_use, database
+    versions.data_dir, versions.database = tmp_path, database
     yield versions
     await database.close()
 
@@ -104,13 +102,12 @@ async def test_names_of_checkpoints_and_sampling_sessions_and_uses_keep_versions
             created_at=0.0,
         )
     )
-    store.used.add(names["c"])
-    assert await store.collect(RUN) is False, "what is in use is worth another look"
-    left = {p.name for p in (store.data_dir / "weights/s-1_train_0").iterdir()}
-    assert left == {names[key].rpartition("/")[2] for key in "abc"}
-    with pytest.raises(UnknownWeights):
-        await store.version(names["d"])
-    store.used.clear()
+    with store.holds.hold(place_of_version(names["c"])):
+        assert await store.collect(RUN) is False, "what is in use is worth another look"
+        left = {p.name for p in (store.data_dir / "weights/s-1_train_0").iterdir()}
+        assert left == {names[key].rpartition("/")[2] for key in "abc"}
+        with pytest.raises(UnknownWeights):
+            await store.version(names["d"])
     assert await store.collect(RUN) is True
     assert (await store.version(names["b"])).name == names["b"]
 
@@ -158,13 +155,12 @@ async def test_a_save_that_is_named_while_the_collector_looks_stays(tmp_path):
             await go_on.wait()
             return await super()._named(run_id)
 
-    collector = Slow(database=database, data_dir=tmp_path, holds=holds, in_use=set, again=print)
+    collector = Slow(database=database, data_dir=tmp_path, holds=holds, again=print)
     versions = VersionStore(
         database=database,
         data_dir=tmp_path,
         min_free_bytes=0,
         limits=no_counts(),
-        in_use=set,
     )
     versions.data_dir = tmp_path
     place = "checkpoints/s-1_train_0/a-11111111"

@@ -25,7 +25,7 @@ def identity(*, signing_key: bytes = SIGNING_KEY, ttl: float = 600) -> Identity:
     """Of a gateway with the local key alone; its database is never opened."""
     keys = KeyStore(database=Database(url="sqlite+aiosqlite://"))
     keys.set_local(KEY)
-    return Identity(keys=keys, signing_key=lambda: signing_key, token_ttl=ttl)
+    return Identity(keys=keys, signing_key=signing_key, token_ttl=ttl)
 
 
 def forged(**changes: object) -> bytes:
@@ -83,7 +83,7 @@ def test_a_token_ends_with_its_key_and_with_its_time_also_when_it_was_seen_befor
     keys.set_local(KEY)
     known = Identity(
         keys=keys,
-        signing_key=lambda: SIGNING_KEY,
+        signing_key=SIGNING_KEY,
         token_ttl=600,
         clock=lambda: time.time() + later[-1],
     )
@@ -117,7 +117,7 @@ def test_a_token_does_not_outlive_its_key():
     local = keys.set_local(KEY)
     ends = time.time() + 60
     keys._keys[local.id] = replace(local, expires_at=ends)
-    known = Identity(keys=keys, signing_key=lambda: SIGNING_KEY, token_ttl=600)
+    known = Identity(keys=keys, signing_key=SIGNING_KEY, token_ttl=600)
     token = known.issue(known.identify(KEY.encode()))
     claims = jwt.decode(token, SIGNING_KEY, algorithms=["HS256"])
     assert claims["exp"] == int(ends)
@@ -166,7 +166,7 @@ def test_the_sdk_replaces_a_token_that_the_gateway_refuses(gate):
     """As after the signing key was replaced: one more exchange, and the call goes through."""
     rest = tinker.RestClient(base_url=gate.url, api_key=KEY + "")
     assert rest.whoami().result()
-    gate.run(lambda: setattr(gate.gateway, "signing_key", b"n" * 32))
+    gate.run(lambda: setattr(gate.gateway.identity, "_signing_key", b"n" * 32))
     gate.run(lambda: gate.gateway.identity._checked.clear())
     assert rest.list_sessions().result() is not None
 

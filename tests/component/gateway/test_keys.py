@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 import tinker
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from gateway.auth.keys import KeyStore, NewKey, digest_of, id_of
 from gateway.auth.listening import is_loopback
 from gateway.core import Gateway
+from gateway.metrics import Metrics
 from gateway.storage.data_directory import keep_api_key
 from gateway.storage.database import Database
 from gateway.storage.tables import keys as table
@@ -304,22 +306,21 @@ def test_durations_are_read_as_they_are_meant():
 
 
 async def test_only_a_gateway_with_a_key_for_others_listens_where_others_reach_it(tmp_path):
-    def gateway(host: str) -> Gateway:
-        return Gateway(settings=settings_for(tmp_path, host=host), launcher=FakeLauncher())
+    def gateway(host: str) -> AbstractAsyncContextManager[Gateway]:
+        settings = settings_for(tmp_path, host=host)
+        return Gateway.open(settings, launcher=FakeLauncher(), metrics=Metrics())
 
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
         with pytest.raises(InvalidRequest, match="tandem keys create --owner NAME"):
-            await gateway(host).open()
-    first = gateway("127.0.0.1")
-    await first.database.open()
-    key, _ = await first.keys.create(new())
-    await first.database.close()
-    second = gateway("0.0.0.0")
-    await second.open()
-    await second.keys.revoke(key.id)
-    await second.close()
+            async with gateway(host):
+                pass
+    async with gateway("127.0.0.1") as first:
+        key, _ = await first.keys.create(new())
+    async with gateway("0.0.0.0") as second:
+        await second.keys.revoke(key.id)
     with pytest.raises(InvalidRequest):
-        await gateway("0.0.0.0").open()
+        async with gateway("0.0.0.0"):
+            pass
 
 
 def test_loopback_is_what_only_this_machine_reaches():

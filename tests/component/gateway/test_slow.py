@@ -116,8 +116,9 @@ def test_a_large_answer_is_handed_over_in_pieces_that_make_up_the_whole(gate):
     async def send(message):
         sent.append(message)
 
-    reception = RequestReservations(app, limits=gate.gateway.limits)
-    asyncio.run(reception({"type": "http", "path": "/", "state": {}}, None, send))
+    reception = RequestReservations(app)
+    scope = {"type": "http", "path": "/", "state": {}, "app": gate.server.config.app}
+    asyncio.run(reception(scope, None, send))
     pieces = sent[1:]
     assert b"".join(piece["body"] for piece in pieces) == body
     assert max(len(piece["body"]) for piece in pieces) == 256 * 2**10

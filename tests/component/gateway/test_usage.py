@@ -13,7 +13,7 @@ from gateway.sessions.registry import NewSession, SessionRegistry
 from gateway.storage.database import Database
 from gateway.usage.meter import SharedClock, Subject, UsageMeter
 from gateway.usage.reports import BillingReports
-from tests.support.gateway.running import KEY, datum, running_gateway
+from tests.support.gateway.running import KEY, datum, no_counts, running_gateway
 
 ADMIN = Caller(owner="local", key_id="k-1", role="admin")
 HOUR = timedelta(hours=1)
@@ -60,7 +60,7 @@ async def database(tmp_path):
 
 
 async def test_usage_is_added_up_by_hour_over_writes_and_restarts(database):
-    sessions = SessionRegistry(database=database, ttl=60)
+    sessions = SessionRegistry(database=database, limits=no_counts(), ttl=60)
     session = await sessions.create(
         NewSession(owner="local", project_id="p", user_metadata={"a": "b"})
     )
@@ -97,7 +97,7 @@ async def test_usage_is_added_up_by_hour_over_writes_and_restarts(database):
 
 
 async def test_however_many_subjects_there_are_memory_stays_bounded(database):
-    sessions = SessionRegistry(database=database, ttl=60)
+    sessions = SessionRegistry(database=database, limits=no_counts(), ttl=60)
     usage = UsageMeter(database=database, sessions=sessions, clock=lambda: 3600.0)
     for number in range(5000):
         subject = Subject(id=f"s-1:sample:{number}", session_id="s-1", base_model="tiny")

@@ -20,7 +20,7 @@ import tinker
 from tinker import types
 
 from gateway.app import create_app
-from gateway.limits.quotas import Counts, Quotas
+from gateway.limits.quotas import Quotas
 from gateway.metrics import Metrics
 from gateway.server import GatewayServer, make_server
 from tandem.settings import GatewaySettings, LimitSettings
@@ -37,7 +37,7 @@ class Gate:
         self.server = server
         self.launcher = launcher
         self.settings = settings
-        self.gateway = server._gateway
+        self.gateway = server.gateway
         self._loop = loop
 
     @property
@@ -110,23 +110,8 @@ def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
 
 
 def no_counts() -> Quotas:
-    """The limits of a gateway in which nobody has anything yet."""
-
-    async def nothing(_owner: str) -> int:
-        return 0
-
-    return Quotas(
-        settings=LimitSettings(),
-        metrics=Metrics(),
-        counts=Counts(
-            owner_of=lambda _session_id: "local",
-            active={
-                what: lambda _owner: 0
-                for what in ("sessions", "runs", "samplers", "sampling_sessions")
-            },
-            checkpoint_bytes=nothing,
-        ),
-    )
+    """The default limits."""
+    return Quotas(settings=LimitSettings(), metrics=Metrics())
 
 
 def make_model(folder: Path) -> Path:
