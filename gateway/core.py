@@ -14,8 +14,11 @@ from gateway.auth.keys import KeyStore
 from gateway.auth.listening import check_listening
 from gateway.auth.signing import keep_signing_key
 from gateway.checkpoints.base_models import BaseModels
+from gateway.checkpoints.catalog import CheckpointCatalog
+from gateway.checkpoints.collector import GarbageCollector
 from gateway.checkpoints.copies import CheckpointCopier
 from gateway.checkpoints.downloads import DownloadSigner
+from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import VersionStore
 from gateway.futures.completion_feed import CompletionFeed
 from gateway.futures.result_store import ResultStore
@@ -140,16 +143,25 @@ class Gateway:
         self.futures = FutureTable(result_ttl=settings.result_ttl, keeper=self.results)
         self.completions = CompletionFeed(futures=self.futures, idle_ttl=settings.result_ttl)
         self.models = BaseModels(database=database)
+        self.pins = Pins()
+        self.checkpoints = CheckpointCatalog(database=database, pins=self.pins, limits=self.limits)
         self.versions = VersionStore(
             database=database,
             data_dir=settings.data_dir,
             min_free_bytes=settings.min_free_bytes,
-            limits=self.limits,
+        )
+        self.collector = GarbageCollector(
+            database=database, data_dir=settings.data_dir, checkpoints=self.checkpoints
         )
         self.copies = CheckpointCopier(
-            database=database, data_dir=settings.data_dir, versions=self.versions
+            database=database,
+            data_dir=settings.data_dir,
+            checkpoints=self.checkpoints,
+            versions=self.versions,
         )
-        self.downloads = DownloadSigner(key=signing_key, versions=self.versions)
+        self.downloads = DownloadSigner(
+            key=signing_key, checkpoints=self.checkpoints, versions=self.versions
+        )
         self.fleet = Fleet(
             settings=settings,
             database=database,
@@ -160,6 +172,7 @@ class Gateway:
         self.sampling = SamplingSessionRegistry(
             database=database,
             models=self.models,
+            checkpoints=self.checkpoints,
             versions=self.versions,
             sessions=self.sessions,
             limits=self.limits,
@@ -175,7 +188,7 @@ class Gateway:
             fleet=self.fleet,
             metrics=metrics,
             samples=self.samples,
-            pins=self.versions.holds,
+            pins=self.pins,
             sessions=self.sessions,
             limits=self.limits,
         )
@@ -192,7 +205,9 @@ class Gateway:
             samplers=self.samplers,
             sampling=self.sampling,
             sessions=self.sessions,
+            checkpoints=self.checkpoints,
             versions=self.versions,
+            collector=self.collector,
             loss_definitions=self.loss_definitions,
             metrics=metrics,
             usage=self.usage,
@@ -213,7 +228,7 @@ class Gateway:
             sessions=self.sessions,
             sampling=self.sampling,
             directory=self.directory,
-            checkpoints=self.versions.checkpoints,
+            checkpoints=self.checkpoints,
         )
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._log = get_log()
@@ -237,7 +252,7 @@ class Gateway:
         lost_runs = await self.runs.open()
         await self.sessions.open()
         await self.sampling.open()
-        await self.versions.sweep_all()
+        await self.collector.collect_all()
         if lost or lost_runs:
             self._log.warning("restarted", operations_failed=lost, runs_ended=lost_runs)
 
@@ -277,8 +292,8 @@ class Gateway:
     async def collect(self, run_id: str) -> bool:
         """Removes the run's files that nothing names or uses. False: some are still in use."""
         if self.runs.get(run_id) is None:
-            return await self.versions.sweep_run(run_id)
-        return await self.versions.collect(run_id)
+            return await self.collector.collect_ended(run_id)
+        return await self.collector.collect(run_id)
 
     async def _end_session(self, session_id: str, *, state: str, reason: str, detail: str) -> None:
         try:

@@ -79,8 +79,8 @@ class Housekeeping:
     async def expire_checkpoints(self) -> None:
         """Takes the names of expired checkpoints away, and removes the files of what lost its
         name since the last round, as far as nothing uses them."""
-        await self._gateway.versions.checkpoints.expire()
-        await self._collect(self._gateway.versions.checkpoints.unnamed())
+        await self._gateway.checkpoints.expire()
+        await self._collect(self._gateway.checkpoints.take_marked())
 
     async def keep_house(self) -> None:
         """Idle sampling sessions, unnamed versions, what was still in use, expired results."""
@@ -88,7 +88,7 @@ class Housekeeping:
         touched = self._in_use | set(gateway.sampling.expire_idle())
         touched.update(run.id for run in gateway.runs.all() if run.facts.published)
         await self._collect(sorted(touched))
-        await gateway.versions.empty_trash()
+        await gateway.collector.empty_trash()
         gateway.oplog.expire()
         await gateway.traces.expire()
         gateway.audit.forget_before(time.time() - gateway.settings.audit_ttl)

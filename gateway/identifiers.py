@@ -131,31 +131,32 @@ def checkpoint_path(*, run_id: str, kind: str, name: str) -> CheckpointPath:
     return CheckpointPath(run_id=run_id, kind=known, name=check_name(name))
 
 
-def folder_of(run_id: str) -> str:
-    """A run id as the name of a folder: `s-ab12_train_0`."""
+def run_folder_name(run_id: str) -> str:
+    """Return a run id as the name of a folder: `s-ab12_train_0`."""
     return run_id.replace(":", "_")
 
 
 def operation_blob(data_dir: Path, *, run_id: str, seq_id: int) -> Path:
-    return data_dir / "operations" / folder_of(run_id) / str(seq_id)
+    return data_dir / "operations" / run_folder_name(run_id) / str(seq_id)
 
 
 def result_blob(data_dir: Path, *, request_id: str) -> Path:
-    return data_dir / "results" / folder_of(request_id)
+    return data_dir / "results" / run_folder_name(request_id)
 
 
-def checkpoint_folder(data_dir: Path, *, run_id: str, name: str) -> Path:
-    """A new folder for a checkpoint. Its end is random: a name that is overwritten keeps the
-    old folder until the new one is complete."""
-    return data_dir / "checkpoints" / folder_of(run_id) / f"{name}-{secrets.token_hex(4)}"
+def new_state_folder(data_dir: Path, *, run_id: str, name: str) -> Path:
+    """Return the path of a new folder for a trainer's state. Its end is random, because a name
+    that is overwritten keeps the old folder until the new one is complete."""
+    return data_dir / "checkpoints" / run_folder_name(run_id) / f"{name}-{secrets.token_hex(4)}"
 
 
-def place_of_folder(folder: Path) -> str:
-    """Below the data directory: `checkpoints/s-ab12_train_0/warm-up-9f2c41d0`."""
+def relative_state_folder(folder: Path) -> str:
+    """Return the path relative to the data directory:
+    `checkpoints/s-ab12_train_0/warm-up-9f2c41d0`."""
     return f"checkpoints/{folder.parent.name}/{folder.name}"
 
 
-def place_of_version(name: str) -> str:
-    """Below the data directory: `weights/s-ab12_train_0/v000003-9f2c41d0`."""
+def relative_version_folder(name: str) -> str:
+    """Return the path relative to the data directory: `weights/s-ab12_train_0/v000003-9f2c41d0`."""
     run_id, _, leaf = name.rpartition("/")
-    return f"weights/{folder_of(run_id)}/{leaf}"
+    return f"weights/{run_folder_name(run_id)}/{leaf}"

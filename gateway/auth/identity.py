@@ -11,8 +11,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import jwt
+from sqlalchemy import ColumnElement, true
 
 from gateway.auth.keys import LOCAL_OWNER, KeyStore, Role
 from tandem.errors import TokenRefused, Unauthenticated
@@ -27,6 +29,10 @@ _ALGORITHM = "HS256"
 _ISSUER = "tandem-gateway"
 _REMEMBERED = 1024
 """Tokens whose signature was checked already, so that it is not checked for each request."""
+
+
+Scope = Literal["owned", "accessible"]
+"""What belongs to the caller, or what the caller may see: for an admin, everything."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,13 @@ class Identity:
         except jwt.PyJWTError as error:
             raise TokenRefused(f"the token is not one of this gateway's: {error}") from error
         return _Token(key_id=str(claims["key"]), expires_at=float(claims["exp"]))
+
+
+def visible(owner: ColumnElement[str], caller: Caller, scope: Scope) -> ColumnElement[bool]:
+    """Return the SQL condition for rows that the caller may see, as `Caller.may_see`."""
+    if scope == "accessible" and caller.role == "admin":
+        return true()
+    return owner == caller.owner
 
 
 def urn_of(owner: str) -> str:

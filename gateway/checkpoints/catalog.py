@@ -1,28 +1,41 @@
-"""Checkpoints by name: `tinker://RUN/KIND/NAME`, what it stands for, and until when.
+"""Checkpoints by name: `tinker://RUN/KIND/NAME`, the files behind it, and its expiry.
 
-Three kinds: `weights` (a trainer's state, in a folder of its own), `sampler_weights` and
-`external_weights` (weight versions; the external one is for download). What is deleted or
-expired is gone from every answer at once; its files go later (`gateway/collector.py`).
+There are three kinds: `weights` (a trainer's state, in a folder of its own), `sampler_weights`
+and `external_weights` (weight versions; the external ones are for download). A deleted or
+expired checkpoint disappears from every answer at once; the garbage collector removes its files
+later.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from sqlalchemy import ColumnElement, Insert, RowMapping, delete, func, insert, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Insert,
+    RowMapping,
+    and_,
+    delete,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 
-from gateway.auth.identity import Readers
+from gateway.auth.identity import Caller, Readers, visible
 from gateway.checkpoints.pins import Pins
 from gateway.identifiers import (
     CheckpointPath,
     parse_checkpoint_path,
-    place_of_folder,
-    place_of_version,
+    relative_state_folder,
+    relative_version_folder,
 )
+from gateway.limits.quotas import Quotas
 from gateway.storage.database import Database
 from gateway.storage.tables import checkpoints, runs
 from tandem.errors import UnknownWeights
@@ -32,7 +45,7 @@ from tandem.worker import TrainingSpec
 @dataclass(frozen=True)
 class Checkpoint:
     """A named save. `folder` is set for the kind `weights`, `version` for the two others.
-    Times are seconds since 1970; `expires_at` None: never."""
+    Times are in seconds since 1970; `expires_at` is None for a checkpoint that does not expire."""
 
     path: CheckpointPath
     base_model: str
@@ -48,27 +61,40 @@ class Checkpoint:
     expires_at: float | None = None
 
     @property
-    def place(self) -> str:
-        """Its folder below the data directory."""
-        return place_of_folder(Path(self.folder)) if self.folder else place_of_version(self.version)
+    def relative_folder(self) -> str:
+        """The path of its folder relative to the data directory."""
+        if self.folder:
+            return relative_state_folder(Path(self.folder))
+        return relative_version_folder(self.version)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The run of a checkpoint. `owner` is empty for a run that has no row: nobody's."""
+    """The training run of a checkpoint. `owner` is empty if the run is not in the database."""
 
     owner: str = ""
     training: TrainingSpec = field(default_factory=TrainingSpec)
 
 
+@dataclass(frozen=True)
+class StorageUse:
+    """The checkpoints of one owner in one project."""
+
+    project_id: str
+    owner: str
+    count: int
+    bytes: int
+
+
 class CheckpointCatalog:
-    def __init__(self, *, database: Database, holds: Pins) -> None:
+    def __init__(self, *, database: Database, pins: Pins, limits: Quotas) -> None:
         self._database = database
-        self._holds = holds
+        self.pins = pins
+        self._limits = limits
         self._unnamed_runs: set[str] = set()
 
     async def put(self, checkpoint: Checkpoint) -> None:
-        """Writes the row; one of the same path gives way in the same moment."""
+        """Write the row, replacing one of the same path in the same transaction."""
         await self._database.write_together(
             delete(checkpoints).where(checkpoints.c.path == str(checkpoint.path)),
             insert_row(checkpoint),
@@ -76,23 +102,22 @@ class CheckpointCatalog:
         self.mark(checkpoint.path.run_id)
 
     async def find(self, path: CheckpointPath) -> Checkpoint | None:
+        """Return the checkpoint, without a check of who may read it."""
         row = await self._database.read_one(
-            select(checkpoints).where(checkpoints.c.path == str(path), alive())
+            select(checkpoints).where(checkpoints.c.path == str(path), not_expired())
         )
         return checkpoint_of(row) if row is not None else None
 
-    async def get(self, path: str, *, readers: Readers | None = None) -> Checkpoint:
-        """`readers`: on whose behalf; None: whoever asks has been asked already. Raises
-        `UnknownWeights`, or `InvalidRequest` for what is no checkpoint path."""
+    async def get(self, path: str, *, readers: Readers) -> Checkpoint:
+        """Raise `UnknownWeights` for a checkpoint that is not there or that `readers` may not
+        read, `InvalidRequest` for text that is not a checkpoint path."""
         found = await self.find(parse_checkpoint_path(path))
-        if found is None or (
-            readers is not None and not readers.may_read(owner=found.owner, public=found.public)
-        ):
+        if found is None or not readers.may_read(owner=found.owner, public=found.public):
             raise unknown_checkpoint(path)
         return found
 
-    async def for_training(self, path: str, *, readers: Readers | None = None) -> Checkpoint:
-        """One that a trainer can load. Raises as `get`."""
+    async def get_trainable(self, path: str, *, readers: Readers) -> Checkpoint:
+        """Return a checkpoint that a trainer can load. Raises as `get`."""
         found = await self.get(path, readers=readers)
         if found.path.kind != "weights":
             raise UnknownWeights(
@@ -102,34 +127,39 @@ class CheckpointCatalog:
         return found
 
     @asynccontextmanager
-    async def reading(
-        self, path: str, *, readers: Readers | None = None
-    ) -> AsyncIterator[Checkpoint]:
-        """The checkpoint, whose files stay while the block runs, whatever becomes of its name.
-        Raises as `get`."""
-        with self._holds.look_up(parse_checkpoint_path(path).run_id):
-            checkpoint = await self.get(path, readers=readers)
-            hold = self._holds.hold(checkpoint.place)
-            hold.__enter__()
-        try:
+    async def reading(self, path: str, *, readers: Readers) -> AsyncIterator[Checkpoint]:
+        """Return the checkpoint and keep its files while the block runs, even if its name is
+        deleted. Raises as `get`."""
+        with ExitStack() as pinned:
+            with self.pins.resolving(parse_checkpoint_path(path).run_id):
+                checkpoint = await self.get(path, readers=readers)
+                pinned.enter_context(self.pins.pinned(checkpoint.relative_folder))
             yield checkpoint
-        finally:
-            hold.__exit__(None, None, None)
 
-    async def take_for_training(
-        self, path: str, *, run_id: str, readers: Readers | None = None
-    ) -> Checkpoint:
-        """As `for_training`; its files stay until `holds.give_back`, or the end of `run_id`."""
-        with self._holds.look_up(parse_checkpoint_path(path).run_id):
-            checkpoint = await self.for_training(path, readers=readers)
-            self._holds.take(checkpoint.place, owner=run_id)
+    @asynccontextmanager
+    async def reading_unchecked(self, path: CheckpointPath) -> AsyncIterator[Checkpoint]:
+        """As `reading`, where the right to read was checked before (by a signature or by the
+        route)."""
+        with ExitStack() as pinned:
+            with self.pins.resolving(path.run_id):
+                checkpoint = await self.find(path)
+                if checkpoint is None:
+                    raise unknown_checkpoint(str(path))
+                pinned.enter_context(self.pins.pinned(checkpoint.relative_folder))
+            yield checkpoint
+
+    async def pin_for_training(self, path: str, *, run_id: str, readers: Readers) -> Checkpoint:
+        """As `get_trainable`; keeps the files until `pins.unpin_for_run` or the end of the run."""
+        with self.pins.resolving(parse_checkpoint_path(path).run_id):
+            checkpoint = await self.get_trainable(path, readers=readers)
+            self.pins.pin_for_run(checkpoint.relative_folder, run_id=run_id)
         return checkpoint
 
     async def of_run(self, run_id: str) -> list[Checkpoint]:
-        """Those of a run, oldest first."""
+        """Return the checkpoints of a run, oldest first."""
         rows = await self._database.read(
             select(checkpoints)
-            .where(checkpoints.c.run_id == run_id, alive())
+            .where(checkpoints.c.run_id == run_id, not_expired())
             .order_by(checkpoints.c.created_at)
         )
         return [checkpoint_of(row) for row in rows]
@@ -137,93 +167,107 @@ class CheckpointCatalog:
     async def of_owner(
         self, owner: str | None, *, limit: int, offset: int
     ) -> tuple[list[Checkpoint], int]:
-        """A page of an owner's (None: everybody's), newest first, and how many there are."""
-        mine = [alive()] if owner is None else [alive(), checkpoints.c.owner == owner]
+        """Return a page of an owner's checkpoints (everybody's, for None), newest first, and how
+        many there are in all."""
+        wanted = [not_expired()] if owner is None else [not_expired(), checkpoints.c.owner == owner]
         rows = await self._database.read(
             select(checkpoints)
-            .where(*mine)
+            .where(*wanted)
             .order_by(checkpoints.c.created_at.desc(), checkpoints.c.path)
             .limit(limit)
             .offset(offset)
         )
-        count = await self._database.read_one(
-            select(func.count().label("total")).select_from(checkpoints).where(*mine)
+        total = await self._database.read_value(
+            select(func.count()).select_from(checkpoints).where(*wanted)
         )
-        assert count is not None
-        return [checkpoint_of(row) for row in rows], count["total"]
+        return [checkpoint_of(row) for row in rows], total
 
     async def bytes_of_owner(self, owner: str) -> int:
-        """Of all of an owner's checkpoints together."""
-        row = await self._database.read_one(
-            select(func.coalesce(func.sum(checkpoints.c.bytes), 0).label("total")).where(
-                checkpoints.c.owner == owner, alive()
+        """Return the bytes of all of an owner's checkpoints together."""
+        return int(
+            await self._database.read_value(
+                select(func.coalesce(func.sum(checkpoints.c.bytes), 0)).where(
+                    checkpoints.c.owner == owner, not_expired()
+                )
             )
         )
-        assert row is not None
-        return int(row["total"])
+
+    async def check_quota(
+        self, *, owner: str, expected_bytes: int, replaced_bytes: int = 0
+    ) -> None:
+        """Raise `LimitExceeded` if the owner may not store another checkpoint of this size."""
+        self._limits.check_checkpoint_bytes(
+            used=await self.bytes_of_owner(owner), expected=expected_bytes, replaced=replaced_bytes
+        )
+
+    async def storage_use(self, caller: Caller, *, project_id: str | None) -> list[StorageUse]:
+        """Sum up the checkpoints that the caller may see, by project and owner."""
+        wanted = [not_expired(), visible(checkpoints.c.owner, caller, "accessible")]
+        if project_id is not None:
+            wanted.append(runs.c.project_id == project_id)
+        group = (runs.c.project_id, checkpoints.c.owner)
+        rows = await self._database.read(
+            select(
+                *group, func.count().label("found"), func.sum(checkpoints.c.bytes).label("bytes")
+            )
+            .join(runs, runs.c.id == checkpoints.c.run_id)
+            .where(*wanted)
+            .group_by(*group)
+            .order_by(*group)
+        )
+        return [
+            StorageUse(
+                project_id=row["project_id"],
+                owner=row["owner"],
+                count=row["found"],
+                bytes=int(row["bytes"]),
+            )
+            for row in rows
+        ]
 
     async def set_public(self, checkpoint: Checkpoint, *, public: bool) -> None:
-        await self._change(checkpoint, public=public)
+        await self._update(checkpoint, public=public)
 
     async def set_ttl(self, checkpoint: Checkpoint, ttl_seconds: int | None) -> None:
-        """Counted from now; None: it does not expire."""
+        """Let the checkpoint expire so many seconds from now; None: never."""
         expires_at = time.time() + ttl_seconds if ttl_seconds is not None else None
-        await self._change(checkpoint, expires_at=expires_at)
+        await self._update(checkpoint, expires_at=expires_at)
 
     async def delete(self, checkpoint: Checkpoint) -> None:
-        """Takes the name away; the files go when nobody uses them."""
-        await self._database.write(
-            delete(checkpoints).where(
-                checkpoints.c.path == str(checkpoint.path),
-                checkpoints.c.created_at == checkpoint.created_at,
-            )
-        )
+        """Delete the name; the garbage collector removes the files when nobody uses them."""
+        await self._database.write(delete(checkpoints).where(_is(checkpoint)))
         self.mark(checkpoint.path.run_id)
 
     async def expire(self) -> None:
-        """Takes the names away whose time is over."""
-        over = checkpoints.c.expires_at <= time.time()
-        rows = await self._database.read(select(checkpoints.c.run_id).where(over).distinct())
+        """Delete the names of expired checkpoints."""
+        expired = checkpoints.c.expires_at <= time.time()
+        rows = await self._database.read(select(checkpoints.c.run_id).where(expired).distinct())
         if rows:
-            await self._database.write(delete(checkpoints).where(over))
+            await self._database.write(delete(checkpoints).where(expired))
             self._unnamed_runs.update(row["run_id"] for row in rows)
 
     def mark(self, run_id: str) -> None:
-        """Something of this run may have lost its name."""
+        """Note that files of this run may have lost their name."""
         self._unnamed_runs.add(run_id)
 
-    def unnamed(self) -> list[str]:
-        """The runs that lost a name since this was last asked."""
-        found, self._unnamed_runs = sorted(self._unnamed_runs), set()
-        return found
-
-    async def find_origin(self, run_id: str) -> Origin | None:
-        """As `origin`; None for a run that never was."""
-        row = await self._database.read_one(select(runs.c.id).where(runs.c.id == run_id))
-        return await self.origin(run_id) if row is not None else None
+    def take_marked(self) -> list[str]:
+        """Return the runs that were marked since the last call."""
+        marked, self._unnamed_runs = sorted(self._unnamed_runs), set()
+        return marked
 
     async def origin(self, run_id: str) -> Origin:
-        """Whose a run is, and what it trains or trained."""
+        """Return who owns a run, and what it trains."""
         row = await self._database.read_one(
             select(runs.c.training, runs.c.owner).where(runs.c.id == run_id)
         )
         if row is None:
             return Origin()
-        training = row["training"]
         return Origin(
-            owner=row["owner"],
-            training=TrainingSpec.model_validate(training) if training else TrainingSpec(),
+            owner=row["owner"], training=TrainingSpec.model_validate(row["training"] or {})
         )
 
-    async def _change(self, checkpoint: Checkpoint, **values: object) -> None:
-        await self._database.write(
-            update(checkpoints)
-            .where(
-                checkpoints.c.path == str(checkpoint.path),
-                checkpoints.c.created_at == checkpoint.created_at,
-            )
-            .values(**values)
-        )
+    async def _update(self, checkpoint: Checkpoint, **values: object) -> None:
+        await self._database.write(update(checkpoints).where(_is(checkpoint)).values(**values))
 
 
 def unknown_checkpoint(path: str) -> UnknownWeights:
@@ -231,41 +275,25 @@ def unknown_checkpoint(path: str) -> UnknownWeights:
 
 
 def insert_row(checkpoint: Checkpoint) -> Insert:
+    path, metadata = checkpoint.path, checkpoint.user_metadata
+    values = {"path": str(path), "run_id": path.run_id, "kind": path.kind}
     return insert(checkpoints).values(
-        path=str(checkpoint.path),
-        run_id=checkpoint.path.run_id,
-        kind=checkpoint.path.kind,
-        base_model=checkpoint.base_model,
-        folder=checkpoint.folder,
-        version=checkpoint.version,
-        step=checkpoint.step,
-        bytes=checkpoint.bytes,
-        optimizer=checkpoint.optimizer,
-        owner=checkpoint.owner,
-        public=checkpoint.public,
-        user_metadata=dict(checkpoint.user_metadata) if checkpoint.user_metadata else None,
-        created_at=checkpoint.created_at,
-        expires_at=checkpoint.expires_at,
+        {**vars(checkpoint), **values, "user_metadata": dict(metadata) if metadata else None}
     )
 
 
-def alive() -> ColumnElement[bool]:
-    """The rows of checkpoints that have not expired."""
+def checkpoint_of(row: RowMapping) -> Checkpoint:
+    values = {field.name: row[field.name] for field in fields(Checkpoint)}
+    return Checkpoint(**{**values, "path": parse_checkpoint_path(row["path"])})
+
+
+def not_expired() -> ColumnElement[bool]:
     return or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > time.time())
 
 
-def checkpoint_of(row: RowMapping) -> Checkpoint:
-    return Checkpoint(
-        path=parse_checkpoint_path(row["path"]),
-        base_model=row["base_model"],
-        folder=row["folder"],
-        version=row["version"],
-        step=row["step"],
-        bytes=row["bytes"],
-        optimizer=row["optimizer"],
-        created_at=row["created_at"],
-        owner=row["owner"],
-        public=row["public"],
-        user_metadata=row["user_metadata"],
-        expires_at=row["expires_at"],
+def _is(checkpoint: Checkpoint) -> ColumnElement[bool]:
+    """Match this very checkpoint, not a newer one of the same path."""
+    return and_(
+        checkpoints.c.path == str(checkpoint.path),
+        checkpoints.c.created_at == checkpoint.created_at,
     )

@@ -1,14 +1,14 @@
-"""Removes from the disk what no name leads to and nobody uses.
+"""Removes weight versions and checkpoint folders that nothing names and nobody uses.
 
-A version or a checkpoint's folder stays while a checkpoint or an active sampling session names
-it, while a run or a sampler uses it, and while somebody holds it (`gateway/holds.py`). Names
-come after files and go before them, so that a crash at any point leaves at worst files without
-a name; `collect` of everything, when the gateway starts, finds those.
+A folder is kept while a checkpoint or an active sampling session names it, and while it is
+pinned: by a run, by a sampler, or by whoever reads or writes it. Files are written before their
+name and removed after it, so a crash at any point leaves at worst files without a name, which
+`collect_all` removes at the next start.
 
-The order of looking matters, since all this goes on meanwhile: first the disk, so that nothing
-younger is touched; then what is in use; then the names (whoever saves gives up its hold only
-after its name is committed); then once more what is in use (whoever reads took its hold after
-the name was found).
+The order of the checks matters, because saving and reading go on meanwhile: first list the
+disk, so that nothing younger is touched; then what is in use; then the names (a save unpins its
+folder only after its name is committed); then once more what is in use (a reader pins a folder
+after it has found the name).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from sqlalchemy import select, update
 
-from gateway.checkpoints.pins import Pins
-from gateway.identifiers import folder_of, place_of_folder, place_of_version
+from gateway.checkpoints.catalog import CheckpointCatalog
+from gateway.identifiers import relative_state_folder, relative_version_folder, run_folder_name
 from gateway.storage.database import Database
 from gateway.storage.tables import checkpoints, sampling_sessions, weight_versions
 from tandem.telemetry import get_log
@@ -34,72 +35,80 @@ _TRASH = ".trash"
 
 
 class GarbageCollector:
-    """`again` is told of a run in which something stayed for the moment that one of its names
-    was looked up."""
+    """`remove_tree` removes a folder with its content."""
 
     def __init__(
         self,
         *,
         database: Database,
         data_dir: Path,
-        holds: Pins,
-        again: Callable[[str], None],
+        checkpoints: CheckpointCatalog,
+        remove_tree: Callable[[Path], None] = shutil.rmtree,
     ) -> None:
         self._database = database
         self._data_dir = data_dir
-        self._holds = holds
-        self._again = again
-        self._one_at_a_time = asyncio.Lock()
+        self._checkpoints = checkpoints
+        self._pins = checkpoints.pins
+        self._remove_tree = remove_tree
+        self._lock = asyncio.Lock()
         self._log = get_log()
 
-    async def collect(self, *, run_id: str | None, partials: bool) -> bool:
-        """Removes what is over of a run, or of all (None). With `partials` also what is half
-        written, which is right only when nobody can be writing. False: something is still in
-        use, so that this is worth repeating."""
-        async with self._one_at_a_time:
-            return await self._collect(run_id, partials)
+    async def collect(self, run_id: str) -> bool:
+        """Remove a run's folders that nothing names or uses. Return False if some are still in
+        use, so that the call is worth repeating."""
+        return await self._collect(run_id, partials=False)
+
+    async def collect_ended(self, run_id: str) -> bool:
+        """As `collect`, for a run whose trainer has stopped: removes partial folders as well and
+        ends the run's pins."""
+        self._pins.unpin_run(run_id)
+        return await self._collect(run_id, partials=True)
+
+    async def collect_all(self) -> None:
+        """Remove what an earlier gateway left. Call it only before anything runs."""
+        await self.empty_trash()
+        await self._collect(None, partials=True)
 
     async def empty_trash(self) -> None:
-        """Removes what was taken away, but not removed: we ended, or the disk refused."""
-        async with self._one_at_a_time:
+        """Remove what a crash or a failing disk left in the trash."""
+        async with self._lock:
             await asyncio.to_thread(self._empty_trash)
 
-    async def _collect(self, run_id: str | None, partials: bool) -> bool:
-        folder = folder_of(run_id) if run_id is not None else None
-        found = await asyncio.to_thread(self._look, folder, partials)
-        used = self._holds.places()
-        named = await self._named(run_id)
-        used |= self._holds.places()
-        unnamed = [place for place in found if place not in named]
-        if run_id is not None and self._holds.looked_up(run_id):
-            if unnamed:
-                self._holds.when_looked_up(run_id, lambda: self._again(run_id))
-            return not unnamed
-        over = [place for place in unnamed if place not in used]
-        if over:
-            await asyncio.to_thread(self._remove, over)
-            await self._note(run_id, set(over))
-            self._log.info("collected", run_id=run_id, places=over)
-        if partials:
-            await asyncio.to_thread(self._remove_empty, folder)
-        return len(over) == len(unnamed)
+    async def _collect(self, run_id: str | None, *, partials: bool) -> bool:
+        async with self._lock:
+            found = await asyncio.to_thread(self._list_folders, run_id, partials)
+            used = self._pins.folders()
+            named = await self._named(run_id)
+            used |= self._pins.folders()
+            unnamed = [folder for folder in found if folder not in named]
+            if run_id is not None and self._pins.is_resolving(run_id):
+                if unnamed:
+                    self._pins.after_resolving(run_id, lambda: self._checkpoints.mark(run_id))
+                return not unnamed
+            unused = [folder for folder in unnamed if folder not in used]
+            if unused:
+                await asyncio.to_thread(self._remove, unused)
+                await self._note(run_id, set(unused))
+                self._log.info("collected", run_id=run_id, folders=unused)
+            if partials:
+                await asyncio.to_thread(self._remove_empty_run_folders, run_id)
+            return len(unused) == len(unnamed)
 
-    def _look(self, folder: str | None, partials: bool) -> list[str]:
-        found = []
-        for run in self._run_folders(folder):
-            for child in sorted(run.iterdir()):
-                if partials or not child.name.startswith(_PARTIAL_PREFIX):
-                    found.append(f"{run.parent.name}/{run.name}/{child.name}")
-        return found
+    def _list_folders(self, run_id: str | None, partials: bool) -> list[str]:
+        return [
+            str(child.relative_to(self._data_dir))
+            for run in self._run_folders(run_id)
+            for child in sorted(run.iterdir())
+            if partials or not child.name.startswith(_PARTIAL_PREFIX)
+        ]
 
-    def _run_folders(self, folder: str | None) -> list[Path]:
-        found: list[Path] = []
-        for root in (self._data_dir / name for name in _ROOTS):
-            if folder is not None:
-                found += [root / folder] if _is_own_dir(root / folder) else []
-            elif root.is_dir():
-                found += [p for p in sorted(root.iterdir()) if _is_own_dir(p) and p.name != _TRASH]
-        return found
+    def _run_folders(self, run_id: str | None) -> list[Path]:
+        roots = [self._data_dir / name for name in _ROOTS]
+        if run_id is not None:
+            found = [root / run_folder_name(run_id) for root in roots]
+        else:
+            found = [path for root in roots if root.is_dir() for path in sorted(root.iterdir())]
+        return [path for path in found if _is_own_folder(path) and path.name != _TRASH]
 
     async def _named(self, run_id: str | None) -> set[str]:
         await self._database.flush()
@@ -110,54 +119,52 @@ class GarbageCollector:
         if run_id is not None:
             sampled = sampled.where(sampling_sessions.c.run_id == run_id)
             saved = saved.where(checkpoints.c.run_id == run_id)
-        named = {place_of_version(row["version"]) for row in await self._database.read(sampled)}
-        for row in await self._database.read(saved):
-            named.add(
-                place_of_folder(Path(row["folder"]))
-                if row["folder"]
-                else place_of_version(row["version"])
-            )
-        return named
+        return {
+            relative_version_folder(row["version"]) for row in await self._database.read(sampled)
+        } | {
+            relative_state_folder(Path(row["folder"]))
+            if row["folder"]
+            else relative_version_folder(row["version"])
+            for row in await self._database.read(saved)
+        }
 
-    def _remove(self, places: list[str]) -> None:
-        """First out of the way, by one rename, so that nothing half removed has a name."""
-        for place in places:
-            root = self._data_dir / place.partition("/")[0]
-            trash = root / _TRASH / f"{secrets.token_hex(8)}"
+    def _remove(self, folders: list[str]) -> None:
+        """Rename each folder into the trash first, so that nothing half removed has a name."""
+        for folder in folders:
+            trash = self._data_dir / folder.partition("/")[0] / _TRASH / secrets.token_hex(8)
             trash.parent.mkdir(exist_ok=True)
-            try:
-                (self._data_dir / place).rename(trash)
-            except FileNotFoundError:  # two rounds met
-                continue
-            self._delete(trash)
+            with suppress(FileNotFoundError):  # a partial folder that its writer just discarded
+                (self._data_dir / folder).rename(trash)
+                self._delete(trash)
         self._empty_trash()
 
     def _delete(self, trash: Path) -> None:
         try:
-            shutil.rmtree(trash) if _is_own_dir(trash) else trash.unlink()
-        except OSError as error:  # it stays in the trash, which is emptied again later
+            self._remove_tree(trash) if _is_own_folder(trash) else trash.unlink()
+        except OSError as error:  # stays in the trash until it is emptied again
             self._log.error("not_removed", path=str(trash), reason=str(error))
 
     def _empty_trash(self) -> None:
         for trash in (self._data_dir / root / _TRASH for root in _ROOTS):
-            if not _is_own_dir(trash):
+            if not _is_own_folder(trash):
                 continue
             for child in trash.iterdir():
                 self._delete(child)
             if not any(trash.iterdir()):
                 trash.rmdir()
 
-    def _remove_empty(self, folder: str | None) -> None:
-        for run in self._run_folders(folder):
-            if not any(run.iterdir()):
-                run.rmdir()
+    def _remove_empty_run_folders(self, run_id: str | None) -> None:
+        for folder in self._run_folders(run_id):
+            if not any(folder.iterdir()):
+                folder.rmdir()
 
     async def _note(self, run_id: str | None, removed: set[str]) -> None:
-        here = select(weight_versions.c.name).where(weight_versions.c.collected_at.is_(None))
+        """Record in the database which versions were removed."""
+        present = select(weight_versions.c.name).where(weight_versions.c.collected_at.is_(None))
         if run_id is not None:
-            here = here.where(weight_versions.c.run_id == run_id)
-        rows = await self._database.read(here)
-        names = [row["name"] for row in rows if place_of_version(row["name"]) in removed]
+            present = present.where(weight_versions.c.run_id == run_id)
+        rows = await self._database.read(present)
+        names = [row["name"] for row in rows if relative_version_folder(row["name"]) in removed]
         if names:
             await self._database.write(
                 update(weight_versions)
@@ -166,6 +173,6 @@ class GarbageCollector:
             )
 
 
-def _is_own_dir(path: Path) -> bool:
-    """A folder and no link to one: what lies elsewhere is not ours to remove."""
+def _is_own_folder(path: Path) -> bool:
+    """Return whether the path is a folder and not a link: what lies elsewhere is not ours."""
     return path.is_dir() and not path.is_symlink()

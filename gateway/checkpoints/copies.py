@@ -1,8 +1,8 @@
-"""Copies of checkpoints, each under a run of its own that cannot be trained.
+"""Copies of checkpoints, each under a training run of its own that cannot be trained.
 
-Files are hard links where the filesystem has them, so that a copy takes no room; source and
-copy can go in any order. A copy that is asked for again with the same idempotency key is the
-same copy, also after a restart: its run's id comes from the key.
+Files are hard links where the filesystem supports them, so a copy takes no space; source and
+copy can be deleted in any order. A request that is repeated with the same idempotency key
+returns the same copy, also after a restart: the id of the copy's run is derived from the key.
 """
 
 from __future__ import annotations
@@ -20,16 +20,9 @@ from pathlib import Path
 from sqlalchemy import insert, select
 
 from gateway.auth.identity import Readers
-from gateway.checkpoints.catalog import Checkpoint, insert_row
-from gateway.checkpoints.exports import files_of
-from gateway.checkpoints.versions import VersionStore, WeightVersion, version_row
-from gateway.identifiers import (
-    checkpoint_folder,
-    new_session_id,
-    place_of_folder,
-    place_of_version,
-    run_id_of,
-)
+from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog, insert_row
+from gateway.checkpoints.versions import VersionStore, WeightVersion, files_of, version_row
+from gateway.identifiers import new_session_id, new_state_folder, run_id_of
 from gateway.storage.database import Database
 from gateway.storage.tables import runs, sessions
 from tandem.errors import CheckpointDamaged, InvalidRequest, ServerError, StorageFull
@@ -42,9 +35,8 @@ _REASON = "it holds a copy of weights and cannot be trained"
 
 @dataclass(frozen=True)
 class CopyRequest:
-    """`readers`: on whose behalf the source is read; `owner`: of the copy. `run_id`: the place
-    that the client chose for it, in a session; else in a new session of the project
-    `project_id`."""
+    """`readers` must be allowed to read the source; `owner` will own the copy. `run_id` is what
+    the client chose in its own session; None makes a new session in the project `project_id`."""
 
     source: str
     readers: Readers
@@ -56,21 +48,29 @@ class CopyRequest:
 
 
 class CheckpointCopier:
-    def __init__(self, *, database: Database, data_dir: Path, versions: VersionStore) -> None:
+    def __init__(
+        self,
+        *,
+        database: Database,
+        data_dir: Path,
+        checkpoints: CheckpointCatalog,
+        versions: VersionStore,
+    ) -> None:
         self._database = database
         self._data_dir = data_dir
+        self._checkpoints = checkpoints
         self._versions = versions
         self._under_way: dict[str, tuple[str, asyncio.Task[str]]] = {}
 
     async def copy(self, request: CopyRequest) -> str:
-        """The path of the copy, which goes on being made when the client goes away.
+        """Return the path of the copy. Copying continues if the client goes away.
 
-        Raises `UnknownWeights`, `InvalidRequest` for a run that is there already,
-        `LimitExceeded` or `StorageFull`.
+        Raises `UnknownWeights`, `InvalidRequest` if the run exists already, `LimitExceeded` or
+        `StorageFull`.
         """
         run_id = request.run_id or run_id_of(session_id=_session_id(request), model_seq_id=0)
         if run_id not in self._under_way:
-            task = asyncio.create_task(self._copy_undisturbed(request, run_id))
+            task = asyncio.create_task(self._copy(request, run_id))
             self._under_way[run_id] = (request.source, task)
             task.add_done_callback(lambda done: self._ended(run_id, done))
         source, task = self._under_way[run_id]
@@ -79,56 +79,52 @@ class CheckpointCopier:
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Waits for what is being copied."""
+        """Wait for the copies under way."""
         tasks = [task for _, task in self._under_way.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _ended(self, run_id: str, task: asyncio.Task[str]) -> None:
         self._under_way.pop(run_id, None)
         if task.cancelled() or task.exception() is not None:
-            self._versions.checkpoints.mark(run_id)  # what it left has no name
-
-    async def _copy_undisturbed(self, request: CopyRequest, run_id: str) -> str:
-        """What an earlier try left of this run may be collected just now: not with this one's
-        half-written files."""
-        with self._versions.holds.look_up(run_id):
-            return await self._copy(request, run_id)
+            self._checkpoints.mark(run_id)  # files without a name may be left
 
     async def _copy(self, request: CopyRequest, run_id: str) -> str:
-        async with self._versions.checkpoints.reading(
-            request.source, readers=request.readers
-        ) as source:
-            path = replace(source.path, run_id=run_id)
-            run = await self._database.read_one(select(runs.c.reason).where(runs.c.id == run_id))
-            if run is not None:
-                found = await self._versions.checkpoints.find(path)
-                if run["reason"] == _REASON and found is not None:
-                    return str(path)  # asked for again
-                raise InvalidRequest(f"there is a training run {run_id} already")
-            await self._versions.check_share(owner=request.owner, expected_bytes=source.bytes)
-            now = time.time()
-            copy = replace(
-                source,
-                path=path,
-                owner=request.owner,
-                public=False,
-                created_at=now,
-                expires_at=now + request.ttl_seconds if request.ttl_seconds else None,
-            )
-            if source.folder:
-                await self._copy_folder(request, source, copy)
-            else:
-                await self._copy_version(request, source, copy)
-            return str(path)
+        # `resolving` keeps the garbage collector, which may be removing what an earlier attempt
+        # left of this run, away from the partial folder.
+        with self._checkpoints.pins.resolving(run_id):
+            async with self._checkpoints.reading(request.source, readers=request.readers) as source:
+                path = replace(source.path, run_id=run_id)
+                run = await self._database.read_one(
+                    select(runs.c.reason).where(runs.c.id == run_id)
+                )
+                if run is not None:
+                    if run["reason"] == _REASON and await self._checkpoints.find(path) is not None:
+                        return str(path)  # a repeated request
+                    raise InvalidRequest(f"there is a training run {run_id} already")
+                await self._checkpoints.check_quota(
+                    owner=request.owner, expected_bytes=source.bytes
+                )
+                now = time.time()
+                copy = replace(
+                    source,
+                    path=path,
+                    owner=request.owner,
+                    public=False,
+                    created_at=now,
+                    expires_at=now + request.ttl_seconds if request.ttl_seconds else None,
+                )
+                if source.folder:
+                    await self._copy_state(request, source, copy)
+                else:
+                    await self._copy_version(request, source, copy)
+                return str(path)
 
-    async def _copy_folder(
-        self, request: CopyRequest, source: Checkpoint, copy: Checkpoint
-    ) -> None:
-        target = checkpoint_folder(self._data_dir, run_id=copy.path.run_id, name=copy.path.name)
-        place = place_of_folder(target)
-        with self._versions.holds.hold(place):
-            await asyncio.to_thread(_link_folder, source, Path(source.folder), target)
-            await self._write_rows(request, source, replace(copy, folder=str(target)), None)
+    async def _copy_state(self, request: CopyRequest, source: Checkpoint, copy: Checkpoint) -> None:
+        target = new_state_folder(self._data_dir, run_id=copy.path.run_id, name=copy.path.name)
+        copy = replace(copy, folder=str(target))
+        with self._checkpoints.pins.pinned(copy.relative_folder):
+            await asyncio.to_thread(_link_state, source, Path(source.folder), target)
+            await self._write_rows(request, source, copy, None)
 
     async def _copy_version(
         self, request: CopyRequest, source: Checkpoint, copy: Checkpoint
@@ -136,9 +132,10 @@ class CheckpointCopier:
         old = await self._versions.version(source.version)
         name = new_version_name(run_id=copy.path.run_id, number=1)
         new = replace(old, name=name, path=self._versions.path_of(name), run_id=copy.path.run_id)
-        with self._versions.holds.hold(place_of_version(name)):
+        copy = replace(copy, version=name)
+        with self._checkpoints.pins.pinned(copy.relative_folder):
             await asyncio.to_thread(_link_version, source, old, new)
-            await self._write_rows(request, source, replace(copy, version=name), new)
+            await self._write_rows(request, source, copy, new)
 
     async def _write_rows(
         self,
@@ -147,23 +144,23 @@ class CheckpointCopier:
         copy: Checkpoint,
         version: WeightVersion | None,
     ) -> None:
-        """All or nothing: a copy has its run and its session, or is not there at all."""
-        origin = await self._versions.checkpoints.origin(source.path.run_id)
+        """Write the copy, its run and its session in one transaction."""
+        origin = await self._checkpoints.origin(source.path.run_id)
         run_id, now = copy.path.run_id, copy.created_at
         session_id = run_id.partition(":")[0]
+        belongs = {"owner": request.owner, "project_id": request.project_id}
         statements = [
             insert(runs).values(
                 id=run_id,
                 session_id=session_id,
                 base_model=copy.base_model,
                 training=origin.training.model_dump(),
-                owner=request.owner,
-                project_id=request.project_id,
                 state="ended",
                 error_type=InvalidRequest.type,
                 reason=_REASON,
                 created_at=now,
                 ended_at=now,
+                **belongs,
             ),
             insert_row(copy),
         ]
@@ -174,10 +171,9 @@ class CheckpointCopier:
                     state="finished",
                     reason="success",
                     detail=f"made for a copy of {source.path}",
-                    owner=request.owner,
-                    project_id=request.project_id,
                     created_at=now,
                     ended_at=now,
+                    **belongs,
                 )
             )
         if version is not None:
@@ -186,10 +182,10 @@ class CheckpointCopier:
 
 
 def _session_id(request: CopyRequest) -> str:
-    """The same for the same request with the same idempotency key."""
+    """Derive the id from the request, so that a repeated idempotency key gives the same one."""
     if not request.idempotency_key:
         return new_session_id()
-    said = repr(
+    identity = repr(
         (
             request.owner,
             request.idempotency_key,
@@ -198,10 +194,10 @@ def _session_id(request: CopyRequest) -> str:
             request.ttl_seconds,
         )
     )
-    return f"s-{hashlib.sha256(said.encode()).hexdigest()[:12]}"
+    return f"s-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
 
-def _link_folder(source: Checkpoint, folder: Path, target: Path) -> None:
+def _link_state(source: Checkpoint, folder: Path, target: Path) -> None:
     partial = target.parent / f".partial-{target.name}"
     partial.mkdir(parents=True)
     try:
@@ -215,12 +211,11 @@ def _link_folder(source: Checkpoint, folder: Path, target: Path) -> None:
 
 
 def _link_version(source: Checkpoint, old: WeightVersion, new: WeightVersion) -> None:
-    """A version says its own name and run, so that its manifest is a new one."""
+    """Link the files and write a new manifest, which names the new version and run."""
     partial = PartialVersion(Path(new.path))
     partial.create()
     try:
-        files = files_of(source, Path(old.path))
-        _link_all(files, partial.path)
+        _link_all(files_of(source, Path(old.path)), partial.path)
         manifest = Manifest.model_validate_json((Path(old.path) / "manifest.json").read_bytes())
         partial.commit(
             manifest.model_copy(

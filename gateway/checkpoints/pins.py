@@ -1,8 +1,9 @@
-"""What on the disk is in use, so that nobody removes it meanwhile.
+"""Which folders are in use, so that the garbage collector leaves them alone.
 
-A place is a folder below the data directory, such as `weights/s-ab12_train_0/v000001-9f2c41d0`.
-Whoever reads or writes one holds it. Whoever looks up what a checkpoint's name stands for
-holds the run, until it holds the place: in between, the name may go.
+A folder is named by its path relative to the data directory, for example
+`weights/s-ab12_train_0/v000001-9f2c41d0`. Code that reads or writes a folder pins it. Code that
+looks up which folder a checkpoint's name stands for marks the run as resolving until it has
+pinned the folder, because the name may be deleted in between.
 """
 
 from __future__ import annotations
@@ -13,69 +14,70 @@ from contextlib import contextmanager
 
 
 class Pins:
-    """In memory alone: what holds something dies with us."""
+    """Kept in memory only: pins end with the process that set them."""
 
     def __init__(self) -> None:
-        self._places: Counter[str] = Counter()
-        self._runs: Counter[str] = Counter()
-        self._owned: defaultdict[str, list[str]] = defaultdict(list)
-        self._put_off: dict[str, Callable[[], None]] = {}
+        self._folders: Counter[str] = Counter()
+        self._resolving: Counter[str] = Counter()
+        self._of_run: defaultdict[str, list[str]] = defaultdict(list)
+        self._callbacks: dict[str, Callable[[], None]] = {}
 
-    def places(self) -> set[str]:
-        """What is held now."""
-        return set(self._places)
+    def folders(self) -> set[str]:
+        """Return the folders that are pinned now."""
+        return set(self._folders)
 
-    def looked_up(self, run_id: str) -> bool:
-        """Whether somebody is looking up a name of this run now."""
-        return run_id in self._runs
+    def pin(self, folder: str) -> None:
+        """Pin a folder; it stays pinned until `unpin` was called as often."""
+        self._folders[folder] += 1
 
-    def when_looked_up(self, run_id: str, then: Callable[[], None]) -> None:
-        """Calls `then` once, when nobody looks up a name of this run any more."""
-        self._put_off[run_id] = then
-
-    def pin(self, place: str) -> None:
-        """Keeps a place until as many calls of `unpin`."""
-        self._places[place] += 1
-
-    def unpin(self, place: str) -> None:
-        _drop(self._places, place)
+    def unpin(self, folder: str) -> None:
+        _decrement(self._folders, folder)
 
     @contextmanager
-    def hold(self, place: str) -> Iterator[None]:
-        self.pin(place)
+    def pinned(self, folder: str) -> Iterator[None]:
+        """Pin a folder while the block runs."""
+        self.pin(folder)
         try:
             yield
         finally:
-            self.unpin(place)
+            self.unpin(folder)
+
+    def pin_for_run(self, folder: str, *, run_id: str) -> None:
+        """Pin a folder until `unpin_for_run`, or until the run ends."""
+        self.pin(folder)
+        self._of_run[run_id].append(folder)
+
+    def unpin_for_run(self, folder: str, *, run_id: str) -> None:
+        """Undo one `pin_for_run`. Does nothing when the run has ended meanwhile."""
+        if folder in self._of_run.get(run_id, ()):
+            self._of_run[run_id].remove(folder)
+            self.unpin(folder)
+
+    def unpin_run(self, run_id: str) -> None:
+        """Undo every `pin_for_run` of a run."""
+        for folder in self._of_run.pop(run_id, ()):
+            self.unpin(folder)
 
     @contextmanager
-    def look_up(self, run_id: str) -> Iterator[None]:
-        self._runs[run_id] += 1
+    def resolving(self, run_id: str) -> Iterator[None]:
+        """Mark that a name of this run is being looked up while the block runs."""
+        self._resolving[run_id] += 1
         try:
             yield
         finally:
-            _drop(self._runs, run_id)
-            if run_id not in self._runs and run_id in self._put_off:
-                self._put_off.pop(run_id)()
+            _decrement(self._resolving, run_id)
+            if run_id not in self._resolving and run_id in self._callbacks:
+                self._callbacks.pop(run_id)()
 
-    def take(self, place: str, *, owner: str) -> None:
-        """Holds a place for a run, until `give_back` or the end of the run."""
-        self._places[place] += 1
-        self._owned[owner].append(place)
+    def is_resolving(self, run_id: str) -> bool:
+        return run_id in self._resolving
 
-    def give_back(self, place: str, *, owner: str) -> None:
-        """Once for each `take`; does nothing when the run has ended meanwhile."""
-        if place in self._owned.get(owner, ()):
-            self._owned[owner].remove(place)
-            _drop(self._places, place)
-
-    def end_owner(self, owner: str) -> None:
-        """Gives back all that a run took."""
-        for place in self._owned.pop(owner, ()):
-            _drop(self._places, place)
+    def after_resolving(self, run_id: str, callback: Callable[[], None]) -> None:
+        """Call `callback` once, when no name of this run is being looked up any more."""
+        self._callbacks[run_id] = callback
 
 
-def _drop(counter: Counter[str], key: str) -> None:
+def _decrement(counter: Counter[str], key: str) -> None:
     counter[key] -= 1
     if counter[key] <= 0:
         del counter[key]

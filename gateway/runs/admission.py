@@ -9,9 +9,9 @@ from contextlib import suppress
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 
+from gateway.fair_queue import FairSemaphore
 from gateway.futures.table import Future, FutureTable
 from gateway.identifiers import request_id_of
-from gateway.limits.fair_queue import FairSemaphore
 from gateway.limits.ledger import wait_for_room
 from gateway.limits.quotas import Quotas, give_back
 from gateway.runs.journal import Journal

@@ -70,7 +70,7 @@ class Delivery:
         for attempt in range(_REDELIVERIES + 1):
             try:
                 reply = await send()
-                self._meter.note(operation, reply)
+                self._meter.note(operation.usage_kind, reply)
                 return reply
             except WorkerUnavailable as error:
                 if (fate := await self._fate()) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
+from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.checkpoints.versions import VersionStore
 from gateway.futures.table import Outcome, Result
 from gateway.identifiers import check_name, check_ttl, parse_checkpoint_path
@@ -47,6 +48,7 @@ class Executor:
         client: TrainerClient,
         sampler: Callable[[], ServesVersions],
         sampling: SamplingSessionRegistry,
+        checkpoints: CheckpointCatalog,
         versions: VersionStore,
         loss_definitions: Mapping[str, LossDefinitions],
         metrics: Metrics,
@@ -64,6 +66,7 @@ class Executor:
             delivery=self._delivery,
             sampler=sampler,
             sampling=sampling,
+            checkpoints=checkpoints,
             versions=versions,
             metrics=metrics,
             data_dir=settings.data_dir,

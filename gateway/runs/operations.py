@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from gateway.auth.identity import Readers
 from gateway.futures.table import Future, Outcome
 from gateway.sessions.metadata import TextMetadata
+from gateway.usage.meter import UsageKind
 from tandem.errors import TandemError
 
 Kind = Literal[
@@ -152,6 +153,18 @@ class Operation:
     @property
     def changes_gradients(self) -> bool:
         return self.kind == "forward_backward"
+
+    @property
+    def usage_kind(self) -> UsageKind:
+        """What the operation is metered as. An unnamed save for a sampler is a publish, because
+        it leaves no checkpoint."""
+        match self.body:
+            case SaveWeightsForSampler(path=None):
+                return "publish"
+            case LoadWeights():
+                return "load_weights"
+        assert self.kind != "create_model", "creating a model asks nothing of a trainer"
+        return self.kind
 
     @property
     def alone(self) -> bool:

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from sqlalchemy import ColumnElement, RowMapping, func, or_, select, true
+from sqlalchemy import RowMapping, func, or_, select
 
-from gateway.auth.identity import Caller
-from gateway.checkpoints.catalog import Checkpoint, alive, checkpoint_of
+from gateway.auth.identity import Caller, Scope, visible
+from gateway.checkpoints.catalog import Checkpoint, checkpoint_of, not_expired
+from gateway.sessions.metadata import text_metadata
 from gateway.storage.database import Database
 from gateway.storage.tables import checkpoints, operations, runs, sampling_sessions, sessions
 from tandem.errors import SessionFinished, UnknownRun, UnknownSession
 from tandem.worker import TrainingSpec
-
-Scope = Literal["owned", "accessible"]
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ class Queries:
                 func.sum(checkpoints.c.bytes).label("bytes"),
             )
             .join(runs, runs.c.id == checkpoints.c.run_id)
-            .where(runs.c.session_id.in_(session_ids), alive())
+            .where(runs.c.session_id.in_(session_ids), not_expired())
             .group_by(runs.c.session_id)
         )
         return {
@@ -148,7 +146,7 @@ class Queries:
         seen = visible(runs.c.owner, caller, scope)
         if scope == "accessible":
             published = select(checkpoints.c.path).where(
-                checkpoints.c.run_id == run_id, checkpoints.c.public, alive()
+                checkpoints.c.run_id == run_id, checkpoints.c.public, not_expired()
             )
             seen = or_(seen, published.exists())
         rows = await self._database.read(select(runs).where(runs.c.id == run_id, seen))
@@ -196,7 +194,7 @@ class Queries:
                 last_request_at=max(
                     row["created_at"], row["last_request_at"] or 0.0, last.get(row["id"], 0.0)
                 ),
-                user_metadata=texts(row["user_metadata"]),
+                user_metadata=text_metadata(row["user_metadata"]),
                 last_training=newest.get((row["id"], "weights")),
                 last_sampler=newest.get((row["id"], "sampler_weights")),
             )
@@ -225,17 +223,10 @@ class Queries:
     ) -> dict[tuple[str, str], Checkpoint]:
         rows = await self._database.read(
             select(checkpoints)
-            .where(checkpoints.c.run_id.in_(run_ids), alive())
+            .where(checkpoints.c.run_id.in_(run_ids), not_expired())
             .order_by(checkpoints.c.created_at)
         )
         return {(row["run_id"], row["kind"]): checkpoint_of(row) for row in rows}
-
-
-def visible(owner: ColumnElement[str], caller: Caller, scope: Scope) -> ColumnElement[bool]:
-    """The rows that the caller is shown."""
-    if scope == "accessible" and caller.role == "admin":
-        return true()
-    return owner == caller.owner
 
 
 def session_of(row: RowMapping) -> SessionRecord:
@@ -245,13 +236,8 @@ def session_of(row: RowMapping) -> SessionRecord:
         reason=row["reason"],
         detail=row["detail"],
         display_name=row["display_name"],
-        user_metadata=texts(row["user_metadata"]),
+        user_metadata=text_metadata(row["user_metadata"]),
         project_id=row["project_id"],
         owner=row["owner"],
         created_at=row["created_at"],
     )
-
-
-def texts(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
-    """Metadata in the SDK's type, which has texts alone."""
-    return {key: str(value) for key, value in metadata.items()} if metadata else None

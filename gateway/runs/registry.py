@@ -13,9 +13,11 @@ import time
 from collections.abc import Mapping
 
 from gateway.checkpoints.base_models import BaseModelEntry
+from gateway.checkpoints.catalog import CheckpointCatalog
+from gateway.checkpoints.collector import GarbageCollector
 from gateway.checkpoints.versions import VersionStore
 from gateway.futures.table import Future, FutureTable, Outcome, Waiting
-from gateway.identifiers import place_of_version, request_id_of, run_id_of
+from gateway.identifiers import relative_version_folder, request_id_of, run_id_of
 from gateway.limits.quotas import Quotas
 from gateway.metrics import Metrics
 from gateway.runs.delivery import RunProgress, json_result
@@ -58,7 +60,9 @@ class RunRegistry:
         samplers: SamplerRouter,
         sampling: SamplingSessionRegistry,
         sessions: SessionRegistry,
+        checkpoints: CheckpointCatalog,
         versions: VersionStore,
+        collector: GarbageCollector,
         loss_definitions: Mapping[str, LossDefinitions],
         metrics: Metrics,
         usage: UsageMeter,
@@ -73,7 +77,9 @@ class RunRegistry:
         self._samplers = samplers
         self._sampling = sampling
         self._sessions = sessions
+        self._checkpoints = checkpoints
         self._versions = versions
+        self._collector = collector
         self._loss_definitions = loss_definitions
         self._metrics = metrics
         self._usage = usage
@@ -173,7 +179,7 @@ class RunRegistry:
         for run in ending:
             self._runs.pop(run.id, None)
             if run.facts.parent:
-                self._versions.holds.unpin(place_of_version(run.facts.parent))
+                self._checkpoints.pins.unpin(relative_version_folder(run.facts.parent))
         return [run.id for run in ending]
 
     async def close(self) -> None:
@@ -256,6 +262,7 @@ class RunRegistry:
                 session_id=run.session_id, model=run.model, rank=run.training.rank
             ),
             sampling=self._sampling,
+            checkpoints=self._checkpoints,
             versions=self._versions,
             loss_definitions=self._loss_definitions,
             metrics=self._metrics,
@@ -314,7 +321,7 @@ class RunRegistry:
         try:
             if worker is not None:
                 await self._fleet.stop(worker, reason=reason)
-            await self._versions.sweep_run(run.id)
+            await self._collector.collect_ended(run.id)
         except Exception:  # noqa: BLE001 - the other runs of its session must end all the same
             self._log.exception("trainer_not_stopped", run_id=run.id)
 

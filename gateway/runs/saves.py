@@ -8,17 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from gateway.checkpoints.catalog import Checkpoint
+from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
 from gateway.checkpoints.compatibility import check_compatible
-from gateway.checkpoints.exports import check_recipients, encrypt_version
+from gateway.checkpoints.encryption import check_recipients, encrypt_version
 from gateway.checkpoints.versions import VersionStore, WeightVersion
 from gateway.futures.table import Outcome
 from gateway.identifiers import (
     CheckpointPath,
     check_name,
-    checkpoint_folder,
-    place_of_folder,
-    place_of_version,
+    new_state_folder,
+    relative_state_folder,
+    relative_version_folder,
 )
 from gateway.metrics import Metrics
 from gateway.runs.delivery import Delivery, RunProgress, json_result
@@ -56,6 +56,7 @@ class Saves:
         delivery: Delivery,
         sampler: Callable[[], ServesVersions],
         sampling: SamplingSessionRegistry,
+        checkpoints: CheckpointCatalog,
         versions: VersionStore,
         metrics: Metrics,
         data_dir: Path,
@@ -65,6 +66,7 @@ class Saves:
         self._delivery = delivery
         self._sampler = sampler
         self._sampling = sampling
+        self._checkpoints = checkpoints
         self._versions = versions
         self._metrics = metrics
         self._data_dir = data_dir
@@ -86,7 +88,7 @@ class Saves:
         name = self._new_name()
 
         async def send(call: Call) -> Outcome:
-            with self._versions.holds.hold(place_of_version(name)):
+            with self._checkpoints.pins.pinned(relative_version_folder(name)):
                 version, size = await self._publish(operation, call, name)
                 call.release()
                 facts.newest = name
@@ -121,9 +123,9 @@ class Saves:
         )
         await self._versions.add_version(version, parent=facts.parent, size=reply.bytes)
         if becomes_parent:
-            self._versions.holds.pin(place_of_version(name))
+            self._checkpoints.pins.pin(relative_version_folder(name))
             if facts.parent:
-                self._versions.holds.unpin(place_of_version(facts.parent))
+                self._checkpoints.pins.unpin(relative_version_folder(facts.parent))
             facts.parent = name
         facts.version_bytes = reply.bytes
         self._metrics.published_bytes.inc(reply.bytes)
@@ -160,10 +162,10 @@ class Saves:
         plain, sealed = self._new_name(), self._new_name() if recipients else ""
 
         async def send(call: Call) -> Outcome:
-            pins = self._versions.holds
-            places = [place_of_version(name) for name in (plain, sealed) if name]
-            for place in places:
-                pins.pin(place)
+            pins = self._checkpoints.pins
+            folders = [relative_version_folder(name) for name in (plain, sealed) if name]
+            for folder in folders:
+                pins.pin(folder)
             try:
                 version, size = await self._publish(
                     operation, call, plain, becomes_parent=not recipients
@@ -181,10 +183,10 @@ class Saves:
                     user_metadata=None,
                 )
             finally:
-                for place in places:
-                    pins.unpin(place)
+                for folder in folders:
+                    pins.unpin(folder)
                 if recipients:  # the plain files are in use until here, and go now
-                    self._versions.checkpoints.mark(facts.run_id)
+                    self._checkpoints.mark(facts.run_id)
             return json_result(type="save_weights_external", path=str(path), size_bytes=size)
 
         return send
@@ -215,14 +217,14 @@ class Saves:
         await self._check_room(
             facts.expected_state_bytes, what="save a checkpoint", replaced=replaced
         )
-        folder = checkpoint_folder(self._data_dir, run_id=facts.run_id, name=body.path)
+        folder = new_state_folder(self._data_dir, run_id=facts.run_id, name=body.path)
 
         async def send(call: Call) -> Outcome:
             request = trainer_pb2.SaveCheckpointRequest(
                 header=self._delivery.header(operation, call), path=str(folder)
             )
-            place = place_of_folder(folder)
-            self._versions.holds.take(place, owner=facts.run_id)
+            relative = relative_state_folder(folder)
+            self._checkpoints.pins.pin_for_run(relative, run_id=facts.run_id)
             try:
                 reply = await self._delivery.deliver(
                     operation, lambda: self._client.save_checkpoint(request)
@@ -238,20 +240,20 @@ class Saves:
                     user_metadata=body.user_metadata,
                 )
             finally:
-                self._versions.holds.give_back(place, owner=facts.run_id)
+                self._checkpoints.pins.unpin_for_run(relative, run_id=facts.run_id)
             return json_result(type="save_weights", path=str(path))
 
         return send
 
     async def load(self, operation: Operation, body: LoadWeights) -> Send:
-        facts, holds = self._facts, self._versions.holds
-        checkpoint = await self._versions.checkpoints.take_for_training(
+        facts, pins = self._facts, self._checkpoints.pins
+        checkpoint = await self._checkpoints.pin_for_training(
             body.path, run_id=facts.run_id, readers=body.readers
         )
         try:
             await self._check_fits(operation, checkpoint, body)
         except TandemError:
-            holds.give_back(checkpoint.place, owner=facts.run_id)
+            pins.unpin_for_run(checkpoint.relative_folder, run_id=facts.run_id)
             raise
 
         async def send(call: Call) -> Outcome:
@@ -265,7 +267,7 @@ class Saves:
                     operation, lambda: self._client.load_checkpoint(request)
                 )
             finally:
-                holds.give_back(checkpoint.place, owner=facts.run_id)
+                pins.unpin_for_run(checkpoint.relative_folder, run_id=facts.run_id)
             if reply.HasField("failure"):
                 return from_failure(reply.failure)
             self._facts.step = reply.step
@@ -277,7 +279,7 @@ class Saves:
         self, operation: Operation, checkpoint: Checkpoint, body: LoadWeights
     ) -> None:
         """Raises `UnknownModel` or `CheckpointMismatch`."""
-        facts, rows = self._facts, self._versions.checkpoints
+        facts = self._facts
         if checkpoint.base_model != facts.base_model and operation.seq_id > 0:
             raise UnknownModel(
                 f"{body.path!r} is of the base model {checkpoint.base_model!r}, this run of "
@@ -285,8 +287,8 @@ class Saves:
             )
         check_compatible(
             path=body.path,
-            saved=(await rows.origin(checkpoint.path.run_id)).training,
-            here=(await rows.origin(facts.run_id)).training,
+            saved=(await self._checkpoints.origin(checkpoint.path.run_id)).training,
+            here=(await self._checkpoints.origin(facts.run_id)).training,
             optimizer=body.optimizer,
         )
 
@@ -294,14 +296,17 @@ class Saves:
         self, expected: int, *, what: str, replaced: Checkpoint | None = None
     ) -> None:
         """Raises `LimitExceeded` or `StorageFull`."""
-        origin = await self._versions.checkpoints.origin(self._facts.run_id)
-        await self._versions.check_room(
-            owner=origin.owner, expected_bytes=expected, what=what, replaced=replaced
+        origin = await self._checkpoints.origin(self._facts.run_id)
+        await self._checkpoints.check_quota(
+            owner=origin.owner,
+            expected_bytes=expected,
+            replaced_bytes=replaced.bytes if replaced is not None else 0,
         )
+        await self._versions.check_space(expected_bytes=expected, what=what)
 
     async def _check_free(self, path: CheckpointPath, *, overwrite: bool) -> Checkpoint | None:
         """What would be replaced, if anything."""
-        found = await self._versions.checkpoints.find(path)
+        found = await self._checkpoints.find(path)
         if not overwrite and found is not None:
             hint = "; save with overwrite=True to replace it" if path.kind == "weights" else ""
             raise NameTaken(f"there is a checkpoint {path} already{hint}")
@@ -319,7 +324,7 @@ class Saves:
         version: str = "",
     ) -> None:
         now = time.time()
-        await self._versions.checkpoints.put(
+        await self._checkpoints.put(
             Checkpoint(
                 path=path,
                 base_model=self._facts.base_model,
@@ -329,7 +334,7 @@ class Saves:
                 bytes=size,
                 optimizer=bool(folder),
                 created_at=now,
-                owner=(await self._versions.checkpoints.origin(path.run_id)).owner,
+                owner=(await self._checkpoints.origin(path.run_id)).owner,
                 user_metadata=user_metadata,
                 expires_at=now + ttl_seconds if ttl_seconds is not None else None,
             )

@@ -12,8 +12,8 @@ import asyncio
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import WeightVersion
+from gateway.fair_queue import FairStarter
 from gateway.futures.table import Future
-from gateway.limits.fair_queue import FairStarter
 from gateway.limits.ledger import wait_for_room
 from gateway.limits.quotas import Quotas, give_back
 from gateway.metrics import Metrics

@@ -16,7 +16,7 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import WeightVersion
 from gateway.futures.table import Future, Outcome, Result, Waiting
-from gateway.identifiers import place_of_version
+from gateway.identifiers import relative_version_folder
 from gateway.limits.ledger import Rate
 from gateway.metrics import Metrics
 from gateway.sampling.engine_supervisor import EngineState, EngineSupervisor
@@ -127,7 +127,7 @@ class Sampler:
         """Takes a sample, and returns what sends it on its way. `tell` is given the tokens as
         they are drawn, before the whole answer; where it waits, so do they."""
         sample = _Sample(future=future, version=version)
-        self._pins.pin(place_of_version(version.name))
+        self._pins.pin(relative_version_folder(version.name))
         self._samples[future.request_id] = sample
 
         def start() -> None:
@@ -170,7 +170,7 @@ class Sampler:
         """Returns when the engine serves the version. Raises `LoadFailed` and its like; then
         the engine goes on serving what it served before."""
         request = sampler_pb2.LoadRequest(version=version.to_proto())
-        with self._pins.hold(place_of_version(version.name)):
+        with self._pins.pinned(relative_version_folder(version.name)):
             reply = await self._engine.call(lambda client: client.load(request), during="a load")
         if reply.HasField("failure"):
             raise from_failure(reply.failure)
@@ -225,7 +225,7 @@ class Sampler:
         if self._samples.get(sample.future.request_id) is sample:
             del self._samples[sample.future.request_id]
             self._ends.note()
-            self._pins.unpin(place_of_version(sample.version.name))
+            self._pins.unpin(relative_version_folder(sample.version.name))
 
     async def _sample(self, request: sampler_pb2.SampleRequest, tell: Tell | None) -> Outcome:
         await self._engine.ready()  # its start is nobody's use of it
@@ -278,9 +278,9 @@ class Sampler:
     def _set_weights(self, name: str) -> None:
         """Pins the weights that a failed load goes back to, as long as the engine has them."""
         if name and self.state != "stopped":
-            self._pins.pin(place_of_version(name))
+            self._pins.pin(relative_version_folder(name))
         else:
             name = ""
         if self._weights:
-            self._pins.unpin(place_of_version(self._weights))
+            self._pins.unpin(relative_version_folder(self._weights))
         self._weights = name

@@ -15,9 +15,9 @@ from sqlalchemy import RowMapping, insert, select, update
 
 from gateway.auth.identity import Readers
 from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
-from gateway.checkpoints.catalog import Checkpoint
+from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
 from gateway.checkpoints.versions import VersionStore, WeightVersion
-from gateway.identifiers import place_of_version, sampling_session_id_of, split_model_name
+from gateway.identifiers import relative_version_folder, sampling_session_id_of, split_model_name
 from gateway.limits.quotas import Quotas
 from gateway.sessions.registry import SessionRegistry
 from gateway.storage.database import Database
@@ -49,6 +49,7 @@ class SamplingSessionRegistry:
         *,
         database: Database,
         models: BaseModels,
+        checkpoints: CheckpointCatalog,
         versions: VersionStore,
         sessions: SessionRegistry,
         limits: Quotas,
@@ -56,6 +57,7 @@ class SamplingSessionRegistry:
     ) -> None:
         self._database = database
         self._models = models
+        self._checkpoints = checkpoints
         self._versions = versions
         self._sessions = sessions
         self._limits = limits
@@ -97,9 +99,7 @@ class SamplingSessionRegistry:
         if existing is not None:
             return existing
         if model_path:
-            async with self._versions.checkpoints.reading(
-                model_path, readers=readers
-            ) as checkpoint:
+            async with self._checkpoints.reading(model_path, readers=readers) as checkpoint:
                 return await self._add(
                     session_id=session_id,
                     number=number,
@@ -224,7 +224,7 @@ class SamplingSessionRegistry:
     def expire_idle(self) -> list[str]:
         """Ends the ephemeral ones that nobody used for `idle_ttl`, but the newest of each run
         and those whose version is in use; returns the runs whose versions they named."""
-        now, in_use = time.monotonic(), self._versions.holds.places()
+        now, in_use = time.monotonic(), self._checkpoints.pins.folders()
         newest: dict[str, SamplingSession] = {}
         for session in self._active.values():
             if session.kind in ("snapshot", "inflight"):
@@ -235,7 +235,7 @@ class SamplingSessionRegistry:
             if s.kind in ("snapshot", "inflight")
             and newest[s.version.run_id] is not s
             and now - s.used_at > self._idle_ttl
-            and place_of_version(s.version.name) not in in_use
+            and relative_version_folder(s.version.name) not in in_use
         ]
         return self._end(idle)
 
@@ -299,7 +299,7 @@ class SamplingSessionRegistry:
     async def _rank_of(self, version: WeightVersion) -> int:
         if not version.adapter:
             return 0
-        return (await self._versions.checkpoints.origin(version.run_id)).training.rank
+        return (await self._checkpoints.origin(version.run_id)).training.rank
 
     async def _restore(self, row: RowMapping) -> SamplingSession:
         self._sessions.require(row["session_id"])

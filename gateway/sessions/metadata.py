@@ -1,4 +1,7 @@
-"""What clients note on sessions, runs and checkpoints. Lists show it, hundreds of rows at once."""
+"""The metadata that clients attach to sessions, runs and checkpoints.
+
+Its size is bounded, because lists show it, hundreds of rows at once.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,30 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator
 
-_MOST_CHARACTERS = 2**14
+_MAX_CHARACTERS = 2**14
 
-Noted = TypeVar("Noted", bound=Mapping[str, object])
+_Content = TypeVar("_Content", bound=Mapping[str, object])
 
 
-def _bounded(noted: Noted) -> Noted:
-    size = len(json.dumps(noted, ensure_ascii=False))
-    if size > _MOST_CHARACTERS:
-        raise ValueError(f"it has {size} characters as JSON, {_MOST_CHARACTERS} at most")
-    return noted
+def _bounded(metadata: _Content) -> _Content:
+    size = len(json.dumps(metadata, ensure_ascii=False))
+    if size > _MAX_CHARACTERS:
+        raise ValueError(f"it has {size} characters as JSON, {_MAX_CHARACTERS} at most")
+    return metadata
 
 
 Metadata = Annotated[dict[str, object], AfterValidator(_bounded)]
 TextMetadata = Annotated[dict[str, str], AfterValidator(_bounded)]
+
+
+def text_metadata(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
+    """Return metadata in the SDK's type, which has only text values. An old client sends other
+    values too; they become their JSON."""
+    if not metadata:
+        return None
+    return {
+        key: value
+        if isinstance(value, str)
+        else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        for key, value in metadata.items()
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from sqlalchemy import insert, select, update
 
 from gateway.identifiers import new_session_id
 from gateway.limits.quotas import Quotas
+from gateway.sessions.metadata import text_metadata
 from gateway.storage.database import Database
 from gateway.storage.tables import runs, sessions
 from tandem.errors import SessionFinished
@@ -103,7 +103,7 @@ class SessionRegistry:
                 "reason": "",
                 "detail": "",
                 "display_name": new.display_name,
-                "user_metadata": _texts(new.user_metadata),
+                "user_metadata": text_metadata(new.user_metadata),
                 "tags": list(new.tags),
                 "project_id": new.project_id,
                 "owner": new.owner,
@@ -176,19 +176,6 @@ class SessionRegistry:
         if session.ttl is not None:
             return f"no request for {session.ttl:g} s"
         return f"no heartbeat for {self._ttl:g} s"
-
-
-def _texts(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
-    """The SDK's type for metadata is of texts, and it is read back as such; what is none (an
-    old client sends it as it is) becomes its JSON."""
-    if not metadata:
-        return None
-    return {
-        key: value
-        if isinstance(value, str)
-        else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-        for key, value in metadata.items()
-    }
 
 
 def why_ended(session_id: str, *, reason: str, detail: str) -> str:

@@ -18,9 +18,9 @@ from typing import Literal
 import orjson
 from sqlalchemy import and_, or_, select
 
-from gateway.auth.identity import USER_URN, Caller
+from gateway.auth.identity import USER_URN, Caller, Scope, visible
 from gateway.auth.signing import is_signed, sign
-from gateway.runs.queries import SessionRecord, session_of, visible
+from gateway.runs.queries import SessionRecord, session_of
 from gateway.storage.database import Database
 from gateway.storage.tables import sessions
 from tandem.errors import InvalidRequest
@@ -145,7 +145,7 @@ class SessionSearch:
         return session_of(row)
 
 
-def _scope(filters: Filters) -> Literal["owned", "accessible"]:
+def _scope(filters: Filters) -> Scope:
     return "owned" if filters.owner == "own" else "accessible"
 
 

@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from sqlalchemy import Connection, Executable, RowMapping, event, make_url
+from sqlalchemy import Connection, Executable, RowMapping, Select, event, make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from gateway.limits.fair_queue import FairQueue
+from gateway.fair_queue import FairQueue
 from gateway.storage.migrations import upgrade
 from tandem.telemetry import get_log
 
@@ -31,6 +32,7 @@ _MAX_BATCH_BYTES = 32 * 2**20
 """Of the files that one transaction waits for; more only where a single one is larger."""
 
 Row = Mapping[str, object]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,12 @@ class Database:
     async def read_one(self, statement: Executable) -> RowMapping | None:
         rows = await self.read(statement)
         return rows[0] if rows else None
+
+    async def read_value(self, statement: Select[Value]) -> Value:
+        """Return the one value of a query that always has one, such as a count."""
+        assert self._engine is not None
+        async with self._engine.connect() as connection:
+            return (await connection.execute(statement)).scalar_one()
 
     async def _write_all(self) -> None:
         assert self._engine is not None

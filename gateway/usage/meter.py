@@ -17,7 +17,6 @@ from typing import Literal
 from sqlalchemy import BigInteger, String, and_, bindparam, exists, insert, select, update
 from sqlalchemy.sql.elements import BindParameter
 
-from gateway.runs.operations import LoadWeights, Operation, SaveWeightsForSampler
 from gateway.sessions.registry import SessionRegistry
 from gateway.storage.database import Database
 from gateway.storage.tables import usage
@@ -185,27 +184,16 @@ class RunMeter:
         self._subject = subject
         self._ranks = max(1, ranks)
 
-    def note(self, operation: Operation, reply: TrainerReply) -> None:
+    def note(self, kind: UsageKind, reply: TrainerReply) -> None:
         if reply.HasField("failure"):
             return
         tokens = reply.tokens if isinstance(reply, trainer_pb2.ForwardBackwardReply) else 0
         self._usage.record(
-            _kind(operation),
+            kind,
             self._subject,
             input_tokens=tokens,
             accelerator_seconds=reply.seconds * self._ranks,
         )
-
-
-def _kind(operation: Operation) -> UsageKind:
-    """A save for a sampler that has no name leaves no checkpoint."""
-    match operation.body:
-        case SaveWeightsForSampler(path=None):
-            return "publish"
-        case LoadWeights():
-            return "load_weights"
-    assert operation.kind != "create_model", "nothing is asked of a trainer for it"
-    return operation.kind
 
 
 class SharedClock:

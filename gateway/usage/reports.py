@@ -1,6 +1,6 @@
 """What was used, as the billing calls tell it: by hour, session, base model and kind.
 
-This server has no prices. Storage is what the checkpoints that there are now amount to.
+This server has no prices.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Literal
 
 from sqlalchemy import RowMapping, func, select
 
-from gateway.auth.identity import Caller
-from gateway.checkpoints.catalog import alive
-from gateway.runs.queries import texts, visible
+from gateway.auth.identity import Caller, visible
+from gateway.sessions.metadata import text_metadata
 from gateway.storage.database import Database
-from gateway.storage.tables import checkpoints, runs, sessions, usage
+from gateway.storage.tables import sessions, usage
 from gateway.usage.meter import UsageMeter
 
 EventType = Literal[
@@ -49,14 +48,6 @@ class UsageReport:
 
     events: Sequence[UsageEvent]
     metadata: Mapping[str, Mapping[str, str] | None]
-
-
-@dataclass(frozen=True)
-class StorageItem:
-    project_id: str
-    owner: str
-    count: int
-    bytes: int
 
 
 class BillingReports:
@@ -132,36 +123,11 @@ class BillingReports:
         ids = sorted({event.session_id for event in events})
         return UsageReport(events=events, metadata=await self._metadata(ids))
 
-    async def storage(self, caller: Caller, *, project_id: str | None) -> list[StorageItem]:
-        """The checkpoints that there are, by project and owner."""
-        wanted = [alive(), visible(checkpoints.c.owner, caller, "accessible")]
-        if project_id is not None:
-            wanted.append(runs.c.project_id == project_id)
-        group = (runs.c.project_id, checkpoints.c.owner)
-        rows = await self._database.read(
-            select(
-                *group, func.count().label("found"), func.sum(checkpoints.c.bytes).label("bytes")
-            )
-            .join(runs, runs.c.id == checkpoints.c.run_id)
-            .where(*wanted)
-            .group_by(*group)
-            .order_by(*group)
-        )
-        return [
-            StorageItem(
-                project_id=row["project_id"],
-                owner=row["owner"],
-                count=row["found"],
-                bytes=int(row["bytes"]),
-            )
-            for row in rows
-        ]
-
     async def _metadata(self, ids: Sequence[str]) -> dict[str, Mapping[str, str] | None]:
         rows = await self._database.read(
             select(sessions.c.id, sessions.c.user_metadata).where(sessions.c.id.in_(ids))
         )
-        found = {row["id"]: texts(row["user_metadata"]) for row in rows}
+        found = {row["id"]: text_metadata(row["user_metadata"]) for row in rows}
         return {session_id: found.get(session_id) for session_id in ids}
 
 

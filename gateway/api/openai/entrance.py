@@ -26,7 +26,7 @@ from gateway.api.openai.request import Stops, rules_of, stops_of
 from gateway.api.openai.tokenizer import ModelTokenizer, Tokenizers
 from gateway.auth.identity import Caller
 from gateway.core import Gateway
-from gateway.limits.fair_queue import FairSemaphore
+from gateway.fair_queue import FairSemaphore
 from gateway.sampling.implicit_sessions import ImplicitSessions
 from gateway.sampling.router import SamplerRouter
 from tandem.v1 import sampler_pb2
@@ -185,6 +185,7 @@ class InferenceService:
         return InferenceService(
             models=ServedModels(
                 models=gateway.models,
+                checkpoints=gateway.checkpoints,
                 versions=gateway.versions,
                 runs=gateway.runs,
                 access=gateway.access,

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from gateway.api.access import Access
 from gateway.auth.identity import Caller
 from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
-from gateway.checkpoints.catalog import Checkpoint
+from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
 from gateway.checkpoints.versions import VersionStore, WeightVersion
-from gateway.identifiers import place_of_version
+from gateway.identifiers import relative_version_folder
 from gateway.runs.registry import RunRegistry
 from gateway.sampling.sessions import base_version
 from tandem.errors import UnknownModel, UnknownWeights
@@ -50,9 +50,16 @@ class Listed:
 
 class ServedModels:
     def __init__(
-        self, *, models: BaseModels, versions: VersionStore, runs: RunRegistry, access: Access
+        self,
+        *,
+        models: BaseModels,
+        checkpoints: CheckpointCatalog,
+        versions: VersionStore,
+        runs: RunRegistry,
+        access: Access,
     ) -> None:
         self._models = models
+        self._checkpoints = checkpoints
         self._versions = versions
         self._runs = runs
         self._access = access
@@ -64,17 +71,15 @@ class ServedModels:
         owner's as for what is not there."""
         if name.startswith(_SCHEME):
             readers = self._access.readers(caller)
-            async with self._versions.checkpoints.reading(name, readers=readers) as checkpoint:
+            async with self._checkpoints.reading(name, readers=readers) as checkpoint:
                 yield await self._of_checkpoint(name, checkpoint)
         elif _RUN_ID.fullmatch(name):
-            with self._versions.holds.look_up(name):
-                version = await self._newest(name, caller)
-                hold = self._versions.holds.hold(place_of_version(version.name))
-                hold.__enter__()
-            try:
+            with ExitStack() as pinned:
+                with self._checkpoints.pins.resolving(name):
+                    version = await self._newest(name, caller)
+                    folder = relative_version_folder(version.name)
+                    pinned.enter_context(self._checkpoints.pins.pinned(folder))
                 yield await self._of_version(name, version)
-            finally:
-                hold.__exit__(None, None, None)
         else:
             model = self._models.get(name)
             yield Served(name=name, model=model, version=base_version(model), rank=0)
@@ -82,9 +87,7 @@ class ServedModels:
     async def all(self, caller: Caller) -> list[Listed]:
         """Base models, and what the caller's runs saved for sampling, newest first."""
         found = [self._listed_base(entry) for entry in self._models.all()]
-        saved, _total = await self._versions.checkpoints.of_owner(
-            caller.owner, limit=_MOST_LISTED, offset=0
-        )
+        saved, _total = await self._checkpoints.of_owner(caller.owner, limit=_MOST_LISTED, offset=0)
         found += [self._listed(c) for c in saved if c.path.kind == "sampler_weights"]
         return found
 
@@ -98,19 +101,19 @@ class ServedModels:
             return Listed(
                 name=name,
                 base_model=served.model.name,
-                owner=(await self._versions.checkpoints.origin(name)).owner,
+                owner=(await self._checkpoints.origin(name)).owner,
                 created=await self._versions.created_at(served.version.name),
                 max_length=served.model.max_length,
             )
 
     async def _newest(self, run_id: str, caller: Caller) -> WeightVersion:
         """What the run saved last for sampling, if it is still there."""
-        origin = await self._versions.checkpoints.find_origin(run_id)
-        if origin is None or not caller.may_see(origin.owner):
+        origin = await self._checkpoints.origin(run_id)
+        if not origin.owner or not caller.may_see(origin.owner):
             raise UnknownModel(f"there is no training run {run_id!r} on this server")
         run = self._runs.get(run_id)
         names = [run.facts.newest] if run is not None and run.facts.newest else []
-        saved = await self._versions.checkpoints.of_run(run_id)
+        saved = await self._checkpoints.of_run(run_id)
         names += [c.version for c in reversed(saved) if c.path.kind == "sampler_weights"]
         for name in names:
             try:
@@ -133,7 +136,7 @@ class ServedModels:
     async def _of_version(self, name: str, version: WeightVersion) -> Served:
         rank = 0
         if version.adapter:
-            rank = (await self._versions.checkpoints.origin(version.run_id)).training.rank
+            rank = (await self._checkpoints.origin(version.run_id)).training.rank
         model = self._models.get(version.base_model)
         return Served(name=name, model=model, version=version, rank=rank)
 

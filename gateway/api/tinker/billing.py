@@ -59,7 +59,7 @@ async def usage_events(request: Request) -> Response:
 async def checkpoint_storage(request: Request) -> Response:
     """How many checkpoints there are now, and their bytes, by project and owner."""
     query = parse_query(StorageQuery, request)
-    items = await gateway_of(request).usage_reports.storage(
+    items = await gateway_of(request).checkpoints.storage_use(
         caller_of(request), project_id=query.project_id
     )
     return json_response(

@@ -60,7 +60,7 @@ async def run_checkpoints(request: Request) -> Response:
     """The checkpoints of one run, oldest first."""
     gateway, caller = gateway_of(request), caller_of(request)
     run = await gateway.directory.run(request.path_params["run_id"], caller, scope="accessible")
-    found = await gateway.versions.checkpoints.of_run(run.id)
+    found = await gateway.checkpoints.of_run(run.id)
     return json_response(
         {"checkpoints": [described(c) for c in found if c.public or caller.may_see(c.owner)]}
     )
@@ -71,7 +71,7 @@ async def user_checkpoints(request: Request) -> Response:
     gateway = gateway_of(request)
     query = parse_query(CheckpointsQuery, request)
     limit, offset = min(query.limit, _LARGEST_PAGE), query.offset
-    found, total = await gateway.versions.checkpoints.of_owner(
+    found, total = await gateway.checkpoints.of_owner(
         caller_of(request).owner, limit=limit, offset=offset
     )
     return json_response(
@@ -85,7 +85,7 @@ async def user_checkpoints(request: Request) -> Response:
 async def delete_checkpoint(request: Request) -> Response:
     """Deletes a checkpoint and its files."""
     checkpoint = await _named(request)
-    await gateway_of(request).versions.checkpoints.delete(checkpoint)
+    await gateway_of(request).checkpoints.delete(checkpoint)
     return Response(status_code=204)
 
 
@@ -105,7 +105,7 @@ async def set_checkpoint_ttl(request: Request) -> Response:
     body = parse(Ttl, await read_body(request))
     check_ttl(body.ttl_seconds)
     checkpoint = await _named(request)
-    await gateway_of(request).versions.checkpoints.set_ttl(checkpoint, body.ttl_seconds)
+    await gateway_of(request).checkpoints.set_ttl(checkpoint, body.ttl_seconds)
     return Response(status_code=204)
 
 
@@ -133,7 +133,7 @@ async def weights_info(request: Request) -> Response:
     gateway = gateway_of(request)
     body = parse(TinkerPath, await read_body(request))
     checkpoint = await gateway.access.checkpoint(body.tinker_path, caller_of(request))
-    training = (await gateway.versions.checkpoints.origin(checkpoint.path.run_id)).training
+    training = (await gateway.checkpoints.origin(checkpoint.path.run_id)).training
     lora = training.lora
     info: dict[str, object] = {
         "base_model": checkpoint.base_model,
@@ -157,7 +157,7 @@ async def copy_weights(request: Request) -> Response:
     check_ttl(body.ttl_seconds)
     token = request.headers.get("x-tinker-weights-access-token") or body.weights_access_token
     readers = gateway.access.readers(caller, token=token)
-    await gateway.versions.checkpoints.get(body.source_path, readers=readers)
+    await gateway.checkpoints.get(body.source_path, readers=readers)
     owner, run_id, project_id = caller.owner, None, body.destination_project_id or ""
     if body.session_id is not None:
         if body.model_seq_id is None:
@@ -202,12 +202,12 @@ async def _named(request: Request, *, change: bool = True) -> Checkpoint:
 
 async def _set_public(request: Request, *, public: bool) -> Response:
     checkpoint = await _named(request)
-    await gateway_of(request).versions.checkpoints.set_public(checkpoint, public=public)
+    await gateway_of(request).checkpoints.set_public(checkpoint, public=public)
     return Response(status_code=204)
 
 
 async def _signed(request: Request, checkpoint: Checkpoint) -> Response:
-    signed = await gateway_of(request).downloads.sign(str(checkpoint.path))
+    signed = await gateway_of(request).downloads.sign(checkpoint.path)
     return json_response(
         {
             "urls": {name: address_of(request, at) for name, at in signed.addresses.items()},

@@ -100,9 +100,9 @@ async def create_via_load(
     gateway = gateway_of(request)
     await gateway.access.session(body.session_id, caller_of(request))
     asked = known_optimizer(body.optimizer_config) if body.optimizer_config else None
-    checkpoint = await gateway.versions.checkpoints.for_training(load.path, readers=readers)
+    checkpoint = await gateway.checkpoints.get_trainable(load.path, readers=readers)
     name, full = split_model_name(body.base_model or checkpoint.base_model)
-    origin = await gateway.versions.checkpoints.origin(checkpoint.path.run_id)
+    origin = await gateway.checkpoints.origin(checkpoint.path.run_id)
     await gateway.runs.create(
         session_id=body.session_id,
         model_seq_id=body.model_seq_id,

@@ -8,12 +8,13 @@ from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.wire import gateway_of, parse_query
+from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.checkpoints.downloads import Address, DownloadSigner
-from gateway.checkpoints.versions import VersionStore
+from gateway.identifiers import CheckpointPath
 
 
 class DownloadQuery(BaseModel):
-    place: str = ""
+    folder: str = ""
     expires: str = ""
     signature: str = ""
 
@@ -27,12 +28,14 @@ async def download(request: Request) -> Response:
         kind=given["kind"],
         name=given["name"],
         file=given["file"],
-        place=query.place,
+        folder=query.folder,
         expires=query.expires,
         signature=query.signature,
     )
     path = gateway.downloads.check(address, method=request.method)
-    return _HeldFile(address, path=path, downloads=gateway.downloads, versions=gateway.versions)
+    return _HeldFile(
+        address, path=path, downloads=gateway.downloads, checkpoints=gateway.checkpoints
+    )
 
 
 class _HeldFile(Response):
@@ -40,15 +43,20 @@ class _HeldFile(Response):
     checkpoint is deleted meanwhile."""
 
     def __init__(
-        self, address: Address, *, path: str, downloads: DownloadSigner, versions: VersionStore
+        self,
+        address: Address,
+        *,
+        path: CheckpointPath,
+        downloads: DownloadSigner,
+        checkpoints: CheckpointCatalog,
     ) -> None:
         self._address = address
         self._path = path
         self._downloads = downloads
-        self._versions = versions
+        self._checkpoints = checkpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._versions.checkpoints.reading(self._path) as checkpoint:
+        async with self._checkpoints.reading_unchecked(self._path) as checkpoint:
             file = await self._downloads.find(self._address, checkpoint)
             response = FileResponse(
                 file,

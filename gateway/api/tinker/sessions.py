@@ -20,8 +20,8 @@ from gateway.api.wire import (
     parse_query,
     read_body,
 )
-from gateway.auth.identity import urn_of
-from gateway.runs.queries import Scope, SessionRecord, Storage
+from gateway.auth.identity import Scope, urn_of
+from gateway.runs.queries import SessionRecord, Storage
 from gateway.sessions.search import Cursor, Filters, Status
 
 ProjectId = Annotated[str, Field(min_length=1, max_length=200)]

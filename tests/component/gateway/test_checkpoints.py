@@ -238,14 +238,14 @@ def test_what_a_trainer_loads_stays_until_it_has_loaded(gate, training, rest):
     _, trainer = gate.worker("trainer")
     gate.run(trainer.gate.clear)
     loading = training.load_state(path)
-    wait_for(lambda: gate.gateway.versions.holds.places())
+    wait_for(lambda: gate.gateway.checkpoints.pins.folders())
     rest.delete_checkpoint_from_tinker_path(path).result()
     gate.run(gate.gateway.collect(training.model_id))
     assert len(place(gate, training.model_id)) == 1
     gate.run(trainer.gate.set)
     loading.result()
     assert trainer.step == 1
-    assert not gate.gateway.versions.holds.places()
+    assert not gate.gateway.checkpoints.pins.folders()
 
 
 def test_a_load_that_never_ends_holds_its_files_no_longer_than_its_run(gate, rest):
@@ -255,10 +255,10 @@ def test_a_load_that_never_ends_holds_its_files_no_longer_than_its_run(gate, res
         _, trainer = gate.worker("trainer")
         gate.run(trainer.gate.clear)
         training.load_state(path)
-        wait_for(lambda: gate.gateway.versions.holds.places())
+        wait_for(lambda: gate.gateway.checkpoints.pins.folders())
         rest.delete_checkpoint_from_tinker_path(path).result()
     wait_for(lambda: place(gate, training.model_id) == [])
-    assert not gate.gateway.versions.holds.places()
+    assert not gate.gateway.checkpoints.pins.folders()
 
 
 def test_states_are_loaded_in_place_and_into_new_runs_of_other_sessions(gate, training):

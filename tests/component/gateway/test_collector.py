@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -11,11 +12,11 @@ import pytest
 import tinker
 from sqlalchemy import insert
 
-from gateway.checkpoints.catalog import Checkpoint
+from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import VersionStore, WeightVersion
-from gateway.identifiers import parse_checkpoint_path, place_of_version
+from gateway.identifiers import parse_checkpoint_path, relative_version_folder
 from gateway.storage.database import Database
 from gateway.storage.tables import sampling_sessions
 from tandem.errors import UnknownWeights
@@ -25,35 +26,49 @@ RUN = "s-1:train:0"
 PATH = f"tinker://{RUN}/weights/a"
 
 
+class Store:
+    """The database and the files, without the rest of a gateway."""
+
+    def __init__(self, data_dir: Path, *, collector=GarbageCollector, **arguments) -> None:
+        self.data_dir = data_dir
+        self.database = Database.at(url="", data_dir=data_dir)
+        self.checkpoints = CheckpointCatalog(
+            database=self.database, pins=Pins(), limits=no_counts()
+        )
+        self.versions = VersionStore(database=self.database, data_dir=data_dir, min_free_bytes=0)
+        self.collector = collector(
+            database=self.database,
+            data_dir=data_dir,
+            checkpoints=self.checkpoints,
+            **arguments,
+        )
+
+    def reading(self, path: str):
+        return self.checkpoints.reading_unchecked(parse_checkpoint_path(path))
+
+
 @pytest.fixture
 async def store(tmp_path):
-    """The database and the files, without the rest of a gateway."""
-    database = Database.at(url="", data_dir=tmp_path)
-    await database.open()
-    versions = VersionStore(
-        database=database,
-        data_dir=tmp_path,
-        min_free_bytes=0,
-        limits=no_counts(),
-    )
-    versions.data_dir, versions.database = tmp_path, database
-    yield versions
-    await database.close()
+    store = Store(tmp_path)
+    await store.database.open()
+    yield store
+    await store.database.close()
 
 
-def folder(store, place: str) -> Path:
-    path = store.data_dir / place
+def folder(store, relative: str) -> Path:
+    path = store.data_dir / relative
     path.mkdir(parents=True)
     (path / "file").write_text("content")
     return path
 
 
-def checkpoint(store, place: str, *, path: str = PATH) -> Checkpoint:
+def checkpoint(store, relative: str, *, path: str = PATH) -> Checkpoint:
+    state = relative.startswith("checkpoints")
     return Checkpoint(
         path=parse_checkpoint_path(path),
         base_model="tiny",
-        folder=str(store.data_dir / place) if place.startswith("checkpoints") else "",
-        version="" if place.startswith("checkpoints") else f"{RUN}/{place.rpartition('/')[2]}",
+        folder=str(store.data_dir / relative) if state else "",
+        version="" if state else f"{RUN}/{relative.rpartition('/')[2]}",
         step=0,
         bytes=7,
         optimizer=True,
@@ -75,7 +90,7 @@ async def test_what_a_crash_left_without_a_name_goes_at_the_next_start(store):
         "checkpoints/.trash/8888888888888888",
     ):
         folder(store, left)
-    await store.sweep_all()
+    await store.collector.collect_all()
     found = [path for path in store.data_dir.rglob("*") if path.name == "file"]
     assert found == [named / "file"]
     assert not (store.data_dir / "checkpoints" / "s-9_train_0").exists()
@@ -87,9 +102,11 @@ async def test_names_of_checkpoints_and_sampling_sessions_and_uses_keep_versions
     for name in names.values():
         path = folder(store, f"weights/s-1_train_0/{name.rpartition('/')[2]}")
         version = WeightVersion(name=name, path=str(path), run_id=RUN, step=0, base_model="tiny")
-        await store.add_version(version, parent="", size=7)
-    place = f"weights/s-1_train_0/{names['a'].rpartition('/')[2]}"
-    await store.checkpoints.put(checkpoint(store, place, path=f"tinker://{RUN}/sampler_weights/a"))
+        await store.versions.add_version(version, parent="", size=7)
+    relative = f"weights/s-1_train_0/{names['a'].rpartition('/')[2]}"
+    await store.checkpoints.put(
+        checkpoint(store, relative, path=f"tinker://{RUN}/sampler_weights/a")
+    )
     await store.database.write(
         insert(sampling_sessions).values(
             id="s-1:sample:0",
@@ -102,51 +119,48 @@ async def test_names_of_checkpoints_and_sampling_sessions_and_uses_keep_versions
             created_at=0.0,
         )
     )
-    with store.holds.hold(place_of_version(names["c"])):
-        assert await store.collect(RUN) is False, "what is in use is worth another look"
+    with store.checkpoints.pins.pinned(relative_version_folder(names["c"])):
+        assert await store.collector.collect(RUN) is False, "what is in use is worth another look"
         left = {p.name for p in (store.data_dir / "weights/s-1_train_0").iterdir()}
         assert left == {names[key].rpartition("/")[2] for key in "abc"}
         with pytest.raises(UnknownWeights):
-            await store.version(names["d"])
-    assert await store.collect(RUN) is True
-    assert (await store.version(names["b"])).name == names["b"]
+            await store.versions.version(names["d"])
+    assert await store.collector.collect(RUN) is True
+    assert (await store.versions.version(names["b"])).name == names["b"]
 
 
 async def test_what_is_read_stays_and_goes_when_the_reader_has_ended(store):
     path = folder(store, "checkpoints/s-1_train_0/a-11111111")
     saved = checkpoint(store, "checkpoints/s-1_train_0/a-11111111")
     await store.checkpoints.put(saved)
-    async with store.checkpoints.reading(PATH) as reading:
+    async with store.reading(PATH) as reading:
         await store.checkpoints.delete(reading)
-        assert await store.collect(RUN) is False
+        assert await store.collector.collect(RUN) is False
         assert (path / "file").read_text() == "content"
-    assert await store.collect(RUN) is True
+    assert await store.collector.collect(RUN) is True
     assert not path.exists()
     with pytest.raises(UnknownWeights):
-        async with store.checkpoints.reading(PATH):
+        async with store.reading(PATH):
             pass
-    assert store.holds.places() == set()
-    assert not store.holds.looked_up(RUN)
+    assert store.checkpoints.pins.folders() == set()
+    assert not store.checkpoints.pins.is_resolving(RUN)
 
 
 async def test_nothing_of_a_run_goes_while_one_of_its_names_is_looked_up(store):
     path = folder(store, "checkpoints/s-1_train_0/a-11111111")
-    with store.holds.look_up(RUN):
-        with store.holds.look_up(RUN):
-            assert await store.collect(RUN) is False
-        assert store.checkpoints.unnamed() == []
+    with store.checkpoints.pins.resolving(RUN):
+        with store.checkpoints.pins.resolving(RUN):
+            assert await store.collector.collect(RUN) is False
+        assert store.checkpoints.take_marked() == []
     assert path.exists()
-    assert store.checkpoints.unnamed() == [RUN], "it is looked at again"
-    assert await store.collect(RUN) is True
+    assert store.checkpoints.take_marked() == [RUN], "it is looked at again"
+    assert await store.collector.collect(RUN) is True
     assert not path.exists()
 
 
 async def test_a_save_that_is_named_while_the_collector_looks_stays(tmp_path):
     """The collector has seen the folder, and not yet the names; then the save gets its name
-    and gives its hold up."""
-    database = Database.at(url="", data_dir=tmp_path)
-    await database.open()
-    holds = Pins()
+    and unpins the folder."""
     seen, go_on = asyncio.Event(), asyncio.Event()
 
     class Slow(GarbageCollector):
@@ -155,25 +169,20 @@ async def test_a_save_that_is_named_while_the_collector_looks_stays(tmp_path):
             await go_on.wait()
             return await super()._named(run_id)
 
-    collector = Slow(database=database, data_dir=tmp_path, holds=holds, again=print)
-    versions = VersionStore(
-        database=database,
-        data_dir=tmp_path,
-        min_free_bytes=0,
-        limits=no_counts(),
-    )
-    versions.data_dir = tmp_path
-    place = "checkpoints/s-1_train_0/a-11111111"
-    path = folder(versions, place)
-    holds.take(place, owner=RUN)
-    collecting = asyncio.create_task(collector.collect(run_id=RUN, partials=False))
+    store = Store(tmp_path, collector=Slow)
+    await store.database.open()
+    pins = store.checkpoints.pins
+    relative = "checkpoints/s-1_train_0/a-11111111"
+    path = folder(store, relative)
+    pins.pin_for_run(relative, run_id=RUN)
+    collecting = asyncio.create_task(store.collector.collect(RUN))
     await asyncio.wait_for(seen.wait(), 10)
-    await versions.checkpoints.put(checkpoint(versions, place))
-    holds.give_back(place, owner=RUN)
+    await store.checkpoints.put(checkpoint(store, relative))
+    pins.unpin_for_run(relative, run_id=RUN)
     go_on.set()
     await collecting
     assert path.exists()
-    await database.close()
+    await store.database.close()
 
 
 async def test_an_overwrite_leaves_the_old_or_the_new_and_never_neither(store):
@@ -186,9 +195,9 @@ async def test_an_overwrite_leaves_the_old_or_the_new_and_never_neither(store):
 
     async def read() -> None:
         while not stop.is_set():
-            async with store.checkpoints.reading(PATH) as found:
+            async with store.reading(PATH) as found:
                 assert (Path(found.folder) / "file").exists()
-                seen.add(found.place[-1])
+                seen.add(found.relative_folder[-1])
 
     reader = asyncio.create_task(read())
     for _ in range(20):
@@ -199,19 +208,24 @@ async def test_an_overwrite_leaves_the_old_or_the_new_and_never_neither(store):
     assert seen == {"1", "2"}
 
 
-async def test_what_the_disk_refuses_to_remove_is_tried_again(store, monkeypatch):
+async def test_what_the_disk_refuses_to_remove_is_tried_again(tmp_path):
+    broken = [True]
+
+    def remove(trash):
+        if broken:
+            raise PermissionError("no")
+        shutil.rmtree(trash)
+
+    store = Store(tmp_path, remove_tree=remove)
+    await store.database.open()
     path = folder(store, "checkpoints/s-1_train_0/a-11111111")
-
-    def refuse(trash):
-        raise PermissionError("no")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("gateway.checkpoints.collector.shutil.rmtree", refuse)
-        await store.collect(RUN)
-        assert not path.exists()
-        assert len(list((store.data_dir / "checkpoints/.trash").iterdir())) == 1
-    await store.empty_trash()
+    await store.collector.collect(RUN)
+    assert not path.exists()
+    assert len(list((store.data_dir / "checkpoints/.trash").iterdir())) == 1
+    broken.clear()
+    await store.collector.empty_trash()
     assert not (store.data_dir / "checkpoints/.trash").exists()
+    await store.database.close()
 
 
 def test_a_gateway_that_was_killed_lists_nothing_that_is_missing(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import time
+from pathlib import Path
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import httpx
@@ -44,6 +45,11 @@ def altered(url: str, *, path: str | None = None, **query: str) -> str:
     parts = urlsplit(url)
     fields = dict(parse_qsl(parts.query)) | query
     return parts._replace(path=path or parts.path, query=urlencode(fields)).geturl()
+
+
+def pinned(gate, folder: Path) -> bool:
+    relative = str(folder.relative_to(gate.settings.data_dir))
+    return relative in gate.gateway.checkpoints.pins.folders()
 
 
 def refused(url: str, status: int, type_: str, **headers: str) -> str:
@@ -112,7 +118,7 @@ def test_an_altered_address_is_refused(gate, training, rest):
         altered(url, path=path.replace("external_weights", "sampler_weights")),
         altered(url, path=path.replace(":train:0", ":train:1")),
         altered(url, expires=str(int(query["expires"]) + 1)),
-        altered(url, place=other["place"]),
+        altered(url, folder=other["folder"]),
         altered(url, signature=other["signature"]),
         altered(url, signature=query["signature"][:-1] + "?"),
         altered(url, signature=""),
@@ -140,7 +146,7 @@ def test_a_signature_of_ours_does_not_lead_out_either(gate, training, rest):
     url = rest.get_external_weights_urls(path).result().urls["config.json"]
     query = dict(parse_qsl(urlsplit(url).query))
     for file in ("manifest.json", "..", "none.bin"):
-        parts = (training.model_id, "external_weights", "listed", query["place"], file)
+        parts = (training.model_id, "external_weights", "listed", query["folder"], file)
         signature = sign(gate.gateway.signing_key, "download", "GET", *parts, query["expires"])
         where = urlsplit(url).path.replace("config.json", file.replace("..", "%2e%2e"))
         answer = get(altered(url, path=where, signature=signature))
@@ -152,7 +158,7 @@ def test_an_address_expires(gate, training, rest):
     url = rest.get_external_weights_urls(path).result().urls["config.json"]
     query = dict(parse_qsl(urlsplit(url).query))
     past = str(int(time.time()) - 1)
-    parts = (training.model_id, "external_weights", "brief", query["place"], "config.json", past)
+    parts = (training.model_id, "external_weights", "brief", query["folder"], "config.json", past)
     signature = sign(gate.gateway.signing_key, "download", "GET", *parts)
     late = altered(url, expires=past, signature=signature)
     assert "ask for a new one" in refused(late, 410, "address_expired")
@@ -188,21 +194,22 @@ def test_a_download_under_way_is_finished_after_its_checkpoint_is_gone(gate, tra
         assert folder.is_dir()
         received += sum(len(block) for block in blocks)
     assert received == size
-    wait_for(lambda: not gate.gateway.versions.holds.places())
+    wait_for(lambda: not pinned(gate, folder))
     gate.run(gate.gateway.collect(training.model_id))
     assert not folder.is_dir()
 
 
 def test_a_download_that_is_broken_off_gives_its_files_back(gate, training, rest):
     path = training.save_weights_external("large").result().path
+    training.save_weights_external("newer").result()  # the newest is pinned by the run
     url = rest.get_external_weights_urls(path).result().urls["model.safetensors"]
     folder = min(place(gate, training.model_id, "weights"))
     with (folder / "model.safetensors").open("wb") as file:
         file.truncate(256 * 2**20)
     with httpx.stream("GET", url, timeout=20) as answer:
         next(answer.iter_bytes(2**16))
-        assert gate.gateway.versions.holds.places()
-    wait_for(lambda: not gate.gateway.versions.holds.places())
+        assert pinned(gate, folder)
+    wait_for(lambda: not pinned(gate, folder))
 
 
 def test_only_external_weights_have_addresses(gate, training, rest):
@@ -242,7 +249,7 @@ def test_every_file_is_encrypted_to_every_recipient(gate, training, rest):
 def test_an_encryption_that_fails_leaves_neither_plain_nor_sealed_files(
     gate, training, monkeypatch
 ):
-    monkeypatch.setattr("gateway.checkpoints.exports.sys.executable", "/bin/false")
+    monkeypatch.setattr("sys.executable", "/bin/false")
     recipient = str(pyrage.x25519.Identity.generate().to_public())
     future = training.save_weights_external("secret", age_encryption_recipients=[recipient])
     assert "the weights could not be encrypted" in error_of(future)

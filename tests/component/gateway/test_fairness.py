@@ -11,8 +11,8 @@ from collections.abc import Callable
 from sqlalchemy import insert, select
 
 from gateway.auth.keys import NewKey
+from gateway.fair_queue import FairQueue, FairSemaphore, FairStarter
 from gateway.futures.table import Future, Waiting
-from gateway.limits.fair_queue import FairQueue, FairSemaphore, FairStarter
 from gateway.runs.operations import AdamParams, OptimStep
 from gateway.sampling.sampler import Sampler
 from gateway.storage.database import _MAX_BATCH, Database

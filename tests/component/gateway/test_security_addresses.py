@@ -122,9 +122,9 @@ def test_an_expired_address_is_refused_though_it_was_signed(world, addresses, sh
         with_query(addresses["trace"], expires=expires, signature=sign(key, "trace", file, expires))
     )
     parts = urlsplit(addresses["download"]).path.split("/")[4:]
-    place = fields_of(addresses["download"])["place"]
+    folder = fields_of(addresses["download"])["folder"]
     run_id, kind, name, file = parts
-    signature = sign(key, "download", "GET", run_id, kind, name, place, file, expires)
+    signature = sign(key, "download", "GET", run_id, kind, name, folder, file, expires)
     forbidden(with_query(addresses["download"], expires=expires, signature=signature))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from httpx import Client
 
+from gateway.identifiers import parse_checkpoint_path
 from tests.support.gateway.access_world import API, World
 from tests.support.gateway.running import running_gateway
 
@@ -41,12 +42,8 @@ def outside(world) -> Path:
 def place(world: World, path: str) -> Path:
     """Where a checkpoint lies."""
 
-    async def find() -> Path:
-        versions = world.gate.gateway.versions
-        checkpoint = await versions.checkpoints.get(path)
-        return await versions.folder_of(checkpoint)
-
-    return world.gate.run(find())
+    found = world.gate.run(world.gate.gateway.checkpoints.find(parse_checkpoint_path(path)))
+    return world.gate.settings.data_dir / found.relative_folder
 
 
 def urls(world: World, client: Client, path: str) -> dict[str, str]:
@@ -117,7 +114,7 @@ def test_the_collector_removes_a_link_and_not_what_is_behind_it(world, ann, outs
     if not trash.exists():
         trash.symlink_to(outside)
     assert ann.delete(world.checkpoint(path)).status_code == 204
-    world.gate.run(world.gate.gateway.versions.sweep_all())
+    world.gate.run(world.gate.gateway.collector.collect_all())
     assert (outside / "secret").read_bytes() == SECRET
     assert (outside / "kept").is_dir()
     for planted in (run_link, trash):
