@@ -45,7 +45,7 @@ from gateway.identifiers import request_id_of
 from gateway.limits.quotas import Quotas
 from gateway.storage.database import Database
 from gateway.storage.tables import metadata, sessions
-from tandem.custom_loss import MAX_BYTES, read_custom_loss
+from tandem.custom_losses import MAX_BYTES, read_custom_loss
 from tandem.errors import CustomLossInvalid, UnknownLoss
 
 MAX_LOSSES = 256

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tandem.custom_loss import MAX_BYTES, read_custom_loss
-from tandem.custom_loss.check import MAX_NODES
+from tandem.custom_losses import MAX_BYTES, read_custom_loss
+from tandem.custom_losses.graph import MAX_NODES
 from tandem.errors import CustomLossInvalid, MalformedPayload
 
 Body = dict[str, Any]

@@ -12,12 +12,12 @@ from tinker import types
 from tinker.lib.public_interfaces.custom_loss import encode_graph, run_loss_handle
 from torch.fx.node import _get_qualified_name
 
-from tandem.custom_loss import names
+from tandem.custom_losses import operations
+from tandem.custom_losses.implementations import FUNCTIONS, METHODS
+from tandem.custom_losses.interpreter import Limits
 from tandem.errors import CustomLossFailed
 from tests.support.custom_losses import CustomLossFn, layout_of, request_body, traced
 from trainer_service.losses.custom import custom_loss
-from trainer_service.losses.custom.interpreter import Limits
-from trainer_service.losses.custom.table import FUNCTIONS, METHODS
 
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Mapping[str, Tensor]]
@@ -170,16 +170,15 @@ def test_a_forward_alone_gives_the_value_and_no_gradient() -> None:
 
 
 def test_every_allowed_name_has_an_implementation_and_none_more() -> None:
-    assert set(FUNCTIONS) == set(names.FUNCTIONS)
-    assert set(METHODS) == set(names.METHODS)
+    assert set(FUNCTIONS) == operations.FUNCTIONS
+    assert set(METHODS) == operations.METHODS
 
 
 def test_functions_are_known_under_the_names_that_tracing_gives_them() -> None:
     for place, owner in (("torch", torch), ("torch.nn.functional", F)):
-        listed = names.TORCH if place == "torch" else names.FUNCTIONAL
-        for name in listed:
+        for name in operations.MODULES[place]:
             recorded = _get_qualified_name(getattr(owner, name))
-            public = names.TRACED_NAMES.get(recorded, recorded)
+            public = operations.PUBLIC_NAMES.get(recorded, recorded)
             assert FUNCTIONS[public] in (getattr(owner, name), FUNCTIONS[f"{place}.{name}"])
 
 
