@@ -16,7 +16,6 @@ from gateway.api.access import guarded
 from gateway.api.admission_middleware import RequestReservations
 from gateway.api.description.served import OPENAPI, openapi
 from gateway.api.middleware import RequestBoundary
-from gateway.api.openai.entrance import InferenceService
 from gateway.api.openai.errors import PREFIX as OPENAI
 from gateway.api.openai.errors import openai_http_error
 from gateway.api.openai.routes import (
@@ -25,6 +24,7 @@ from gateway.api.openai.routes import (
     openai_model,
     openai_models,
 )
+from gateway.api.openai.service import InferenceService
 from gateway.api.tandem import keys, status
 from gateway.api.tandem import metrics as scrape
 from gateway.api.tinker import (
@@ -75,7 +75,7 @@ def create_app(
         try:
             async with opened as gateway, Housekeeping(gateway).running():
                 app.state.gateway = gateway
-                app.state.inference = InferenceService.of(gateway)
+                app.state.inference = InferenceService(gateway)
                 custom_losses.provide(gateway)
                 yield
         except TandemError as error:

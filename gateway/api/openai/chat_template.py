@@ -1,10 +1,13 @@
-"""A model's chat template: messages to text, as Hugging Face defines it.
+"""A model's chat template: from messages to text, as Hugging Face defines it.
 
-The template is Jinja, in a sandbox that lets it change nothing and reach no attribute that
-leads out. Variables: messages, tools, documents, add_generation_prompt, the special tokens by
-name (bos_token, eos_token, …), and what the request adds. Functions: raise_exception,
-strftime_now; the filter tojson escapes nothing. See
+The template is Jinja, rendered in a sandbox in which it can modify nothing and reach no unsafe
+attribute, within a bound on its time and on its output. Variables: messages, tools, documents,
+add_generation_prompt, the special tokens by name (bos_token, eos_token, …), and those of the
+request. Functions: raise_exception, strftime_now; the filter tojson escapes nothing. See
 https://huggingface.co/docs/transformers/chat_templating_writing.
+
+`transformers` renders templates in the same sandbox without those bounds, and takes seconds and
+hundreds of megabytes to import, so it is not used here; a test compares the two.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
 
-from gateway.api.openai.errors import FieldRefused
+from gateway.api.openai.errors import InvalidField
 from tandem.errors import InvalidRequest, UnsupportedInput
 
 Message = Mapping[str, object]
@@ -39,9 +42,6 @@ RESERVED = frozenset(
         "tokenize",
     }
 )
-_MOST_SECONDS = 10.0
-"""For one rendering; those of known models take milliseconds."""
-_MOST_CHARACTERS = 16 * 2**20
 _TOOL_USE = "tool_use"
 _MARK = "\u2060tandem-continues-here\u2060"
 _SPACED_MARK = _MARK + " "
@@ -49,11 +49,19 @@ _SPACED_MARK = _MARK + " "
 
 class ChatTemplate:
     """`source` is one template, or several by name: `default`, and `tool_use` for requests with
-    tools. Raises `UnsupportedInput` for what is no template."""
+    tools. A rendering takes at most `max_seconds` (those of known models take milliseconds) and
+    writes at most `max_characters`. Raises `UnsupportedInput` for an invalid template."""
 
     def __init__(
-        self, source: str | Mapping[str, str], *, special_tokens: Mapping[str, str]
+        self,
+        source: str | Mapping[str, str],
+        *,
+        special_tokens: Mapping[str, str],
+        max_seconds: float = 10.0,
+        max_characters: int = 16 * 2**20,
     ) -> None:
+        self._max_seconds = max_seconds
+        self._max_characters = max_characters
         self._special_tokens = dict(special_tokens)
         sources = {"default": source} if isinstance(source, str) else source
         environment = _environment()
@@ -62,7 +70,7 @@ class ChatTemplate:
                 name: environment.from_string(text) for name, text in sources.items()
             }
         except jinja2.TemplateError as error:
-            raise UnsupportedInput(f"the model's chat template is no template: {error}") from error
+            raise UnsupportedInput(f"the model's chat template is invalid: {error}") from error
 
     def render(
         self,
@@ -72,41 +80,55 @@ class ChatTemplate:
         documents: Sequence[Message] | None,
         add_generation_prompt: bool,
         continue_final_message: bool,
-        more: Mapping[str, object],
+        variables: Mapping[str, object],
     ) -> str:
-        """The text that the model continues. Raises `InvalidRequest` where the template refuses
-        the messages, breaks on them, or comes to no end."""
+        """Return the text that the model continues; `variables` are the request's own. Raises
+        `InvalidRequest` if the template refuses the messages, fails on them, or exceeds its
+        bounds."""
         if continue_final_message:
             messages = [*messages[:-1], _marked(messages[-1])]
         variables = {
             **self._special_tokens,
-            **more,
+            **variables,
             "messages": messages,
             "tools": tools,
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            text = _bounded_text(self._chosen(with_tools=bool(tools)), variables)
-        except Exception as error:  # the template is foreign code
+            text = self._bounded_text(self._choose(with_tools=bool(tools)), variables)
+        except Exception as error:  # a template can raise anything
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}"
             ) from error
         return _cut_at_mark(text) if continue_final_message else text
 
-    def _chosen(self, *, with_tools: bool) -> jinja2.Template:
+    def _choose(self, *, with_tools: bool) -> jinja2.Template:
         if with_tools and _TOOL_USE in self._templates:
             return self._templates[_TOOL_USE]
         if "default" not in self._templates:
             raise InvalidRequest(
-                f"the model has chat templates for {', '.join(sorted(self._templates))} alone"
+                f"the model only has chat templates for {', '.join(sorted(self._templates))}"
             )
         return self._templates["default"]
 
+    def _bounded_text(self, template: jinja2.Template, variables: Mapping[str, object]) -> str:
+        """Render the template: a loop that its author, or a request's values, made endless ends
+        with an error."""
+        _deadline.set((time.monotonic() + self._max_seconds, self._max_seconds))
+        pieces, size = [], 0
+        for piece in template.generate(variables):
+            _check_deadline()
+            pieces.append(piece)
+            size += len(piece)
+            if size > self._max_characters:
+                raise jinja2.TemplateError(f"it writes more than {self._max_characters} characters")
+        return "".join(pieces)
+
 
 def find_template(folder: Path, tokenizer_config: Mapping[str, object]) -> str | dict[str, str]:
-    """The model's template, or its templates by name; empty: it has none. The files are newer
-    than the field of the tokenizer's config, and count more."""
+    """Return the model's template, or its templates by name; empty if it has none. The files are
+    a newer convention than the field of the tokenizer's config, and take precedence."""
     file = folder / "chat_template.jinja"
     named = {
         path.stem: path.read_text(encoding="utf-8")
@@ -129,12 +151,12 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, object]) -> str |
     return ""
 
 
-def check_variables(more: Mapping[str, object]) -> None:
-    """Raises `FieldRefused` for a variable that is the request's own."""
-    for name in more:
+def check_variables(variables: Mapping[str, object]) -> None:
+    """Raise `InvalidField` for a variable that the request has a field for."""
+    for name in variables:
         if name in RESERVED:
-            raise FieldRefused(
-                f"chat_template_kwargs.{name} is a field of its own, or not offered",
+            raise InvalidField(
+                f"chat_template_kwargs.{name} has a field of its own, or is not offered",
                 param="chat_template_kwargs",
             )
 
@@ -142,50 +164,38 @@ def check_variables(more: Mapping[str, object]) -> None:
 def _marked(message: Message) -> Message:
     content = message.get("content")
     if not isinstance(content, str):
-        raise FieldRefused(
-            "continue_final_message needs a last message with a text", param="messages"
+        raise InvalidField(
+            "continue_final_message needs a last message whose content is a text", param="messages"
         )
     return {**message, "content": content + _SPACED_MARK}
 
 
 def _cut_at_mark(text: str) -> str:
-    """The text up to the end of the last message. The blank behind the mark shows whether the
-    template trims what it is given; then what the message ended with is trimmed, too."""
+    """Return the text up to the end of the last message, as `transformers` does. If the template
+    has trimmed the blank after the mark, it trims contents, and the message's end is trimmed too.
+    """
     found = text.rfind(_MARK)
     if found < 0:
         raise InvalidRequest(
-            "the model's chat template does not show the last message as it is, so that it "
-            "cannot be continued (continue_final_message)"
+            "the model's chat template does not show the last message as it is, so it cannot be "
+            "continued (continue_final_message)"
         )
     kept = text[:found]
     return kept if text[found:].startswith(_SPACED_MARK) else kept.rstrip()
 
 
-_deadline: ContextVar[float] = ContextVar("deadline of the rendering under way")
-
-
-def _bounded_text(template: jinja2.Template, variables: Mapping[str, object]) -> str:
-    """What the template writes, within bounds: a loop that a model's author, or a request's
-    values, made endless has an answer, too."""
-    _deadline.set(time.monotonic() + _MOST_SECONDS)
-    pieces, size = [], 0
-    for piece in template.generate(variables):
-        _check_deadline()
-        pieces.append(piece)
-        size += len(piece)
-        if size > _MOST_CHARACTERS:
-            raise jinja2.TemplateError(f"it writes more than {_MOST_CHARACTERS} characters")
-    return "".join(pieces)
+_deadline: ContextVar[tuple[float, float]] = ContextVar("deadline")
+"""Of the current rendering: its monotonic time, and the seconds that it allowed."""
 
 
 def _check_deadline() -> None:
-    if time.monotonic() > _deadline.get():
-        raise jinja2.TemplateError(f"it came to no end within {_MOST_SECONDS:g} s")
+    deadline, seconds = _deadline.get()
+    if time.monotonic() > deadline:
+        raise jinja2.TemplateError(f"it came to no end within {seconds:g} s")
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Minds the deadline where a template calls something, as macros write nothing until they
-    return."""
+    """Checks the deadline also at every call: macros write nothing until they return."""
 
     def call(  # as Jinja names its own parameters: no template's argument may collide with them
         __self,
@@ -211,8 +221,8 @@ def _environment() -> jinja2.Environment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks what an assistant said, for training; here it
-    is the text within."""
+    """Renders `{% generation %}…{% endgeneration %}`, which marks an assistant's words for
+    training, as the text within."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 

@@ -1,6 +1,6 @@
-"""Errors as OpenAI's clients know them: `{"error": {"message", "type", "param", "code"}}`.
+"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`.
 
-Imports nothing of the gateway, since everything that answers may need it.
+Imports nothing of the gateway, since every module that answers a request may need it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tandem.errors import (
 
 PREFIX = "/v1/"
 
-_KINDS = {
+_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -37,7 +37,7 @@ _KINDS = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
-"""`type` by status; 4xx else is an invalid_request_error, 5xx a server_error."""
+"""`type` by status; for other statuses, invalid_request_error (4xx) or server_error (5xx)."""
 
 _CODES: dict[type[TandemError], str] = {
     Unauthenticated: "invalid_api_key",
@@ -47,14 +47,14 @@ _CODES: dict[type[TandemError], str] = {
     SequenceTooLong: "context_length_exceeded",
     Overloaded: "rate_limit_exceeded",
 }
-"""Where clients know a code of their own; else it is the type of our error."""
+"""The `code`s that OpenAI's clients know; for other errors it is our own error type."""
 
-_RETRY_SOON = 5.0
-"""Seconds after which a client should ask a server that is starting something again."""
+_RETRY_AFTER = 5
+"""Seconds after which a client should retry while the server starts something."""
 
 
-class FieldRefused(InvalidRequest):
-    """A field of the request that is wrong, or that this server does not do: its name."""
+class InvalidField(InvalidRequest):
+    """The request's field `param` is wrong, or not offered by this server."""
 
     type = InvalidRequest.type
 
@@ -63,64 +63,61 @@ class FieldRefused(InvalidRequest):
         self.param = param
 
 
-class NotReady(WorkerStartFailed):
-    """The engine is still starting; it goes on starting, so that asking again helps."""
+class EngineStarting(WorkerStartFailed):
+    """The engine is still starting, and goes on starting, so that a retry helps."""
 
     type = "engine_starting"
 
 
 def status_of(error: TandemError) -> int:
-    """Literal examples: 404 for `UnknownModel`, 503 for `WorkerStartFailed`, 504 for
+    """Return the HTTP status: 404 for `UnknownModel`, 503 for `WorkerStartFailed`, 504 for
     `OperationTimedOut`."""
     if isinstance(error, SessionFinished | WorkerStartFailed | WorkerDied | GatewayRestarted):
-        return 503  # of ours, not the client's: the next request gets a new session and engine
+        return 503  # the server's doing: the next request gets a new session and engine
     if isinstance(error, OperationTimedOut):
         return 504
     return error.status if isinstance(error, UserError | Overloaded) else 500
 
 
 def error_content(error: TandemError) -> dict[str, object]:
-    """Literal example: `{"error": {"message": "unknown model 'x'; …", "type":
-    "not_found_error", "param": "model", "code": "model_not_found"}}`."""
+    """Return the body: `{"error": {"message": "unknown model 'x'; …", "type": "not_found_error",
+    "param": "model", "code": "model_not_found"}}`."""
     code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), error.type)
-    return content_of(
+    param = "model" if isinstance(error, UnknownModel | UnknownWeights | UnknownRun) else None
+    return _content(
         error.message,
         status=status_of(error),
-        param=_param_of(error),
+        param=error.param if isinstance(error, InvalidField) else param,
         code=code,
         **error.details,
     )
 
 
-def content_of(
-    message: str, *, status: int, param: str | None, code: str, **more: object
-) -> dict[str, object]:
-    kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code, **more}}
-
-
 def openai_error(error: TandemError) -> Response:
-    """A request that was refused or failed, with `Retry-After` where asking again helps."""
+    """Return the response for an error, with `Retry-After` where a retry helps."""
     status = status_of(error)
-    response = Response(
-        orjson.dumps(error_content(error)), status_code=status, media_type="application/json"
-    )
+    response = _response(error_content(error), status=status)
     if isinstance(error, Overloaded):
         response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
-    elif status == 408:  # what still comes of the request is of no use
+    elif status == 408:  # the rest of the request would be read for nothing
         response.headers["Connection"] = "close"
     elif status in (503, 504):
-        response.headers["Retry-After"] = str(math.ceil(_RETRY_SOON))
+        response.headers["Retry-After"] = str(_RETRY_AFTER)
     return response
 
 
 def openai_http_error(message: str, *, status: int) -> Response:
-    """What the router refuses: an unknown path, or another method."""
-    content = content_of(message, status=status, param=None, code="unknown_endpoint")
+    """Return the response for an unknown path or a wrong method."""
+    content = _content(message, status=status, param=None, code="unknown_endpoint")
+    return _response(content, status=status)
+
+
+def _content(
+    message: str, *, status: int, param: str | None, code: str, **details: object
+) -> dict[str, object]:
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code, **details}}
+
+
+def _response(content: dict[str, object], *, status: int) -> Response:
     return Response(orjson.dumps(content), status_code=status, media_type="application/json")
-
-
-def _param_of(error: TandemError) -> str | None:
-    if isinstance(error, FieldRefused):
-        return error.param
-    return "model" if isinstance(error, UnknownModel | UnknownWeights | UnknownRun) else None

@@ -1,18 +1,17 @@
-"""The samples of one request: asked for together, waited for together, given up together."""
+"""The samples of one request while they are computed: submitted, awaited and cancelled together."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.types import Receive
 
-from gateway.api.openai.errors import NotReady
-from gateway.api.openai.models import Served
-from gateway.futures.table import Future, Outcome, Result
+from gateway.api.openai.errors import EngineStarting
+from gateway.checkpoints.versions import WeightVersion
+from gateway.futures.table import Future, Outcome
 from gateway.identifiers import request_id_of
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sampler import Sampler
@@ -23,35 +22,25 @@ from tandem.settings import OpenAISettings
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 
-_GLANCE = 2.0
-"""Seconds after which whoever waits looks whether there is still something to wait for."""
 
-_UNREAD = 64
-"""Events of a stream that may wait in memory for their reader. The engine what comes
-beyond that."""
-
-
-class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+class ClientDisconnected(Exception):
+    """The client no longer waits for the response."""
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens of a sample of the prompt with this number."""
+    """Tokens of a sample of the prompt with this index."""
 
     prompt: int
     delta: sampler_pb2.SampleDelta
 
 
 @dataclass(frozen=True)
-class Done:
-    """All samples of the prompt with this number."""
+class Finished:
+    """All samples of the prompt with this index."""
 
     prompt: int
     response: tinker_pb2.SampleResponse
-
-
-Event = NewTokens | Done
 
 
 @dataclass(frozen=True)
@@ -60,8 +49,13 @@ class _Ended:
     outcome: Outcome
 
 
-class Generator:
-    """Brings requests to engines, by the way that the SDK's samples take."""
+class Generation:
+    """Submits one sample request per prompt and yields what comes of them, with `next` or `all`.
+
+    `poll_interval` in seconds: how often a waiting request checks its timeouts and keeps its
+    session alive. `max_unread`: events of a stream that may wait for a slow reader; more stay in
+    the engine. `closing` tells whether the gateway is shutting down.
+    """
 
     def __init__(
         self,
@@ -69,185 +63,142 @@ class Generator:
         settings: OpenAISettings,
         sessions: SessionRegistry,
         samplers: SamplerRouter,
-        closing: Callable[[], bool],
-    ) -> None:
-        self._settings = settings
-        self._sessions = sessions
-        self._samplers = samplers
-        self._closing = closing
-
-    @asynccontextmanager
-    async def running(
-        self,
-        *,
+        session: SamplingSession,
+        sampler: Sampler,
         owner: str,
-        served: Served,
-        session: SamplingSession,
-        sampler: Sampler,
-        requests: Sequence[sampler_pb2.SampleRequest],
-        seq_ids: Sequence[int],
-        stream: bool,
-        receive: Receive,
-    ) -> AsyncIterator[Running]:
-        """Asks for the samples; what has not ended with the block is given up. Raises
-        `Overloaded`."""
-        running = Running(
-            settings=self._settings,
-            sessions=self._sessions,
-            samplers=self._samplers,
-            session=session,
-            sampler=sampler,
-            closing=self._closing,
-        )
-        try:
-            for request, place in zip(requests, seq_ids, strict=True):
-                running.ask(request, place=place, owner=owner, served=served, stream=stream)
-            running.listen(receive)
-            yield running
-        finally:
-            running.give_up()
-
-
-class Running:
-    """The samples of a request while they are computed."""
-
-    def __init__(
-        self,
-        *,
-        settings: OpenAISettings,
-        sessions: SessionRegistry,
-        samplers: SamplerRouter,
-        session: SamplingSession,
-        sampler: Sampler,
+        version: WeightVersion,
         closing: Callable[[], bool],
+        poll_interval: float = 2.0,
+        max_unread: int = 64,
     ) -> None:
         self._settings = settings
         self._sessions = sessions
         self._samplers = samplers
         self._session = session
         self._sampler = sampler
+        self._owner = owner
+        self._version = version
         self._closing = closing
-        self._events: asyncio.Queue[NewTokens | _Ended | ClientGone] = asyncio.Queue()
-        self._room = asyncio.Semaphore(_UNREAD)
+        self._poll_interval = poll_interval
+        self._events: asyncio.Queue[NewTokens | _Ended | ClientDisconnected] = asyncio.Queue()
+        self._unread_slots = asyncio.Semaphore(max_unread)
         self._futures: list[Future] = []
-        self._listener: asyncio.Task[None] | None = None
-        self._left = 0
-        self._since = time.monotonic()
+        self._disconnect_listener: asyncio.Task[None] | None = None
+        self._unfinished = 0
+        self._started_at = time.monotonic()
 
-    def ask(
-        self,
-        request: sampler_pb2.SampleRequest,
-        *,
-        place: int,
-        owner: str,
-        served: Served,
-        stream: bool,
-    ) -> None:
-        """Raises `Overloaded`."""
+    def submit(self, request: sampler_pb2.SampleRequest, *, seq_id: int, stream: bool) -> None:
+        """Submit the request of the next prompt, the way that the SDK's samples are submitted.
+        Raises `Overloaded`."""
         prompt = len(self._futures)
-        request_id = request_id_of(owner=self._session.id, seq_id=place)
+        request_id = request_id_of(owner=self._session.id, seq_id=seq_id)
         request.operation_id = request_id
         request.session_id = self._session.session_id
-        request.seq_id = place
-        request.version.CopyFrom(served.version.to_proto())
+        request.seq_id = seq_id
+        request.version.CopyFrom(self._version.to_proto())
         sampler = self._sampler
         future = Future(
             request_id=request_id,
             source="sample",
             kind="sample",
-            owner=owner,
+            owner=self._owner,
             describe=lambda: sampler.describe(request_id),
         )
 
-        async def tell(delta: sampler_pb2.SampleDelta) -> None:
-            await self._room.acquire()
+        async def put(delta: sampler_pb2.SampleDelta) -> None:
+            await self._unread_slots.acquire()
             self._events.put_nowait(NewTokens(prompt=prompt, delta=delta))
 
         self._samplers.submit(
             sampler,
             future=future,
-            version=served.version,
+            version=self._version,
             request=request,
-            tell=tell if stream else None,
+            tell=put if stream else None,
         )
         self._futures.append(future)
-        self._left += 1
+        self._unfinished += 1
         future.on_end(
             lambda outcome: self._events.put_nowait(_Ended(prompt=prompt, outcome=outcome))
         )
 
-    def listen(self, receive: Receive) -> None:
-        """From now on the client's going away ends the wait. The body has been read."""
+    def listen_for_disconnect(self, receive: Receive) -> None:
+        """End the wait when the client disconnects. Its request has been read completely."""
 
-        async def until_gone() -> None:
+        async def listen() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            self._events.put_nowait(ClientGone())
+            self._events.put_nowait(ClientDisconnected())
 
-        self._listener = asyncio.create_task(until_gone())
+        self._disconnect_listener = asyncio.create_task(listen())
 
     @property
-    def unread(self) -> bool:
-        """Whether there is something that `next` would return at once."""
+    def session_id(self) -> str:
+        """The sampling session in which it samples."""
+        return self._session.id
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether `next` would return at once."""
         return not self._events.empty()
 
-    async def next(self) -> Event | None:
-        """What happens next; None: everything has ended. Raises what a sample failed with,
-        `NotReady`, `OperationTimedOut` or `ClientGone`."""
-        if self._left == 0:
+    async def next(self) -> NewTokens | Finished | None:
+        """Return the next event; None when every prompt is finished.
+
+        Raises the error of a sample, `EngineStarting` or `OperationTimedOut` when its time is up,
+        `GatewayRestarted`, or `ClientDisconnected`.
+        """
+        if self._unfinished == 0:
             return None
         event = await self._wait()
-        if isinstance(event, ClientGone):
+        if isinstance(event, ClientDisconnected):
             raise event
         if isinstance(event, NewTokens):
-            self._room.release()
+            self._unread_slots.release()
             return event
         if isinstance(event.outcome, TandemError):
             raise event.outcome
-        self._left -= 1
-        return Done(prompt=event.prompt, response=_response(event.outcome))
+        self._unfinished -= 1
+        response = tinker_pb2.SampleResponse.FromString(event.outcome.body)
+        return Finished(prompt=event.prompt, response=response)
 
     async def all(self) -> list[tinker_pb2.SampleResponse]:
-        """The answers to all prompts, in their order. Raises as `next`."""
+        """Return the responses in the order of the prompts. Raises as `next`."""
         found: dict[int, tinker_pb2.SampleResponse] = {}
         while (event := await self.next()) is not None:
-            if isinstance(event, Done):
+            if isinstance(event, Finished):
                 found[event.prompt] = event.response
         return [found[prompt] for prompt in sorted(found)]
 
-    def give_up(self) -> None:
-        """Ends what has not ended, here and in the engine."""
-        if self._listener is not None:
-            self._listener.cancel()
+    def cancel(self) -> None:
+        """Cancel what has not ended, here and in the engine."""
+        if self._disconnect_listener is not None:
+            self._disconnect_listener.cancel()
         for future in self._futures:
             if not future.ended:
                 self._samplers.cancel(future.request_id)
         self._sessions.touch(self._session.session_id)
 
-    async def _wait(self) -> NewTokens | _Ended | ClientGone:
+    async def _wait(self) -> NewTokens | _Ended | ClientDisconnected:
         while True:
             try:
-                async with asyncio.timeout(_GLANCE):
+                async with asyncio.timeout(self._poll_interval):
                     return await self._events.get()
             except TimeoutError:
                 self._sessions.touch(self._session.session_id)
-                self._check_patience()
+                self._check_timeouts()
 
-    def _check_patience(self) -> None:
-        waited = time.monotonic() - self._since
+    def _check_timeouts(self) -> None:
+        waited = time.monotonic() - self._started_at
         if self._closing():
-            raise GatewayRestarted("the gateway is being stopped; ask again a little later")
+            raise GatewayRestarted("the gateway is shutting down; retry a little later")
         if self._sampler.state != "ready" and waited > self._settings.start_timeout:
             why = self._futures[-1].describe().reason
-            raise NotReady(
-                f"{why}; it goes on, so ask again a little later (TANDEM_OPENAI_START_TIMEOUT)"
+            raise EngineStarting(
+                f"{why}; it goes on, so retry a little later (TANDEM_OPENAI_START_TIMEOUT)"
             )
         if waited > self._settings.request_timeout:
             raise OperationTimedOut(
-                f"no answer within {self._settings.request_timeout:g} s "
-                "(TANDEM_OPENAI_REQUEST_TIMEOUT); ask for fewer tokens, or a little later"
+                f"no response within {self._settings.request_timeout:g} s "
+                "(TANDEM_OPENAI_REQUEST_TIMEOUT); ask for fewer tokens, or retry later"
             )
-
-
-def _response(result: Result) -> tinker_pb2.SampleResponse:
-    return tinker_pb2.SampleResponse.FromString(result.body)

@@ -1,7 +1,7 @@
-"""What the name of a model stands for, and which names there are.
+"""Models by name, and the list of them.
 
-A name is a base model's, a `tinker://RUN/sampler_weights/NAME` path, or a run's id, which stands
-for what the run saved last for sampling: a model in training.
+A name is a base model's, a `tinker://RUN/sampler_weights/NAME` path, or the id of a training
+run, which stands for the weights that the run last saved for sampling: a model in training.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from gateway.api.access import Access
+from gateway.api.openai.schemas import Model
 from gateway.auth.identity import Caller
 from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
@@ -23,13 +24,13 @@ from tandem.errors import UnknownModel, UnknownWeights
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}:train:[0-9]{1,18}")
 _SCHEME = "tinker://"
-_MOST_LISTED = 1000
+_MAX_LISTED = 1000
 
 
 @dataclass(frozen=True)
-class Served:
-    """What a request samples from: `name` is how the client calls it, `rank` that of the
-    adapter, 0 where it has none."""
+class SamplingTarget:
+    """What a request samples from: `name` is the client's name for it, `rank` that of the
+    adapter, or 0 without one."""
 
     name: str
     model: BaseModelEntry
@@ -37,18 +38,9 @@ class Served:
     rank: int
 
 
-@dataclass(frozen=True)
-class Listed:
-    """A model in a list. `created` in seconds since 1970."""
+class ModelDirectory:
+    """Resolves and lists the models that a caller can sample from."""
 
-    name: str
-    base_model: str
-    owner: str
-    created: float
-    max_length: int | None
-
-
-class ServedModels:
     def __init__(
         self,
         *,
@@ -65,49 +57,56 @@ class ServedModels:
         self._access = access
 
     @asynccontextmanager
-    async def reading(self, name: str, caller: Caller) -> AsyncIterator[Served]:
-        """What the name stands for now; its files stay while the block runs. Raises
-        `UnknownModel`, `UnknownWeights` or `InvalidRequest`, the same for what is another
-        owner's as for what is not there."""
+    async def resolve(self, name: str, caller: Caller) -> AsyncIterator[SamplingTarget]:
+        """Yield what the name stands for now; its files are kept while the block runs. Raises
+        `UnknownModel`, `UnknownWeights` or `InvalidRequest`, and the same for another owner's
+        weights as for weights that do not exist."""
         if name.startswith(_SCHEME):
             readers = self._access.readers(caller)
             async with self._checkpoints.reading(name, readers=readers) as checkpoint:
-                yield await self._of_checkpoint(name, checkpoint)
+                if checkpoint.path.kind != "sampler_weights":
+                    raise UnknownWeights(
+                        f"{name!r} is not for sampling; use what save_weights_for_sampler wrote "
+                        "(tinker://RUN/sampler_weights/NAME)"
+                    )
+                version = await self._versions.version(checkpoint.version)
+                yield await self._target(name, version)
         elif _RUN_ID.fullmatch(name):
             with ExitStack() as pinned:
                 with self._checkpoints.pins.resolving(name):
                     version = await self._newest(name, caller)
                     folder = relative_version_folder(version.name)
                     pinned.enter_context(self._checkpoints.pins.pinned(folder))
-                yield await self._of_version(name, version)
+                yield await self._target(name, version)
         else:
             model = self._models.get(name)
-            yield Served(name=name, model=model, version=base_version(model), rank=0)
+            yield SamplingTarget(name=name, model=model, version=base_version(model), rank=0)
 
-    async def all(self, caller: Caller) -> list[Listed]:
-        """Base models, and what the caller's runs saved for sampling, newest first."""
-        found = [self._listed_base(entry) for entry in self._models.all()]
-        saved, _total = await self._checkpoints.of_owner(caller.owner, limit=_MOST_LISTED, offset=0)
-        found += [self._listed(c) for c in saved if c.path.kind == "sampler_weights"]
-        return found
+    async def all(self, caller: Caller) -> list[Model]:
+        """Return the base models, then what the caller's runs saved for sampling, newest first."""
+        saved, _total = await self._checkpoints.of_owner(caller.owner, limit=_MAX_LISTED, offset=0)
+        return [
+            *(_base_model(entry) for entry in self._models.all()),
+            *(self._saved(c) for c in saved if c.path.kind == "sampler_weights"),
+        ]
 
-    async def one(self, name: str, caller: Caller) -> Listed:
-        """Raises as `reading`."""
-        async with self.reading(name, caller) as served:
-            if not served.version.run_id:
-                return self._listed_base(served.model)
+    async def one(self, name: str, caller: Caller) -> Model:
+        """Raise as `resolve`."""
+        async with self.resolve(name, caller) as target:
+            if not target.version.run_id:
+                return _base_model(target.model)
             if name.startswith(_SCHEME):
-                return self._listed(await self._access.checkpoint(name, caller))
-            return Listed(
+                return self._saved(await self._access.checkpoint(name, caller))
+            return _model(
                 name=name,
-                base_model=served.model.name,
+                base_model=target.model.name,
                 owner=(await self._checkpoints.origin(name)).owner,
-                created=await self._versions.created_at(served.version.name),
-                max_length=served.model.max_length,
+                created=await self._versions.created_at(target.version.name),
+                max_length=target.model.max_length,
             )
 
     async def _newest(self, run_id: str, caller: Caller) -> WeightVersion:
-        """What the run saved last for sampling, if it is still there."""
+        """Return what the run last saved for sampling and still has."""
         origin = await self._checkpoints.origin(run_id)
         if not origin.owner or not caller.may_see(origin.owner):
             raise UnknownModel(f"there is no training run {run_id!r} on this server")
@@ -119,42 +118,50 @@ class ServedModels:
             try:
                 return await self._versions.version(name)
             except UnknownWeights:
-                continue  # it was saved without a name, or has lost it
+                continue  # saved without a name, and collected since
         raise UnknownModel(
             f"the run {run_id} has saved nothing for sampling yet, or no longer has it; call "
             "save_weights_for_sampler"
         )
 
-    async def _of_checkpoint(self, name: str, checkpoint: Checkpoint) -> Served:
-        if checkpoint.path.kind != "sampler_weights":
-            raise UnknownWeights(
-                f"{name!r} is not for sampling; that is what save_weights_for_sampler wrote "
-                "(tinker://RUN/sampler_weights/NAME)"
-            )
-        return await self._of_version(name, await self._versions.version(checkpoint.version))
-
-    async def _of_version(self, name: str, version: WeightVersion) -> Served:
+    async def _target(self, name: str, version: WeightVersion) -> SamplingTarget:
         rank = 0
         if version.adapter:
             rank = (await self._checkpoints.origin(version.run_id)).training.rank
         model = self._models.get(version.base_model)
-        return Served(name=name, model=model, version=version, rank=rank)
+        return SamplingTarget(name=name, model=model, version=version, rank=rank)
 
-    def _listed_base(self, entry: BaseModelEntry) -> Listed:
-        return Listed(
-            name=entry.name,
-            base_model="",
-            owner="tandem",
-            created=entry.added_at,
-            max_length=entry.max_length,
-        )
-
-    def _listed(self, checkpoint: Checkpoint) -> Listed:
+    def _saved(self, checkpoint: Checkpoint) -> Model:
         entry = next((m for m in self._models.all() if m.name == checkpoint.base_model), None)
-        return Listed(
+        return _model(
             name=str(checkpoint.path),
             base_model=checkpoint.base_model,
             owner=checkpoint.owner,
             created=checkpoint.created_at,
             max_length=entry.max_length if entry is not None else None,
         )
+
+
+def _base_model(entry: BaseModelEntry) -> Model:
+    return _model(
+        name=entry.name,
+        base_model=None,
+        owner="tandem",
+        created=entry.added_at,
+        max_length=entry.max_length,
+    )
+
+
+def _model(
+    *, name: str, base_model: str | None, owner: str, created: float, max_length: int | None
+) -> Model:
+    """`created` in seconds since 1970, `max_length` in tokens."""
+    return Model(
+        id=name,
+        object="model",
+        created=int(created),
+        owned_by=owner,
+        root=base_model or name,
+        parent=base_model,
+        max_model_len=max_length,
+    )

@@ -1,7 +1,7 @@
-"""A model's tokenizer and chat template, read from its folder without torch.
+"""A model's tokenizer and chat template, read from the model's folder without torch.
 
 `tokenizers` computes what `transformers` computes, from the same `tokenizer.json`; the files
-around it say which tokens are special and where a sequence ends.
+beside it say which tokens are special and which end a sequence.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ from pathlib import Path
 from typing import cast
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from gateway.api.openai.chat_template import ChatTemplate, find_template
 from gateway.checkpoints.base_models import BaseModelEntry
 from tandem.errors import InvalidRequest, SequenceTooLong, UnsupportedInput
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
-_MOST_LOADED = 8
-_MOST_CHARACTERS_PER_TOKEN = 256
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_MAX_LOADED = 8
+_MAX_CHARACTERS_PER_TOKEN = 256
 _INLINE = 4096
-"""Characters or tokens that are encoded or decoded at once; more, in a thread."""
+"""Characters that are encoded in the event loop; more are encoded in a thread."""
 
 Json = dict[str, object]
 
 
 @dataclass(frozen=True)
 class TokenText:
-    """What one token stands for. `text` has U+FFFD where the bytes are a part of a character."""
+    """The text and the bytes of one token. `text` has U+FFFD for a part of a character."""
 
     text: str
     raw: bytes
 
 
 class ModelTokenizer:
-    """Text to tokens and back, and the model's messages. Safe to use from several threads."""
+    """Encodes and decodes text, and holds the model's chat template. Thread-safe."""
 
     def __init__(
         self,
@@ -70,8 +71,9 @@ class ModelTokenizer:
     async def encode(
         self, text: str, *, add_special_tokens: bool, max_length: int | None
     ) -> list[int]:
-        """Raises `SequenceTooLong` for a text that no tokenizer makes short enough."""
-        if max_length is not None and len(text) > _MOST_CHARACTERS_PER_TOKEN * max_length:
+        """Return the token ids of a text. Raises `SequenceTooLong` for a text that cannot fit, and
+        `InvalidRequest` for invalid Unicode."""
+        if max_length is not None and len(text) > _MAX_CHARACTERS_PER_TOKEN * max_length:
             raise SequenceTooLong(
                 f"the prompt has {len(text)} characters; the model's length is {max_length} tokens"
             )
@@ -86,23 +88,35 @@ class ModelTokenizer:
             raise InvalidRequest(f"the prompt is not valid Unicode: {error}") from error
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """All tokens, special ones too."""
+        """Return the text of the tokens, special tokens included."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
+    def decode_within_text(self, tokens: Sequence[int]) -> str:
+        """Return the text that the tokens add after other text: at the beginning of a text, some
+        tokenizers drop a blank."""
+        return self.decode([*self._anchor, *tokens]).removeprefix(self._anchor_text)
+
+    def decode_next(self, stream: DecodeStream, tokens: Sequence[int]) -> str | None:
+        """Return the text that the tokens add to a stream, None while it may end within a
+        character, or U+FFFD if the stream cannot go on from what it has decoded."""
+        try:
+            return stream.step(self._tokenizer, list(tokens))
+        except Exception:  # noqa: BLE001 - "invalid prefix"; `tokenizers` raises nothing narrower
+            return "\ufffd"
+
     def token(self, id_: int) -> TokenText:
-        """One token as it reads inside of a text."""
+        """Return one token as it reads within a text."""
         found = self._texts.get(id_)
         if found is None:
             found = self._texts[id_] = self._read(id_)
         return found
 
     def chat_template(self) -> ChatTemplate:
-        """Raises `UnsupportedInput` for a model that has none."""
+        """Raise `UnsupportedInput` for a model without one."""
         if self._template is None:
             raise UnsupportedInput(
-                f"the model {self.name!r} has no chat template, so that there is no text to make "
-                "of messages; put a chat_template.jinja into the model's folder and add the model "
-                "again, or use /v1/completions with a prompt of your own"
+                f"the model {self.name!r} has no chat template; put a chat_template.jinja into its "
+                "folder and add the model again, or use /v1/completions with a prompt of your own"
             )
         return self._template
 
@@ -112,13 +126,13 @@ class ModelTokenizer:
             return TokenText(text="", raw=b"")
         if id_ in self.special:
             return TokenText(text=piece, raw=piece.encode())
-        text = self.decode([*self._anchor, id_]).removeprefix(self._anchor_text)
+        text = self.decode_within_text([id_])
         if "\ufffd" not in text:
             return TokenText(text=text, raw=text.encode())
         return TokenText(text=text, raw=self._bytes(piece, text))
 
     def _bytes(self, piece: str, text: str) -> bytes:
-        """Of a token that is a part of a character."""
+        """Return the bytes of a token that is a part of a character."""
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
         if self._byte_level and all(character in _BYTES for character in piece):
@@ -127,30 +141,31 @@ class ModelTokenizer:
 
 
 class Tokenizers:
-    """Those of the models that were asked for last."""
+    """Loads and keeps the tokenizers of the most recently used models."""
 
     def __init__(self) -> None:
         self._loading: OrderedDict[BaseModelEntry, asyncio.Task[ModelTokenizer]] = OrderedDict()
 
     async def get(self, model: BaseModelEntry) -> ModelTokenizer:
-        """A model that is added again is read again. Raises `UnsupportedInput` for one without
-        a tokenizer that can be read."""
+        """Return the model's tokenizer; a model that was added again is read again. Raises
+        `UnsupportedInput` for a model without a readable tokenizer."""
         task = self._loading.get(model)
         if task is None:
             load = asyncio.to_thread(load_tokenizer, model.name, Path(model.path))
             task = self._loading[model] = asyncio.create_task(load)
-            if len(self._loading) > _MOST_LOADED:
+            if len(self._loading) > _MAX_LOADED:
                 self._loading.popitem(last=False)
         self._loading.move_to_end(model)
         try:
             return await asyncio.shield(task)
         except UnsupportedInput:
-            self._loading.pop(model, None)  # its folder may be mended
+            self._loading.pop(model, None)  # its folder may be repaired
             raise
 
 
 def load_tokenizer(name: str, folder: Path) -> ModelTokenizer:
-    """Raises `UnsupportedInput`, which says what the folder lacks."""
+    """Load the tokenizer of a model's folder. Raises `UnsupportedInput`, which says what the
+    folder lacks."""
     path = folder / "tokenizer.json"
     try:
         content = path.read_text(encoding="utf-8")
@@ -158,8 +173,8 @@ def load_tokenizer(name: str, folder: Path) -> ModelTokenizer:
         described = cast(Json, json.loads(content))
     except OSError as error:
         raise UnsupportedInput(
-            f"the model {name!r} has no tokenizer.json, so that it takes no text; transformers "
-            "writes one (AutoTokenizer.from_pretrained(…).save_pretrained(…)) into its folder"
+            f"the model {name!r} has no tokenizer.json, so it accepts no text; transformers "
+            "writes one into its folder (AutoTokenizer.from_pretrained(…).save_pretrained(…))"
         ) from error
     except Exception as error:  # `tokenizers` raises nothing narrower
         raise UnsupportedInput(
@@ -186,7 +201,8 @@ def load_tokenizer(name: str, folder: Path) -> ModelTokenizer:
 
 
 def _end_tokens(folder: Path, tokenizer: Tokenizer, named: dict[str, str]) -> list[int]:
-    """As the sampler has them: of the generation config, else the config, else the tokenizer."""
+    """Return the tokens that end a sample, as the sampler does: those of the generation config,
+    else of the config, else of the tokenizer."""
     config = _read_json(folder / "config.json")
     nested = config.get("text_config")
     configs = [_read_json(folder / "generation_config.json")]
@@ -201,10 +217,11 @@ def _end_tokens(folder: Path, tokenizer: Tokenizer, named: dict[str, str]) -> li
 
 
 def _named_tokens(*configs: Json) -> dict[str, str]:
-    """Literal example: `{"eos_token": "<|im_end|>"}`; the first config that has one counts."""
+    """Return the special tokens by name, `{"eos_token": "<|im_end|>"}`; the first config that has
+    a token counts."""
     found: dict[str, str] = {}
     for config in configs:
-        for name in _NAMED:
+        for name in _SPECIAL_NAMES:
             value = config.get(name)
             content = value.get("content") if isinstance(value, dict) else value
             if isinstance(content, str):
@@ -231,8 +248,8 @@ def _read_json(path: Path) -> Json:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level vocabularies (GPT-2): printable ones for
-    themselves, the others for the characters from U+0100 on."""
+    """Return the byte that each character of a byte-level vocabulary (GPT-2's) stands for:
+    printable bytes are themselves, the others are the characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from sqlalchemy import select
 
 from gateway.api.json_bounds import MOST_TOKENS, MOST_VALUES
-from gateway.api.openai.bodies import ChatBody, CompletionBody, parse_body
+from gateway.api.openai.schemas import ChatCompletionRequest, CompletionRequest, parse_request
 from gateway.api.tinker.sample_body import Sample
 from gateway.api.tinker.service import TelemetryBatch
 from gateway.api.wire import parse
@@ -48,7 +48,7 @@ def test_lists_and_objects_are_counted_before_any_is_made(piece):
     with pytest.raises(PayloadTooLarge, match="lists and objects"):
         parse(Sample, b'{"sampling_params":{},"prompt":{"chunks":%s}}' % chunks, most_values=2**22)
     with pytest.raises(PayloadTooLarge, match="lists and objects"):
-        parse_body(ChatBody, b'{"model":"m","messages":%s}' % chunks)
+        parse_request(ChatCompletionRequest, b'{"model":"m","messages":%s}' % chunks)
     with pytest.raises(PayloadTooLarge, match="values"):
         parse(TelemetryBatch, b'{"events":%s}' % chunks)
 
@@ -77,9 +77,9 @@ def test_a_prompt_of_a_million_tokens_is_taken():
         (Sample, '{"sampling_params":{},"prompt":{"chunks":[{"tokens":%s}]}}'),
         (Sample, '{"sampling_params":{},"prompt":{"chunks":%s}}'),
         (Sample, '{"prompt":{"chunks":[]},"sampling_params":{"stop":[%s]}}'),
-        (CompletionBody, '{"model":"m","prompt":[%s]}'),
-        (CompletionBody, '{"model":"m","prompt":"p","stop":[%s]}'),
-        (ChatBody, '{"model":"m","messages":%s}'),
+        (CompletionRequest, '{"model":"m","prompt":[%s]}'),
+        (CompletionRequest, '{"model":"m","prompt":"p","stop":[%s]}'),
+        (ChatCompletionRequest, '{"model":"m","messages":%s}'),
     ],
 )
 def test_of_many_wrong_values_few_are_reported(model, body):

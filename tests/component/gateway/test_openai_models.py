@@ -7,10 +7,10 @@ import asyncio
 import openai
 import pytest
 
-from gateway.api.openai import entrance
-from gateway.api.openai.bodies import CompletionBody
-from gateway.api.openai.entrance import InferenceService
-from gateway.api.openai.errors import FieldRefused
+from gateway.api.openai import service
+from gateway.api.openai.errors import InvalidField
+from gateway.api.openai.schemas import CompletionRequest
+from gateway.api.openai.service import InferenceService
 from gateway.auth.identity import Caller
 from tests.support.gateway.access_world import World
 from tests.support.gateway.running import wait_for
@@ -132,12 +132,12 @@ def test_an_owners_requests_share_an_engine_and_no_others_do(world):
 def test_prompts_are_made_two_at_a_time_and_owners_take_turns(world, monkeypatch):
     """Else one owner's long chats would take all threads, which files are written in, too."""
     begun, at_once = [], []
-    refused = FieldRefused("seen", param="prompt")
+    refused = InvalidField("seen", param="prompt")
 
     async def many() -> list[object]:
         go_on = asyncio.Event()
 
-        async def plan(body, _served, _tokenizer):
+        async def prepare(body, _served, _tokenizer):
             begun.append(body.prompt)
             at_once.append(len(begun) - len(ended))
             await go_on.wait()
@@ -145,13 +145,13 @@ def test_prompts_are_made_two_at_a_time_and_owners_take_turns(world, monkeypatch
             raise refused
 
         ended = []
-        service = InferenceService.of(world.gate.gateway)
-        monkeypatch.setattr(entrance, "_plan", plan)
+        inference = InferenceService(world.gate.gateway)
+        monkeypatch.setattr(service, "prepare", prepare)
 
         async def ask(owner: str) -> None:
             caller = Caller(owner=owner, key_id="k-0", role="member")
-            body = CompletionBody(model="speaker", prompt=owner)
-            async with service.open(body, caller=caller, receive=None):
+            body = CompletionRequest(model="speaker", prompt=owner)
+            async with inference.start(body, caller=caller, receive=None):
                 raise AssertionError("it was refused")
 
         asked = [asyncio.ensure_future(ask("ann")) for _ in range(6)]

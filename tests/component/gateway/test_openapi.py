@@ -58,7 +58,7 @@ def test_what_is_described_is_what_the_routes_parse(operations):
     for operation in operations:
         described = operation.described
         said = {model for alternative in described.takes for model in alternative}
-        parsed = _parsed(operation.handler, "parse") | _parsed(operation.handler, "parse_body")
+        parsed = _parsed(operation.handler, "parse") | _parsed(operation.handler, "parse_request")
         assert parsed == said, operation.path
         assert _parsed(operation.handler, "parse_query") == set(described.queries), operation.path
 

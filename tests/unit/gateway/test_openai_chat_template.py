@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from gateway.api.openai.bodies import ChatBody
 from gateway.api.openai.chat_template import ChatTemplate, find_template
-from gateway.api.openai.errors import FieldRefused
-from gateway.api.openai.messages import render_chat
+from gateway.api.openai.errors import InvalidField
+from gateway.api.openai.prompts import render_chat
+from gateway.api.openai.schemas import ChatCompletionRequest, parse_request
 from gateway.api.openai.tokenizer import load_tokenizer
 from tandem.errors import InvalidRequest, UnsupportedInput
 from tests.support.gateway.speaking_models import (
@@ -32,9 +32,14 @@ STRICT = """{{ bos_token }}{% for m in messages %}
 {% if add_generation_prompt %}{{ strftime_now("%Y") }}>{% endif %}"""
 
 
-def render(template, messages=MESSAGES, **changes):
-    body = ChatBody(model="m", messages=messages, **changes)
-    return render_chat(ChatTemplate(template, special_tokens={"eos_token": "</s>"}), body)
+def chat_request(messages, **changes):
+    body = {"model": "m", "messages": messages, **changes}
+    return parse_request(ChatCompletionRequest, json.dumps(body).encode())
+
+
+def render(template, messages=MESSAGES, *, bounds=None, **changes):
+    template = ChatTemplate(template, special_tokens={"eos_token": "</s>"}, **(bounds or {}))
+    return render_chat(template, chat_request(messages, **changes))
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, STRICT], ids=["own", "strict"])
@@ -61,8 +66,7 @@ def test_the_text_and_the_tokens_are_those_of_transformers(tmp_path, template, c
         **({"add_generation_prompt": True} | more | more.pop("chat_template_kwargs", {})),
     )
     tokenizer = load_tokenizer("m", folder)
-    body = ChatBody(model="m", messages=MESSAGES, **changes)
-    text = render_chat(tokenizer.chat_template(), body)
+    text = render_chat(tokenizer.chat_template(), chat_request(MESSAGES, **changes))
     assert text == expected
     tokens = tokenizer.encode_now(text, add_special_tokens=False)
     assert tokens == reference(expected, add_special_tokens=False)["input_ids"]
@@ -102,8 +106,8 @@ def test_a_calls_arguments_are_written_out_by_the_template():
     ("messages", "changes", "error", "sentence"),
     [
         ([{"role": "clown", "content": "x"}], {}, InvalidRequest, "unknown role clown"),
-        ([{"content": "x"}], {}, FieldRefused, "messages.0 has no role"),
-        ([{"role": "user", "content": 3}], {}, FieldRefused, "neither a text nor a list"),
+        ([{"content": "x"}], {}, InvalidField, "messages.0 has no role"),
+        ([{"role": "user", "content": 3}], {}, InvalidField, "neither a text nor a list"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
             {},
@@ -119,15 +123,15 @@ def test_a_calls_arguments_are_written_out_by_the_template():
                 }
             ],
             {},
-            FieldRefused,
+            InvalidField,
             "not JSON",
         ),
-        (MESSAGES, {"tool_choice": "required", "tools": TOOLS}, FieldRefused, "tool_choice"),
-        (MESSAGES, {"continue_final_message": True}, FieldRefused, "add_generation_prompt"),
+        (MESSAGES, {"tool_choice": "required", "tools": TOOLS}, InvalidField, "tool_choice"),
+        (MESSAGES, {"continue_final_message": True}, InvalidField, "add_generation_prompt"),
         (
             MESSAGES,
             {"chat_template_kwargs": {"messages": []}},
-            FieldRefused,
+            InvalidField,
             "chat_template_kwargs.messages",
         ),
     ],
@@ -161,16 +165,14 @@ def test_a_template_reaches_nothing_but_its_variables(escape):
     ],
     ids=["text", "nothing written"],
 )
-def test_a_template_without_an_end_has_an_answer(monkeypatch, endless):
-    monkeypatch.setattr("gateway.api.openai.chat_template._MOST_SECONDS", 0.2)
+def test_a_template_without_an_end_has_an_answer(endless):
     with pytest.raises(InvalidRequest, match=r"no end within 0\.2 s"):
-        render(endless)
+        render(endless, bounds={"max_seconds": 0.2})
 
 
-def test_a_template_does_not_fill_the_memory(monkeypatch):
-    monkeypatch.setattr("gateway.api.openai.chat_template._MOST_CHARACTERS", 1000)
+def test_a_template_does_not_fill_the_memory():
     with pytest.raises(InvalidRequest, match="more than 1000 characters"):
-        render("{% for a in range(99999) %}.{% endfor %}")
+        render("{% for a in range(99999) %}.{% endfor %}", bounds={"max_characters": 1000})
 
 
 def test_tools_have_a_template_of_their_own_where_the_model_has_one():

@@ -7,10 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.api.openai import generation
-from gateway.api.openai.errors import NotReady
-from gateway.api.openai.generation import ClientGone, Done, NewTokens, Running
-from gateway.api.openai.models import Served
+from gateway.api.openai.errors import EngineStarting
+from gateway.api.openai.generation import ClientDisconnected, Finished, Generation, NewTokens
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.futures.table import Result, Waiting
 from gateway.sampling.sessions import base_version
@@ -19,8 +17,8 @@ from tandem.settings import OpenAISettings
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 
+MAX_UNREAD = 64
 MODEL = BaseModelEntry(name="m", path="/m", max_length=8)
-SERVED = Served(name="m", model=MODEL, version=base_version(MODEL), rank=0)
 
 
 class FakeSamplers:
@@ -45,27 +43,26 @@ class FakeSessions:
         self.touched += 1
 
 
-def make_running(*, state="ready", closing=False, **settings):
+def make_generation(*, state="ready", closing=False, **settings):
     sampler = SimpleNamespace(state=state, describe=lambda _id: Waiting("the sampler is starting"))
-    running = Running(
+    generation = Generation(
         settings=OpenAISettings(**settings),
         sessions=FakeSessions(),
         samplers=FakeSamplers(),
         session=SimpleNamespace(id="s-1:sample:0", session_id="s-1"),
         sampler=sampler,
+        owner="ann",
+        version=base_version(MODEL),
         closing=lambda: closing,
+        poll_interval=0.01,
+        max_unread=MAX_UNREAD,
     )
-    running.ask(sampler_pb2.SampleRequest(), place=7, owner="ann", served=SERVED, stream=True)
-    return running, running._samplers
-
-
-@pytest.fixture(autouse=True)
-def _glance_often(monkeypatch):
-    monkeypatch.setattr(generation, "_GLANCE", 0.01)
+    generation.submit(sampler_pb2.SampleRequest(), seq_id=7, stream=True)
+    return generation, generation._samplers
 
 
 async def test_a_request_has_its_place_session_and_version():
-    _running, samplers = make_running()
+    _generation, samplers = make_generation()
     (taken,) = samplers.taken
     request = taken.request
     assert (request.operation_id, request.seq_id) == ("s-1:sample:0:7", 7)
@@ -74,7 +71,7 @@ async def test_a_request_has_its_place_session_and_version():
 
 
 async def test_a_slow_reader_holds_up_the_engines_stream_and_not_the_memory():
-    running, samplers = make_running()
+    generation, samplers = make_generation()
     tell = samplers.taken[0].tell
 
     async def talk():
@@ -83,62 +80,62 @@ async def test_a_slow_reader_holds_up_the_engines_stream_and_not_the_memory():
 
     talking = asyncio.create_task(talk())
     await asyncio.sleep(0)
-    assert running._events.qsize() == generation._UNREAD
+    assert generation._events.qsize() == MAX_UNREAD
     seen = []
     while len(seen) < 1000:
-        event = await running.next()
+        event = await generation.next()
         assert isinstance(event, NewTokens)
         seen.append(event.delta.index)
-        assert running._events.qsize() <= generation._UNREAD
+        assert generation._events.qsize() <= MAX_UNREAD
     assert seen == list(range(1000))
     await talking
 
 
 async def test_the_whole_answer_comes_behind_the_tokens():
-    running, samplers = make_running()
+    generation, samplers = make_generation()
     taken = samplers.taken[0]
     await taken.tell(sampler_pb2.SampleDelta(index=0))
     response = tinker_pb2.SampleResponse(prompt_cache_hit_tokens=3)
     taken.future.resolve(Result(media="protobuf", body=response.SerializeToString()))
-    assert isinstance(await running.next(), NewTokens)
-    assert await running.next() == Done(prompt=0, response=response)
-    assert await running.next() is None
-    running.give_up()
+    assert isinstance(await generation.next(), NewTokens)
+    assert await generation.next() == Finished(prompt=0, response=response)
+    assert await generation.next() is None
+    generation.cancel()
     assert samplers.cancelled == []
 
 
 async def test_a_client_that_goes_away_ends_the_wait():
-    running, samplers = make_running()
+    generation, samplers = make_generation()
 
     async def receive():
         return {"type": "http.disconnect"}
 
-    running.listen(receive)
-    with pytest.raises(ClientGone):
-        await running.next()
-    running.give_up()
+    generation.listen_for_disconnect(receive)
+    with pytest.raises(ClientDisconnected):
+        await generation.next()
+    generation.cancel()
     assert samplers.cancelled == ["s-1:sample:0:7"]
 
 
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"state": "starting", "start_timeout": 0.02}, NotReady),
-        ({"state": "failed", "start_timeout": 0.02}, NotReady),
+        ({"state": "starting", "start_timeout": 0.02}, EngineStarting),
+        ({"state": "failed", "start_timeout": 0.02}, EngineStarting),
         ({"request_timeout": 0.02}, OperationTimedOut),
         ({"closing": True}, GatewayRestarted),
     ],
 )
 async def test_no_wait_is_for_ever(changes, error):
-    running, _samplers = make_running(**changes)
+    generation, _samplers = make_generation(**changes)
     with pytest.raises(error):
-        await running.next()
+        await generation.next()
 
 
 async def test_a_session_lives_while_somebody_waits():
-    running, samplers = make_running()
-    waiting = asyncio.create_task(running.next())
-    while running._sessions.touched < 2:  # noqa: ASYNC110 - it is what is waited for
+    generation, samplers = make_generation()
+    waiting = asyncio.create_task(generation.next())
+    while generation._sessions.touched < 2:  # noqa: ASYNC110 - it is what is waited for
         await asyncio.sleep(0.005)
     samplers.taken[0].future.resolve(Result(media="protobuf"))
-    assert isinstance(await waiting, Done)
+    assert isinstance(await waiting, Finished)

@@ -1,0 +1,297 @@
+"""From a request to what an engine is asked: token ids, stop conditions and sampling parameters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import orjson
+
+from gateway.api.openai.chat_template import ChatTemplate, check_variables
+from gateway.api.openai.errors import InvalidField
+from gateway.api.openai.schemas import (
+    MAX_PROMPTS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    Json,
+    SamplingFields,
+)
+from gateway.api.openai.tokenizer import ModelTokenizer
+from tandem.errors import EmptyBatch, TokenOutOfVocabulary, UnsupportedInput
+from tandem.v1 import sampler_pb2
+
+_MAX_STOPS = 64
+_MAX_STOP_CHARACTERS = 1024
+_MAX_TOKEN_ID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`text` is None where the client gave token ids."""
+
+    token_ids: Sequence[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class StopConditions:
+    """What ends a sample: the request's stop strings and tokens, and the model's end tokens."""
+
+    strings: Sequence[str]
+    token_ids: Sequence[int]
+
+
+async def prompts_of(
+    request: SamplingFields, tokenizer: ModelTokenizer, *, max_length: int | None
+) -> list[Prompt]:
+    """Return the prompts of a request; a chat has one. `max_length` of the model, in tokens.
+    Raises `InvalidRequest` or one of its kinds, or `SequenceTooLong`."""
+    if isinstance(request, ChatCompletionRequest):
+        # Special tokens are the template's to write, unless the request says otherwise.
+        special = bool(request.add_special_tokens)
+        given: Sequence[str | Sequence[int]] = [
+            await asyncio.to_thread(render_chat, tokenizer.chat_template(), request)
+        ]
+    else:
+        assert isinstance(request, CompletionRequest)
+        special = request.add_special_tokens is not False
+        given = _given_prompts(request)
+    return [
+        Prompt(
+            token_ids=await tokenizer.encode(
+                prompt, add_special_tokens=special, max_length=max_length
+            ),
+            text=prompt,
+        )
+        if isinstance(prompt, str)
+        else Prompt(token_ids=prompt)
+        for prompt in given
+    ]
+
+
+def stop_conditions(request: SamplingFields, tokenizer: ModelTokenizer) -> StopConditions:
+    """Raise `InvalidField` for stop strings or token ids that are none."""
+    strings = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(strings) > _MAX_STOPS or any(not 0 < len(s) <= _MAX_STOP_CHARACTERS for s in strings):
+        raise InvalidField(
+            f"stop takes up to {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARACTERS} characters",
+            param="stop",
+        )
+    tokens = request.stop_token_ids or []
+    if any(not 0 <= token <= _MAX_TOKEN_ID for token in tokens):
+        raise InvalidField(
+            "stop_token_ids holds a number that is not a token id", param="stop_token_ids"
+        )
+    ends = [] if request.ignore_eos else [t for t in tokenizer.end_tokens if t not in tokens]
+    return StopConditions(strings=strings, token_ids=[*tokens, *ends])
+
+
+def make_sample_request(
+    request: SamplingFields, *, prompt: Prompt, stops: StopConditions
+) -> sampler_pb2.SampleRequest:
+    """Return the engine's request for one prompt, without its place in a sampling session. An
+    engine samples at least one token. Raises `InvalidField`, `EmptyBatch` or
+    `TokenOutOfVocabulary`."""
+    limit = request.token_limit
+    top = request.alternatives or 0
+    scores_prompt = request.echoes and request.alternatives is not None
+    return sampler_pb2.SampleRequest(
+        prompt_tokens=_int32(prompt.token_ids),
+        num_samples=request.n or 1,
+        prompt_logprobs=scores_prompt,
+        topk_prompt_logprobs=top if scores_prompt else 0,
+        topk_sample_logprobs=top,
+        params=sampler_pb2.SamplingParams(
+            max_tokens=None if limit is None else max(1, limit),
+            seed=request.seed,
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_k=request.top_k or -1,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            stop_given=True,
+            stop_strings=stops.strings,
+            stop_token_ids=stops.token_ids,
+        ),
+        structured=structured_output(request),
+    )
+
+
+def _given_prompts(request: CompletionRequest) -> Sequence[str | Sequence[int]]:
+    given = request.prompt
+    prompts: Sequence[str | Sequence[int]]
+    if isinstance(given, str):
+        prompts = [given]
+    elif given and isinstance(given[0], int):
+        prompts = [[token for token in given if isinstance(token, int)]]
+    else:
+        prompts = [prompt for prompt in given if not isinstance(prompt, int)]
+    if not 0 < len(prompts) <= MAX_PROMPTS:
+        raise InvalidField(
+            f"prompt holds {len(prompts)} prompts; 1 to {MAX_PROMPTS} are possible", param="prompt"
+        )
+    return prompts
+
+
+def _int32(tokens: Sequence[int]) -> bytes:
+    """Encode as little-endian int32, the byte order of all machines that vLLM runs on."""
+    if not tokens:
+        raise EmptyBatch("the prompt is empty; sampling needs at least one token")
+    if min(tokens) < 0 or max(tokens) > _MAX_TOKEN_ID:
+        raise TokenOutOfVocabulary("the prompt holds a number that is not a token id")
+    return array("i", tokens).tobytes()
+
+
+# --- Chats ---------------------------------------------------------------------------------
+
+
+def render_chat(template: ChatTemplate, request: ChatCompletionRequest) -> str:
+    """Return the text of a chat. Raises `InvalidRequest` or one of its kinds."""
+    variables = request.chat_template_kwargs or {}
+    check_variables(variables)
+    return template.render(
+        [_message(message, at=index) for index, message in enumerate(request.messages)],
+        tools=request.tools if request.tools and request.tool_choice != "none" else None,
+        documents=request.documents,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        variables=variables,
+    )
+
+
+def _message(message: Json, *, at: int) -> Json:
+    """Return a message as templates expect it: its content is a text, and the arguments of its
+    tool calls are objects."""
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidField(f"messages.{at} has no role", param="messages")
+    changed = {**message, "content": _text(message.get("content"), at=at)}
+    calls = message.get("tool_calls")
+    if calls is not None:
+        if not isinstance(calls, list):
+            raise InvalidField(f"messages.{at}.tool_calls is not a list", param="messages")
+        changed["tool_calls"] = [_tool_call(call, at=at) for call in calls]
+    return changed
+
+
+def _text(content: object, *, at: int) -> str:
+    """Join the parts of a content, one per line."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidField(
+            f"messages.{at}.content is neither a text nor a list of parts", param="messages"
+        )
+    return "\n".join(_part(part, at=at) for part in content)
+
+
+def _part(part: object, *, at: int) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or kind != "text":
+        raise UnsupportedInput(
+            f"messages.{at} has a part of type {str(kind)[:40]!r}; this server takes only text"
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidField(
+            f"messages.{at} has a part of type text without a text", param="messages"
+        )
+    return text
+
+
+def _tool_call(call: object, *, at: int) -> Json:
+    """Parse the arguments, which clients send as JSON in a text and templates write themselves."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise InvalidField(f"messages.{at} has a tool call without a function", param="messages")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError as error:
+        raise InvalidField(
+            f"messages.{at} has a tool call whose arguments are not JSON: {error}",
+            param="messages",
+        ) from error
+    return {**call, "function": {**function, "arguments": parsed}}
+
+
+# --- Structured output ---------------------------------------------------------------------
+
+_STRUCTURES = ("regex", "json", "choice", "json_object")
+
+
+def structured_output(request: SamplingFields) -> sampler_pb2.StructuredOutput | None:
+    """Return the form that samples must have: OpenAI's `response_format`, or vLLM's names for the
+    same; None for free text. The sampler checks the form itself. Raises `InvalidField`."""
+    asked: list[tuple[str, sampler_pb2.StructuredOutput]] = []
+    if request.response_format is not None:
+        structure = _response_format(request.response_format)
+        if structure is not None:
+            asked.append(("response_format", structure))
+    guided: Json = {
+        "json": request.guided_json,
+        "regex": request.guided_regex,
+        "choice": request.guided_choice,
+    }
+    for kind, value in guided.items():
+        if value is not None:
+            asked.append((f"guided_{kind}", _structure(kind, value, param=f"guided_{kind}")))
+    for kind, value in (request.structured_outputs or {}).items():
+        param = f"structured_outputs.{kind}"[:100]
+        if value is None or value is False:
+            continue
+        if kind not in _STRUCTURES:
+            raise InvalidField(
+                f"{param} is not offered; known: {', '.join(_STRUCTURES)}", param=param
+            )
+        asked.append((param, _structure(kind, value, param=param)))
+    if len(asked) > 1:
+        names = " and ".join(name for name, _ in asked)
+        raise InvalidField(f"a sample can have one form; given: {names}", param=asked[1][0])
+    return asked[0][1] if asked else None
+
+
+def _response_format(value: Json) -> sampler_pb2.StructuredOutput | None:
+    match value.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return sampler_pb2.StructuredOutput(json_object=True)
+        case "json_schema":
+            described = value.get("json_schema")
+            schema = described.get("schema") if isinstance(described, dict) else None
+            if schema is None:
+                raise InvalidField(
+                    "response_format has no json_schema.schema", param="response_format"
+                )
+            return _structure("json", schema, param="response_format")
+        case other:
+            raise InvalidField(
+                f"response_format has the type {str(other)[:100]!r}; known: text, json_object, "
+                "json_schema",
+                param="response_format",
+            )
+
+
+def _structure(kind: str, value: object, *, param: str) -> sampler_pb2.StructuredOutput:
+    if kind == "json_object":
+        return sampler_pb2.StructuredOutput(json_object=True)
+    if kind == "regex" and isinstance(value, str):
+        return sampler_pb2.StructuredOutput(regex=value)
+    if kind == "json" and isinstance(value, dict | bool):
+        return sampler_pb2.StructuredOutput(json_schema=json.dumps(value, ensure_ascii=False))
+    if kind == "json" and isinstance(value, str):
+        return sampler_pb2.StructuredOutput(json_schema=value)
+    if kind == "choice" and isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return sampler_pb2.StructuredOutput(
+            choice=sampler_pb2.StructuredOutput.Choices(choices=value)
+        )
+    expected = {"regex": "a text", "json": "a JSON schema", "choice": "a list of texts"}[kind]
+    raise InvalidField(f"{param} must be {expected}", param=param)

@@ -1,0 +1,375 @@
+"""Request and response models of the OpenAI-compatible routes.
+
+A request with an unknown field is refused, as OpenAI does: a result that silently lacks what was
+asked for is worse than none. Of the fields that this server knows but does not offer, the value
+that means "off" is accepted, since clients send their defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gateway.api.json_bounds import MOST_TOKENS, FirstFault, check_json_size
+from gateway.api.openai.errors import InvalidField
+from tandem.errors import MalformedPayload, TandemError
+
+Json = dict[str, object]
+Ints = Annotated[list[int], FirstFault()]
+Texts = Annotated[list[str], FirstFault()]
+Objects = Annotated[list[Json], FirstFault()]
+FinishReason = Literal["stop", "length"]
+
+MAX_N = 128
+MAX_PROMPTS = 2048
+MAX_TOP_LOGPROBS = 1000
+DEFAULT_MAX_TOKENS = 16
+"""For completions. A chat completion may be as long as the model's length allows."""
+
+
+# --- Requests ------------------------------------------------------------------------------
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore")  # the other options are about padding and statistics
+
+    include_usage: bool | None = None
+
+
+class SamplingFields(BaseModel):
+    """The fields that both kinds of requests have. `n` is the number of choices per prompt."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str = Field(min_length=1, max_length=400)
+    max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    stop: str | Texts | None = None
+    stop_token_ids: Ints | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: Json | None = None
+    structured_outputs: Json | None = None
+    guided_json: Json | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def token_limit(self) -> int | None:
+        """Tokens to sample; None: as many as fit."""
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives to show with each token's logprob; None: no logprobs at all."""
+        raise NotImplementedError
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the text and the logprobs begin with the prompt's."""
+        return False
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> SamplingFields:
+        for name, value in (self.model_extra or {}).items():
+            _check_extra(name, value, known=type(self).model_fields)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidField("stream_options needs stream to be true", param="stream_options")
+        return self
+
+
+class CompletionRequest(SamplingFields):
+    """`prompt` is a text, several texts, token ids, or several lists of token ids."""
+
+    prompt: str | Ints | Texts | Annotated[list[Ints], FirstFault()]
+    best_of: int | None = Field(None, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = None
+
+    @property
+    def token_limit(self) -> int:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> CompletionRequest:
+        if self.best_of not in (None, 1, self.n or 1):
+            raise InvalidField(
+                "best_of is not offered; ask for n choices with logprobs and choose yourself",
+                param="best_of",
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidField(
+                "max_tokens is 0; at least 1 is needed without echo", param="max_tokens"
+            )
+        if self.stream and self.echo and self.logprobs is not None:
+            raise InvalidField(
+                "the logprobs of a prompt are known only at the end; ask for echo with logprobs "
+                "without stream",
+                param="stream",
+            )
+        return self
+
+
+class ChatCompletionRequest(SamplingFields):
+    messages: Objects = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: Objects | None = None
+    tool_choice: str | Json | None = None
+    documents: Objects | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Json | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidField("top_logprobs needs logprobs to be true", param="top_logprobs")
+        if self.max_tokens == 0:
+            raise InvalidField("max_tokens is 0; at least 1 is needed", param="max_tokens")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidField(
+                "a response either continues the last message or begins a new one: with "
+                "continue_final_message, set add_generation_prompt to false",
+                param="continue_final_message",
+            )
+        if self.tool_choice not in (None, "none", "auto"):
+            raise InvalidField(
+                "tool_choice can be none or auto: tool calls are the model's own text; to force "
+                "a form, use structured_outputs",
+                param="tool_choice",
+            )
+        return self
+
+
+Request = TypeVar("Request", bound=SamplingFields)
+
+
+def parse_request(model: type[Request], content: bytes) -> Request:
+    """Parse and check a JSON body.
+
+    Raises `MalformedPayload` if it is not JSON, `InvalidField` for a field that is wrong, unknown
+    or not offered, and `PayloadTooLarge` for more values than any request has.
+    """
+    check_json_size(content, most_values=MOST_TOKENS)
+    try:
+        return model.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        refusal = first.get("ctx", {}).get("error")
+        if isinstance(refusal, TandemError):  # of the validators above
+            raise refusal from None
+        if first["type"] == "json_invalid":
+            raise MalformedPayload(f"the body is not JSON: {first['msg']}") from error
+        where = ".".join(str(part) for part in first["loc"])
+        message = f"{where}: {first['msg']}" if where else first["msg"]
+        raise InvalidField(message, param=str(first["loc"][0]) if where else "") from error
+
+
+HARMLESS_FIELDS = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "service_tier",
+        "prediction",  # can only make a response faster
+        "priority",
+        "request_id",
+        "spaces_between_special_tokens",
+        "include_reasoning",
+    }
+)
+"""Accepted with any value: none of them changes the sampled tokens."""
+
+
+def _is(*values: object) -> Callable[[object], bool]:
+    return lambda value: any(value == v and type(value) is not bool for v in values)
+
+
+def _empty(value: object) -> bool:
+    return value in ("", [], {}, False)
+
+
+_UNSUPPORTED_FIELDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "presence_penalty": (_is(0), "penalties are not offered; leave it out, or 0"),
+    "frequency_penalty": (_is(0), "penalties are not offered; leave it out, or 0"),
+    "repetition_penalty": (_is(1), "penalties are not offered; leave it out, or 1"),
+    "length_penalty": (_is(1), "there is no beam search; leave it out"),
+    "min_p": (_is(0), "it is not offered; use top_p or top_k"),
+    "min_tokens": (_is(0), "it is not offered; leave it out"),
+    "logit_bias": (_empty, "biases are not offered; leave it out"),
+    "bad_words": (_empty, "it is not offered; leave it out"),
+    "allowed_token_ids": (_empty, "it is not offered; use structured_outputs"),
+    "logits_processors": (_empty, "no code of a client is executed"),
+    "vllm_xargs": (_empty, "it is not offered; leave it out"),
+    "use_beam_search": (_empty, "there is no beam search; leave it out"),
+    "suffix": (_empty, "text is only continued, not filled in; leave it out"),
+    "truncate_prompt_tokens": (_empty, "prompts are never truncated; shorten it yourself"),
+    "prompt_logprobs": (_empty, "use echo with logprobs in /v1/completions"),
+    "chat_template": (_empty, "only the model's own template is used; see chat_template_kwargs"),
+    "functions": (_empty, "it is obsolete; use tools"),
+    "function_call": (lambda v: v in ("none", "auto"), "it is obsolete; use tools"),
+    "modalities": (lambda v: v == ["text"], "this server samples only text"),
+    "audio": (_empty, "this server samples only text"),
+    "web_search_options": (_empty, "there is no search; leave it out"),
+    "reasoning_effort": (_empty, "pass it to the model's template: chat_template_kwargs"),
+    "verbosity": (_empty, "there is no such setting; leave it out"),
+    "parallel_tool_calls": (
+        lambda v: v is True,
+        "tool calls are the model's own text, which cannot be held to one",
+    ),
+}
+"""Fields that would change the result: whether a value means "off", and what to do instead."""
+
+
+def _check_extra(name: str, value: object, *, known: Mapping[str, object]) -> None:
+    if value is None or name in HARMLESS_FIELDS:
+        return
+    if name not in _UNSUPPORTED_FIELDS:
+        raise InvalidField(
+            f"unknown field {name[:100]!r}; known: {', '.join(sorted(known))}", param=name[:100]
+        )
+    is_off, instead = _UNSUPPORTED_FIELDS[name]
+    if not is_off(value):
+        raise InvalidField(f"{name} would change the result: {instead}", param=name)
+
+
+# --- Responses -----------------------------------------------------------------------------
+
+
+class ResponseModel(BaseModel):
+    """Responses have the declared fields and no others; unset fields are left out."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Model(ResponseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int | None
+
+
+class ModelList(ResponseModel):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class PromptTokensDetails(ResponseModel):
+    cached_tokens: int
+
+
+class Usage(ResponseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class _Response(ResponseModel):
+    id: str
+    created: int
+    model: str
+    tandem_weight_version: str
+    usage: Usage
+
+
+class _Choice(ResponseModel):
+    """`token_ids` and `prompt_token_ids`: with `return_token_ids`, as vLLM has them."""
+
+    index: int = Field(ge=0)
+    finish_reason: FinishReason
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionLogprobs(ResponseModel):
+    """One entry per token of the choice, end and stop tokens included. `text_offset` is in
+    characters; the first token of a prompt has no logprob."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(_Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class Completion(_Response):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class TokenLogprob(ResponseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(ResponseModel):
+    content: list[ContentLogprob]
+    refusal: None
+
+
+class ChatMessage(ResponseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_Choice):
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletion(_Response):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None = None
