@@ -40,7 +40,7 @@ from gateway.storage.data_directory import DataDirectoryLock, keep_api_key
 from gateway.storage.database import Database
 from gateway.usage.meter import UsageMeter
 from gateway.usage.reports import BillingReports
-from gateway.usage.sample_log import SampleLog
+from gateway.usage.samples import RecentSamples
 from gateway.usage.trace_exports import TraceExporter
 from gateway.workers.fleet import ChannelFactory, Fleet, open_channel
 from gateway.workers.launchers.base import Launcher
@@ -126,7 +126,7 @@ class Gateway:
         self.directory = Queries(database=database)
         self.usage = UsageMeter(database=database, sessions=self.sessions)
         self.usage_reports = BillingReports(database=database, usage=self.usage)
-        self.samples = SampleLog(usage=self.usage)
+        self.samples = RecentSamples(usage=self.usage)
         self.traces = TraceExporter(
             database=database,
             samples=self.samples,

@@ -85,7 +85,7 @@ class Journal:
         before = write_payload if payload is not None else None
         try:
             await self._database.write(
-                _ACCEPT, row, before=before, lane=owner, size=len(payload or b"")
+                _ACCEPT, row, before=before, owner=owner, size=len(payload or b"")
             )
         except OSError as error:
             raise StorageFull(f"the payload could not be written: {error.strerror}") from error

@@ -19,7 +19,7 @@ from gateway.limits.quotas import Quotas, give_back
 from gateway.metrics import Metrics
 from gateway.sampling.sampler import Sampler
 from gateway.sessions.registry import SessionRegistry
-from gateway.usage.sample_log import SampleLog, SampleMeter
+from gateway.usage.samples import EngineMeter, RecentSamples
 from gateway.workers.clients import Tell
 from gateway.workers.fleet import Fleet
 from tandem.errors import Overloaded, SessionFinished, TandemError
@@ -39,7 +39,7 @@ class SamplerRouter:
         settings: GatewaySettings,
         fleet: Fleet,
         metrics: Metrics,
-        samples: SampleLog,
+        samples: RecentSamples,
         pins: Pins,
         sessions: SessionRegistry,
         limits: Quotas,
@@ -81,7 +81,7 @@ class SamplerRouter:
                 model=model,
                 fleet=self._fleet,
                 metrics=self._metrics,
-                meter=SampleMeter(samples=self._samples, base_model=model.name),
+                meter=EngineMeter(samples=self._samples, base_model=model.name),
                 pins=self._pins,
                 operation_timeout=self._settings.sampler.operation_timeout,
                 max_lora_rank=largest,

@@ -20,7 +20,7 @@ from gateway.identifiers import relative_version_folder
 from gateway.limits.ledger import Rate
 from gateway.metrics import Metrics
 from gateway.sampling.engine_supervisor import EngineState, EngineSupervisor
-from gateway.usage.sample_log import SampleMeter
+from gateway.usage.samples import EngineMeter
 from gateway.workers.clients import Tell
 from gateway.workers.fleet import Fleet, Worker
 from tandem.errors import (
@@ -54,7 +54,7 @@ class Sampler:
         model: BaseModelEntry,
         fleet: Fleet,
         metrics: Metrics,
-        meter: SampleMeter,
+        meter: EngineMeter,
         pins: Pins,
         operation_timeout: float,
         max_lora_rank: int,
@@ -228,15 +228,12 @@ class Sampler:
             self._pins.unpin(relative_version_folder(sample.version.name))
 
     async def _sample(self, request: sampler_pb2.SampleRequest, tell: Tell | None) -> Outcome:
-        await self._engine.ready()  # its start is nobody's use of it
-        with self._meter.measure(request) as measured:
-            if tell is None:
-                reply = await self._engine.call(
-                    lambda client: client.sample(request), during="this sample"
-                )
-            else:
-                reply = await self._stream(request, tell)
-            measured.reply = reply
+        await self._engine.ready()  # start-up time is not billed
+        if tell is None:
+            answer = self._engine.call(lambda client: client.sample(request), during="this sample")
+        else:
+            answer = self._stream(request, tell)
+        reply = await self._meter.measure(request, answer)
         if reply.HasField("failure"):
             return from_failure(reply.failure)
         self._note_loaded(reply.version.name, adapter=reply.version.adapter)

@@ -1,11 +1,12 @@
 """The database: SQLite by default, and one task that writes.
 
-Every write goes through a queue to a single writer, which puts all that waits into one
-transaction (group commit): under load, a hundred requests share one commit, and SQLite never
+Every write goes through a queue to a single writer, which puts everything that is queued into
+one transaction (group commit): under load, a hundred requests share one commit, and SQLite never
 sees two writers. Reads use connections of their own.
 
-What clients can send much of is put into the lane of its owner, and lanes take turns: the next
-transaction has something of everybody, however much one of them has sent.
+Writes of which clients can send many go into a queue of their owner. The writer takes from these
+queues in turn, so that each transaction has something of every owner, however much one of them
+has sent.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from sqlalchemy import Connection, Executable, RowMapping, Select, event, make_url
+from sqlalchemy import Executable, RowMapping, Select, Table, event, make_url
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
@@ -29,43 +31,33 @@ from tandem.telemetry import get_log
 _BUSY_TIMEOUT_MS = 10_000
 _MAX_BATCH = 512
 _MAX_BATCH_BYTES = 32 * 2**20
-"""Of the files that one transaction waits for; more only where a single one is larger."""
+"""Of the files that one transaction waits for; more only where a single file is larger."""
 
 Row = Mapping[str, object]
+FileWork = Callable[[], None]
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class _Write:
-    statement: Executable | None
-    rows: Sequence[Row]
-    before: Callable[[], None] | None
-    after: Callable[[], None] | None
-    done: asyncio.Future[None] | None
-    more: Sequence[Executable] = ()
+    """Statements that are committed together, each with the rows that it is executed for."""
+
+    statements: Sequence[tuple[Executable, Sequence[Row]]]
+    before: FileWork | None = None
+    after: FileWork | None = None
+    done: asyncio.Future[None] | None = None
     size: int = 0
 
 
-def _prepare_sqlite(connection: object, _record: object) -> None:
-    cursor = connection.cursor()  # type: ignore[attr-defined]
-    for pragma in (
-        "journal_mode=WAL",
-        "synchronous=NORMAL",
-        f"busy_timeout={_BUSY_TIMEOUT_MS}",
-        "foreign_keys=ON",
-    ):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
-
-
 class Database:
-    """Open it with `await open()`, end it with `await close()`, which writes what waits."""
+    """Call `await open()` before use, and `await close()`, which writes what is queued."""
 
     def __init__(self, *, url: str) -> None:
         self._url = url
+        self._is_sqlite = make_url(url).get_backend_name() == "sqlite"
         self._engine: AsyncEngine | None = None
-        self._common: deque[_Write] = deque()
-        self._lanes: FairQueue[_Write] = FairQueue()
+        self._queue: deque[_Write] = deque()
+        self._owner_queues: FairQueue[_Write] = FairQueue()
         self._work = asyncio.Event()
         self._closing = False
         self._writer: asyncio.Task[None] | None = None
@@ -73,17 +65,16 @@ class Database:
 
     @classmethod
     def at(cls, *, url: str, data_dir: Path) -> Database:
-        """`url` empty: SQLite under the data directory."""
+        """Return the database of this URL; if it is empty, SQLite in the data directory."""
         return cls(url=url or f"sqlite+aiosqlite:///{data_dir / 'tandem.db'}")
 
     async def open(self) -> None:
-        engine = create_async_engine(self._url)
-        if make_url(self._url).get_backend_name() == "sqlite":
-            event.listen(engine.sync_engine, "connect", _prepare_sqlite)
-        self._engine = engine
-        async with engine.connect() as connection:
-            await connection.run_sync(_upgrade)
-        self._writer = asyncio.create_task(self._write_all(), name="database-writer")
+        self._engine = create_async_engine(self._url)
+        if self._is_sqlite:
+            event.listen(self._engine.sync_engine, "connect", _prepare_sqlite)
+        async with self._engine.connect() as connection:
+            await connection.run_sync(upgrade)
+        self._writer = asyncio.create_task(self._run_writer(), name="database-writer")
 
     async def close(self) -> None:
         if self._writer is not None:
@@ -99,43 +90,37 @@ class Database:
         self,
         statement: Executable,
         *rows: Row,
-        before: Callable[[], None] | None = None,
-        lane: str = "",
+        before: FileWork | None = None,
+        owner: str = "",
         size: int = 0,
     ) -> None:
-        """Returns when the statement is committed, executed once for each of the rows.
+        """Execute the statement once for each of the rows; return when that is committed.
 
-        `before` is file work of `size` bytes that has to be done first; it runs in a thread,
-        and when it raises, nothing is written and the error is raised here. `lane` is the owner
-        of what is written; what has none goes before all lanes.
+        `before` is file work of `size` bytes that must be done first. It runs in a thread; if it
+        raises, nothing is written and the error is raised here. `owner` chooses the queue of an
+        owner; without one, the write goes before those of all owners.
         """
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._put(_Write(statement, rows, before, None, done, size=size), lane=lane)
-        await done
+        await self._committed([(statement, rows)], before=before, owner=owner, size=size)
 
     async def write_together(self, *statements: Executable) -> None:
         """As `write`, for several statements of which all are committed, or none."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._put(_Write(None, (), None, None, done, more=statements))
-        await done
+        await self._committed([(statement, ()) for statement in statements])
 
     def write_soon(
         self,
-        statement: Executable | None,
+        statement: Executable,
         *rows: Row,
-        before: Callable[[], None] | None = None,
-        after: Callable[[], None] | None = None,
+        before: FileWork | None = None,
+        after: FileWork | None = None,
     ) -> None:
-        """As `write`, without waiting; a failure is logged. `after` is file work that may only
-        be done once the rest is committed."""
-        self._put(_Write(statement, rows, before, after, None))
+        """As `write`, without waiting; a failure is logged. `after` is file work that is done
+        only once the rest is committed."""
+        self._put(_Write([(statement, rows)], before=before, after=after))
 
     async def flush(self) -> None:
-        """Returns when all that was handed over before is committed, but for what is in lanes:
-        those who put it there wait for it themselves."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._put(_Write(None, (), None, None, done))
-        await done
+        """Return when everything queued before is committed, except writes in an owner's queue:
+        their callers wait for them."""
+        await self._committed([])
 
     async def read(self, statement: Executable) -> Sequence[RowMapping]:
         assert self._engine is not None
@@ -152,7 +137,35 @@ class Database:
         async with self._engine.connect() as connection:
             return (await connection.execute(statement)).scalar_one()
 
-    async def _write_all(self) -> None:
+    def insert_or_add(self, table: Table, *, counters: Sequence[str]) -> Executable:
+        """Return a statement that inserts a row, or adds the row's counters to those of the row
+        that has the same primary key."""
+        insert = sqlite.insert(table) if self._is_sqlite else postgresql.insert(table)
+        return insert.on_conflict_do_update(
+            index_elements=list(table.primary_key),
+            set_={name: table.c[name] + insert.excluded[name] for name in counters},
+        )
+
+    async def _committed(
+        self,
+        statements: Sequence[tuple[Executable, Sequence[Row]]],
+        *,
+        before: FileWork | None = None,
+        owner: str = "",
+        size: int = 0,
+    ) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._put(_Write(statements, before=before, done=done, size=size), owner=owner)
+        await done
+
+    def _put(self, write: _Write, *, owner: str = "") -> None:
+        if owner:
+            self._owner_queues.put(owner, write)
+        else:
+            self._queue.append(write)
+        self._work.set()
+
+    async def _run_writer(self) -> None:
         assert self._engine is not None
         async with self._engine.connect() as connection:
             while True:
@@ -165,33 +178,26 @@ class Database:
                 else:
                     self._work.clear()
 
-    def _put(self, write: _Write, *, lane: str = "") -> None:
-        if lane:
-            self._lanes.put(lane, write)
-        else:
-            self._common.append(write)
-        self._work.set()
-
     def _take_batch(self) -> list[_Write]:
-        """What has no lane comes first: others wait for nothing but the commit itself."""
+        """Take writes without an owner first: they wait only for the commit itself."""
         batch: list[_Write] = []
-        while self._common and len(batch) < _MAX_BATCH:
-            batch.append(self._common.popleft())
-        lanes, size = 0, 0
-        while self._lanes and lanes < _MAX_BATCH and size < _MAX_BATCH_BYTES:
-            batch.append(self._lanes.take())
-            lanes, size = lanes + 1, size + batch[-1].size
+        while self._queue and len(batch) < _MAX_BATCH:
+            batch.append(self._queue.popleft())
+        taken, size = 0, 0
+        while self._owner_queues and taken < _MAX_BATCH and size < _MAX_BATCH_BYTES:
+            batch.append(self._owner_queues.take())
+            taken, size = taken + 1, size + batch[-1].size
         return batch
 
     async def _write_batch(self, connection: AsyncConnection, batch: list[_Write]) -> None:
-        batch = await self._files_first(batch)
+        batch = await self._do_file_work(batch)
         try:
-            await self._transact(connection, batch)
+            await _execute(connection, batch)
         except Exception:  # noqa: BLE001 - a driver's refusal of a value is no SQLAlchemyError
-            # One bad row must not fail the others, nor end the writer: each is tried alone.
+            # One bad row must neither fail the others nor end the writer: try each alone.
             for write in batch:
                 try:
-                    await self._transact(connection, [write])
+                    await _execute(connection, [write])
                 except Exception as error:  # noqa: BLE001 - its caller is told, or the log
                     self._fail(write, error)
         for write in batch:
@@ -199,64 +205,70 @@ class Database:
                 write.done.set_result(None)
         later = [write.after for write in batch if write.after is not None]
         if later:
-            errors = await asyncio.to_thread(_run_each, later)
-            for failed in errors.values():  # what was committed stays; files may be left over
-                self._log.error("file_work_failed", error=str(failed))
+            for failure in await asyncio.to_thread(_try_each, later):
+                if failure is not None:  # what was committed stays; files may be left over
+                    self._log.error("file_work_failed", error=str(failure))
 
-    async def _files_first(self, batch: list[_Write]) -> list[_Write]:
+    async def _do_file_work(self, batch: list[_Write]) -> list[_Write]:
+        """Do what comes before the writes; return those that may go on."""
         work = [write.before for write in batch if write.before is not None]
         if not work:
             return batch
-        errors = await asyncio.to_thread(_run_each, work)
+        errors = iter(await asyncio.to_thread(_try_each, work))
         kept = []
         for write in batch:
-            error = errors.get(write.before) if write.before is not None else None
-            if error is None:
+            failure = next(errors) if write.before is not None else None
+            if failure is None:
                 kept.append(write)
             else:
-                self._fail(write, error)
+                self._fail(write, failure)
         return kept
-
-    async def _transact(self, connection: AsyncConnection, batch: list[_Write]) -> None:
-        try:
-            index = 0
-            while index < len(batch):
-                statement, rows = batch[index].statement, list(batch[index].rows)
-                for together in batch[index].more:
-                    await connection.execute(together)
-                index += 1
-                if statement is None:
-                    continue
-                # Neighbours with the same statement become one executemany.
-                while rows and index < len(batch) and batch[index].statement is statement:
-                    rows.extend(batch[index].rows)
-                    index += 1
-                if rows:
-                    await connection.execute(statement, [dict(row) for row in rows])
-                else:
-                    await connection.execute(statement)
-            await connection.commit()
-        except BaseException:
-            with suppress(SQLAlchemyError):
-                await connection.rollback()
-            raise
 
     def _fail(self, write: _Write, error: Exception) -> None:
         if write.done is not None and not write.done.done():
             write.done.set_exception(error)
         else:
-            self._log.error("write_failed", error=str(error), statement=str(write.statement))
+            statements = [str(statement) for statement, _ in write.statements]
+            self._log.error("write_failed", error=str(error), statements=statements)
 
 
-def _run_each(work: list[Callable[[], None]]) -> dict[Callable[[], None], Exception]:
-    errors: dict[Callable[[], None], Exception] = {}
+async def _execute(connection: AsyncConnection, batch: Sequence[_Write]) -> None:
+    """Execute the writes in one transaction."""
+    merged: list[tuple[Executable, list[dict[str, object]]]] = []
+    for statement, rows in (pair for write in batch for pair in write.statements):
+        if merged and rows and merged[-1][1] and merged[-1][0] is statement:
+            merged[-1][1].extend(map(dict, rows))  # neighbours become one executemany
+        else:
+            merged.append((statement, list(map(dict, rows))))
+    try:
+        for statement, parameters in merged:
+            await connection.execute(statement, parameters or None)
+        await connection.commit()
+    except BaseException:
+        with suppress(SQLAlchemyError):
+            await connection.rollback()
+        raise
+
+
+def _try_each(work: Sequence[FileWork]) -> list[Exception | None]:
+    """Call each; return the error of each, None where it succeeded."""
+    errors: list[Exception | None] = []
     for call in work:
         try:
             call()
+            errors.append(None)
         except Exception as error:  # noqa: BLE001 - its caller is told, or the log
-            errors[call] = error
+            errors.append(error)
     return errors
 
 
-def _upgrade(connection: Connection) -> None:
-    upgrade(connection)
+def _prepare_sqlite(connection: object, _record: object) -> None:
+    cursor = connection.cursor()  # type: ignore[attr-defined]
+    for pragma in (
+        "journal_mode=WAL",
+        "synchronous=NORMAL",
+        f"busy_timeout={_BUSY_TIMEOUT_MS}",
+        "foreign_keys=ON",
+    ):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()

@@ -1,10 +1,10 @@
-"""What was used, added up by hour, subject and kind of event.
+"""Adds up usage by hour, subject and kind of event.
 
-Counting happens in memory and never waits: sums go into the database every few seconds, and
-all that is lost when the gateway is killed is the last of these intervals. A subject is a
+Counting happens in memory and never waits. The sums are written to the database every few
+seconds, so a gateway that is killed loses at most the last of these intervals. A subject is a
 training run or a sampling session. Accelerator seconds are those of workers: a trainer's own
-seconds times its ranks, and for a sampler the time in which it worked, shared out between the
-samples that it worked on (`SharedClock`), so that a sum is never more than the machines had.
+seconds times its ranks; the time in which a sampler works is shared between the samples that it
+works on (`samples.TimeShares`), so that a sum never exceeds what the machines had.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
-
-from sqlalchemy import BigInteger, String, and_, bindparam, exists, insert, select, update
-from sqlalchemy.sql.elements import BindParameter
 
 from gateway.sessions.registry import SessionRegistry
 from gateway.storage.database import Database
@@ -36,13 +33,14 @@ UsageKind = Literal[
 
 HOUR = 3600
 
-_MOST_UNWRITTEN = 4096
-"""Sums that wait in memory; when there are more, they are written at once."""
+_MAX_UNWRITTEN = 4096
+"""Sums that are kept in memory; when there are more, they are written at once."""
+_COUNTERS = ("count", "input_tokens", "cached_tokens", "output_tokens", "accelerator_seconds")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a usage is of: a training run or a sampling session."""
+    """What used something: a training run or a sampling session."""
 
     id: str
     session_id: str
@@ -51,6 +49,11 @@ class Subject:
 
 @dataclass
 class _Sum:
+    """A row of the table `usage`."""
+
+    hour: int
+    event: UsageKind
+    subject: str
     session_id: str
     owner: str
     base_model: str
@@ -59,40 +62,6 @@ class _Sum:
     cached_tokens: int = 0
     output_tokens: int = 0
     accelerator_seconds: float = 0.0
-
-
-_Key = tuple[int, str, str]
-
-
-def _param(name: str, type_: type[BigInteger] | type[String]) -> BindParameter[object]:
-    return bindparam(f"this_{name}", type_=type_)
-
-
-_THIS = and_(
-    usage.c.hour == _param("hour", BigInteger),
-    usage.c.event == _param("event", String),
-    usage.c.subject == _param("subject", String),
-)
-_NAMES = ("hour", "event", "subject", "session_id", "owner", "base_model")
-_SUMS = ("count", "input_tokens", "cached_tokens", "output_tokens", "accelerator_seconds")
-_ENSURE = insert(usage).from_select(
-    [*_NAMES, *_SUMS],
-    select(
-        *(_param(name, BigInteger if name == "hour" else String) for name in _NAMES),
-        *(bindparam(f"zero_{name}", 0, type_=usage.c[name].type) for name in _SUMS),
-    ).where(~exists().where(_THIS)),
-)
-"""Makes the row of a sum that has none yet. (A portable form of "on conflict do nothing".)"""
-_ADD = (
-    update(usage)
-    .where(_THIS)
-    .values(
-        {
-            name: usage.c[name] + bindparam(f"more_{name}", type_=usage.c[name].type)
-            for name in _SUMS
-        }
-    )
-)
 
 
 class UsageMeter:
@@ -106,7 +75,8 @@ class UsageMeter:
         self._database = database
         self._sessions = sessions
         self._clock = clock
-        self._sums: dict[_Key, _Sum] = {}
+        self._insert_or_add = database.insert_or_add(usage, counters=_COUNTERS)
+        self._sums: dict[tuple[int, str, str], _Sum] = {}
 
     def record(
         self,
@@ -118,14 +88,17 @@ class UsageMeter:
         output_tokens: int = 0,
         accelerator_seconds: float = 0.0,
     ) -> None:
-        """Counts one event. `cached_tokens` are those of the input that were not computed."""
+        """Count one event. `cached_tokens` are the input tokens that were not computed."""
         hour = int(self._clock()) // HOUR * HOUR
         key = (hour, kind, subject.id)
         found = self._sums.get(key)
         if found is None:
-            if len(self._sums) >= _MOST_UNWRITTEN:
+            if len(self._sums) >= _MAX_UNWRITTEN:
                 self.write()
             found = self._sums[key] = _Sum(
+                hour=hour,
+                event=kind,
+                subject=subject.id,
                 session_id=subject.session_id,
                 owner=self._sessions.owner_of(subject.session_id),
                 base_model=subject.base_model,
@@ -137,34 +110,10 @@ class UsageMeter:
         found.accelerator_seconds += accelerator_seconds
 
     def write(self) -> None:
-        """Hands over what was counted since the last time, without waiting."""
+        """Queue what was counted since the last call for writing, without waiting."""
         sums, self._sums = self._sums, {}
-        if not sums:
-            return
-        rows = [
-            {
-                "this_hour": hour,
-                "this_event": kind,
-                "this_subject": subject,
-                "this_session_id": one.session_id,
-                "this_owner": one.owner,
-                "this_base_model": one.base_model,
-            }
-            for (hour, kind, subject), one in sums.items()
-        ]
-        self._database.write_soon(_ENSURE, *rows)
-        self._database.write_soon(
-            _ADD,
-            *(
-                {
-                    "this_hour": hour,
-                    "this_event": kind,
-                    "this_subject": subject,
-                    **{f"more_{name}": getattr(one, name) for name in _SUMS},
-                }
-                for (hour, kind, subject), one in sums.items()
-            ),
-        )
+        if sums:
+            self._database.write_soon(self._insert_or_add, *map(vars, sums.values()))
 
 
 TrainerReply = (
@@ -177,7 +126,7 @@ TrainerReply = (
 
 
 class RunMeter:
-    """Counts what a run's trainer did, from its replies; `ranks` devices work at once."""
+    """Counts what a run's trainer did, from its replies. `ranks` devices work at once."""
 
     def __init__(self, *, usage: UsageMeter, subject: Subject, ranks: int) -> None:
         self._usage = usage
@@ -194,37 +143,3 @@ class RunMeter:
             input_tokens=tokens,
             accelerator_seconds=reply.seconds * self._ranks,
         )
-
-
-class SharedClock:
-    """Shares the time in which a worker works between what it works on at once.
-
-    While n things are under way, each of them is given 1/n of the time that passes: the shares
-    of all add up to the time in which there was any. Costs the same however many there are.
-
-    Literal example: two samples that begin together and take 4 s each are given 2 s each.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._under_way = 0
-        self._share = 0.0
-        self._at = clock()
-
-    def start(self) -> float:
-        """The mark to give to `stop`."""
-        self._advance()
-        self._under_way += 1
-        return self._share
-
-    def stop(self, mark: float) -> float:
-        """The seconds that fell to what was started with this mark."""
-        self._advance()
-        self._under_way -= 1
-        return self._share - mark
-
-    def _advance(self) -> None:
-        now = self._clock()
-        if self._under_way:
-            self._share += (now - self._at) / self._under_way
-        self._at = now

@@ -1,4 +1,4 @@
-"""What was used, as the billing calls tell it: by hour, session, base model and kind.
+"""Usage as the SDK's billing calls report it: by hour, session, base model and kind.
 
 This server has no prices.
 """
@@ -22,15 +22,14 @@ EventType = Literal[
     "training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample", "checkpoint"
 ]
 
-_TRAINING = frozenset({"forward", "forward_backward", "optim_step", "load_weights"})
 _CHECKPOINT = frozenset({"save_weights", "save_weights_for_sampler", "save_weights_external"})
 
 
 @dataclass(frozen=True)
 class UsageEvent:
-    """One hour (`hour` in seconds since 1970) of one session with one base model. `quantity`
-    is in tokens, for a checkpoint in saves. Accelerator seconds are told once: those of samples
-    with the sampled tokens."""
+    """One hour (`hour` in seconds since 1970) of one session with one base model. `quantity` is
+    in tokens, for a checkpoint in saves. The accelerator seconds of a sample are reported once,
+    with its sampled tokens."""
 
     hour: int
     type: EventType
@@ -44,7 +43,7 @@ class UsageEvent:
 
 @dataclass(frozen=True)
 class UsageReport:
-    """`metadata`: the user metadata of each session that occurs."""
+    """`metadata` has the user metadata of each session that occurs."""
 
     events: Sequence[UsageEvent]
     metadata: Mapping[str, Mapping[str, str] | None]
@@ -64,8 +63,11 @@ class BillingReports:
         project_id: str | None = None,
         session_id: str | None = None,
     ) -> UsageReport:
-        """By hour, and within one by falling quantity. Times in seconds since 1970, on the
-        hour. Projects are those that the sessions belong to now."""
+        """Report the usage that the caller may see, by hour, the largest quantity of each first.
+
+        Times are in seconds since 1970, on the hour. A session counts for the project to which
+        it belongs now.
+        """
         self._usage.write()
         await self._database.flush()
         wanted = [
@@ -81,7 +83,7 @@ class BillingReports:
         rows = await self._database.read(
             select(
                 *group,
-                func.max(sessions.c.project_id).label("project_id"),
+                func.coalesce(func.max(sessions.c.project_id), "").label("project_id"),
                 *(
                     func.sum(usage.c[name]).label(name)
                     for name in ("count", "input_tokens", "cached_tokens", "output_tokens")
@@ -92,33 +94,19 @@ class BillingReports:
             .where(*wanted)
             .group_by(*group)
         )
-        quantities: defaultdict[_Key, int] = defaultdict(int)
-        seconds: defaultdict[_Key, float] = defaultdict(float)
+        totals: defaultdict[_Key, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
         for row in rows:
-            where = (
-                row["hour"],
-                row["session_id"],
-                row["project_id"] or "",
-                row["owner"],
-                row["base_model"],
-            )
-            for type_, quantity, spent in _told(row["event"], row):
-                quantities[type_, where] += quantity
-                seconds[type_, where] += spent
-        events = [
-            UsageEvent(
-                hour=where[0],
-                type=type_,
-                session_id=where[1],
-                project_id=where[2],
-                owner=where[3],
-                base_model=where[4],
-                quantity=quantity,
-                accelerator_seconds=seconds[type_, where],
-            )
-            for (type_, where), quantity in quantities.items()
-            if quantity or seconds[type_, where]
-        ]
+            for type_, quantity, seconds in _in_sdk_terms(row):
+                key = (
+                    row["hour"],
+                    type_,
+                    row["session_id"],
+                    row["project_id"],
+                    row["owner"],
+                    row["base_model"],
+                )
+                totals[key] = (totals[key][0] + quantity, totals[key][1] + seconds)
+        events = [UsageEvent(*key, *total) for key, total in totals.items() if any(total)]
         events.sort(key=lambda e: (e.hour, -e.quantity, e.session_id, e.base_model, e.type))
         ids = sorted({event.session_id for event in events})
         return UsageReport(events=events, metadata=await self._metadata(ids))
@@ -131,24 +119,18 @@ class BillingReports:
         return {session_id: found.get(session_id) for session_id in ids}
 
 
-_Where = tuple[int, str, str, str, str]
-_Key = tuple[EventType, _Where]
+_Key = tuple[int, EventType, str, str, str, str]
 
 
-def _told(event: str, row: RowMapping) -> list[tuple[EventType, int, float]]:
-    """What one kind of usage is in the SDK's words: (type, quantity, accelerator seconds)."""
-    count, tokens, cached, sampled = (
-        int(row[name]) for name in ("count", "input_tokens", "cached_tokens", "output_tokens")
-    )
-    seconds = float(row["seconds"])
-    if event in _TRAINING:
-        return [("training", tokens, seconds)]
-    if event == "sample":
+def _in_sdk_terms(row: RowMapping) -> list[tuple[EventType, int, float]]:
+    """Translate one kind of usage: (type, quantity, accelerator seconds)."""
+    tokens, cached, seconds = int(row["input_tokens"]), int(row["cached_tokens"]), row["seconds"]
+    if row["event"] == "sample":
         return [
             ("sampling_prefill", tokens - cached, 0.0),
             ("sampling_prefill_cached", cached, 0.0),
-            ("sampling_sample", sampled, seconds),
+            ("sampling_sample", int(row["output_tokens"]), seconds),
         ]
-    if event in _CHECKPOINT:
-        return [("checkpoint", count, seconds)]
-    return [("training", 0, seconds)]  # publishing weights for a sampler
+    if row["event"] in _CHECKPOINT:
+        return [("checkpoint", int(row["count"]), seconds)]
+    return [("training", tokens, seconds)]  # also publishing weights, which has no tokens

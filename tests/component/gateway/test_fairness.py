@@ -78,17 +78,17 @@ def test_a_gate_lets_owners_in_by_turns_and_survives_one_that_gives_up():
 
 
 def test_a_transaction_has_something_of_every_owner(tmp_path):
-    """A thousand writes wait in one owner's lane; one of another is in the next transaction."""
+    """A thousand writes wait in one owner's queue; one of another is in the next transaction."""
 
     async def committed_before() -> int:
         database = Database.at(url="", data_dir=tmp_path)
         await database.open()
 
-        def write(name: str, lane: str) -> asyncio.Task[None]:
+        def write(name: str, owner: str) -> asyncio.Task[None]:
             row = {"name": name, "path": "/", "added_at": 0.0}
             # Each stands for a payload of 4 MB: eight of them fill a transaction.
             return asyncio.create_task(
-                database.write(insert(models), row, lane=lane, size=4 * 2**20)
+                database.write(insert(models), row, owner=owner, size=4 * 2**20)
             )
 
         flood = [write(f"ann-{n}", "ann") for n in range(FLOOD)]

@@ -12,7 +12,7 @@ import pytest
 import tinker
 from tinker import types
 
-from gateway.usage.chrome_trace import Slice, Track, encode, in_lanes
+from gateway.usage.trace_exports import Slice, Track, assign_threads, encode
 from tests.support.gateway.running import KEY, datum, running_gateway
 
 
@@ -46,12 +46,12 @@ def status_of(url: str) -> int:
         return error.code
 
 
-def test_what_overlaps_lies_in_lanes_of_its_own():
+def test_what_overlaps_lies_in_different_threads():
     slices = [
         Slice(name=name, start=start, end=end)
         for name, start, end in (("d", 4, 5), ("a", 0, 3), ("b", 1, 2), ("c", 2, 4), ("e", 4, 6))
     ]
-    assert [(lane, s.name) for lane, s in in_lanes(slices)] == [
+    assert [(thread, s.name) for thread, s in assign_threads(slices)] == [
         (0, "a"),
         (1, "b"),
         (1, "c"),

@@ -11,8 +11,9 @@ from tinker import types
 from gateway.auth.identity import Caller
 from gateway.sessions.registry import NewSession, SessionRegistry
 from gateway.storage.database import Database
-from gateway.usage.meter import SharedClock, Subject, UsageMeter
+from gateway.usage.meter import Subject, UsageMeter
 from gateway.usage.reports import BillingReports
+from gateway.usage.samples import TimeShares
 from tests.support.gateway.running import KEY, datum, no_counts, running_gateway
 
 ADMIN = Caller(owner="local", key_id="k-1", role="admin")
@@ -37,7 +38,7 @@ def window() -> tuple[datetime, datetime]:
 
 def test_shares_of_a_clock_add_up_to_the_time_in_which_there_was_work():
     now = [0.0]
-    clock = SharedClock(lambda: now[0])
+    clock = TimeShares(lambda: now[0])
     now[0] = 5.0  # nothing is under way
     first = clock.start()
     now[0] = 6.0
