@@ -1,9 +1,10 @@
-"""The gRPC calls to workers: secret, deadline, and what a failing call means."""
+"""The gRPC calls to workers: each with the secret, a deadline and typed errors."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
 import grpc
@@ -18,9 +19,8 @@ _DESCRIBE_TIMEOUT = 30.0
 Request = TypeVar("Request", contravariant=True)
 Reply = TypeVar("Reply", covariant=True)
 
-
 Tell = Callable[[sampler_pb2.SampleDelta], Awaitable[None]]
-"""Takes new tokens of a sample."""
+"""Receives the new tokens of a sample."""
 
 
 class _Method(Protocol[Request, Reply]):
@@ -30,11 +30,14 @@ class _Method(Protocol[Request, Reply]):
 
 
 class WorkerUnavailable(Exception):
-    """The connection broke, or was closed: the worker has died, or is about to be reported."""
+    """The connection broke or was closed: the worker has died, and its exit will be reported."""
 
 
 class TrainerClient:
-    """Every call raises `WorkerUnavailable`, or the `TandemError` that its failure stands for."""
+    """Every call raises `WorkerUnavailable` or the `TandemError` that a failure stands for.
+
+    `timeout` in seconds is the deadline of each call.
+    """
 
     def __init__(self, worker: Worker, *, timeout: float) -> None:
         self.worker = worker
@@ -68,7 +71,10 @@ class TrainerClient:
 
 
 class SamplerClient:
-    """Every call raises `WorkerUnavailable`, or the `TandemError` that its failure stands for."""
+    """Every call raises `WorkerUnavailable` or the `TandemError` that a failure stands for.
+
+    `timeout` in seconds is the deadline of each call.
+    """
 
     def __init__(self, worker: Worker, *, timeout: float) -> None:
         self.worker = worker
@@ -84,34 +90,37 @@ class SamplerClient:
     async def sample_stream(
         self, request: sampler_pb2.SampleRequest, tell: Tell
     ) -> sampler_pb2.SampleReply:
-        """As `sample`, and tells of the tokens as they are drawn. While `tell` waits, nothing
-        more is read."""
+        """Sample as `sample` does, and pass tokens to `tell` as they are drawn.
 
-        async def read(
-            request: sampler_pb2.SampleRequest,
-            *,
-            metadata: tuple[tuple[str, str], ...],
-            timeout: float,
-        ) -> sampler_pb2.SampleReply:
-            call = self._stub.SampleStream(request, metadata=metadata, timeout=timeout)
+        Nothing more is read while `tell` waits.
+        """
+        async with _errors_translated(self.worker, self._timeout):
+            call = self._stub.SampleStream(
+                request, metadata=self.worker.metadata, timeout=self._timeout
+            )
             try:
                 async for event in call:
                     if event.HasField("reply"):
                         return event.reply
                     await tell(event.delta)
             finally:
-                call.cancel()  # does nothing to one that has ended
+                call.cancel()  # does nothing to a call that has ended
             raise InternalError("the sampler ended a stream without an answer")
-
-        return await _call(self.worker, read, request, self._timeout)
 
 
 async def _call(
     worker: Worker, method: _Method[Request, Reply], request: Request, timeout: float
 ) -> Reply:
+    async with _errors_translated(worker, timeout):
+        return await method(request, metadata=worker.metadata, timeout=timeout)
+
+
+@asynccontextmanager
+async def _errors_translated(worker: Worker, timeout: float) -> AsyncIterator[None]:
+    """Raise gRPC's errors as those that the clients promise."""
     kind = worker.handle.kind
     try:
-        return await method(request, metadata=worker.metadata, timeout=timeout)
+        yield
     except grpc.aio.AioRpcError as error:
         code = error.code()
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
@@ -122,7 +131,7 @@ async def _call(
             raise WorkerDied(error.details() or f"the {kind} is broken") from error
         raise InternalError(f"the {kind} answered {code.name}: {error.details()}") from error
     except asyncio.CancelledError:
-        # A channel that is closed cancels its calls; that is no cancellation of our task.
+        # Closing a channel cancels its calls, which is no cancellation of the current task.
         task = asyncio.current_task()
         if task is not None and task.cancelling() > 0:
             raise
