@@ -1,11 +1,11 @@
-"""`python -m sampler_service --report-fd N`: the sampler as a process (see `tandem/worker.py`)."""
+"""`python -m sampler_service --report-fd N` runs a sampler (see `tandem/worker.py`)."""
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser
 
-from sampler_service.environment import restart_with_environment
+from sampler_service.vllm.environment import restart_with_environment
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
     arguments = parser.parse_args()
     restart_with_environment(sys.argv[1:])
 
-    from sampler_service.process import run  # only now: it imports what the environment shapes
+    from sampler_service.service.process import run  # imports what the environment configures
 
     sys.exit(run(report_fd=arguments.report_fd))
 

@@ -1,23 +1,22 @@
-"""The seam between us and an inference engine: plain arguments, no types of a library.
+"""The protocol between the sampler and an inference engine: plain values, no types of a library.
 
-`vllm_engine.VllmEngine` is the implementation; tests of the scheduler inject another one. An
-engine belongs to one thread: whoever made it steps it, and nobody else calls it.
+`vllm.engine.VllmEngine` implements it; tests of the scheduler inject a fake. An engine belongs to
+the thread that made it: that thread steps it, and no other calls it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tandem.errors import LoadFailed, TandemError
-
-if TYPE_CHECKING:
-    from sampler_service.form_compiler import CompiledForm
+from sampler_service.structured_output import CompiledGrammar
+from tandem.errors import IllegalTransition, LoadFailed, TandemError
 
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
@@ -25,15 +24,31 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class WeightsTouched(LoadFailed):
-    """A load failed after it had begun to change the engine's weights: nothing may be sampled
-    until a load has succeeded."""
+    """A load failed after it had begun to change the weights: sampling must wait for a load that
+    succeeds."""
+
+
+class EngineState(Enum):
+    AWAKE = "awake"
+    LOADING = "loading"
+    FAILED = "failed"
+
+    def move_to(self, new: EngineState) -> EngineState:
+        """Return `new`. Raises `IllegalTransition` if this state does not lead to it: `failed`
+        leads nowhere, and no state to itself."""
+        if new is self or self is EngineState.FAILED:
+            raise IllegalTransition(f"a sampler that is {self.value} cannot become {new.value}")
+        return new
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine is. `max_length` counts prompt and sampled tokens together;
-    `end_tokens` are the model's end-of-sequence tokens. `max_lora_rank` 0: no adapters;
-    else `max_adapters` of them fit into it."""
+    """What an engine is.
+
+    `max_length` counts prompt and sampled tokens together; `end_tokens` are the model's
+    end-of-sequence tokens. `max_lora_rank` 0 means no adapters; otherwise the engine holds up to
+    `max_adapters` of them.
+    """
 
     vocabulary: int
     max_length: int
@@ -47,13 +62,13 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class PromptScoring:
-    """What is asked about the tokens of a prompt. A position p from 1 on is scored: the
-    logprobs, at temperature 1, of tokens in the place of prompt[p], given those before it.
+    """What to compute about a prompt's tokens. Position p >= 1 is scored by the logprobs, at
+    temperature 1, of tokens in place of prompt[p], given the tokens before it.
 
-    `first` is the first position whose own token is scored, None for none; `topk` likeliest
-    tokens are listed from `first` on. `target_ids` [m] are scored at `target_positions` [m],
-    which ascend. With `draws` k, k tokens are drawn at every position with `draw_temperature`
-    (0: the likeliest), by `draw_seed` if there is one.
+    `first`: the first position whose own token is scored, or None for none; the `topk` likeliest
+    tokens are listed from `first` on. `target_ids` [m] are scored at `target_positions` [m], which
+    ascend. `draws` tokens are drawn at every position with `draw_temperature` (0: the likeliest),
+    from `draw_seed` if it is set.
     """
 
     first: int | None = None
@@ -66,8 +81,8 @@ class PromptScoring:
 
     @property
     def start(self) -> int | None:
-        """The first position that anything asks for: the prefix cache may serve what lies more
-        than one before it. None when nothing is asked."""
+        """The first position to compute, None for none. The prefix cache may serve tokens more
+        than one position before it."""
         starts = [self.first] if self.first is not None else []
         starts += [int(self.target_positions[0])] if len(self.target_positions) else []
         starts += [1] if self.draws else []
@@ -79,10 +94,11 @@ class EngineRequest:
     """One prompt, sampled `num_samples` times.
 
     Literal example: `EngineRequest(id="op-1", prompt=[20, 30], num_samples=8, max_tokens=4,
-    temperature=1.0, top_k=-1, top_p=1.0, seed=7, stop_token_ids=(1,))`. Sample i with seed s
-    is a function of (s, i) and the weights alone; without a seed it is random. Temperature 0
-    is greedy. `topk` alternatives are recorded per sampled token. `adapter` is the name of one
-    that was added to the engine, None for the loaded weights alone.
+    temperature=1.0, top_k=-1, top_p=1.0, seed=7, stop_token_ids=(1,))`. Sample i with seed s is a
+    function of (s, i), the request and the weights; without a seed it is random. Temperature 0 is
+    greedy. `topk` alternatives are recorded per sampled token. `adapter` names an adapter that was
+    added to the engine; None samples from the loaded weights alone. A `streamed` request yields an
+    `EngineDelta` per sample and step.
     """
 
     id: str
@@ -98,19 +114,19 @@ class EngineRequest:
     topk: int = 0
     scoring: PromptScoring | None = None
     adapter: str | None = None
-    form: CompiledForm | None = None
+    grammar: CompiledGrammar | None = None
     streamed: bool = False
 
     @property
     def distinct_samples(self) -> int:
-        """Greedy samples of one prompt are all alike: one is computed."""
+        """How many samples are computed: greedy samples of one prompt are all alike."""
         return self.num_samples if self.temperature > 0 else 1
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The likeliest tokens per position. `token_ids` and `logprobs` are [length, k]; a cell
-    without a token has id 0 and logprob -99999."""
+    """The likeliest tokens per position. `token_ids` and `logprobs` are [length, k]; an empty cell
+    has id 0 and logprob -99999."""
 
     token_ids: Int32Array
     logprobs: Float32Array
@@ -118,9 +134,12 @@ class TopK:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """One sample. `tokens` and `logprobs` are [n]; a stop token is among them. The logprobs
-    are those of the distribution that was sampled from, after temperature, top_k and top_p;
-    those of a greedy sample are at temperature 1. `stopped` is False when the length ended it."""
+    """One sample. `tokens` and `logprobs` are [n] and include the stop token.
+
+    The logprobs are those of the distribution that was sampled from, after temperature, top_k and
+    top_p; those of a greedy sample are at temperature 1. `stopped` is False when the length ended
+    the sample.
+    """
 
     tokens: Int32Array
     logprobs: Float32Array
@@ -130,9 +149,11 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """The answer to a `PromptScoring`, each part None when it was not asked for. `logprobs` is
-    [prompt], with NaN where nothing was scored; `topk` is [prompt, k]; `targets` is [m]; `draws`
-    is [prompt - 1, k], whose row i is about position i + 1."""
+    """The answer to a `PromptScoring`; a part that was not asked for is None.
+
+    `logprobs` is [prompt], NaN where nothing was scored; `topk` is [prompt, k]; `targets` is [m];
+    `draws` is [prompt - 1, k], row i about position i + 1.
+    """
 
     logprobs: Float32Array | None = None
     topk: TopK | None = None
@@ -142,8 +163,8 @@ class PromptScores:
 
 @dataclass(frozen=True)
 class EngineResult:
-    """All samples of a request. `cached_tokens` counts prompt tokens that the prefix cache
-    held when the first sample began. With a `failure` there are no samples."""
+    """All samples of a request, or the `failure` that ended it. `cached_tokens` counts the prompt
+    tokens that the prefix cache held when the first sample began."""
 
     id: str
     samples: tuple[SampledTokens, ...]
@@ -154,8 +175,8 @@ class EngineResult:
 
 @dataclass(frozen=True)
 class EngineDelta:
-    """The tokens that one sample of a streamed request got in a step. `new.stopped` says how the
-    sample ended, if it is `finished`. Of a greedy request only sample 0 is told."""
+    """The tokens that one step added to one sample of a streamed request. When it is `finished`,
+    `new.stopped` says how it ended. A greedy request reports sample 0 only."""
 
     id: str
     index: int
@@ -164,9 +185,9 @@ class EngineDelta:
 
 
 @dataclass(frozen=True)
-class Step:
-    """What a step brought: the requests that ended, and the deltas of those that are streamed,
-    the last ones of a request that ends among them."""
+class StepOutput:
+    """The requests that ended in a step, and the deltas of streamed ones, those that ended
+    included."""
 
     results: list[EngineResult] = field(default_factory=list)
     deltas: list[EngineDelta] = field(default_factory=list)
@@ -174,49 +195,44 @@ class Step:
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What a load did: the engine's own parameters that got a value, and those that did not."""
+    """The names of the engine's parameters that a load set, and of those that it did not."""
 
     loaded: frozenset[str]
     missing: frozenset[str]
-    bytes: int = field(default=0)
 
 
 class Engine(Protocol):
-    """An engine with one set of weights in it, and adapters beside them."""
+    """An engine that holds one set of weights, and adapters beside them."""
 
     @property
     def facts(self) -> EngineFacts: ...
 
     def add(self, request: EngineRequest) -> None:
-        """Admits a request. Its id must not be in use."""
+        """Admit a request. Its id must not be in use."""
 
-    def step(self) -> Step:
-        """Computes the next token of everything admitted."""
+    def step(self) -> StepOutput:
+        """Compute the next token of every admitted request."""
 
     def abort(self, ids: Sequence[str]) -> None:
-        """Forgets requests; they are never returned. Unknown ids are passed over."""
-
-    @property
-    def running(self) -> int:
-        """Requests admitted and not ended."""
+        """Drop requests without a result; ignore unknown ids."""
 
     def load(self, directory: Path) -> LoadedWeights:
-        """Replaces the weights by those in a directory of safetensors, in place.
+        """Replace the weights in place by a directory of safetensors, and drop all adapters.
 
-        Only when nothing runs. Raises `WeightsTouched`; afterwards only a load is allowed.
+        The engine must be idle. Raises `WeightsTouched`; only another load is allowed then.
         """
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prompts. False when the engine did not do so."""
+        """Forget all cached prompts. False if the engine could not."""
 
     def score(self, tokens: Sequence[int]) -> Float32Array:
-        """Logprobs [T-1] of tokens[1:] at temperature 1. Only when nothing runs."""
+        """Logprobs [T-1] of tokens[1:] at temperature 1. The engine must be idle."""
 
     def add_adapter(self, name: str, directory: Path) -> None:
-        """Puts an adapter beside the weights; others may run meanwhile. `load` takes all out.
+        """Load an adapter beside the weights, while requests may be running.
 
-        Raises `LoadFailed`, and then nothing has changed.
+        Raises `LoadFailed`, and has changed nothing then.
         """
 
     def remove_adapter(self, name: str) -> None:
-        """Takes an adapter out, whose requests have all ended."""
+        """Unload an adapter. No running request may use it."""

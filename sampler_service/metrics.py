@@ -1,12 +1,11 @@
-"""The sampler's metrics, `tandem_sampler_*`, in a registry of their own."""
+"""The sampler's Prometheus metrics, `tandem_sampler_*`."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from sampler_service.engine import EngineResult
-from sampler_service.reload import LoadOutcome, Version
-from sampler_service.states import State
+from sampler_service.engine import EngineResult, EngineState
+from sampler_service.weights.loader import LoadOutcome, WeightVersion
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -33,19 +32,21 @@ class SamplerMetrics:
         )
         self._request_seconds = Histogram(
             "tandem_sampler_request_seconds",
-            "From arrival to answer.",
+            "From a request's arrival to its answer.",
             buckets=_SECONDS,
             registry=registry,
         )
         self._engine_seconds = Counter(
             "tandem_sampler_engine_seconds_total",
-            "Time in the engine's steps.",
+            "Time spent in the engine's steps.",
             registry=registry,
         )
         self._running = Gauge(
             "tandem_sampler_running", "Requests in the engine.", registry=registry
         )
-        self._waiting = Gauge("tandem_sampler_waiting", "Requests that wait.", registry=registry)
+        self._waiting = Gauge(
+            "tandem_sampler_waiting", "Requests and loads in the queue.", registry=registry
+        )
         self._load_seconds = Histogram(
             "tandem_sampler_load_seconds",
             "Loads that succeeded.",
@@ -54,7 +55,7 @@ class SamplerMetrics:
         )
         self._adapter_seconds = Histogram(
             "tandem_sampler_adapter_seconds",
-            "Adapters added, from the first look at one to the canary's answer.",
+            "Loads of adapters that succeeded, the canary included.",
             buckets=_SECONDS,
             registry=registry,
         )
@@ -76,16 +77,16 @@ class SamplerMetrics:
         )
         self._state = Gauge(
             "tandem_sampler_state",
-            "1 for the state that the engine is in.",
+            "1 for the engine's state, 0 for the others.",
             ["state"],
             registry=registry,
         )
 
-    def state(self, state: State) -> None:
-        for each in State:
+    def state(self, state: EngineState) -> None:
+        for each in EngineState:
             self._state.labels(each.value).set(each is state)
 
-    def version(self, version: Version) -> None:
+    def version(self, version: WeightVersion) -> None:
         self._step.set(version.step)
 
     def stepped(self, *, seconds: float) -> None:
@@ -110,7 +111,7 @@ class SamplerMetrics:
         self._load_failures.inc()
 
     def answered(self, result: EngineResult, *, prompt_tokens: int, seconds: float) -> int:
-        """Counts an answer; returns how many tokens were sampled."""
+        """Count an answered request; return how many tokens were sampled."""
         sampled = sum(len(sample.tokens) for sample in result.samples)
         self._requests.labels("ok").inc()
         self._prompt.inc(prompt_tokens)

@@ -1,4 +1,4 @@
-"""A scheduler to be taken turn by turn, with an engine and a loader that are fakes."""
+"""A scheduler that a test runs turn by turn, with a fake engine and a fake loader."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from pathlib import Path
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from sampler_service.adapters import Adapters
 from sampler_service.engine import (
     EngineFacts,
     EngineRequest,
     EngineResult,
     PromptScores,
     SampledTokens,
-    Step,
+    StepOutput,
 )
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.reload import LoadOutcome, Version
-from sampler_service.scheduler import Scheduler
-from sampler_service.work import Sampled, SampleJob
+from sampler_service.scheduling.queue import Sampled, SampleJob
+from sampler_service.scheduling.scheduler import Scheduler
+from sampler_service.weights.adapters import AdapterCache
+from sampler_service.weights.loader import LoadOutcome, WeightVersion
 from tandem.errors import LoadFailed, SequenceTooLong
 
-BASE, NEW, OTHER = (Version(name=name, path=Path(name)) for name in ("base/m", "run/v1", "run/v2"))
+BASE, NEW, OTHER = (
+    WeightVersion(name=name, path=Path(name)) for name in ("base/m", "run/v1", "run/v2")
+)
 
 
 @dataclass
 class FakeEngine:
-    """Ends each request after as many steps as its max_tokens says, and notes what it was told.
+    """Ends each request after `max_tokens` steps and records its calls.
 
-    `together` has the adapters of each step; `computed` what a canary is answered with, which is
-    zeros unless it is set for an adapter.
+    `together` holds the adapters of each step; `computed` the logprobs of each adapter's canary,
+    zeros by default.
     """
 
     admitted: list[str] = field(default_factory=list)
@@ -62,7 +64,7 @@ class FakeEngine:
         self.admitted.append(request.id)
         self.left[request.id] = request.max_tokens
 
-    def step(self) -> Step:
+    def step(self) -> StepOutput:
         if self.broken:
             raise RuntimeError("out of order")
         self.together.add(frozenset(self.requests[id_].adapter for id_ in self.left))
@@ -71,7 +73,7 @@ class FakeEngine:
         for id_ in done:
             del self.left[id_]
         sample = SampledTokens(np.zeros(1, np.int32), np.zeros(1, np.float32), stopped=False)
-        return Step(
+        return StepOutput(
             [
                 EngineResult(id=id_, samples=(sample,), prompt=self.scores(self.requests[id_]))
                 for id_ in done
@@ -100,13 +102,13 @@ class FakeEngine:
 
 @dataclass
 class FakeLoader:
-    """Loads unless told not to. `errors` are raised, one by one, by the loads of a version."""
+    """Records loads. `errors` are raised, one by one, by the loads of a version."""
 
     engine: FakeEngine
     loads: list[str] = field(default_factory=list)
     errors: dict[str, list[LoadFailed]] = field(default_factory=dict)
 
-    def load(self, version: Version) -> LoadOutcome:
+    def load(self, version: WeightVersion) -> LoadOutcome:
         assert not self.engine.left, "weights were changed under running requests"
         self.loads.append(version.name)
         self.engine.adapters.clear()
@@ -116,12 +118,12 @@ class FakeLoader:
 
 
 class Bench:
-    """A scheduler whose turns are taken one by one, in the test's own thread."""
+    """A scheduler with its clock, run in the test's own thread."""
 
     def __init__(
         self, *, patience: float = 2.0, base: Path = Path(), rank: int = 0, room: int = 2
     ) -> None:
-        """`rank` and `room` are those of adapters upon the model in `base`."""
+        """`rank` and `room` limit the adapters of the model in `base`."""
         self.engine = FakeEngine()
         self.engine.facts = replace(
             self.engine.facts, max_lora_rank=rank, max_adapters=room if rank else 0
@@ -130,12 +132,12 @@ class Bench:
         self.now = 0.0
         self.fatal: list[Exception] = []
         self.numbers = itertools.count()
-        self.adapters = Adapters(self.engine, base=base, tolerance=1e-4, clock=lambda: self.now)
+        self.adapters = AdapterCache(self.engine, base=base, tolerance=1e-4, clock=lambda: self.now)
         self.scheduler = Scheduler(
             self.engine,
             self.loader,
             self.adapters,
-            version=BASE,
+            base=BASE,
             patience=patience,
             metrics=SamplerMetrics(CollectorRegistry()),
             clock=lambda: self.now,
@@ -144,7 +146,7 @@ class Bench:
 
     def ask(
         self,
-        version: Version,
+        version: WeightVersion,
         id_: str,
         *,
         steps: int = 1,

@@ -1,8 +1,9 @@
-"""Samplers that the tests of several files share: a start costs some ten seconds.
+"""The samplers that all tests share: a start costs some ten seconds.
 
-`sampler` has tied embeddings (qwen3) and no adapters, `tied_adapters` is the same model with
-room to compute with two adapters at once, and `untied` (llama) has an output head of its own,
-and room for adapters, too. Each test begins and ends with the base weights or names its version.
+`sampler` has tied embeddings (qwen3) and no adapters. `tied_adapters` is the same model with room
+to compute two adapters and 16 sequences at once, and for the keys and values of some 1,300 tokens
+(1 MiB). `untied` (llama) has an output head of its own, and room for adapters. Each test starts and
+ends with the base weights or names its version.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def sampler(model: Path) -> Iterator[SamplerClient]:
 
 @pytest.fixture(scope="session")
 def tied_adapters(model: Path) -> Iterator[SamplerClient]:
-    with sampler_process(model, max_lora_rank=5, max_adapters=2) as client:
+    with sampler_process(
+        model, max_lora_rank=5, max_adapters=2, kv_cache_bytes=2**20, max_num_seqs=16
+    ) as client:
         yield client
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 
-from sampler_service.engine import EngineDelta, SampledTokens, TopK
-from sampler_service.streams import StreamBuffer
 from tests.support.adapter_files import write_adapter_files, write_merged
 from tests.support.sampler_streams import gather, narrow_stream, open_stream, stream
 from tests.support.sampler_worker import SamplerClient, publish, publish_adapter, same
@@ -122,57 +118,3 @@ def test_a_reader_that_stops_reading_holds_nobody_back(sampler: SamplerClient):
     assert streamed.adds_up()
     deltas = sum(each.deltas for each in streamed.told.values())
     assert deltas < 40 * 500, "what was not read in time is merged"
-
-
-def delta(index: int, tokens: list[int], *, finished: bool = False) -> EngineDelta:
-    count = len(tokens)
-    new = SampledTokens(
-        tokens=np.array(tokens, np.int32),
-        logprobs=-np.array(tokens, np.float32),
-        stopped=finished,
-        topk=TopK(np.ones((count, 2), np.int32), np.zeros((count, 2), np.float32)),
-    )
-    return EngineDelta(id="op", index=index, new=new, finished=finished)
-
-
-def test_what_a_slow_reader_leaves_is_merged_by_sample_and_woken_for_once():
-    async def scenario() -> None:
-        woken = []
-        loop = asyncio.get_running_loop()
-
-        class Counting:
-            def is_closed(self) -> bool:
-                return False
-
-            def call_soon_threadsafe(self, call: Any) -> None:
-                woken.append(call)
-                loop.call_soon(call)
-
-        buffer = StreamBuffer(topk=2, loop=Counting())  # type: ignore[arg-type]
-        for step in range(1000):
-            buffer.add([delta(0, [step]), delta(1, [step])])
-        buffer.add([delta(1, [7], finished=True)])
-        assert len(woken) == 1
-        assert buffer.held_bytes == 2001 * (8 + 16)
-        first, second = await buffer.take()
-        assert np.frombuffer(first.tokens, "<i4").tolist() == list(range(1000))
-        assert np.frombuffer(first.logprobs, "<f4").tolist() == [-float(i) for i in range(1000)]
-        assert (first.topk.length, first.topk.k, first.finished) == (1000, 2, False)
-        assert (second.index, second.finished, len(second.tokens)) == (1, True, 4004)
-        assert buffer.held_bytes == 0
-        buffer.add([delta(0, [3])])
-        buffer.close()
-        assert [len(each.tokens) for each in await buffer.take()] == [4]
-        assert await buffer.take() == []
-
-    asyncio.run(scenario())
-
-
-def test_a_greedy_sample_is_told_for_each_of_its_copies():
-    async def scenario() -> None:
-        buffer = StreamBuffer(topk=2, copies=3)
-        buffer.add([delta(0, [5], finished=True)])
-        told = await buffer.take()
-        assert [(each.index, each.finished) for each in told] == [(0, True), (1, True), (2, True)]
-
-    asyncio.run(scenario())

@@ -13,7 +13,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from gateway.workers.launchers.process import SECRET_VARIABLES
-from sampler_service.environment import sampler_environment
+from sampler_service.vllm.environment import sampler_environment
 from tandem.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
 from tandem.worker_server import SecretInterceptor

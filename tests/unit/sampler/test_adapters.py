@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from sampler_service.reload import Version
+from sampler_service.weights.loader import WeightVersion
 from tandem.errors import LoadFailed
 from tandem.weights import Canary, Manifest, checksum_file
 from tests.support.fake_engine import BASE, NEW, Bench
@@ -36,7 +36,9 @@ def pair(layer: str, *, rank: int = RANK, outputs: int = 6, inputs: int = 5):
     }
 
 
-def adapter(path: Path, number: int, *, tensors=None, canary: bool = True, **config) -> Version:
+def adapter(
+    path: Path, number: int, *, tensors=None, canary: bool = True, **config
+) -> WeightVersion:
     """A published adapter whose canary's logprobs are zeros, as the fake computes them."""
     name = f"run/v{number}"
     directory = path / f"v{number}"
@@ -57,7 +59,7 @@ def adapter(path: Path, number: int, *, tensors=None, canary: bool = True, **con
         canary=Canary(tokens=[1, 2, 3], logprobs=[0.0, 0.0]) if canary else None,
     )
     (directory / "manifest.json").write_text(manifest.model_dump_json())
-    return Version(name=name, path=directory, adapter=True)
+    return WeightVersion(name=name, path=directory, adapter=True)
 
 
 def test_adapters_and_the_base_model_run_together_without_a_load(base: Path, tmp_path: Path):
@@ -160,7 +162,7 @@ def test_cancelling_all_who_wait_for_a_canary_leaves_the_scheduler_running(
     version = adapter(tmp_path, 1)
     bench.ask(BASE, "running", steps=1)
     bench.ask(version, "gone")
-    bench.adapters.begin(version)
+    bench.adapters.add(version)
     bench.scheduler.cancel("gone")
     bench.turns(1)
     assert bench.scheduler.status.adapters == (version.name,)

@@ -1,11 +1,12 @@
-"""The scheduler's rules, with an engine that is a fake and a clock that is moved by hand."""
+"""The scheduler's rules, with a fake engine and a clock that the test moves."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from sampler_service.engine import WeightsTouched
-from sampler_service.states import State, StateMachine
+from sampler_service.engine import EngineState, WeightsTouched
 from tandem.errors import IllegalTransition, LoadFailed, SequenceTooLong, WorkerDied
 from tests.support.fake_engine import BASE, NEW, OTHER, Bench
 
@@ -154,7 +155,7 @@ def test_without_old_or_new_weights_everything_is_refused():
     for refused in (new, other, later):
         with pytest.raises(LoadFailed, match="gone"):
             refused.result(0)
-    assert bench.scheduler.status.state is State.FAILED
+    assert bench.scheduler.status.state is EngineState.FAILED
     assert len(bench.fatal) == 1
 
 
@@ -200,23 +201,24 @@ def test_an_engine_that_breaks_answers_everybody_and_ends_the_process():
     assert len(bench.fatal) == 1
 
 
-def test_stopping_answers_those_who_wait():
+def test_an_idle_engine_in_a_thread_of_its_own_wakes_for_a_request():
     bench = Bench()
-    thread = bench.scheduler.start()
-    done = bench.ask(BASE, "a")
-    assert done.result(timeout=10).version == BASE
-    bench.scheduler.stop()
-    thread.join(timeout=10)
+    thread = threading.Thread(target=bench.scheduler.run, daemon=True)
+    thread.start()
+    for name in ("a", "b"):
+        assert bench.ask(BASE, name).result(timeout=10).version == BASE
+    bench.engine.broken = True
     with pytest.raises(WorkerDied):
-        bench.ask(BASE, "b").result(0)
+        bench.ask(BASE, "c").result(timeout=10)
+    thread.join(timeout=10)
+    assert not thread.is_alive()
 
 
-@pytest.mark.parametrize(
-    ("start", "to"),
-    [(State.FAILED, State.LOADING), (State.LOADING, State.LOADING)],
-)
-def test_an_illegal_move_raises_and_changes_nothing(start: State, to: State):
-    machine = StateMachine(start)
-    with pytest.raises(IllegalTransition):
-        machine.move(to)
-    assert machine.state is start
+@pytest.mark.parametrize("start", EngineState)
+@pytest.mark.parametrize("to", EngineState)
+def test_an_illegal_move_raises(start: EngineState, to: EngineState):
+    if start is to or start is EngineState.FAILED:
+        with pytest.raises(IllegalTransition, match=f"{start.value} cannot become {to.value}"):
+            start.move_to(to)
+    else:
+        assert start.move_to(to) is to

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from sampler_service.vllm_arguments import engine_args
+from sampler_service.vllm.engine import engine_args
 from tandem.errors import CheckpointDamaged, LoadFailed
 from tandem.settings import SamplerSettings
 from tandem.weights import Manifest, PartialVersion, checksum_file, open_version

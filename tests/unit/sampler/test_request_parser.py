@@ -11,13 +11,8 @@ import pytest
 from sampler_service.engine import (
     EngineFacts,
     EngineRequest,
-    EngineResult,
-    PromptScores,
-    SampledTokens,
-    TopK,
 )
-from sampler_service.response import encode_response
-from sampler_service.sampling import parse_request
+from sampler_service.service.request_parser import parse_request
 from tandem.errors import (
     EmptyBatch,
     InvalidRequest,
@@ -201,42 +196,3 @@ def test_no_stop_means_the_end_tokens_and_an_empty_list_means_none():
 def test_a_seed_of_zero_is_a_seed_and_no_seed_is_none():
     assert engine_request(message(seed=0), FACTS).seed == 0
     assert engine_request(message(), FACTS).seed is None
-
-
-def test_an_answer_is_encoded_as_the_client_reads_it():
-    topk = TopK(np.array([[3, 0]], np.int32), np.array([[-0.5, -99999.0]], np.float32))
-    result = EngineResult(
-        id="op",
-        samples=(
-            SampledTokens(
-                np.array([7, 1], np.int32), np.array([-1.5, -0.25], np.float32), stopped=True
-            ),
-            SampledTokens(
-                np.array([8], np.int32), np.array([-2.0], np.float32), stopped=False, topk=topk
-            ),
-        ),
-        prompt=PromptScores(logprobs=np.array([np.nan, -3.0], np.float32)),
-        cached_tokens=32,
-    )
-    question = parse_request(asked(message(), prompt_logprobs=True), FACTS)
-    answer = wire.SampleResponse.FromString(
-        encode_response(result, version="run/v1", question=question)
-    )
-    first, second = answer.sequences
-    assert first.tokens == b"\x07\0\0\0\x01\0\0\0"
-    assert np.frombuffer(first.logprobs, "<f4").tolist() == [-1.5, -0.25]
-    assert (first.stop_reason, second.stop_reason) == (wire.STOP_REASON_STOP, 1)
-    assert not first.HasField("topk_sampled_logprobs")
-    assert (second.topk_sampled_logprobs.k, second.topk_sampled_logprobs.length) == (2, 1)
-    assert np.isnan(np.frombuffer(answer.prompt_logprobs, "<f4")).tolist() == [True, False]
-    assert answer.prompt_cache_hit_tokens == 32
-    assert answer.tandem_weight_version == "run/v1"
-
-
-def test_prompt_logprobs_are_sent_only_when_asked_for():
-    result = EngineResult(
-        id="op", samples=(), prompt=PromptScores(logprobs=np.zeros(2, np.float32))
-    )
-    question = parse_request(asked(message(), topk_prompt_logprobs=1), FACTS)
-    answer = wire.SampleResponse.FromString(encode_response(result, version="v", question=question))
-    assert not answer.HasField("prompt_logprobs")

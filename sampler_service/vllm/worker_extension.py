@@ -1,16 +1,14 @@
-"""What we add to vLLM's worker: loading weights in place so that nothing old stays behind.
+"""Extends vLLM's worker: complete in-place loads, prompt scoring, and fixes for CPUs.
 
-vLLM mixes this class into its own worker (`worker_extension_cls`), so `self.model_runner` is
-vLLM's. Written against vLLM 0.32 (CPU) and 0.28 (CUDA). Three things are missing there on a CPU:
+vLLM mixes `WeightsExtension` into its worker (`worker_extension_cls`), so `self.model_runner` is
+vLLM's. Written against vLLM 0.32 (CPU) and 0.28 (CUDA). Three fixes are for CPUs:
 
-- Linears keep a packed copy of their weight. A reload packs every layer that it loads, but
-  an output head tied to the embeddings is not loaded by name, and would keep its old copy.
-- oneDNN's float32 kernel for a single row may add in another order than that for several (seen
-  from 4864 inputs on, not below), so a sequence's logprobs would depend on whether others run
-  beside it. A single row is padded to two; from two on each row is the same bit by bit.
+- Linear layers keep a packed copy of their weight. A reload repacks the layers that it loads, but
+  not an output head tied to the embeddings, which is not loaded by name.
+- oneDNN's float32 kernel for a single row may sum in another order than that for several (seen from
+  4864 inputs on), so that a sequence's logprobs would depend on what runs beside it. A single row
+  is padded to two; from two on, a row's result does not depend on the others.
 - Adapters are computed slowly, and wrongly when every slot is taken (`grouped_adapters.py`).
-
-Everywhere, prompts are scored by `prompt_scorer.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 from sampler_service.engine import PromptScores, PromptScoring
-from sampler_service.prompt_scorer import PromptScorer
+from sampler_service.vllm.prompt_scoring import PromptScorer
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -33,7 +31,7 @@ Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tenso
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of every safetensors file of a directory, by name, one at a time."""
+    """Yield the name and value of every tensor in a directory's safetensors files."""
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt", device="cpu") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
@@ -41,7 +39,7 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class PaddedLinear:
-    """A linear whose inputs [rows, in] are padded to at least `MIN_ROWS` rows."""
+    """Pads the inputs [rows, in] of a linear layer to at least `MIN_ROWS` rows."""
 
     def __init__(self, inner: Linear) -> None:
         self.inner = inner
@@ -58,32 +56,32 @@ class PaddedLinear:
 
 
 class WeightsExtension:
-    """Methods for `collective_rpc`. All names begin with `tandem_`, as vLLM forbids clashes."""
+    """Methods for `collective_rpc`, prefixed `tandem_` because vLLM forbids clashes of names."""
 
     model_runner: GPUModelRunner
     tandem_scorer: PromptScorer
 
     def tandem_prepare(self) -> None:
-        """Once, after the engine was made."""
-        torch.seed()  # vLLM's seed is 0: every engine would draw the same without a seed
+        """Called once, after the engine was made."""
+        torch.seed()  # vLLM's seed is 0: all engines would draw the same unseeded samples
         self._tandem_pad_linears()
         self._tandem_group_adapters()
         self.tandem_scorer = PromptScorer(self.model_runner)
         self.model_runner._get_prompt_logprobs_dict = self.tandem_scorer.after_step
 
-    def tandem_ask(self, key: str, scoring: PromptScoring, length: int) -> None:
-        self.tandem_scorer.ask(key, scoring, length=length)
+    def tandem_begin_scoring(self, key: str, scoring: PromptScoring, length: int) -> None:
+        self.tandem_scorer.begin(key, scoring, length=length)
 
-    def tandem_take(self, key: str) -> PromptScores:
+    def tandem_take_scores(self, key: str) -> PromptScores:
         return self.tandem_scorer.take(key)
 
-    def tandem_forget(self, key: str) -> None:
-        self.tandem_scorer.forget(key)
+    def tandem_discard_scores(self, key: str) -> None:
+        self.tandem_scorer.discard(key)
 
     def tandem_load(self, directory: str) -> tuple[set[str], set[str]]:
-        """Loads a directory of safetensors in place. Returns (loaded, all) parameter names."""
+        """Load a directory of safetensors in place. Return (loaded, all) parameter names."""
         model = self.model_runner.get_model()
-        # A layer that takes adapters holds the plain one as its `base_layer`.
+        # A layer with adapters wraps the plain one as its `base_layer`.
         everything = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
         loaded: set[str] = set()
         load_weights = model.load_weights
@@ -119,7 +117,7 @@ class WeightsExtension:
         manager = getattr(self.model_runner, "lora_manager", None)
         if manager is None or self.model_runner.device.type != "cpu":
             return
-        from sampler_service.grouped_adapters import GroupedAdapters
+        from sampler_service.vllm.grouped_adapters import GroupedAdapters
 
         for wrapper in manager._adapter_manager.punica_wrapper_mapping.values():
-            GroupedAdapters.take_over(wrapper)
+            GroupedAdapters.install(wrapper)

@@ -1,4 +1,4 @@
-"""The gRPC face of the sampler: which token is current, and what is answered."""
+"""Answers the sampler's gRPC calls."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import TypeVar
 
 import grpc
 
-from sampler_service.engine import EngineDelta, EngineFacts
-from sampler_service.form_compiler import FormCompiler
+from sampler_service.engine import EngineDelta, EngineFacts, EngineState
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.response import encode_response, version_message, version_of
-from sampler_service.sampling import Question, parse_request
-from sampler_service.scheduler import Scheduler
-from sampler_service.streams import StreamBuffer
-from sampler_service.work import Sampled, SampleJob
+from sampler_service.scheduling.queue import Sampled, SampleJob
+from sampler_service.scheduling.scheduler import Scheduler
+from sampler_service.service.request_parser import parse_request, parse_version
+from sampler_service.service.responses import StreamBuffer, encode_response, version_message
+from sampler_service.structured_output import GrammarCompiler
 from tandem.errors import OperationTimedOut, TandemError
 from tandem.telemetry import get_log
 from tandem.v1 import sampler_pb2, sampler_pb2_grpc
@@ -27,30 +26,30 @@ _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
 
 _STATES = {
-    "awake": sampler_pb2.SAMPLER_STATE_AWAKE,
-    "loading": sampler_pb2.SAMPLER_STATE_LOADING,
-    "failed": sampler_pb2.SAMPLER_STATE_FAILED,
+    EngineState.AWAKE: sampler_pb2.SAMPLER_STATE_AWAKE,
+    EngineState.LOADING: sampler_pb2.SAMPLER_STATE_LOADING,
+    EngineState.FAILED: sampler_pb2.SAMPLER_STATE_FAILED,
 }
 
 
 @dataclass(frozen=True)
 class Serving:
-    """What there is once the engine is ready."""
+    """What answers calls once the engine is ready."""
 
     facts: EngineFacts
     scheduler: Scheduler
-    forms: FormCompiler
+    grammars: GrammarCompiler
 
 
 class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
-    """Answers from the moment the port is bound; `ready` gives it the engine. Who may call is
-    decided before (`tandem/worker_access.py`).
+    """Answers from the moment the port is bound; `ready` gives it the engine.
 
-    Before it is ready a call ends with a gRPC status;
-    a user's mistake is a `Failure` in the reply.
+    Until then a call ends with the gRPC status UNAVAILABLE. A user's mistake and a failed operation
+    are a `Failure` in the reply. `tandem/worker_access.py` checks the caller's secret.
     """
 
     def __init__(self, *, timeout: float, metrics: SamplerMetrics) -> None:
+        """`timeout` limits each call, in seconds."""
         self._timeout = timeout
         self._metrics = metrics
         self._serving: Serving | None = None
@@ -67,10 +66,10 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             sampler_pb2.DescribeSamplerRequest, sampler_pb2.DescribeSamplerReply
         ],
     ) -> sampler_pb2.DescribeSamplerReply:
-        serving = await self._admit(context)
+        serving = await self._engine(context)
         facts, status = serving.facts, serving.scheduler.status
         return sampler_pb2.DescribeSamplerReply(
-            state=_STATES[status.state.value],
+            state=_STATES[status.state],
             version=version_message(status.version),
             vocabulary=facts.vocabulary,
             max_length=facts.max_length,
@@ -88,9 +87,9 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         request: sampler_pb2.LoadRequest,
         context: grpc.aio.ServicerContext[sampler_pb2.LoadRequest, sampler_pb2.LoadReply],
     ) -> sampler_pb2.LoadReply:
-        scheduler = (await self._admit(context)).scheduler
+        scheduler = (await self._engine(context)).scheduler
         try:
-            version = version_of(request.version)
+            version = parse_version(request.version)
             future = asyncio.wrap_future(scheduler.load(version))
             outcome = await asyncio.wait_for(future, self._time_left(context))
         except TimeoutError:
@@ -114,32 +113,20 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         request: sampler_pb2.SampleRequest,
         context: grpc.aio.ServicerContext[sampler_pb2.SampleRequest, sampler_pb2.SampleReply],
     ) -> sampler_pb2.SampleReply:
-        serving = await self._admit(context)
-        try:
-            question = parse_request(request, serving.facts)
-        except TandemError as error:
-            return self._refused(request, error)
-        return await self._answer(request, question, serving, self._time_left(context))
+        serving = await self._engine(context)
+        return await self._answer(request, serving, self._time_left(context))
 
     async def SampleStream(  # type: ignore[override]
         self,
         request: sampler_pb2.SampleRequest,
         context: grpc.aio.ServicerContext[sampler_pb2.SampleRequest, sampler_pb2.SampleEvent],
     ) -> None:
-        """Writes instead of yielding, so that a write that blocks is under the deadline, too."""
-        serving = await self._admit(context)
+        """Write instead of yielding, so that a write that blocks is under the deadline, too."""
+        serving = await self._engine(context)
         timeout = self._time_left(context)
-        try:
-            question = parse_request(request, serving.facts)
-        except TandemError as error:
-            await context.write(sampler_pb2.SampleEvent(reply=self._refused(request, error)))
-            return
-        wanted = question.request
-        copies = wanted.num_samples if wanted.distinct_samples == 1 else 1
-        buffer = StreamBuffer(topk=wanted.topk, copies=copies)
-        answer = asyncio.create_task(
-            self._answer(request, question, serving, timeout, listener=buffer.add)
-        )
+        copies = request.num_samples if request.params.temperature == 0 else 1
+        buffer = StreamBuffer(topk=request.topk_sample_logprobs, copies=copies)
+        answer = asyncio.create_task(self._answer(request, serving, timeout, on_deltas=buffer.add))
         answer.add_done_callback(lambda _: buffer.close())
         try:
             async with asyncio.timeout(timeout):  # a reader may stop reading
@@ -152,40 +139,40 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
                 grpc.StatusCode.DEADLINE_EXCEEDED, f"the stream was not read within {timeout:.0f} s"
             )
         finally:
-            answer.cancel()  # which takes the request out of the engine, if it is there
+            answer.cancel()  # and with it the request, if it is still in the engine
 
     async def _answer(
         self,
         request: sampler_pb2.SampleRequest,
-        question: Question,
         serving: Serving,
         timeout: float,
         *,
-        listener: Callable[[Sequence[EngineDelta]], None] | None = None,
+        on_deltas: Callable[[Sequence[EngineDelta]], None] | None = None,
     ) -> sampler_pb2.SampleReply:
-        """The reply to a request, or to what was wrong with it."""
+        """Return the reply to a request; a refusal or a failure is a reply, too."""
         started = time.monotonic()
         try:
-            wanted = question.request
-            if question.form is not None:
-                wanted = replace(wanted, form=await serving.forms.compile(question.form))
-            # An operation that its caller sends again may meet its first call still running.
-            wanted = replace(
-                wanted,
-                id=f"{wanted.id}#{next(self._numbers)}",
-                streamed=listener is not None,
-            )
+            parsed = parse_request(request, serving.facts)
+            grammar = None
+            if parsed.grammar is not None:
+                grammar = await serving.grammars.compile(parsed.grammar)
             job = SampleJob(
-                request=wanted,
-                version=version_of(request.version),
+                request=replace(
+                    parsed.request,
+                    # A repeated operation may find its first call still running.
+                    id=f"{request.operation_id}#{next(self._numbers)}",
+                    grammar=grammar,
+                    streamed=on_deltas is not None,
+                ),
+                version=parse_version(request.version),
                 session_id=request.session_id,
                 seq_id=request.seq_id,
-                listener=listener,
+                on_deltas=on_deltas,
             )
             sampled = await _sample(job, serving.scheduler, timeout)
         except TandemError as error:
             return self._refused(request, error)
-        response = encode_response(sampled.result, version=sampled.version.name, question=question)
+        response = encode_response(sampled.result, version=sampled.version.name, parsed=parsed)
         prompt_tokens = len(request.prompt_tokens) // 4
         return sampler_pb2.SampleReply(
             response=response,
@@ -214,8 +201,8 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         )
         return sampler_pb2.SampleReply(failure=error.to_failure(), version=request.version)
 
-    async def _admit(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> Serving:
-        """Abort the call while the engine is still starting."""
+    async def _engine(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> Serving:
+        """Return what answers calls; abort the call while the engine is still starting."""
         if self._serving is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is still starting")
         assert self._serving is not None
@@ -227,7 +214,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
 
 
 async def _sample(job: SampleJob, scheduler: Scheduler, timeout: float) -> Sampled:
-    """One request through the scheduler; forgotten there if its caller goes or time is up."""
+    """Run a request through the scheduler; cancel it if the caller goes or the time is up."""
     future = asyncio.wrap_future(scheduler.submit(job))
     try:
         return await asyncio.wait_for(future, timeout)

@@ -1,11 +1,11 @@
-"""vLLM's structured outputs with forms of ours: which tokens a sample may have next.
+"""Precompiled grammars in vLLM's structured output: which tokens a sample may have next.
 
-vLLM keeps a grammar beside each request, asks it for a bitmask of tokens before each draw, and
-tells it what was drawn. It would compile the grammar itself, by a tokenizer that it must hold,
-once a request is in the engine. Here it is given one that has been compiled (`form_compiler.py`).
+vLLM keeps a grammar object beside each request, asks it for a bitmask of tokens before each draw,
+and tells it what was drawn. By default it compiles the grammar once the request is in the engine,
+with a tokenizer that it must hold; here it gets one that `structured_output.py` has compiled.
 
-When a form is complete, the request's stop tokens are allowed, and the end tokens are among
-them (`sampling.py`); when it cannot go on, nothing else is.
+Where a grammar is complete, the request's stop tokens are allowed, among them the end tokens
+(`request_parser.py`); where it cannot go on, nothing else is.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from vllm.v1.structured_output.backend_types import (
     StructuredOutputOptions,
 )
 
-from sampler_service.form_compiler import CompiledForm, first_line
+from sampler_service.structured_output import CompiledGrammar, on_one_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
     from vllm.config import ModelConfig, StructuredOutputsConfig
     from vllm.v1.engine.llm_engine import LLMEngine
 
-FORM_OF_OURS = "compiled"
-"""What stands in vLLM's parameters in the place of a regex."""
+PRECOMPILED = "precompiled"
+"""Stands in vLLM's parameters in place of a regex."""
 
 
-class FormParameters(SamplingParams):  # type: ignore[misc]
-    """vLLM's parameters, without its check of a form, which it refuses for want of a tokenizer."""
+class GrammarParameters(SamplingParams):  # type: ignore[misc]
+    """vLLM's parameters without its check of a grammar, which fails without a tokenizer."""
 
     def _validate_structured_outputs(
         self,
@@ -41,55 +41,52 @@ class FormParameters(SamplingParams):  # type: ignore[misc]
         structured_outputs_config: StructuredOutputsConfig | None,
         tokenizer: object,
     ) -> None:
-        form = self.structured_outputs
-        assert form is None or form.regex == FORM_OF_OURS
+        structured = self.structured_outputs
+        assert structured is None or structured.regex == PRECOMPILED
 
 
-class FormGrammar(StructuredOutputGrammar):  # type: ignore[misc]
-    """Where one sample stands in its form. `error` says why it cannot go on; vLLM then ends
-    the sample. The matcher is made when it is needed: not all samples run at once."""
+class SampleGrammar(StructuredOutputGrammar):  # type: ignore[misc]
+    """One sample's position in its grammar. When it cannot go on, `error` says why and vLLM ends
+    the sample. The matcher is made on first use, because not all samples run at once."""
 
-    def __init__(self, form: CompiledForm) -> None:
-        self._form = form
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        self._grammar = grammar
         self._matcher: LLMatcher | None = None
-        self._stops: frozenset[int] = frozenset()
         self._ended = False
+        self.stops: frozenset[int] = frozenset()
         self.error = ""
-
-    def stop_with(self, tokens: frozenset[int]) -> None:
-        self._stops = tokens
 
     def _current(self) -> LLMatcher:
         if self._matcher is None:
-            self._matcher = self._form.begin()
+            self._matcher = self._grammar.matcher()
         return self._matcher
 
     def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
-        """Writes row `batch_index` of `bitmask` [rows, vocabulary / 32], int32."""
+        """Write row `batch_index` of `bitmask` [rows, vocabulary / 32], int32."""
         import llguidance.torch
 
         matcher = self._current()
         llguidance.torch.fill_next_token_bitmask(matcher, bitmask, batch_index)
         row = bitmask[batch_index].numpy().view(np.uint32)
         if matcher.is_error():
-            self.error = first_line(matcher.get_error())
+            self.error = on_one_line(matcher.get_error())
         elif not row.any():
             self.error = "none of the model's tokens goes on with it"
-        if self.error or matcher.is_accepting():  # with an error any token ends the sample
-            for token in self._stops:
+        if self.error or matcher.is_accepting():  # after an error any token ends the sample
+            for token in self.stops:
                 row[token // 32] |= np.uint32(1 << token % 32)
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """False when the form does not allow a token, or can no longer be followed."""
+        """Return False if the grammar does not allow a token, or can no longer be followed."""
         matcher = self._current()
         for token in tokens:
             if self.error:
                 return False
             if self._ended:
                 return True
-            self._ended = token in self._stops and matcher.is_accepting()
+            self._ended = token in self.stops and matcher.is_accepting()
             if not self._ended and not matcher.consume_token(token):
-                self.error = first_line(matcher.get_error()) or f"token {token} does not fit"
+                self.error = on_one_line(matcher.get_error()) or f"token {token} does not fit"
                 return False
         return True
 
@@ -107,13 +104,14 @@ class FormGrammar(StructuredOutputGrammar):  # type: ignore[misc]
         self._matcher, self._ended, self.error = None, False, ""
 
 
-class FormsBackend(StructuredOutputBackend):  # type: ignore[misc]
-    """Gives vLLM the grammars that it would compile. Literal use: `forms = FormsBackend.take_over
-    (engine)`, then `grammar = forms.next_is(form)` before each `engine.add_request` with a form."""
+class PrecompiledGrammars(StructuredOutputBackend):  # type: ignore[misc]
+    """Hands vLLM the grammars that it would compile. Literal use: `grammars =
+    PrecompiledGrammars.install(engine)`, then `grammars.next_is(grammar)` before each
+    `engine.add_request` that has one."""
 
     @classmethod
-    def take_over(cls, engine: LLMEngine) -> FormsBackend:
-        """Becomes the backend of an engine in this process (vLLM 0.28 to 0.32)."""
+    def install(cls, engine: LLMEngine) -> PrecompiledGrammars:
+        """Become the backend of an in-process engine (vLLM 0.28 to 0.32)."""
         config = engine.vllm_config
         backend = cls(
             vllm_config=config,
@@ -125,8 +123,9 @@ class FormsBackend(StructuredOutputBackend):  # type: ignore[misc]
         manager._use_async_grammar_compilation = False
         return backend
 
-    def next_is(self, form: CompiledForm) -> FormGrammar:
-        self._next = FormGrammar(form)
+    def next_is(self, grammar: CompiledGrammar) -> SampleGrammar:
+        """Set the grammar of the next request to be added."""
+        self._next = SampleGrammar(grammar)
         return self._next
 
     def compile_grammar(
@@ -135,9 +134,9 @@ class FormsBackend(StructuredOutputBackend):  # type: ignore[misc]
         grammar_spec: str,
         stop_token_ids: set[int] | None = None,
     ) -> StructuredOutputGrammar:
-        """Called within `add_request`."""
-        assert grammar_spec == FORM_OF_OURS
-        self._next.stop_with(frozenset(stop_token_ids or ()))
+        """Called by vLLM within `add_request`."""
+        assert grammar_spec == PRECOMPILED
+        self._next.stops = frozenset(stop_token_ids or ())
         return self._next
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:

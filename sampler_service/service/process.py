@@ -1,7 +1,7 @@
-"""The life of the sampler's process: bind, report, make the engine, serve, stop.
+"""Runs the sampler's process: bind, report, make the engine, serve, stop.
 
 The port is bound and reported before vLLM is imported. The engine is made in the thread that
-will step it; gRPC health says NOT_SERVING until it is ready.
+steps it; the gRPC health service says NOT_SERVING until it is ready.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from sampler_service.adapters import Adapters
-from sampler_service.form_compiler import FormCompiler
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.reload import Loader, Version, default_tolerance
-from sampler_service.scheduler import Scheduler
-from sampler_service.servicer import SamplerServicer, Serving
+from sampler_service.scheduling.scheduler import Scheduler
+from sampler_service.service.servicer import SamplerServicer, Serving
+from sampler_service.structured_output import GrammarCompiler
+from sampler_service.weights.adapters import AdapterCache
+from sampler_service.weights.loader import Loader, WeightVersion, default_tolerance
 from tandem.errors import TandemError, WorkerStartFailed
 from tandem.settings import SamplerSettings
 from tandem.telemetry import configure_logging, get_log, log_context, serve_metrics
@@ -42,18 +43,18 @@ from tandem.worker import (
 )
 from tandem.worker_access import SecretInterceptor
 
-_STOP_GRACE = 1.0
+_STOP_GRACE_SECONDS = 1.0
 
 
-def run(*, report_fd: int) -> int:
-    """Reads the specification, serves until SIGTERM or a failure; returns the exit status."""
+def run(*, report_fd: int) -> NoReturn:
+    """Read the specification, serve until SIGTERM or a failure, and end the process."""
     spec = read_spec()
     hold_lifeline()
     faulthandler.enable()  # a crash in native code leaves its stacks in the log
     configure_logging(service="sampler", level=spec.log_level)
     with log_context(worker_id=spec.worker_id, session_id=spec.session_id):
         status = asyncio.run(_Process(spec, report_fd=report_fd).serve())
-    # The engine's thread may be inside a step; there is nothing in this process to tidy up.
+    # The engine's thread may be inside a step, and nothing in this process needs cleaning up.
     os._exit(status)
 
 
@@ -81,14 +82,14 @@ class _Process:
             loop.add_signal_handler(number, end, None)
         server = await self._bind()
         threading.Thread(
-            target=contextvars.copy_context().run,  # with it go the ids of log lines
+            target=contextvars.copy_context().run,  # carries the ids of log lines
             args=(self._run_engine, loop, lambda error: loop.call_soon_threadsafe(end, error)),
             name="engine",
             daemon=True,
         ).start()
         error = await ended
         await self._health.enter_graceful_shutdown()
-        await server.stop(_STOP_GRACE if error is not None else 0)
+        await server.stop(_STOP_GRACE_SECONDS if error is not None else 0)
         return 0 if error is None else 1
 
     async def _bind(self) -> grpc.aio.Server:
@@ -111,18 +112,20 @@ class _Process:
     def _run_engine(
         self, loop: asyncio.AbstractEventLoop, end: Callable[[TandemError], None]
     ) -> None:
-        """Makes the engine and runs its scheduler, in one thread from first to last."""
+        """Make the engine and run its scheduler, in one thread from first to last."""
         try:
             scheduler = self._make_scheduler(loop, end)
-        except Exception as error:  # noqa: BLE001 (vLLM raises anything; the launcher is told)
+        except Exception as error:  # noqa: BLE001 (vLLM raises anything; it is reported)
             get_log().exception("start_failed")
-            told = (
+            reported = (
                 error
                 if isinstance(error, TandemError)
                 else WorkerStartFailed(f"vLLM did not start with {self._spec.model_path}: {error}")
             )
-            send_report(self._report_fd, WorkerReport(error_type=told.type, error=told.message))
-            end(told)
+            send_report(
+                self._report_fd, WorkerReport(error_type=reported.type, error=reported.message)
+            )
+            end(reported)
             return
         scheduler.run()
 
@@ -132,49 +135,36 @@ class _Process:
         started = time.monotonic()
         model = Path(self._spec.model_path)
         if not (model / "config.json").is_file():
-            raise WorkerStartFailed(f"{model} holds no model: there is no config.json")
-        # Garbage collection finds nothing while modules are imported and costs seconds.
-        gc.disable()
-        from sampler_service.model_files import is_tied
-        from sampler_service.vllm_engine import VllmEngine
+            raise WorkerStartFailed(f"{model} is no model directory: it has no config.json")
+        gc.disable()  # it would find nothing during the imports, and cost seconds
+        from sampler_service.vllm.engine import VllmEngine
 
         imported = time.monotonic()
         gc.freeze()
-        # vLLM warns of each of our settings; from the first request on its warnings count.
+        # vLLM warns about each of our settings; its warnings matter from the first request on.
         logging.getLogger("vllm").setLevel(logging.ERROR)
         engine = VllmEngine(model, self._settings)
-        # Some models are refused by a kernel only when it runs: better now than at a request.
-        engine.score([0, 0])
+        engine.score([0, 0])  # a kernel may refuse a model only when it runs
         logging.getLogger("vllm").setLevel(logging.WARNING)
-        # It names the modules without tensors of their own at each load; `reload.py` checks.
+        # Each load would list the modules without tensors of their own; `Loader` checks these.
         logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
-        loader = Loader(
-            engine,
-            base=model,
-            tied=is_tied(model),
-            tolerance=self._settings.canary_tolerance,
-        )
-        adapters = Adapters(
-            engine,
-            base=model,
-            tolerance=self._settings.canary_tolerance or default_tolerance(engine.facts.dtype),
-        )
+        facts = engine.facts
+        tolerance = self._settings.canary_tolerance or default_tolerance(facts.dtype)
+        loader = Loader(engine, base=model, tolerance=tolerance)
+        adapters = AdapterCache(engine, base=model, tolerance=tolerance)
         gc.freeze()
         gc.enable()
         scheduler = Scheduler(
             engine,
             loader,
             adapters,
-            version=Version(name=f"base/{self._spec.model_name}", path=model),
+            base=WeightVersion(name=f"base/{self._spec.model_name}", path=model),
             patience=self._settings.version_patience,
             metrics=self._metrics,
             on_fatal=end,
         )
-        self._servicer.ready(
-            Serving(
-                facts=engine.facts, scheduler=scheduler, forms=FormCompiler(model, engine.facts)
-            )
-        )
+        grammars = GrammarCompiler(model, vocabulary=facts.vocabulary, end_tokens=facts.end_tokens)
+        self._servicer.ready(Serving(facts=facts, scheduler=scheduler, grammars=grammars))
         asyncio.run_coroutine_threadsafe(
             self._health.set("", health_pb2.HealthCheckResponse.SERVING), loop
         ).result(timeout=60)
@@ -182,8 +172,8 @@ class _Process:
             "ready",
             import_seconds=round(imported - started, 2),
             engine_seconds=round(time.monotonic() - imported, 2),
-            engine=engine.facts.name,
-            device=engine.facts.device,
-            dtype=engine.facts.dtype,
+            engine=facts.name,
+            device=facts.device,
+            dtype=facts.dtype,
         )
         return scheduler

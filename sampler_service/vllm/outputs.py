@@ -1,4 +1,4 @@
-"""From what vLLM returns for the samples of a request to our deltas and results."""
+"""Converts what vLLM returns for the samples of a request to our deltas and results."""
 
 from __future__ import annotations
 
@@ -17,45 +17,42 @@ from sampler_service.engine import (
     SampledTokens,
     TopK,
 )
-from sampler_service.form_masks import FormGrammar
-from sampler_service.prompt_scorer import EMPTY_LOGPROB
+from sampler_service.vllm.grammars import SampleGrammar
+from sampler_service.vllm.prompt_scoring import EMPTY_LOGPROB
 from tandem.errors import InternalError, StructuredOutputInvalid, TandemError
 
 STOPPED, FAILED = "stop", "error"
-"""vLLM's names for how a sample ended."""
+"""vLLM's finish reasons."""
 
 
 @dataclass
 class Pending:
-    """A request of ours, its samples in vLLM (`parts`, by their ids there), and what has come.
-
-    `told` counts the tokens of each sample that deltas have told.
-    """
+    """A request in progress: its unfinished samples (`parts`, by their ids in vLLM), the outputs of
+    finished ones, and how many tokens of each sample deltas have reported (`reported`)."""
 
     request: EngineRequest
     parts: dict[str, int]
     outputs: dict[int, CompletionOutput] = field(default_factory=dict)
-    grammars: dict[int, FormGrammar] = field(default_factory=dict)
-    told: dict[int, int] = field(default_factory=dict)
+    grammars: dict[int, SampleGrammar] = field(default_factory=dict)
+    reported: dict[int, int] = field(default_factory=dict)
     prompt: PromptScores | None = None
     cached_tokens: int = 0
 
     def delta(self, index: int, output: CompletionOutput) -> EngineDelta | None:
-        """What is new in a sample of a streamed request. None when nothing is.
+        """Return what is new in a sample of a streamed request, None if nothing is.
 
-        vLLM hands out its own growing lists, so that nothing is kept twice; only what is new
-        is copied.
+        vLLM returns its own growing lists; only the new part is copied.
         """
-        told = self.told.get(index, 0)
+        reported = self.reported.get(index, 0)
         finished = output.finish_reason is not None
-        if len(output.token_ids) == told and not finished:
+        if len(output.token_ids) == reported and not finished:
             return None
-        self.told[index] = len(output.token_ids)
-        new = sample_of(output, topk=self.request.topk, start=told)
+        self.reported[index] = len(output.token_ids)
+        new = sample_of(output, topk=self.request.topk, start=reported)
         return EngineDelta(id=self.request.id, index=index, new=new, finished=finished)
 
     def result(self) -> EngineResult:
-        """Once all samples have ended."""
+        """Return the result, once all samples have ended."""
         request = self.request
         samples = [
             sample_of(self.outputs[index], topk=request.topk) for index in sorted(self.outputs)
@@ -70,18 +67,18 @@ class Pending:
         )
 
     def failed(self, index: int) -> EngineResult:
-        """When vLLM has given a sample up."""
+        """Return the failure of a sample that vLLM ended with an error."""
         grammar = self.grammars.get(index)
         error: TandemError = InternalError("vLLM ended a sample with an error")
         if grammar is not None and grammar.error:
             error = StructuredOutputInvalid(
-                f"the form could not be followed to its end: {grammar.error}"
+                f"the grammar could not be followed to its end: {grammar.error}"
             )
         return EngineResult(id=self.request.id, samples=(), failure=error)
 
 
 def sample_of(output: CompletionOutput, *, topk: int, start: int = 0) -> SampledTokens:
-    """A sample, or what it has from token `start` on."""
+    """Return a sample, or its part from token `start` on."""
     flat = output.logprobs[start:] if start else output.logprobs
     return SampledTokens(
         tokens=np.asarray(output.token_ids[start:], np.int32),
@@ -92,7 +89,7 @@ def sample_of(output: CompletionOutput, *, topk: int, start: int = 0) -> Sampled
 
 
 def _first_of_each(flat: FlatLogprobs, *, missing: float) -> Float32Array:
-    """The logprob [n] of each position's own token, which vLLM puts first."""
+    """Return the logprob [n] of each position's own token, which vLLM lists first."""
     values = np.asarray(flat.logprobs, np.float32)
     starts, ends = np.asarray(flat.start_indices), np.asarray(flat.end_indices)
     out = np.full(len(starts), missing, np.float32)
@@ -102,7 +99,7 @@ def _first_of_each(flat: FlatLogprobs, *, missing: float) -> Float32Array:
 
 
 def _topk(flat: FlatLogprobs, *, k: int) -> TopK:
-    """The k likeliest [n, k] of each position; tokens that a filter excluded are left out."""
+    """Return the k likeliest tokens [n, k] of each position that no filter excluded."""
     tokens = np.zeros((len(flat), k), np.int32)
     logprobs = np.full((len(flat), k), EMPTY_LOGPROB, np.float32)
     for row, (start, end) in enumerate(zip(flat.start_indices, flat.end_indices, strict=True)):

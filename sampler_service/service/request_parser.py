@@ -1,0 +1,343 @@
+"""Parses and checks a `tandem.v1.SampleRequest`.
+
+The semantics are the Tinker protocol's. `stop`: absent, the model's end tokens stop; a list is the
+whole of what stops, so that an empty one stops nothing. The sample includes its stop token, or the
+token that completes a stop string. With structured output the model's end tokens always stop,
+because nothing else can follow a complete grammar.
+
+`target_prompt_tokens` is an int64 tensor [prompt - 1, K] of token ids, dense or sparse (CSR), whose
+row i is about prompt token i + 1; -1 leaves a cell out. The answer has the same shape and layout,
+and 0.0 in cells that were left out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from sampler_service.engine import (
+    EngineFacts,
+    EngineRequest,
+    Float32Array,
+    Int64Array,
+    PromptScoring,
+)
+from sampler_service.structured_output import Grammar, parse_structured_output
+from sampler_service.weights.loader import WeightVersion
+from tandem.errors import (
+    EmptyBatch,
+    InvalidRequest,
+    MalformedPayload,
+    SequenceTooLong,
+    TokenOutOfVocabulary,
+)
+from tandem.v1 import common_pb2, sampler_pb2
+from tandem.wire.v1 import tinker_pb2 as wire
+
+MAX_SAMPLES = 16384
+MAX_ANSWER_TOKENS = 2**24
+"""Tokens of all samples of a request: an answer of at most 128 MiB."""
+MAX_TOPK = 1000
+MAX_CELLS = 2**22
+"""Tokens times alternatives per token: 32 MiB of ids and logprobs in an answer."""
+MIN_TEMPERATURE = 0.01
+"""vLLM raises a smaller one to this, which would be another distribution than the one asked for."""
+
+_DTYPES = {wire.DTYPE_INT64: "<i8", wire.DTYPE_INT32: "<i4"}
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A request for the engine, whose grammar has yet to be compiled, and what its response must
+    contain."""
+
+    request: EngineRequest
+    prompt_logprobs: bool
+    targets: TargetTensor | None
+    grammar: Grammar | None = None
+
+
+def parse_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> ParsedRequest:
+    """Check a request against the model. Raises a `UserError` that says what to change.
+
+    `prompt_tokens` are little-endian int32. Without `max_tokens`, as many as fit are sampled.
+    """
+    params = message.params
+    prompt = _prompt(message.prompt_tokens, facts)
+    if not 1 <= message.num_samples <= MAX_SAMPLES:
+        raise InvalidRequest(
+            f"num_samples is {message.num_samples}; 1 to {MAX_SAMPLES} are possible"
+        )
+    _check_distribution(params)
+    topk, limit = message.topk_sample_logprobs, min(MAX_TOPK, facts.vocabulary)
+    if not 0 <= topk <= limit:
+        raise InvalidRequest(f"topk_sample_logprobs is {topk}; 0 to {limit} are possible")
+    max_tokens = _max_tokens(params, prompt=len(prompt), facts=facts)
+    if message.num_samples * max_tokens > MAX_ANSWER_TOKENS:
+        raise InvalidRequest(
+            f"{message.num_samples} samples of up to {max_tokens} tokens may come to more than "
+            f"{MAX_ANSWER_TOKENS} tokens in one answer; ask for fewer, or lower max_tokens"
+        )
+    _check_cells("topk_sample_logprobs", message.num_samples * max_tokens * topk)
+    stop_token_ids, stop_strings = _stops(params, facts)
+    grammar = parse_structured_output(message.structured)
+    if grammar is not None:
+        stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *facts.end_tokens)))
+    targets = parse_targets(message.target_prompt_tokens, prompt=len(prompt), facts=facts)
+    request = EngineRequest(
+        id=message.operation_id,
+        prompt=prompt,
+        num_samples=message.num_samples,
+        max_tokens=max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k if params.top_k > 0 else -1,
+        top_p=params.top_p,
+        seed=params.seed if params.HasField("seed") else None,
+        stop_token_ids=stop_token_ids,
+        stop_strings=stop_strings,
+        topk=topk,
+        scoring=_prompt_scoring(message, targets, prompt=len(prompt), facts=facts),
+    )
+    return ParsedRequest(
+        request=request, prompt_logprobs=message.prompt_logprobs, targets=targets, grammar=grammar
+    )
+
+
+def _prompt(payload: bytes, facts: EngineFacts) -> list[int]:
+    if len(payload) % 4:
+        raise MalformedPayload(
+            f"prompt_tokens has {len(payload)} bytes, which are not int32 tokens"
+        )
+    tokens = np.frombuffer(payload, "<i4")
+    if not len(tokens):
+        raise EmptyBatch("the prompt is empty; sampling needs at least one token")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= facts.vocabulary:
+        wrong = low if low < 0 else high
+        raise TokenOutOfVocabulary(
+            f"token {wrong} of the prompt is outside the vocabulary of {facts.vocabulary} tokens"
+        )
+    if len(tokens) >= facts.max_length:
+        raise SequenceTooLong(
+            f"the prompt has {len(tokens)} tokens; with at least one more, "
+            f"the model's length is {facts.max_length}"
+        )
+    return tokens.tolist()  # type: ignore[no-any-return]
+
+
+def _max_tokens(params: sampler_pb2.SamplingParams, *, prompt: int, facts: EngineFacts) -> int:
+    room = facts.max_length - prompt
+    if not params.HasField("max_tokens"):
+        return room
+    if params.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {params.max_tokens}; at least 1 is needed")
+    if params.max_tokens > room:
+        raise SequenceTooLong(
+            f"{prompt} prompt tokens and max_tokens {params.max_tokens} are more than "
+            f"the model's length of {facts.max_length}"
+        )
+    return params.max_tokens
+
+
+def _check_distribution(params: sampler_pb2.SamplingParams) -> None:
+    temperature = params.temperature
+    if not math.isfinite(temperature) or temperature < 0:
+        raise InvalidRequest(f"temperature is {temperature}; it must be a number of at least 0")
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise InvalidRequest(
+            f"temperature is {temperature}; use 0 (greedy) or at least {MIN_TEMPERATURE}"
+        )
+    if not 0 < params.top_p <= 1:  # NaN is refused, too
+        raise InvalidRequest(f"top_p is {params.top_p}; it must be above 0 and at most 1")
+    if params.top_k < -1:
+        raise InvalidRequest(f"top_k is {params.top_k}; use -1 for all tokens, or at least 1")
+
+
+def _stops(
+    params: sampler_pb2.SamplingParams, facts: EngineFacts
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    if not params.stop_given:
+        return facts.end_tokens, ()
+    for token in params.stop_token_ids:
+        if not 0 <= token < facts.vocabulary:
+            raise TokenOutOfVocabulary(
+                f"stop token {token} is outside the vocabulary of {facts.vocabulary} tokens"
+            )
+    if not all(params.stop_strings):
+        raise InvalidRequest("a stop string is empty; use an empty list to stop nowhere")
+    return tuple(params.stop_token_ids), tuple(params.stop_strings)
+
+
+def parse_version(message: common_pb2.WeightVersion) -> WeightVersion:
+    """Return the weight version that a message names. Raises `InvalidRequest`."""
+    if not message.name or not message.path:
+        raise InvalidRequest("the request lacks the name or the path of its weight version")
+    return WeightVersion(
+        name=message.name,
+        path=Path(message.path),
+        run_id=message.run_id,
+        step=message.step,
+        adapter=message.adapter,
+    )
+
+
+# --- Scores of the prompt ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TargetTensor:
+    """The token ids to score in place of the prompt's. `ids` and `rows` are flat: cell j holds
+    `ids[j]` and is in row `rows[j]`. A sparse tensor keeps its indices, `crow` and `columns`."""
+
+    ids: Int64Array
+    rows: Int64Array
+    shape: tuple[int, int]
+    crow: bytes | None = None
+    columns: bytes | None = None
+
+    @property
+    def asked(self) -> Int64Array:
+        """The indices of the flat cells that name a token."""
+        return np.flatnonzero(self.ids >= 0)
+
+    def answer(self, logprobs: Float32Array) -> wire.Tensor:
+        """Return a tensor of this layout with the logprobs [m] of the `asked` cells."""
+        values = np.zeros(len(self.ids), "<f4")
+        values[self.asked] = logprobs
+        tensor = wire.Tensor(dtype=wire.DTYPE_FLOAT32, shape=self.shape)
+        if self.crow is None:
+            tensor.dense = values.tobytes()
+        else:
+            tensor.sparse_csr.values = values.tobytes()
+            tensor.sparse_csr.crow_indices = self.crow
+            tensor.sparse_csr.col_indices = self.columns or b""
+        return tensor
+
+
+def parse_targets(payload: bytes, *, prompt: int, facts: EngineFacts) -> TargetTensor | None:
+    """Return the targets of a request whose prompt has `prompt` tokens, None without any.
+
+    Raises `MalformedPayload`, `InvalidRequest` or `TokenOutOfVocabulary`.
+    """
+    if not payload:
+        return None
+    try:
+        tensor = wire.Tensor.FromString(payload)
+    except DecodeError as error:
+        raise MalformedPayload(f"target_prompt_logprobs is not a tensor: {error}") from error
+    if tensor.dtype not in _DTYPES:
+        raise InvalidRequest("target_prompt_logprobs must be an int64 tensor of token ids")
+    shape = tuple(tensor.shape)
+    if len(shape) != 2 or shape[0] != prompt - 1 or shape[1] < 1:
+        raise InvalidRequest(
+            f"target_prompt_logprobs has the shape {list(shape)}; for a prompt of {prompt} "
+            f"tokens it must be [{prompt - 1}, K] with K at least 1"
+        )
+    dtype = _DTYPES[tensor.dtype]
+    if tensor.WhichOneof("encoding") == "sparse_csr":
+        targets = _sparse(tensor.sparse_csr, dtype=dtype, shape=(shape[0], shape[1]))
+    else:
+        ids = _integers(tensor.dense, dtype=dtype)
+        if len(ids) != shape[0] * shape[1]:
+            raise MalformedPayload(
+                f"target_prompt_logprobs has {len(ids)} ids, not {shape[0]} x {shape[1]}"
+            )
+        rows = np.repeat(np.arange(shape[0], dtype=np.int64), shape[1])
+        targets = TargetTensor(ids=ids, rows=rows, shape=(shape[0], shape[1]))
+    _check_targets(targets, prompt=prompt, facts=facts)
+    return targets
+
+
+def _integers(data: bytes, *, dtype: str) -> Int64Array:
+    if len(data) % np.dtype(dtype).itemsize:
+        raise MalformedPayload(f"target_prompt_logprobs: {len(data)} bytes are not {dtype} numbers")
+    return np.frombuffer(data, dtype).astype(np.int64)
+
+
+def _sparse(sparse: wire.SparseCsr, *, dtype: str, shape: tuple[int, int]) -> TargetTensor:
+    ids = _integers(sparse.values, dtype=dtype)
+    crow = _integers(sparse.crow_indices, dtype="<i8")
+    columns = _integers(sparse.col_indices, dtype="<i8")
+    ordered = len(crow) == shape[0] + 1 and bool((np.diff(crow) >= 0).all())
+    if not ordered or crow[0] != 0 or crow[-1] != len(ids) or len(columns) != len(ids):
+        raise MalformedPayload("target_prompt_logprobs: the sparse indices are inconsistent")
+    if len(columns) and (columns.min() < 0 or columns.max() >= shape[1]):
+        raise MalformedPayload(f"target_prompt_logprobs: a column is not in 0 to {shape[1] - 1}")
+    rows = np.repeat(np.arange(shape[0], dtype=np.int64), np.diff(crow))
+    return TargetTensor(
+        ids=ids,
+        rows=rows,
+        shape=shape,
+        crow=sparse.crow_indices,
+        columns=sparse.col_indices,
+    )
+
+
+def _check_targets(targets: TargetTensor, *, prompt: int, facts: EngineFacts) -> None:
+    ids = targets.ids
+    wrong = ids[(ids < -1) | (ids >= facts.vocabulary)]
+    if len(wrong):
+        raise TokenOutOfVocabulary(
+            f"token {wrong[0]} of target_prompt_logprobs is outside the vocabulary of "
+            f"{facts.vocabulary} tokens; use -1 to leave a cell out"
+        )
+    distinct = len(np.unique(ids[targets.asked]))
+    if not distinct:
+        raise InvalidRequest("target_prompt_logprobs names no token: every cell is -1")
+    # Bound the answer's size, both with and without the cells that are left out.
+    _check_cells("target_prompt_logprobs", prompt * distinct)
+    _check_cells("target_prompt_logprobs", len(ids))
+
+
+def _prompt_scoring(
+    message: sampler_pb2.SampleRequest,
+    targets: TargetTensor | None,
+    *,
+    prompt: int,
+    facts: EngineFacts,
+) -> PromptScoring | None:
+    """Return what a request asks about its prompt of `prompt` tokens, None if nothing.
+
+    Raises `InvalidRequest` if a number is out of its range.
+    """
+    for name, k, limit in (
+        ("topk_prompt_logprobs", message.topk_prompt_logprobs, min(MAX_TOPK, facts.vocabulary)),
+        ("prompt_alt_tokens_k", message.prompt_alt_tokens_k, MAX_TOPK),  # with replacement
+    ):
+        if not 0 <= k <= limit:
+            raise InvalidRequest(f"{name} is {k}; 0 to {limit} are possible")
+        _check_cells(name, prompt * k)
+    first = 1 if message.prompt_logprobs or message.topk_prompt_logprobs else None
+    if message.HasField("prompt_logprobs_last_n"):
+        last = message.prompt_logprobs_last_n
+        if not message.prompt_logprobs:
+            raise InvalidRequest("prompt_logprobs_last_n needs prompt_logprobs")
+        if not 1 <= last <= prompt - 1:
+            raise InvalidRequest(
+                f"prompt_logprobs_last_n is {last}; for a prompt of {prompt} tokens "
+                f"1 to {prompt - 1} are possible"
+            )
+        first = prompt - last
+    asked = targets.asked if targets is not None else np.zeros(0, np.int64)
+    scoring = PromptScoring(
+        first=first,
+        topk=message.topk_prompt_logprobs,
+        target_positions=targets.rows[asked] + 1 if targets is not None else asked,
+        target_ids=targets.ids[asked] if targets is not None else asked,
+        draws=message.prompt_alt_tokens_k,
+        draw_temperature=message.params.temperature,
+        draw_seed=(message.params.seed % 2**64 if message.params.HasField("seed") else None),
+    )
+    return scoring if scoring.start is not None else None
+
+
+def _check_cells(name: str, cells: int) -> None:
+    """Raise `InvalidRequest` if one answer would hold too many logprobs."""
+    if cells > MAX_CELLS:
+        raise InvalidRequest(
+            f"{name} asks for {cells} logprobs; at most {MAX_CELLS} are possible in one request"
+        )

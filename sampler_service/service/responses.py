@@ -1,0 +1,205 @@
+"""Encodes results as the messages that clients get, and buffers the deltas of streams.
+
+Arrays are little-endian: tokens int32, logprobs float32, NaN where there is none.
+
+A stream's buffer lies between the engine's thread and the reader, so that the engine never waits.
+It merges what a slow reader has not taken into one delta per sample, and so holds at most as many
+bytes as the response that ends the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sampler_service.engine import (
+    EngineDelta,
+    EngineResult,
+    Float32Array,
+    Int32Array,
+    SampledTokens,
+    TopK,
+)
+from sampler_service.service.request_parser import ParsedRequest
+from sampler_service.weights.loader import WeightVersion
+from tandem.v1 import common_pb2, sampler_pb2
+from tandem.wire.v1 import tinker_pb2 as wire
+
+
+def encode_response(result: EngineResult, *, version: str, parsed: ParsedRequest) -> bytes:
+    """Return a `tandem.wire.v1.SampleResponse` with what the request asked for."""
+    message = wire.SampleResponse(
+        sequences=[_sequence(sample) for sample in result.samples],
+        prompt_cache_hit_tokens=result.cached_tokens,
+        tandem_weight_version=version,
+    )
+    prompt = result.prompt
+    if prompt is None:
+        return message.SerializeToString()
+    if parsed.prompt_logprobs and prompt.logprobs is not None:
+        message.prompt_logprobs = _bytes(prompt.logprobs)
+    if prompt.topk is not None:
+        message.topk_prompt_logprobs.CopyFrom(_topk(prompt.topk))
+    if parsed.targets is not None and prompt.targets is not None:
+        message.target_prompt_logprobs.CopyFrom(parsed.targets.answer(prompt.targets))
+    if prompt.draws is not None:
+        message.prompt_alt_tokens.CopyFrom(_draws(prompt.draws))
+    return message.SerializeToString()
+
+
+def _sequence(sample: SampledTokens) -> wire.SampledSequence:
+    return wire.SampledSequence(
+        stop_reason=_stop_reason(stopped=sample.stopped),
+        tokens=_bytes(sample.tokens),
+        logprobs=_bytes(sample.logprobs),
+        topk_sampled_logprobs=_topk(sample.topk) if sample.topk is not None else None,
+    )
+
+
+def _stop_reason(*, stopped: bool) -> wire.StopReason.ValueType:
+    return wire.STOP_REASON_STOP if stopped else wire.STOP_REASON_LENGTH
+
+
+def _topk(topk: TopK) -> wire.TopkLogprobs:
+    length, k = topk.token_ids.shape
+    return wire.TopkLogprobs(
+        token_ids=_bytes(topk.token_ids),
+        logprobs=_bytes(topk.logprobs),
+        k=k,
+        length=length,
+    )
+
+
+def _draws(draws: TopK) -> wire.PromptAltTokens:
+    """Both tensors are [prompt - 1, k]. The SDK takes int32 tokens here and widens them itself."""
+    return wire.PromptAltTokens(
+        tokens=wire.Tensor(
+            dense=_bytes(draws.token_ids),
+            dtype=wire.DTYPE_INT32,
+            shape=draws.token_ids.shape,
+        ),
+        logprobs=wire.Tensor(
+            dense=_bytes(draws.logprobs),
+            dtype=wire.DTYPE_FLOAT32,
+            shape=draws.logprobs.shape,
+        ),
+    )
+
+
+def version_message(version: WeightVersion) -> common_pb2.WeightVersion:
+    return common_pb2.WeightVersion(
+        name=version.name,
+        path=str(version.path),
+        run_id=version.run_id,
+        step=version.step,
+        adapter=version.adapter,
+    )
+
+
+def _bytes(values: Int32Array | Float32Array) -> bytes:
+    return values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+# --- Streams -----------------------------------------------------------------------------
+
+
+@dataclass
+class _Unsent:
+    """The tokens of one sample that the reader has not taken, as little-endian bytes."""
+
+    tokens: bytearray = field(default_factory=bytearray)
+    logprobs: bytearray = field(default_factory=bytearray)
+    topk_ids: bytearray = field(default_factory=bytearray)
+    topk_logprobs: bytearray = field(default_factory=bytearray)
+    finished: bool = False
+    stopped: bool = False
+
+    def add(self, new: SampledTokens, *, finished: bool) -> None:
+        self.tokens += _bytes(new.tokens)
+        self.logprobs += _bytes(new.logprobs)
+        if new.topk is not None:
+            self.topk_ids += _bytes(new.topk.token_ids)
+            self.topk_logprobs += _bytes(new.topk.logprobs)
+        self.finished, self.stopped = finished, new.stopped
+
+    def message(self, index: int, *, topk: int) -> sampler_pb2.SampleDelta:
+        delta = sampler_pb2.SampleDelta(
+            index=index,
+            tokens=bytes(self.tokens),
+            logprobs=bytes(self.logprobs),
+            finished=self.finished,
+        )
+        if self.finished:
+            delta.stop_reason = _stop_reason(stopped=self.stopped)
+        if topk:
+            delta.topk.CopyFrom(
+                wire.TopkLogprobs(
+                    token_ids=bytes(self.topk_ids),
+                    logprobs=bytes(self.topk_logprobs),
+                    k=topk,
+                    length=len(self.tokens) // 4,
+                )
+            )
+        return delta
+
+
+class StreamBuffer:
+    """Literal use: the scheduler calls `buffer.add`, the end of the request `buffer.close`, and the
+    reader, in the event loop, `while deltas := await buffer.take(): ...`."""
+
+    def __init__(
+        self, *, topk: int, copies: int = 1, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        """`topk` alternatives come with each token. Sample 0 stands for `copies` samples: greedy
+        ones are all alike."""
+        self._topk = topk
+        self._copies = copies
+        self._loop = loop or asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._unsent: dict[int, _Unsent] = {}
+        self._notified = False
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    @property
+    def held_bytes(self) -> int:
+        """How many bytes of tokens and logprobs the reader has not taken."""
+        with self._lock:
+            return sum(
+                len(part)
+                for each in self._unsent.values()
+                for part in (each.tokens, each.logprobs, each.topk_ids, each.topk_logprobs)
+            )
+
+    def add(self, deltas: Sequence[EngineDelta]) -> None:
+        """Add deltas, from any thread; wake the reader once for all that it will find."""
+        with self._lock:
+            for delta in deltas:
+                unsent = self._unsent.setdefault(delta.index, _Unsent())
+                unsent.add(delta.new, finished=delta.finished)
+            notify, self._notified = not self._notified, True
+        if notify and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._changed.set)
+
+    def close(self) -> None:
+        """End the stream, from the event loop."""
+        self._closed = True
+        self._changed.set()
+
+    async def take(self) -> list[sampler_pb2.SampleDelta]:
+        """Return what is new, merged by sample, waiting for it if need be; empty at the end."""
+        while True:
+            self._changed.clear()
+            with self._lock:
+                unsent, self._unsent = self._unsent, {}
+                self._notified = False
+            if unsent or self._closed:
+                break
+            await self._changed.wait()
+        return [
+            new.message(copy, topk=self._topk)
+            for index, new in sorted(unsent.items())
+            for copy in (range(self._copies) if self._copies > 1 else (index,))
+        ]

@@ -1,0 +1,284 @@
+"""Structured output: what a client may ask a sample to look like, compiled for the model's tokens.
+
+A request asks for a regex, a JSON schema, a choice of texts or any JSON object. All become one of
+two kinds of grammar, which llguidance compiles: it takes milliseconds, runs beside other threads,
+computes each step's token mask within a budget ("fuel") whatever the grammar, and refuses the
+parts of JSON schema that it does not implement instead of ignoring them. It supports neither
+look-around nor back-references.
+
+The tokenizer is loaded for the first grammar, so that no start of a sampler pays for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from tandem.errors import Overloaded, StructuredOutputInvalid, UnsupportedInput
+from tandem.v1 import sampler_pb2
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from tokenizers import Tokenizer
+
+MAX_REGEX_BYTES = 16 * 1024
+MAX_SCHEMA_BYTES = 64 * 1024
+MAX_CHOICES = 1024
+MAX_CHOICES_BYTES = 64 * 1024
+_BOOLEAN_SCHEMAS = {"true": "{}", "false": '{"enum": []}'}
+
+_KEPT_GRAMMARS = 64
+_THREADS = 2
+_BUILD_FUEL = 500_000
+_STEP_FUEL = 100_000
+_STEP_ITEMS = 50_000
+_LEXER_STATES = 32_768
+_GRAMMAR_SIZE = 100_000
+_PROBED_TOKENS = 4
+_DEAD_END = "NoExtensionBias"
+"""How llguidance's error says that no token can follow."""
+
+
+# --- The request -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Literal examples: `Grammar("regex", "[ab]+")`,
+    `Grammar("json_schema", '{"type": "object"}')`."""
+
+    kind: Literal["regex", "json_schema"]
+    text: str
+
+
+def parse_structured_output(message: sampler_pb2.StructuredOutput) -> Grammar | None:
+    """Return the grammar of a request, None without one. Raises `StructuredOutputInvalid`."""
+    kind = message.WhichOneof("form")
+    if kind is None:
+        return None
+    if kind == "regex":
+        _check_size("the regex", message.regex, limit=MAX_REGEX_BYTES)
+        return Grammar("regex", message.regex)
+    if kind == "json_schema":
+        _check_size("the JSON schema", message.json_schema, limit=MAX_SCHEMA_BYTES)
+        schema = message.json_schema.strip()  # llguidance takes true and false as objects only
+        return Grammar("json_schema", _BOOLEAN_SCHEMAS.get(schema, message.json_schema))
+    if kind == "choice":
+        choices = list(dict.fromkeys(message.choice.choices))
+        if not 1 <= len(choices) <= MAX_CHOICES:
+            raise StructuredOutputInvalid(
+                f"choice lists {len(choices)} choices; 1 to {MAX_CHOICES} are possible"
+            )
+        _check_size("choice", "".join(choices), limit=MAX_CHOICES_BYTES)
+        return Grammar("regex", "|".join(f"(?:{re.escape(choice)})" for choice in choices))
+    if not message.json_object:
+        raise StructuredOutputInvalid("json_object is false; leave it out if any text will do")
+    return Grammar("json_schema", '{"type": "object"}')
+
+
+def _check_size(name: str, text: str, *, limit: int) -> None:
+    size = len(text.encode())
+    if size > limit:
+        raise StructuredOutputInvalid(f"{name} has {size} bytes; at most {limit} are possible")
+
+
+# --- Compiling ---------------------------------------------------------------------------
+
+
+class CompiledGrammar:
+    """A grammar compiled for one model's tokens. All samples share it; each starts from a copy."""
+
+    def __init__(self, initial: LLMatcher) -> None:
+        self._initial = initial
+
+    def matcher(self) -> LLMatcher:
+        """Return a matcher at the grammar's start."""
+        return self._initial.deep_copy()
+
+
+class GrammarCompiler:
+    """Compiles grammars in threads of its own, and caches the latest.
+
+    Literal use: `compiler = GrammarCompiler(Path("models/tiny"), vocabulary=96, end_tokens=(1,))`,
+    then `compiled = await compiler.compile(Grammar("regex", "yes|no"))`.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        vocabulary: int,
+        end_tokens: tuple[int, ...],
+        compile_seconds: float = 10.0,
+        tokenizer_seconds: float = 120.0,
+        load: Callable[[], LLTokenizer] | None = None,
+        compile_one: Callable[[Grammar, LLTokenizer], CompiledGrammar] | None = None,
+    ) -> None:
+        """`compile_seconds` limits one grammar, `tokenizer_seconds` the wait for the tokenizer.
+        `load` and `compile_one` default to `load_tokenizer` and `compile_grammar`."""
+        self._load = load or partial(
+            load_tokenizer, model, vocabulary=vocabulary, end_tokens=end_tokens
+        )
+        self._compile_one = compile_one or compile_grammar
+        self._compile_seconds = compile_seconds
+        self._tokenizer_seconds = tokenizer_seconds
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
+        self._tokenizer: Future[LLTokenizer] | None = None
+        self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+
+    async def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Return the compiled grammar, while the engine goes on.
+
+        Raises `StructuredOutputInvalid` if the grammar is at fault, `UnsupportedInput` if the
+        model is, and `Overloaded` if earlier grammars keep the threads busy.
+        """
+        known = self._cache.get(grammar)
+        if known is not None:
+            self._cache.move_to_end(grammar)
+            return known
+        if self._tokenizer is None or (self._tokenizer.done() and self._tokenizer.exception()):
+            self._tokenizer = self._threads.submit(self._load)
+        loading = asyncio.shield(asyncio.wrap_future(self._tokenizer))
+        try:
+            tokenizer = await asyncio.wait_for(loading, self._tokenizer_seconds)
+        except TimeoutError as error:
+            raise Overloaded("the tokenizer is still being loaded; try again") from error
+        started = threading.Event()
+
+        def work() -> CompiledGrammar:
+            started.set()
+            return self._compile_one(grammar, tokenizer)
+
+        job = asyncio.wrap_future(self._threads.submit(work))
+        try:
+            compiled = await asyncio.wait_for(job, self._compile_seconds)
+        except TimeoutError as error:
+            if not started.is_set():
+                raise Overloaded("other grammars are being compiled; try again") from error
+            raise StructuredOutputInvalid(
+                f"the grammar was not compiled within {self._compile_seconds:g} s; make it simpler"
+            ) from error
+        self._cache[grammar] = compiled
+        if len(self._cache) > _KEPT_GRAMMARS:
+            self._cache.popitem(last=False)
+        return compiled
+
+
+def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> CompiledGrammar:
+    """Compile within the budgets above. Raises `StructuredOutputInvalid`."""
+    import xgrammar  # noqa: F401 (vLLM applies masks with it; imported here instead of in a step)
+    from llguidance import LLMatcher, LLParserLimits
+
+    name = {"regex": "the regex", "json_schema": "the JSON schema"}[grammar.kind]
+    try:
+        source = (
+            LLMatcher.grammar_from_regex(grammar.text)
+            if grammar.kind == "regex"
+            else LLMatcher.grammar_from_json_schema(grammar.text, overrides={"lenient": False})
+        )
+    except ValueError as error:
+        raise StructuredOutputInvalid(f"{name} is refused: {on_one_line(str(error))}") from error
+    limits = LLParserLimits(
+        initial_lexer_fuel=_BUILD_FUEL,
+        step_lexer_fuel=_STEP_FUEL,
+        step_max_items=_STEP_ITEMS,
+        max_lexer_states=_LEXER_STATES,
+        max_grammar_size=_GRAMMAR_SIZE,
+        verbose_errors=False,
+    )
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise StructuredOutputInvalid(f"{name} is refused: {on_one_line(matcher.get_error())}")
+    _probe(matcher, name=name, vocabulary=tokenizer.vocab_size)
+    return CompiledGrammar(matcher)
+
+
+def _probe(matcher: LLMatcher, *, name: str, vocabulary: int) -> None:
+    """Follow a grammar for a few tokens: most that exceed the budget do so at once."""
+    import llguidance.numpy
+
+    probe = matcher.deep_copy()
+    mask = llguidance.numpy.allocate_token_bitmask(1, vocabulary)
+    for _ in range(_PROBED_TOKENS):
+        llguidance.numpy.fill_next_token_bitmask(probe, mask, 0)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if probe.is_stopped() and not probe.is_error():
+            return
+        if _DEAD_END in probe.get_error() or not len(allowed):
+            raise StructuredOutputInvalid(f"{name} asks for text that the model has no tokens for")
+        if probe.is_error():
+            raise StructuredOutputInvalid(f"{name} is too large: {on_one_line(probe.get_error())}")
+        probe.consume_token(int(allowed[0]))
+
+
+def on_one_line(message: str) -> str:
+    """Return a message of llguidance without its line breaks and markers."""
+    lines = [line.strip() for line in message.splitlines()]
+    shown = [line for line in lines if line and line != "<non-verbose/>" and set(line) != {"^"}]
+    return " ".join(shown)[:500]
+
+
+# --- The model's tokens ------------------------------------------------------------------
+
+
+def load_tokenizer(model: Path, *, vocabulary: int, end_tokens: tuple[int, ...]) -> LLTokenizer:
+    """Load a model's tokens as bytes, for llguidance. Raises `UnsupportedInput`."""
+    from llguidance import LLTokenizer
+    from llguidance._tokenizer import TokenizerWrapper
+    from tokenizers import Tokenizer
+
+    if not end_tokens:
+        raise UnsupportedInput("structured output needs a model with an end token")
+    file = model / "tokenizer.json"
+    if not file.is_file():
+        raise UnsupportedInput("structured output needs the model's tokenizer: no tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise UnsupportedInput(
+            f"structured output needs the model's tokenizer, which does not load: {error}"
+        ) from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    build = partial(LLTokenizer, n_vocab=vocabulary, eos_token=list(end_tokens))
+    try:
+        return build(tokenizer.to_str())
+    except ValueError:  # llguidance reads byte-level tokenizers and those with byte tokens only
+        plain = _PlainTokens(tokenizer, vocabulary=vocabulary, end_tokens=end_tokens)
+        return build(TokenizerWrapper(plain))
+
+
+class _PlainTokens:
+    """The attributes that llguidance reads from a tokenizer whose tokens are plain text."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, vocabulary: int, end_tokens: tuple[int, ...]
+    ) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        special = {id_ for id_, token in added.items() if token.special} | set(end_tokens)
+        text = set(tokenizer.get_vocab().values()) - special
+        self.eos_token_id = end_tokens[0]
+        self.bos_token_id = None
+        self.tokens = [
+            tokenizer.decode([id_]).encode() if id_ in text else f"<|{id_}|>".encode()
+            for id_ in range(vocabulary)
+        ]
+        self.special_token_ids = [id_ for id_ in range(vocabulary) if id_ not in text]
+        self._text = text
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> Sequence[int]:
+        """Tokenize a text up to the first part that has no token."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return list(takewhile(self._text.__contains__, ids))

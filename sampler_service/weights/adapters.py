@@ -1,0 +1,247 @@
+"""Keeps LoRA adapters beside an engine's weights: verifies, loads, checks and evicts them.
+
+An adapter is published in PEFT's layout (`adapter_config.json`, `adapter_model.safetensors`) with
+our manifest. Before it is loaded: the manifest and its checksums, the settings, and that every pair
+A [r, in], B [out, r] fits a matrix of the base model. Afterwards: the engine computes the trainer's
+canary with it, as a request beside those that are running.
+
+The files are read in the engine's thread between two steps, which delays running requests. An
+adapter is a few per cent of its base model in size, and is read once while it stays loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from sampler_service.engine import Engine, EngineRequest, EngineResult, PromptScoring
+from sampler_service.weights.loader import (
+    LoadOutcome,
+    WeightVersion,
+    compare_with_canary,
+    verified_manifest,
+)
+from sampler_service.weights.model_files import Inventory, read_inventory, read_json
+from tandem.errors import LoadFailed
+from tandem.weights import Canary, Manifest
+
+CONFIG_NAME = "adapter_config.json"
+TENSORS_NAME = "adapter_model.safetensors"
+_TENSOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<letter>[AB])\.weight")
+_EMBEDDINGS = ("model.embed_tokens", "embed_tokens", "transformer.wte", "gpt_neox.embed_in")
+_FLOATING = {"F32", "F16", "BF16"}
+
+
+def check_adapter(directory: Path, *, base: Inventory, max_rank: int, name: str) -> None:
+    """Raise `LoadFailed` unless the engine can compute with the adapter as its trainer did.
+
+    `base` are the base model's tensors by the names in its files; `name` is for messages.
+    """
+    config = read_json(directory / CONFIG_NAME)
+    rank = config.get("r")
+    if not isinstance(rank, int) or rank < 1:
+        raise LoadFailed(f"{name}: {CONFIG_NAME} is missing, or names no rank r")
+    if rank > max_rank:
+        raise LoadFailed(
+            f"{name} has rank {rank}; this sampler was started for ranks up to {max_rank}"
+        )
+    for key in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias"):
+        if config.get(key):
+            raise LoadFailed(f"{name}: {CONFIG_NAME} sets {key}, which is not served")
+    if config.get("bias", "none") != "none":
+        raise LoadFailed(f"{name}: {CONFIG_NAME} sets bias, which is not served")
+    tensors = read_inventory(directory)
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for tensor, entry in tensors.items():
+        match = _TENSOR.fullmatch(tensor)
+        if match is None or entry.dtype not in _FLOATING:
+            raise LoadFailed(f"{name}: {tensor} ({entry.dtype}) is no matrix of an adapter")
+        shapes.setdefault(match["layer"], {})[match["letter"]] = entry.shape
+    for layer, pair in shapes.items():
+        wanted = _matrix_of(layer, base)
+        if wanted is None:
+            raise LoadFailed(f"{name} changes {layer}, which the base model does not have")
+        outputs, inputs = wanted
+        if pair != {"A": (rank, inputs), "B": (outputs, rank)}:
+            raise LoadFailed(
+                f"{name}: A and B of {layer} are {pair}; for a matrix [{outputs}, {inputs}] and "
+                f"rank {rank} they must be [{rank}, {inputs}] and [{outputs}, {rank}]"
+            )
+
+
+def _matrix_of(layer: str, base: Inventory) -> tuple[int, int] | None:
+    """Return the shape of a layer's matrix; a tied output head has that of the embeddings."""
+    names = [layer, *_EMBEDDINGS] if layer.endswith("lm_head") else [layer]
+    for name in names:
+        entry = base.get(f"{name}.weight")
+        if entry is not None and len(entry.shape) == 2:
+            return (entry.shape[0], entry.shape[1])
+    return None
+
+
+@dataclass(eq=False)
+class _Adapter:
+    """An adapter in the engine. It does not serve while its `canary` is being computed; `used` is
+    the number of its latest use."""
+
+    version: WeightVersion
+    bytes: int
+    started: float
+    used: int
+    canary: Canary | None = None
+
+
+class AdapterCache:
+    """The adapters in an engine, at most as many as it holds; the least recently used one that no
+    request needs is evicted first.
+
+    Literal use, in the engine's thread: `add(version)` after `make_room(...)`; step the engine and
+    pass every result to `take_canary`; once `ready(version)`, add requests that name it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        base: Path,
+        tolerance: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`base` is the base model's directory; `tolerance` the largest logprob difference that a
+        canary may show."""
+        self._engine = engine
+        self._base = read_inventory(base) if engine.facts.max_lora_rank else {}
+        self._tolerance = tolerance
+        self._clock = clock
+        self._adapters: dict[str, _Adapter] = {}
+        self._uses = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the adapters that serve."""
+        return tuple(name for name, each in self._adapters.items() if each.canary is None)
+
+    @property
+    def full(self) -> bool:
+        limit = self._engine.facts.max_adapters
+        return bool(limit) and len(self._adapters) >= limit
+
+    @property
+    def verifying(self) -> bool:
+        """Whether the engine is computing a canary, and must be stepped."""
+        return any(each.canary is not None for each in self._adapters.values())
+
+    def __contains__(self, version: WeightVersion) -> bool:
+        """Whether an adapter is in the engine, verified or not."""
+        return version.name in self._adapters
+
+    def ready(self, version: WeightVersion) -> bool:
+        return version in self and self._adapters[version.name].canary is None
+
+    def touch(self, version: WeightVersion) -> None:
+        """Note a use of an adapter, for the order of eviction."""
+        self._uses += 1
+        self._adapters[version.name].used = self._uses
+
+    def make_room(self, *, needed: Collection[str]) -> bool:
+        """Make sure that one more adapter fits, evicting one whose name is not `needed` if need be.
+        Return False if that is impossible."""
+        if not self.full:
+            return True
+        evictable = [
+            each
+            for name, each in self._adapters.items()
+            if name not in needed and each.canary is None
+        ]
+        if not evictable:
+            return False
+        self._remove(min(evictable, key=lambda each: each.used).version.name)
+        return True
+
+    def add(self, version: WeightVersion) -> LoadOutcome | None:
+        """Load an adapter. Return the outcome if it has no canary and so serves at once; otherwise
+        `take_canary` will. Raises `LoadFailed`, and has changed nothing then."""
+        assert version not in self
+        started = self._clock()
+        manifest = self._verify(version)
+        self._engine.add_adapter(version.name, version.path)
+        self._uses += 1
+        canary = manifest.canary
+        if canary is not None and len(canary.tokens) < 2:
+            canary = None
+        adapter = _Adapter(version, manifest.bytes, started, used=self._uses, canary=canary)
+        self._adapters[version.name] = adapter
+        if canary is None:
+            return self._outcome(adapter, difference=math.nan)
+        self._engine.add(
+            EngineRequest(
+                id=_canary_id(version.name),
+                prompt=canary.tokens,
+                num_samples=1,
+                max_tokens=1,
+                temperature=0.0,
+                scoring=PromptScoring(first=1),
+                adapter=version.name,
+            )
+        )
+        return None
+
+    def take_canary(
+        self, result: EngineResult
+    ) -> tuple[WeightVersion, LoadOutcome | LoadFailed] | None:
+        """Compare a result with the canary that it belongs to. Return None if it is no canary's."""
+        adapter = next((a for n, a in self._adapters.items() if _canary_id(n) == result.id), None)
+        if adapter is None:
+            return None
+        assert adapter.canary is not None and result.prompt is not None
+        assert result.prompt.logprobs is not None
+        name = adapter.version.name
+        try:
+            difference = compare_with_canary(
+                result.prompt.logprobs[1:], adapter.canary, tolerance=self._tolerance, name=name
+            )
+        except LoadFailed as error:
+            self._remove(name)
+            return adapter.version, error
+        adapter.canary = None
+        return adapter.version, self._outcome(adapter, difference=difference)
+
+    def clear(self) -> None:
+        """Forget all adapters: the engine has loaded other weights and dropped them."""
+        self._adapters.clear()
+
+    def _verify(self, version: WeightVersion) -> Manifest:
+        facts = self._engine.facts
+        if not facts.max_lora_rank:
+            raise LoadFailed(f"{version.name} is an adapter; this sampler was started without any")
+        try:
+            manifest = verified_manifest(version, facts)
+            files = {entry.name for entry in manifest.files}
+            if not manifest.adapter or not {CONFIG_NAME, TENSORS_NAME} <= files:
+                raise LoadFailed(f"{version.name} is not published as an adapter")
+            check_adapter(
+                version.path, base=self._base, max_rank=facts.max_lora_rank, name=version.name
+            )
+        except (OSError, ValueError) as error:  # unreadable, or not JSON
+            raise LoadFailed(f"{version.name} cannot be read: {error}") from error
+        return manifest
+
+    def _remove(self, name: str) -> None:
+        del self._adapters[name]
+        self._engine.remove_adapter(name)
+
+    def _outcome(self, adapter: _Adapter, *, difference: float) -> LoadOutcome:
+        return LoadOutcome(
+            version=adapter.version,
+            bytes=adapter.bytes,
+            seconds=self._clock() - adapter.started,
+            canary_difference=difference,
+        )
+
+
+def _canary_id(name: str) -> str:
+    return f"canary of {name}"

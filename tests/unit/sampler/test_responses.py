@@ -1,0 +1,118 @@
+"""How answers are encoded, and how streams are buffered."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from sampler_service.engine import (
+    EngineDelta,
+    EngineRequest,
+    EngineResult,
+    PromptScores,
+    SampledTokens,
+    TopK,
+)
+from sampler_service.service.request_parser import ParsedRequest
+from sampler_service.service.responses import StreamBuffer, encode_response
+from tandem.wire.v1 import tinker_pb2 as wire
+
+
+def parsed(*, prompt_logprobs: bool) -> ParsedRequest:
+    request = EngineRequest(id="op", prompt=[5], num_samples=1, max_tokens=1)
+    return ParsedRequest(request=request, prompt_logprobs=prompt_logprobs, targets=None)
+
+
+def test_an_answer_is_encoded_as_the_client_reads_it():
+    topk = TopK(np.array([[3, 0]], np.int32), np.array([[-0.5, -99999.0]], np.float32))
+    result = EngineResult(
+        id="op",
+        samples=(
+            SampledTokens(
+                np.array([7, 1], np.int32), np.array([-1.5, -0.25], np.float32), stopped=True
+            ),
+            SampledTokens(
+                np.array([8], np.int32), np.array([-2.0], np.float32), stopped=False, topk=topk
+            ),
+        ),
+        prompt=PromptScores(logprobs=np.array([np.nan, -3.0], np.float32)),
+        cached_tokens=32,
+    )
+    answer = wire.SampleResponse.FromString(
+        encode_response(result, version="run/v1", parsed=parsed(prompt_logprobs=True))
+    )
+    first, second = answer.sequences
+    assert first.tokens == b"\x07\0\0\0\x01\0\0\0"
+    assert np.frombuffer(first.logprobs, "<f4").tolist() == [-1.5, -0.25]
+    assert (first.stop_reason, second.stop_reason) == (wire.STOP_REASON_STOP, 1)
+    assert not first.HasField("topk_sampled_logprobs")
+    assert (second.topk_sampled_logprobs.k, second.topk_sampled_logprobs.length) == (2, 1)
+    assert np.isnan(np.frombuffer(answer.prompt_logprobs, "<f4")).tolist() == [True, False]
+    assert answer.prompt_cache_hit_tokens == 32
+    assert answer.tandem_weight_version == "run/v1"
+
+
+def test_prompt_logprobs_are_sent_only_when_asked_for():
+    result = EngineResult(
+        id="op", samples=(), prompt=PromptScores(logprobs=np.zeros(2, np.float32))
+    )
+    answer = wire.SampleResponse.FromString(
+        encode_response(result, version="v", parsed=parsed(prompt_logprobs=False))
+    )
+    assert not answer.HasField("prompt_logprobs")
+
+
+def delta(index: int, tokens: list[int], *, finished: bool = False) -> EngineDelta:
+    count = len(tokens)
+    new = SampledTokens(
+        tokens=np.array(tokens, np.int32),
+        logprobs=-np.array(tokens, np.float32),
+        stopped=finished,
+        topk=TopK(np.ones((count, 2), np.int32), np.zeros((count, 2), np.float32)),
+    )
+    return EngineDelta(id="op", index=index, new=new, finished=finished)
+
+
+def test_what_a_slow_reader_leaves_is_merged_by_sample_and_woken_for_once():
+    async def scenario() -> None:
+        woken = []
+        loop = asyncio.get_running_loop()
+
+        class Counting:
+            def is_closed(self) -> bool:
+                return False
+
+            def call_soon_threadsafe(self, call: Any) -> None:
+                woken.append(call)
+                loop.call_soon(call)
+
+        buffer = StreamBuffer(topk=2, loop=Counting())  # type: ignore[arg-type]
+        for step in range(1000):
+            buffer.add([delta(0, [step]), delta(1, [step])])
+        buffer.add([delta(1, [7], finished=True)])
+        assert len(woken) == 1
+        assert buffer.held_bytes == 2001 * (8 + 16)
+        first, second = await buffer.take()
+        assert np.frombuffer(first.tokens, "<i4").tolist() == list(range(1000))
+        assert np.frombuffer(first.logprobs, "<f4").tolist() == [-float(i) for i in range(1000)]
+        assert (first.topk.length, first.topk.k, first.finished) == (1000, 2, False)
+        assert (second.index, second.finished, len(second.tokens)) == (1, True, 4004)
+        assert buffer.held_bytes == 0
+        buffer.add([delta(0, [3])])
+        buffer.close()
+        assert [len(each.tokens) for each in await buffer.take()] == [4]
+        assert await buffer.take() == []
+
+    asyncio.run(scenario())
+
+
+def test_a_greedy_sample_is_told_for_each_of_its_copies():
+    async def scenario() -> None:
+        buffer = StreamBuffer(topk=2, copies=3)
+        buffer.add([delta(0, [5], finished=True)])
+        told = await buffer.take()
+        assert [(each.index, each.finished) for each in told] == [(0, True), (1, True), (2, True)]
+
+    asyncio.run(scenario())

@@ -1,0 +1,163 @@
+"""Grammars are compiled beside the engine, once for all requests, and within a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sampler_service.structured_output import (
+    CompiledGrammar,
+    Grammar,
+    GrammarCompiler,
+    load_tokenizer,
+    parse_structured_output,
+)
+from tandem.errors import Overloaded, StructuredOutputInvalid, UnsupportedInput
+from tandem.v1 import sampler_pb2
+from tests.support.tiny_model import VOCABULARY
+
+MODEL: dict[str, Any] = {"vocabulary": VOCABULARY, "end_tokens": (1,)}
+GRAMMARS = [Grammar("regex", f"[{letter}]") for letter in "abcd"]
+
+
+class Slow:
+    """Compiles when it is allowed to."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.compiled: list[Grammar] = []
+
+    def compile_one(self, grammar: Grammar, tokenizer: Any) -> CompiledGrammar:
+        self.go.wait(timeout=60)
+        self.compiled.append(grammar)
+        return CompiledGrammar(tokenizer)
+
+
+def compiler_of(slow: Slow, *, seconds: float) -> GrammarCompiler:
+    return GrammarCompiler(
+        Path(),
+        **MODEL,
+        compile_seconds=seconds,
+        load=lambda: None,  # type: ignore[arg-type,return-value]
+        compile_one=slow.compile_one,
+    )
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_those_behind_it_may_try_again():
+    async def scenario() -> None:
+        slow = Slow()
+        compiler = compiler_of(slow, seconds=0.2)
+        outcomes = await asyncio.gather(
+            *(compiler.compile(grammar) for grammar in GRAMMARS), return_exceptions=True
+        )
+        kinds = [type(each) for each in outcomes]
+        assert sorted(kinds, key=str) == [Overloaded] * 2 + [StructuredOutputInvalid] * 2
+        slow.go.set()
+        assert isinstance(await compiler.compile(GRAMMARS[3]), CompiledGrammar)
+
+    asyncio.run(scenario())
+
+
+def test_a_grammar_is_compiled_once():
+    async def scenario() -> None:
+        slow = Slow()
+        slow.go.set()
+        compiler = compiler_of(slow, seconds=60)
+        first, again = [await compiler.compile(GRAMMARS[0]) for _ in range(2)]
+        assert first is again
+        assert slow.compiled == GRAMMARS[:1]
+
+    asyncio.run(scenario())
+
+
+def test_a_tokenizer_that_did_not_load_is_tried_again():
+    async def scenario() -> None:
+        tries: list[int] = []
+
+        def load() -> Any:
+            tries.append(1)
+            if len(tries) == 1:
+                raise UnsupportedInput("not now")
+
+        slow = Slow()
+        slow.go.set()
+        compiler = GrammarCompiler(Path(), **MODEL, load=load, compile_one=slow.compile_one)
+        with pytest.raises(UnsupportedInput):
+            await compiler.compile(GRAMMARS[0])
+        assert isinstance(await compiler.compile(GRAMMARS[0]), CompiledGrammar)
+
+    asyncio.run(scenario())
+
+
+def test_a_model_without_an_end_token_cannot_end_a_grammar(tmp_path: Path):
+    with pytest.raises(UnsupportedInput, match="end token"):
+        load_tokenizer(tmp_path, vocabulary=VOCABULARY, end_tokens=())
+
+
+def test_a_model_without_a_tokenizer_takes_no_grammars(tmp_path: Path):
+    with pytest.raises(UnsupportedInput, match=r"no tokenizer\.json"):
+        load_tokenizer(tmp_path, **MODEL)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UnsupportedInput, match="does not load"):
+        load_tokenizer(tmp_path, **MODEL)
+
+
+def test_tokens_of_a_byte_level_tokenizer_are_the_bytes_that_they_stand_for(tmp_path: Path):
+    """Real models' tokenizers are of this kind; the tiny ones of other tests are not."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merged = [("a", "b"), ("ab", "c"), ("Ã", "©")]  # the last are the bytes of é
+    vocabulary = {t: i for i, t in enumerate([*alphabet, *("".join(m) for m in merged), "<end>"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merged))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    end = vocabulary["<end>"]
+    size = len(vocabulary) + 7  # models have more rows than tokens
+
+    async def allowed(grammar: Grammar) -> list[set[int]]:
+        compiled = await GrammarCompiler(tmp_path, vocabulary=size, end_tokens=(end,)).compile(
+            grammar
+        )
+        import llguidance.numpy
+
+        mask = llguidance.numpy.allocate_token_bitmask(1, size)
+        matcher, steps = compiled.matcher(), []
+        for token in ("ab", "Ã©"):
+            llguidance.numpy.fill_next_token_bitmask(matcher, mask, 0)
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            steps.append(set(np.flatnonzero(bits).tolist()))
+            assert matcher.consume_token(vocabulary[token])
+        assert matcher.is_accepting()
+        return steps
+
+    first, second = asyncio.run(allowed(Grammar("regex", "ab[cé]?")))
+    assert first == {vocabulary[token] for token in ("a", "ab", "abc")}
+    assert second == {vocabulary[token] for token in ("c", "Ã", "Ã©")} | {end}
+
+
+def test_a_choice_matches_its_texts_and_nothing_else():
+    from llguidance import LLMatcher, LLTokenizer
+
+    texts = ["it.depends(a|b)*", "#~& -\n\t", "a\\b^$[]{}?+", "é日😀<>%"]
+    message = sampler_pb2.StructuredOutput(
+        choice=sampler_pb2.StructuredOutput.Choices(choices=texts)
+    )
+    grammar = parse_structured_output(message)
+    assert grammar is not None
+    source = LLMatcher.grammar_from_regex(grammar.text)
+    tokenizer = LLTokenizer("byte")
+    for text in texts:
+        matcher = LLMatcher(tokenizer, source, log_level=0)
+        assert all(matcher.consume_token(byte) for byte in text.encode())
+        assert matcher.is_accepting()
+    for other in ("it,", "#!", "ab", "aab"):
+        matcher = LLMatcher(tokenizer, source, log_level=0)
+        assert not matcher.consume_tokens(list(other.encode()))
