@@ -19,8 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from sampler_service.metrics import SamplerMetrics
@@ -31,46 +29,39 @@ from sampler_service.weights.adapters import AdapterCache
 from sampler_service.weights.loader import Loader, WeightVersion, default_tolerance
 from tandem.errors import TandemError, WorkerStartFailed
 from tandem.settings import SamplerSettings
-from tandem.telemetry import configure_logging, get_log, log_context, serve_metrics
+from tandem.telemetry import configure_logging, get_log, log_context
 from tandem.v1 import sampler_pb2_grpc
-from tandem.worker import (
-    GRPC_OPTIONS,
-    WorkerReport,
-    WorkerSpec,
-    hold_lifeline,
-    read_spec,
-    send_report,
-)
-from tandem.worker_access import SecretInterceptor
+from tandem.worker import LauncherLink, WorkerReport, WorkerSpec, launcher_link
+from tandem.worker_server import WorkerServer
 
 _STOP_GRACE_SECONDS = 1.0
 
 
-def run(*, report_fd: int) -> NoReturn:
+def run() -> NoReturn:
     """Read the specification, serve until SIGTERM or a failure, and end the process."""
-    spec = read_spec()
-    hold_lifeline()
+    link = launcher_link()
+    spec = link.read_spec()
+    link.hold_lifeline()
     faulthandler.enable()  # a crash in native code leaves its stacks in the log
     configure_logging(service="sampler", level=spec.log_level)
     with log_context(worker_id=spec.worker_id, session_id=spec.session_id):
-        status = asyncio.run(_Process(spec, report_fd=report_fd).serve())
+        status = asyncio.run(_Process(spec, link).serve())
     # The engine's thread may be inside a step, and nothing in this process needs cleaning up.
     os._exit(status)
 
 
 class _Process:
-    def __init__(self, spec: WorkerSpec, *, report_fd: int) -> None:
+    def __init__(self, spec: WorkerSpec, link: LauncherLink) -> None:
         self._spec = spec
+        self._link = link
         self._settings = spec.sampler or SamplerSettings()
-        self._report_fd = report_fd
         self._metrics = SamplerMetrics(CollectorRegistry())
-        self._health = health.aio.HealthServicer()
         self._servicer = SamplerServicer(
-            timeout=self._settings.operation_timeout,
-            metrics=self._metrics,
+            timeout=self._settings.operation_timeout, metrics=self._metrics
         )
 
     async def serve(self) -> int:
+        """Serve until a signal or a failure; return the exit status."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[TandemError | None] = loop.create_future()
 
@@ -80,41 +71,33 @@ class _Process:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end, None)
-        server = await self._bind()
+        server = WorkerServer(self._spec)
+        sampler_pb2_grpc.add_SamplerServicer_to_server(self._servicer, server.grpc)
+        self._link.report(await server.listen(self._metrics.registry))
+
+        def set_serving() -> None:
+            asyncio.run_coroutine_threadsafe(server.set_serving(True), loop).result(timeout=60)
+
+        def fail(error: TandemError) -> None:
+            loop.call_soon_threadsafe(end, error)
+
         threading.Thread(
             target=contextvars.copy_context().run,  # carries the ids of log lines
-            args=(self._run_engine, loop, lambda error: loop.call_soon_threadsafe(end, error)),
+            args=(self._run_engine, set_serving, fail),
             name="engine",
             daemon=True,
         ).start()
         error = await ended
-        await self._health.enter_graceful_shutdown()
         await server.stop(_STOP_GRACE_SECONDS if error is not None else 0)
         return 0 if error is None else 1
 
-    async def _bind(self) -> grpc.aio.Server:
-        server = grpc.aio.server(
-            options=GRPC_OPTIONS, interceptors=[SecretInterceptor(self._spec.secret)]
-        )
-        sampler_pb2_grpc.add_SamplerServicer_to_server(self._servicer, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        port = server.add_insecure_port(f"{self._spec.host}:0")
-        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-        await server.start()
-        report = WorkerReport(
-            address=f"{self._spec.host}:{port}",
-            metrics_port=serve_metrics(self._metrics.registry, host=self._spec.host),
-            pid=os.getpid(),
-        )
-        send_report(self._report_fd, report)
-        return server
-
     def _run_engine(
-        self, loop: asyncio.AbstractEventLoop, end: Callable[[TandemError], None]
+        self, set_serving: Callable[[], None], fail: Callable[[TandemError], None]
     ) -> None:
         """Make the engine and run its scheduler, in one thread from first to last."""
         try:
-            scheduler = self._make_scheduler(loop, end)
+            scheduler = self._make_scheduler(fail)
+            set_serving()
         except Exception as error:  # noqa: BLE001 (vLLM raises anything; it is reported)
             get_log().exception("start_failed")
             reported = (
@@ -122,16 +105,12 @@ class _Process:
                 if isinstance(error, TandemError)
                 else WorkerStartFailed(f"vLLM did not start with {self._spec.model_path}: {error}")
             )
-            send_report(
-                self._report_fd, WorkerReport(error_type=reported.type, error=reported.message)
-            )
-            end(reported)
+            self._link.report(WorkerReport(error_type=reported.type, error=reported.message))
+            fail(reported)
             return
         scheduler.run()
 
-    def _make_scheduler(
-        self, loop: asyncio.AbstractEventLoop, end: Callable[[TandemError], None]
-    ) -> Scheduler:
+    def _make_scheduler(self, fail: Callable[[TandemError], None]) -> Scheduler:
         started = time.monotonic()
         model = Path(self._spec.model_path)
         if not (model / "config.json").is_file():
@@ -161,13 +140,10 @@ class _Process:
             base=WeightVersion(name=f"base/{self._spec.model_name}", path=model),
             patience=self._settings.version_patience,
             metrics=self._metrics,
-            on_fatal=end,
+            on_fatal=fail,
         )
         grammars = GrammarCompiler(model, vocabulary=facts.vocabulary, end_tokens=facts.end_tokens)
         self._servicer.ready(Serving(facts=facts, scheduler=scheduler, grammars=grammars))
-        asyncio.run_coroutine_threadsafe(
-            self._health.set("", health_pb2.HealthCheckResponse.SERVING), loop
-        ).result(timeout=60)
         get_log().info(
             "ready",
             import_seconds=round(imported - started, 2),

@@ -45,7 +45,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     """Answers from the moment the port is bound; `ready` gives it the engine.
 
     Until then a call ends with the gRPC status UNAVAILABLE. A user's mistake and a failed operation
-    are a `Failure` in the reply. `tandem/worker_access.py` checks the caller's secret.
+    are a `Failure` in the reply. `WorkerServer` checks the caller's secret.
     """
 
     def __init__(self, *, timeout: float, metrics: SamplerMetrics) -> None:
