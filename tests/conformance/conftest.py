@@ -31,10 +31,8 @@ from tests.conformance.conform.calls import (
 )
 from tests.conformance.conform.claims import claims_of, test_modules
 from tests.conformance.conform.surface import surface
-from tests.integration.support.data import train
-from tests.integration.support.models import TIED, write_qwen
-from tests.integration.support.runs import START, rewind
-from tests.integration.support.stacks import TestStack, running
+from tests.support.sdk import START, rewind, train
+from tests.support.stacks import TIED, TestStack, running, write_qwen
 
 PROJECT = "conformance"
 SURFACE = surface()
@@ -103,8 +101,8 @@ def whole_suite(request: pytest.FixtureRequest) -> bool:
     if any("::" in argument for argument in config.args):
         return False
     items = [item for item in request.session.items if HERE in item.path.parents]
-    ran = {f"{HERE.name}.{item.path.stem}" for item in items}
-    return ran == {module.__name__ for module in test_modules()}
+    ran = {item.path.stem for item in items}
+    return ran == {module.__name__.rpartition(".")[2] for module in test_modules()}
 
 
 @pytest.fixture(scope="session")
@@ -177,7 +175,7 @@ def any_run(request: pytest.FixtureRequest, runs: dict[str, TrainingClient]) -> 
 @pytest.fixture(scope="session")
 def base(model_path: Path):
     """The base model in plain transformers."""
-    from conform.plain import load
+    from tests.support.plain_model import load
 
     return load(model_path)
 

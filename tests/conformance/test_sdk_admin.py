@@ -11,10 +11,9 @@ from tinker.lib.public_interfaces.rest_client import RestClient
 
 from tests.conformance.conform.calls import Call, rest_client, settled
 from tests.conformance.conform.claims import proves_both
-from tests.integration.support.data import supervised
-from tests.integration.support.models import TIED
-from tests.integration.support.sampling import sample
-from tests.integration.support.waiting import wait_until
+from tests.support.sdk import sample, supervised
+from tests.support.stacks import TIED
+from tests.support.waiting import wait_until
 
 CLIENTS = {"AdminClient": lambda: tinker.AdminClient(), "RestClient": rest_client}
 

@@ -17,11 +17,9 @@ from tinker import SamplingClient, TrainingClient
 
 from tests.conformance.conform.calls import rest_client, settled
 from tests.conformance.conform.claims import proves
-from tests.conformance.conform.plain import load, with_adapter
-from tests.conformance.conform.plain import logprobs as plain_logprobs
-from tests.integration.support.data import largest_difference, logprobs, sequences, supervised
-from tests.integration.support.models import TIED
-from tests.integration.support.stacks import TestStack
+from tests.support.plain_model import load, plain_logprobs, with_adapter
+from tests.support.sdk import largest_difference, logprobs, sequences, supervised
+from tests.support.stacks import TIED, TestStack
 
 NUMBERS = itertools.count()
 PROBES = sequences(2, seed=400)

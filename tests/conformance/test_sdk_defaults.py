@@ -13,17 +13,9 @@ from tinker.lib.public_interfaces.rest_client import RestClient
 from tandem.wire.v1 import tinker_pb2 as wire
 from tests.conformance.conform.calls import settled
 from tests.conformance.conform.claims import proves
-from tests.integration.support.data import (
-    batch,
-    largest_difference,
-    logprobs,
-    sequences,
-    supervised,
-    train,
-)
-from tests.integration.support.models import TIED
-from tests.integration.support.plain import Answer, PlainClient, message
-from tests.integration.support.stacks import TestStack
+from tests.support.plain_http import Answer, PlainClient, message
+from tests.support.sdk import batch, largest_difference, logprobs, sequences, supervised, train
+from tests.support.stacks import TIED, TestStack
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 PROBE = sequences(1, seed=500)[0]

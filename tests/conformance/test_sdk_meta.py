@@ -9,11 +9,10 @@ import tinker
 from tinker import TrainingClient
 
 from gateway.api.tinker.sdk_version import TESTED
-from tests.conformance.conform.claims import all_claims
-from tests.conformance.conform.document import PATH, render
+from tests.conformance.conform.claims import PATH, all_claims, render
 from tests.conformance.conform.surface import NEWEST, OLDEST, commands, public_methods, surface
-from tests.integration.support.plain import PlainClient
-from tests.integration.support.stacks import TestStack
+from tests.support.plain_http import PlainClient
+from tests.support.stacks import TestStack
 
 another_sdk = pytest.mark.skipif(
     "TANDEM_TEST_SDK" in os.environ, reason="about the newest SDK's surface"

@@ -14,12 +14,9 @@ from tinker.lib.public_interfaces.rest_client import RestClient
 from tests.conformance.conform.calls import Call, refused_training, settled
 from tests.conformance.conform.claims import proves, proves_both
 from tests.conformance.conform.surface import NEWEST
-from tests.integration.support.data import largest_difference, logprobs, sequences
-from tests.integration.support.models import TIED
-from tests.integration.support.refusal import refusal
-from tests.integration.support.sampling import prompt_logprobs
-from tests.integration.support.stacks import TestStack
-from tests.integration.support.waiting import wait_until
+from tests.support.sdk import largest_difference, logprobs, prompt_logprobs, refusal, sequences
+from tests.support.stacks import TIED, TestStack
+from tests.support.waiting import wait_until
 
 NUMBERS = itertools.count()
 

@@ -15,10 +15,8 @@ from tinker.lib.public_interfaces.rest_client import RestClient
 from tests.conformance.conform.calls import Call, settled
 from tests.conformance.conform.claims import proves, proves_both
 from tests.conformance.conform.surface import NEWEST
-from tests.integration.support.data import sequences, supervised
-from tests.integration.support.models import TIED
-from tests.integration.support.sampling import sample
-from tests.integration.support.stacks import TestStack
+from tests.support.sdk import sample, sequences, supervised
+from tests.support.stacks import TIED, TestStack
 
 
 def is_recent(time: datetime) -> bool:

@@ -13,12 +13,17 @@ from tinker import SamplingClient, ServiceClient, TrainingClient, types
 
 from tests.conformance.conform.calls import Call, settled
 from tests.conformance.conform.claims import proves, proves_both
-from tests.conformance.conform.plain import distributions
-from tests.conformance.conform.plain import logprobs as plain_logprobs
-from tests.integration.support.data import largest_difference, logprobs, sequences, train
-from tests.integration.support.models import TIED, VOCABULARY
-from tests.integration.support.sampling import params, prompt_logprobs, sample
-from tests.integration.support.stacks import TestStack
+from tests.support.plain_model import distributions, plain_logprobs
+from tests.support.sdk import (
+    largest_difference,
+    logprobs,
+    params,
+    prompt_logprobs,
+    sample,
+    sequences,
+    train,
+)
+from tests.support.stacks import TIED, VOCABULARY, TestStack
 
 TOLERANCE = 1e-4
 PROMPT = [5, 6, 7, 8, 9, 10]

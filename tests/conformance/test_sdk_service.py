@@ -19,19 +19,11 @@ from tests.conformance.conform.calls import (
     settled,
 )
 from tests.conformance.conform.claims import proves, proves_both
-from tests.conformance.conform.plain import logprobs as plain_logprobs
 from tests.conformance.conform.surface import NEWEST
-from tests.integration.support.data import (
-    largest_difference,
-    logprobs,
-    sequences,
-    supervised,
-    train,
-)
-from tests.integration.support.models import MAX_LENGTH, TIED
-from tests.integration.support.plain import PlainClient
-from tests.integration.support.refusal import refusal
-from tests.integration.support.stacks import TestStack
+from tests.support.plain_http import PlainClient
+from tests.support.plain_model import plain_logprobs
+from tests.support.sdk import largest_difference, logprobs, refusal, sequences, supervised, train
+from tests.support.stacks import MAX_LENGTH, TIED, TestStack
 
 PROBES = sequences(3, seed=70)
 DATA = [supervised(tokens) for tokens in sequences(4, seed=71)]

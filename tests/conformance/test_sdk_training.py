@@ -10,20 +10,19 @@ from tinker import ServiceClient, TrainingClient, types
 
 from tests.conformance.conform.calls import Call, settled
 from tests.conformance.conform.claims import proves, proves_both
-from tests.conformance.conform.plain import logprobs as plain_logprobs
-from tests.conformance.conform.plain import trained
 from tests.conformance.conform.surface import NEWEST
-from tests.integration.support.data import (
+from tests.support.plain_model import plain_logprobs, trained
+from tests.support.sdk import (
     batch,
     largest_difference,
     logprobs,
     outputs,
+    refusal,
+    rewind,
     sequences,
     supervised,
 )
-from tests.integration.support.models import TIED
-from tests.integration.support.refusal import refusal
-from tests.integration.support.runs import rewind
+from tests.support.stacks import TIED
 
 WEIGHT = 0.5
 STEP = types.AdamParams(learning_rate=1e-2, beta1=0.8, beta2=0.99, eps=1e-3)

@@ -17,12 +17,10 @@ from tinker.lib.public_interfaces.rest_client import RestClient
 
 from tests.conformance.conform.calls import Call
 from tests.conformance.conform.claims import proves, proves_both
-from tests.conformance.conform.plain import load
-from tests.conformance.conform.plain import logprobs as plain_logprobs
-from tests.integration.support.data import largest_difference, logprobs, sequences, train
-from tests.integration.support.models import TIED
-from tests.integration.support.sampling import prompt_logprobs
-from tests.integration.support.waiting import wait_until
+from tests.support.plain_model import load, plain_logprobs
+from tests.support.sdk import largest_difference, logprobs, prompt_logprobs, sequences, train
+from tests.support.stacks import TIED
+from tests.support.waiting import wait_until
 
 TOLERANCE = 1e-4
 PROBES = sequences(3, seed=100)

@@ -13,11 +13,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 from tinker import ServiceClient, TrainingClient
 
-from tests.integration.support.models import LLAMA, TIED, write_llama, write_qwen
-from tests.integration.support.processes import Process, marked
-from tests.integration.support.runs import rewind, start_runs
-from tests.integration.support.stacks import TestStack, running
-from tests.integration.support.waiting import wait_until
+from tests.support.processes import Process, marked
+from tests.support.sdk import rewind, start_runs
+from tests.support.stacks import LLAMA, TIED, TestStack, running, write_llama, write_qwen
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="session", autouse=True)

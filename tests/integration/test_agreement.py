@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 from tinker import TrainingClient
 
-from tests.integration.support.data import (
+from tests.support.sdk import (
     adam,
     largest_difference,
     logprobs,
+    prompt_logprobs,
+    sample,
     sequences,
     supervised,
     train,
 )
-from tests.integration.support.sampling import prompt_logprobs, sample
 
 TOLERANCE = 1e-4
 

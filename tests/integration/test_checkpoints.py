@@ -15,18 +15,11 @@ import torch
 from peft import PeftModel
 from tinker import ServiceClient, TrainingClient, types
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import AutoModelForCausalLM
 
-from tests.integration.support.data import (
-    largest_difference,
-    logprobs,
-    sequences,
-    supervised,
-    train,
-)
-from tests.integration.support.models import LLAMA
-from tests.integration.support.stacks import TestStack
-from tests.integration.support.waiting import wait_until
+from tests.support.plain_model import load, plain_logprobs
+from tests.support.sdk import largest_difference, logprobs, sequences, supervised, train
+from tests.support.stacks import LLAMA, TestStack
+from tests.support.waiting import wait_until
 
 
 def next_steps(run: TrainingClient) -> list[float]:
@@ -125,23 +118,6 @@ def test_a_copy_continues_as_the_source_does_in_every_weight_and_moment(
         )
 
 
-def plain_logprobs(folder: Path, tokens: list[int]) -> np.ndarray:
-    """What transformers computes with the files in `folder`, loaded as they are."""
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
-    )
-    assert not info["missing_keys"], info
-    assert not info["unexpected_keys"], info
-    return logprobs_of(model, tokens)
-
-
-def logprobs_of(model: torch.nn.Module, tokens: list[int]) -> np.ndarray:
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens[:-1]])).logits[0].double()
-    chosen = logits.log_softmax(-1)[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])]
-    return chosen.numpy()
-
-
 @pytest.fixture
 def checkpoint_command(stack: TestStack):
     """The SDK's published command line, as a process of its own."""
@@ -176,8 +152,7 @@ def test_a_downloaded_checkpoint_computes_the_trainers_logprobs_in_transformers(
     for path in (external, state):
         checkpoint_command("download", path, "--output", str(tmp_path))
         folder = tmp_path / path.removeprefix("tinker://").replace("/", "_")
-        found = [plain_logprobs(folder, tokens) for tokens in probes]
-        assert largest_difference(expected, found) < 1e-4
+        assert largest_difference(expected, plain_logprobs(load(folder), probes)) < 1e-4
 
 
 def test_download_addresses_of_a_real_gateway_serve_parts_and_refuse_changes(
@@ -215,7 +190,5 @@ def test_an_adapters_state_continues_exactly_and_its_download_loads_in_peft(
     for path in (external, state):
         checkpoint_command("download", path, "--output", str(tmp_path))
         folder = tmp_path / path.removeprefix("tinker://").replace("/", "_")
-        base = AutoModelForCausalLM.from_pretrained(models[LLAMA], dtype=torch.float32)
-        loaded = PeftModel.from_pretrained(base, folder)
-        found = [logprobs_of(loaded, tokens) for tokens in probes]
-        assert largest_difference(expected, found) < 1e-4
+        loaded = PeftModel.from_pretrained(load(models[LLAMA]), folder)
+        assert largest_difference(expected, plain_logprobs(loaded, probes)) < 1e-4

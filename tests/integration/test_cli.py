@@ -16,10 +16,9 @@ import httpx
 import pytest
 from tinker import TrainingClient
 
-from tests.integration.support.models import LLAMA, TIED
-from tests.integration.support.processes import marked
-from tests.integration.support.stacks import TestStack
-from tests.integration.support.waiting import wait_until
+from tests.support.processes import marked
+from tests.support.stacks import LLAMA, TIED, TestStack
+from tests.support.waiting import wait_until
 
 TANDEM = str(Path(sys.executable).parent / "tandem")
 

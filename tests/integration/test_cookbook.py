@@ -12,9 +12,8 @@ from random import Random
 import numpy as np
 from tinker import AdamParams, Datum, ModelInput, ServiceClient, TensorData
 
-from tests.integration.support.models import TIED
-from tests.integration.support.runs import start_runs
-from tests.integration.support.stacks import TestStack
+from tests.support.sdk import start_runs
+from tests.support.stacks import TIED, TestStack
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8

@@ -12,18 +12,18 @@ import pytest
 import torch
 from tinker import ServiceClient, TrainingClient, types
 
-from tests.integration.support.data import (
+from tests.support.sdk import (
     adam,
     datum,
     largest_difference,
     logprobs,
     outputs,
+    refusal,
+    rewind,
     sequences,
+    start_runs,
 )
-from tests.integration.support.models import TIED
-from tests.integration.support.refusal import refusal
-from tests.integration.support.runs import rewind, start_runs
-from tests.integration.support.stacks import TestStack, running
+from tests.support.stacks import TIED, TestStack, running
 
 Pair = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 

@@ -15,22 +15,22 @@ import httpx
 import pytest
 from tinker import ServiceClient, TrainingClient
 
-from tests.integration.support.data import (
+from tests.support.plain_http import PlainClient, message
+from tests.support.processes import Process, fill, small_disk
+from tests.support.sdk import (
+    SOON,
     adam,
     largest_difference,
     logprobs,
+    prompt_logprobs,
+    refusal,
+    refusal_of,
     sequences,
     supervised,
     train,
 )
-from tests.integration.support.disk import fill, small_disk
-from tests.integration.support.models import TIED
-from tests.integration.support.plain import PlainClient, message
-from tests.integration.support.processes import Process
-from tests.integration.support.refusal import TIMEOUT, refusal, refusal_of
-from tests.integration.support.sampling import prompt_logprobs
-from tests.integration.support.stacks import TestStack, running, session_of
-from tests.integration.support.waiting import wait_until
+from tests.support.stacks import TIED, TestStack, running, session_of
+from tests.support.waiting import wait_until
 
 DATA = [supervised(tokens) for tokens in sequences(4, seed=191)]
 
@@ -102,18 +102,18 @@ def test_a_killed_rank_ends_the_run_with_a_typed_error_and_the_run_can_be_create
     os.kill(victim.pid, signal.SIGKILL)
 
     for future in (computed, stepped):
-        refused = refusal(lambda future=future: future.result(timeout=TIMEOUT))
+        refused = refusal(lambda future=future: future.result(timeout=SOON))
         assert (refused.type, refused.category) == ("worker_died", "server")
         assert f"rank {number}" in refused.message or (number == 0 and "trainer" in refused.message)
-    later = refusal(lambda: run.forward(DATA, "cross_entropy").result(timeout=TIMEOUT))
+    later = refusal(lambda: run.forward(DATA, "cross_entropy").result(timeout=SOON))
     assert later.type == "worker_died", "also what is asked afterwards is told"
     assert stack.run(run)["state"] == "ended"
     assert "SIGKILL" in stack.run(run)["reason"] or "signal 9" in stack.run(run)["reason"]
     wait_until(gone(stack, pids), what="no rank of the run is left")
 
     again = faulty.create_again()
-    again.forward_backward(DATA, "cross_entropy").result(timeout=TIMEOUT)
-    again.optim_step(adam()).result(timeout=TIMEOUT)
+    again.forward_backward(DATA, "cross_entropy").result(timeout=SOON)
+    again.optim_step(adam()).result(timeout=SOON)
 
 
 def test_a_killed_sampler_comes_back_with_the_weights_it_had(faulty: Faulty) -> None:
@@ -150,7 +150,7 @@ def test_a_publish_on_a_full_disk_fails_and_the_old_version_goes_on_serving(
     now = logprobs(run, tokens)
     fill(weights / "filler")
 
-    refused = refusal(lambda: run.save_weights_and_get_sampling_client().result(timeout=TIMEOUT))
+    refused = refusal(lambda: run.save_weights_and_get_sampling_client().result(timeout=SOON))
     assert (refused.type, refused.category) == ("storage_full", "server"), refused
     assert largest_difference(then, prompt_logprobs(old, tokens)) < 1e-4
     assert largest_difference(now, logprobs(run, tokens)) == 0, "the run lives on"

@@ -21,10 +21,9 @@ from tinker import TrainingClient
 
 from tandem.v1 import sampler_pb2, trainer_pb2
 from tandem.worker import SECRET_METADATA_KEY
-from tests.integration.support.models import TIED
-from tests.integration.support.sampling import sample
-from tests.integration.support.stacks import TestStack, running
-from tests.integration.support.waiting import wait_until
+from tests.support.sdk import sample
+from tests.support.stacks import TIED, TestStack, running
+from tests.support.waiting import wait_until
 
 KEY = "tml-" + "isolation-test-Key_" * 2
 ELSEWHERE = "hf_elsewhere0123456789"

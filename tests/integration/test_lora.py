@@ -10,20 +10,22 @@ import pytest
 import torch
 from tinker import SamplingClient, ServiceClient, TrainingClient, types
 
-from tests.integration.support.data import (
-    Floats,
+from tests.support.plain_model import load, plain_logprobs
+from tests.support.sdk import (
+    START,
+    TIMEOUT,
     adam,
     largest_difference,
     logprobs,
     outputs,
+    prompt_logprobs,
+    rewind,
+    sample,
     sequences,
     supervised,
     train,
 )
-from tests.integration.support.models import TIED
-from tests.integration.support.runs import START, rewind
-from tests.integration.support.sampling import TIMEOUT, prompt_logprobs, sample
-from tests.integration.support.stacks import TestStack, session_of
+from tests.support.stacks import TIED, TestStack, session_of
 
 TOLERANCE = 1e-4
 TOKENS = sequences(5, seed=71)
@@ -60,7 +62,7 @@ def runs(three: dict[str, TrainingClient]) -> dict[str, TrainingClient]:
 
 @pytest.fixture(scope="module")
 def base(models: dict[str, Path]) -> torch.nn.Module:
-    return _plain(models[TIED])
+    return load(models[TIED])
 
 
 def serve(training: TrainingClient, kind: types.SamplingClientKind = "snapshot") -> SamplingClient:
@@ -70,7 +72,7 @@ def serve(training: TrainingClient, kind: types.SamplingClientKind = "snapshot")
 def test_an_adapter_begins_as_the_base_model(
     runs: dict[str, TrainingClient], base: torch.nn.Module
 ) -> None:
-    expected = _plain_logprobs(base, TOKENS)
+    expected = plain_logprobs(base, TOKENS)
     for name in ("wide", "narrow"):
         assert largest_difference(logprobs(runs[name], TOKENS), expected) < TOLERANCE
         assert largest_difference(prompt_logprobs(serve(runs[name]), TOKENS), expected) < TOLERANCE
@@ -89,11 +91,11 @@ def test_a_served_adapter_equals_the_trainer_and_the_merged_weights(
     sampler = serve(runs[name])
     trained = logprobs(runs[name], TOKENS)
     served = prompt_logprobs(sampler, TOKENS)
-    assert largest_difference(trained, _plain_logprobs(base, TOKENS)) > 100 * TOLERANCE
+    assert largest_difference(trained, plain_logprobs(base, TOKENS)) > 100 * TOLERANCE
     assert largest_difference(trained, served) < TOLERANCE
     folder = stack.newest_version(runs[name])
     merged = peft.PeftModel.from_pretrained(_untied(models[TIED]), folder).merge_and_unload()
-    assert largest_difference(_plain_logprobs(merged, TOKENS), served) < TOLERANCE
+    assert largest_difference(plain_logprobs(merged, TOKENS), served) < TOLERANCE
     (sequence,) = sample(sampler, TOKENS[0], tokens=10, seed=1)
     whole = [*TOKENS[0], *sequence.tokens]
     sampled = [np.array(sequence.logprobs, np.float32)]
@@ -160,7 +162,7 @@ def test_runs_in_one_session_do_not_touch_each_other(
         before = now
     of_base = together.create_sampling_client(base_model=TIED).result(timeout=TIMEOUT)
     served = prompt_logprobs(of_base, TOKENS)
-    assert largest_difference(served, _plain_logprobs(base, TOKENS)) < TOLERANCE
+    assert largest_difference(served, plain_logprobs(base, TOKENS)) < TOLERANCE
 
 
 def test_one_engine_serves_the_whole_session(
@@ -217,29 +219,11 @@ def test_a_named_adapter_is_sampled_from_in_another_session(
         assert largest_difference(prompt_logprobs(sampler, TOKENS), expected) < TOLERANCE
 
 
-def _plain(path: Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-
-
 def _untied(path: Path) -> torch.nn.Module:
     """What is added to the unembedding must not change the embedding as well."""
-    model = _plain(path)
+    model = load(path)
     head = torch.nn.Linear(*reversed(model.lm_head.weight.shape), bias=False)
     head.weight.data = model.lm_head.weight.data.clone()
     model.lm_head = head
     model.config.tie_word_embeddings = False
     return model
-
-
-def _plain_logprobs(model: torch.nn.Module, tokens: list[list[int]]) -> list[Floats]:
-    found = []
-    with torch.no_grad():
-        for sequence in tokens:
-            rows = model(torch.tensor([sequence])).logits[0, :-1].log_softmax(-1)
-            chosen = rows.gather(-1, torch.tensor(sequence[1:])[:, None])[:, 0]
-            found.append(chosen.numpy())
-    return found

@@ -11,10 +11,8 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.integration.support.data import adam, sequences, supervised
-from tests.integration.support.models import TIED
-from tests.integration.support.sampling import params
-from tests.integration.support.stacks import TestStack, running
+from tests.support.sdk import adam, params, sequences, supervised
+from tests.support.stacks import TIED, TestStack, running
 
 LIMITS = {
     "trainer_ranks": "1",

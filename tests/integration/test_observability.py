@@ -7,11 +7,8 @@ import json
 import httpx
 from tinker import TrainingClient
 
-from tests.integration.support.data import adam, train
-from tests.integration.support.models import VOCABULARY
-from tests.integration.support.refusal import TIMEOUT, refusal
-from tests.integration.support.sampling import sample
-from tests.integration.support.stacks import TestStack
+from tests.support.sdk import SOON, adam, refusal, sample, train
+from tests.support.stacks import VOCABULARY, TestStack
 
 
 def names(text: str) -> set[str]:
@@ -41,7 +38,7 @@ def test_log_lines_are_json_with_the_ids_of_session_run_and_request(
 ) -> None:
     sampler = run.save_weights_and_get_sampling_client().result(timeout=120)
     refusal(lambda: sample(sampler, [VOCABULARY]))  # each service tells of something in its log
-    refusal(lambda: run.optim_step(adam()).result(timeout=TIMEOUT))
+    refusal(lambda: run.optim_step(adam()).result(timeout=SOON))
     keys: dict[str, set[str]] = {}
     for path in (stack.data_dir / "logs").glob("*.log"):
         service = path.name.split("-")[0].removesuffix(".log")

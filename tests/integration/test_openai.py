@@ -12,8 +12,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.integration.support.models import write_qwen
-from tests.integration.support.stacks import running
+from tests.support.stacks import running, write_qwen
 
 MODEL = "test/speaker"
 PROMPT = "Once upon a time"

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from tinker import TrainingClient
 
-from tests.integration.support.data import (
+from tests.support.sdk import (
     LOSSES,
     adam,
     batch,
     largest_difference,
     logprobs,
+    rewind,
     sequences,
+    start_runs,
 )
-from tests.integration.support.models import TIED
-from tests.integration.support.runs import rewind, start_runs
-from tests.integration.support.stacks import TestStack, running
+from tests.support.stacks import TIED, TestStack, running
 
 
 @pytest.fixture(scope="module")

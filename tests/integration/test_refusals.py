@@ -9,22 +9,23 @@ import numpy as np
 import pytest
 from tinker import ServiceClient, TrainingClient, types
 
-from tests.integration.support.data import (
+from tests.support.plain_http import PlainClient
+from tests.support.sdk import (
+    SOON,
     Floats,
     adam,
     datum,
     largest_difference,
     logprobs,
     outputs,
+    params,
+    refusal,
+    sample,
     sequences,
     supervised,
     train,
 )
-from tests.integration.support.models import MAX_LENGTH, TIED, VOCABULARY
-from tests.integration.support.plain import PlainClient
-from tests.integration.support.refusal import TIMEOUT, refusal
-from tests.integration.support.sampling import params, sample
-from tests.integration.support.stacks import TestStack
+from tests.support.stacks import MAX_LENGTH, TIED, VOCABULARY, TestStack
 
 TOKENS = [10, 20, 30, 40, 50]
 N = len(TOKENS) - 1
@@ -134,11 +135,11 @@ def test_a_bad_batch_is_refused_and_the_step_after_it_changes_nothing(
     bad = run.forward_backward(mistake.data, mistake.loss, mistake.settings)
     step = run.optim_step(adam())
 
-    refused = refusal(lambda: bad.result(timeout=TIMEOUT))
+    refused = refusal(lambda: bad.result(timeout=SOON))
     assert (refused.type, refused.category) == (mistake.type, "user"), refused
     assert mistake.says in refused.message
-    good.result(timeout=TIMEOUT)
-    incomplete = refusal(lambda: step.result(timeout=TIMEOUT))
+    good.result(timeout=SOON)
+    incomplete = refusal(lambda: step.result(timeout=SOON))
     assert (incomplete.type, incomplete.category) == ("gradients_incomplete", "user"), incomplete
     assert largest_difference(before, logprobs(run, probes)) == 0
 
@@ -148,13 +149,13 @@ def test_a_bad_batch_is_refused_and_the_step_after_it_changes_nothing(
 
 def test_a_batch_without_a_datum_is_refused_by_the_client_itself(run: TrainingClient) -> None:
     with pytest.raises(ValueError):
-        run.forward_backward([], "cross_entropy").result(timeout=TIMEOUT)
-    assert outputs(run.forward([supervised(TOKENS)], "cross_entropy").result(timeout=TIMEOUT))
+        run.forward_backward([], "cross_entropy").result(timeout=SOON)
+    assert outputs(run.forward([supervised(TOKENS)], "cross_entropy").result(timeout=SOON))
 
 
 def test_an_unknown_model_is_refused(service: ServiceClient) -> None:
     refused = refusal(
-        lambda: service.create_lora_training_client("no/such-model:full").result(timeout=TIMEOUT)
+        lambda: service.create_lora_training_client("no/such-model:full").result(timeout=SOON)
     )
     assert (refused.type, refused.category) == ("unknown_model", "user")
     assert "no/such-model" in refused.message
@@ -163,7 +164,7 @@ def test_an_unknown_model_is_refused(service: ServiceClient) -> None:
 
 def test_an_unknown_model_cannot_be_sampled_either(service: ServiceClient) -> None:
     refused = refusal(
-        lambda: service.create_sampling_client(base_model="no/such-model").result(timeout=TIMEOUT)
+        lambda: service.create_sampling_client(base_model="no/such-model").result(timeout=SOON)
     )
     assert (refused.type, refused.status) == ("unknown_model", 404)
 
@@ -171,7 +172,7 @@ def test_an_unknown_model_cannot_be_sampled_either(service: ServiceClient) -> No
 @pytest.mark.parametrize("rank", [0, 513])
 def test_a_lora_rank_out_of_range_is_refused(service: ServiceClient, rank: int) -> None:
     refused = refusal(
-        lambda: service.create_lora_training_client(TIED, rank=rank).result(timeout=TIMEOUT)
+        lambda: service.create_lora_training_client(TIED, rank=rank).result(timeout=SOON)
     )
     assert (refused.type, refused.category) == ("invalid_request", "user")
     assert "lora_config.rank" in refused.message
@@ -196,27 +197,27 @@ def test_full_parameter_training_may_be_asked_for_by_metadata(stack: TestStack) 
 def test_weights_that_do_not_exist_are_refused(service: ServiceClient, run: TrainingClient) -> None:
     missing = f"tinker://{run.model_id}/weights/never-saved"
     refused = refusal(
-        lambda: service.create_training_client_from_state(missing).result(timeout=TIMEOUT)
+        lambda: service.create_training_client_from_state(missing).result(timeout=SOON)
     )
     assert (refused.type, refused.category) == ("unknown_weights", "user")
     missing = f"tinker://{run.model_id}/sampler_weights/never-saved"
     refused = refusal(
-        lambda: service.create_sampling_client(model_path=missing).result(timeout=TIMEOUT)
+        lambda: service.create_sampling_client(model_path=missing).result(timeout=SOON)
     )
     assert refused.type == "unknown_weights"
 
 
 def test_a_checkpoint_is_not_overwritten_unless_asked(run: TrainingClient) -> None:
-    run.save_state("once", overwrite=True).result(timeout=TIMEOUT)
-    refused = refusal(lambda: run.save_state("once").result(timeout=TIMEOUT))
+    run.save_state("once", overwrite=True).result(timeout=SOON)
+    refused = refusal(lambda: run.save_state("once").result(timeout=SOON))
     assert (refused.type, refused.category) == ("name_taken", "user")
-    run.save_state("once", overwrite=True).result(timeout=TIMEOUT)
+    run.save_state("once", overwrite=True).result(timeout=SOON)
 
 
 def test_an_optimizer_setting_out_of_range_is_refused(run: TrainingClient) -> None:
-    run.forward_backward([supervised(TOKENS)], "cross_entropy").result(timeout=TIMEOUT)
+    run.forward_backward([supervised(TOKENS)], "cross_entropy").result(timeout=SOON)
     bad = types.AdamParams(learning_rate=1e-3, beta1=1.5)
-    refused = refusal(lambda: run.optim_step(bad).result(timeout=TIMEOUT))
+    refused = refusal(lambda: run.optim_step(bad).result(timeout=SOON))
     assert refused.category == "user"
     assert "beta1" in refused.message
 
@@ -254,6 +255,6 @@ def test_a_bad_sample_is_refused_and_the_next_one_is_served(
     sampler = service.create_sampling_client(base_model=TIED).result(timeout=120)
     asked = {"num_samples": 1, **arguments()}
     asked["prompt"] = types.ModelInput.from_ints(asked["prompt"])
-    refused = refusal(lambda: sampler.sample(**asked).result(timeout=TIMEOUT))
+    refused = refusal(lambda: sampler.sample(**asked).result(timeout=SOON))
     assert (refused.type, refused.category) == (type_, "user"), refused
     assert len(sample(sampler, [7, 8], tokens=3)[0].tokens) == 3

@@ -10,11 +10,19 @@ import numpy as np
 import pytest
 from tinker import APIFuture, SamplingClient, ServiceClient, TrainingClient, types
 
-from tests.integration.support.data import Floats, largest_difference, logprobs, sequences, train
-from tests.integration.support.models import MAX_LENGTH, TIED
-from tests.integration.support.sampling import TIMEOUT, params, prompt_logprobs, sample
-from tests.integration.support.stacks import TestStack
-from tests.integration.support.waiting import wait_until
+from tests.support.sdk import (
+    TIMEOUT,
+    Floats,
+    largest_difference,
+    logprobs,
+    params,
+    prompt_logprobs,
+    sample,
+    sequences,
+    train,
+)
+from tests.support.stacks import MAX_LENGTH, TIED, TestStack
+from tests.support.waiting import wait_until
 
 TOLERANCE = 1e-4
 TOKENS = sequences(5, seed=91)
@@ -115,7 +123,10 @@ def test_many_clients_at_once_each_get_their_own_answers(
     run: TrainingClient, service: ServiceClient
 ) -> None:
     train(run, seed=98)
-    samplers = [serve(run), service.create_sampling_client(base_model=TIED).result(timeout=TIMEOUT)]
+    samplers = [
+        serve(run),
+        service.create_sampling_client(base_model=TIED).result(timeout=TIMEOUT),
+    ]
     asked = [(sampler, seed) for seed in range(6) for sampler in samplers]
 
     def ask(sampler: SamplingClient, seed: int) -> APIFuture[types.SampleResponse]:

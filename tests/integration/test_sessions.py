@@ -8,12 +8,10 @@ import pytest
 from tinker import ServiceClient
 
 from tandem.weights import version_path
-from tests.integration.support.data import logprobs, sequences, train
-from tests.integration.support.models import TIED
-from tests.integration.support.plain import PlainClient, message
-from tests.integration.support.refusal import TIMEOUT, refusal
-from tests.integration.support.stacks import TestStack, running, session_of
-from tests.integration.support.waiting import wait_until
+from tests.support.plain_http import PlainClient, message
+from tests.support.sdk import SOON, logprobs, refusal, sequences, train
+from tests.support.stacks import TIED, TestStack, running, session_of
+from tests.support.waiting import wait_until
 
 
 def of_session(stack: TestStack, session_id: str) -> list[dict]:
@@ -47,9 +45,9 @@ def test_a_finished_session_leaves_no_worker_and_no_unnamed_version_but_its_chec
     assert len(weights_of(stack, run.model_id)) == 5
     PlainClient(stack.stack.endpoint).finish(session_id)
 
-    refused = refusal(lambda: run.save_state("too-late").result(timeout=TIMEOUT))
+    refused = refusal(lambda: run.save_state("too-late").result(timeout=SOON))
     assert refused.type == "session_finished", "what a client still asks is refused"
-    other.close("success").result(timeout=TIMEOUT)
+    other.close("success").result(timeout=SOON)
     wait_until(lambda: not of_session(stack, session_id), what="the session's workers stopped")
     pids = {process.pid for process in processes}
     wait_until(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tinker import TrainingClient
 
-from tests.integration.support.data import (
+from tests.support.sdk import (
     LOSSES,
     POLICY_LOSSES,
     adam,
@@ -18,13 +18,13 @@ from tests.integration.support.data import (
     largest_difference,
     logprobs,
     outputs,
+    refusal,
+    rewind,
     sequences,
     supervised,
     train,
 )
-from tests.integration.support.refusal import refusal
-from tests.integration.support.runs import rewind
-from tests.integration.support.stacks import TestStack
+from tests.support.stacks import TestStack
 
 
 def digests(version: Path) -> dict[str, str]:

@@ -5,9 +5,17 @@ from __future__ import annotations
 import numpy as np
 from tinker import SamplingClient, TrainingClient, types
 
-from tests.integration.support.data import largest_difference, logprobs, sequences, train
-from tests.integration.support.sampling import TIMEOUT, params, prompt_logprobs, sample
-from tests.integration.support.stacks import TestStack, session_of
+from tests.support.sdk import (
+    TIMEOUT,
+    largest_difference,
+    logprobs,
+    params,
+    prompt_logprobs,
+    sample,
+    sequences,
+    train,
+)
+from tests.support.stacks import TestStack, session_of
 
 
 def test_an_old_sampling_client_keeps_serving_its_own_version(run: TrainingClient) -> None:

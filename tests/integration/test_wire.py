@@ -12,10 +12,9 @@ import pytest
 import tinker
 from tinker import TrainingClient
 
-from tests.integration.support.models import TIED
-from tests.integration.support.plain import PROTOBUF, PlainClient, message, optim_step
-from tests.integration.support.refusal import TIMEOUT, refusal_of
-from tests.integration.support.stacks import TestStack, session_of
+from tests.support.plain_http import PROTOBUF, PlainClient, message, optim_step
+from tests.support.sdk import SOON, refusal_of
+from tests.support.stacks import TIED, TestStack, session_of
 
 TOKENS = [11, 22, 33, 44, 55]
 
@@ -210,7 +209,7 @@ def test_a_wrong_key_is_refused(stack: TestStack, plain: PlainRun) -> None:
         stack.service(api_key="tml-wrong") as service,
         pytest.raises(tinker.AuthenticationError) as caught,
     ):
-        service.create_lora_training_client(f"{TIED}:full").result(timeout=TIMEOUT)
+        service.create_lora_training_client(f"{TIED}:full").result(timeout=SOON)
     assert refusal_of(caught.value.response).type == "unauthenticated"
     url = stack.stack.endpoint.url
     for path in ("/api/v1/forward_backward", "/api/v1/create_session", "/api/tandem/v1/status"):

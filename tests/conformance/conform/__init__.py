@@ -1,5 +1,5 @@
-"""What the conformance suite is made of: the SDK's surface, claims about it, callers, references.
+"""What the conformance suite is made of: the SDK's surface, claims about it, callers.
 
 The surface is read from the installed SDK; a test declares with `proves` what it asserts of
-which methods; `document` writes docs/tinker-compatibility.md from the two.
+which methods; `claims` writes docs/tinker-compatibility.md from the two.
 """

@@ -13,9 +13,9 @@ import tinker
 from tinker.lib.public_interfaces.rest_client import RestClient
 
 from tests.conformance.conform.surface import client_class, public_methods
-from tests.integration.support.plain import PlainClient, message
-from tests.integration.support.refusal import Refusal, refusal_of
-from tests.integration.support.stacks import TestStack
+from tests.support.plain_http import PlainClient, message
+from tests.support.sdk import Refusal, refusal_of
+from tests.support.stacks import TestStack
 
 PATIENCE = 240.0
 """Seconds until a call must have its result: long enough for a worker to start on a busy

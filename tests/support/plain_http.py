@@ -9,7 +9,8 @@ import numpy as np
 
 from tandem.stack import Endpoint
 from tandem.wire.v1 import tinker_pb2 as wire
-from tests.integration.support.refusal import Refusal, refusal_of
+from tests.support.sdk import Refusal, refusal_of
+from tests.support.trainer_worker import datum
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 
@@ -110,27 +111,10 @@ def message(
     loss: str = "cross_entropy",
 ) -> wire.ForwardBackwardRequest:
     """A forward_backward of one datum: predict tokens[1:] from tokens[:-1]."""
-    request = wire.ForwardBackwardRequest(
-        model_id=model_id, seq_id=seq_id, loss_fn=loss, forward_only=forward_only
+    one = datum(tokens[:-1], targets=tokens[1:], weights=np.ones(len(tokens) - 1))
+    return wire.ForwardBackwardRequest(
+        model_id=model_id, seq_id=seq_id, loss_fn=loss, forward_only=forward_only, data=[one]
     )
-    datum = request.data.add()
-    chunk = datum.model_input.add()
-    chunk.encoded_text.tokens = np.array(tokens[:-1], "<i4").tobytes()
-    datum.loss_fn_inputs["target_tokens"].CopyFrom(
-        wire.Tensor(
-            dense=np.array(tokens[1:], "<i8").tobytes(),
-            dtype=wire.DTYPE_INT64,
-            shape=[len(tokens) - 1],
-        )
-    )
-    datum.loss_fn_inputs["weights"].CopyFrom(
-        wire.Tensor(
-            dense=np.ones(len(tokens) - 1, "<f4").tobytes(),
-            dtype=wire.DTYPE_FLOAT32,
-            shape=[len(tokens) - 1],
-        )
-    )
-    return request
 
 
 def optim_step(model_id: str, seq_id: int, *, rate: float = 1e-2) -> dict:

@@ -1,7 +1,11 @@
-"""Looking at processes through /proc, found by a mark in the environment that they inherit."""
+"""Find processes by a mark in the environment that they inherit; fill a disk of their own."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,3 +46,32 @@ def marked(mark: str) -> list[Process]:
 def group_of(leader: int, *, mark: str) -> list[Process]:
     """The processes of a worker, whose first process leads their group."""
     return [process for process in marked(mark) if process.group == leader]
+
+
+@contextmanager
+def small_disk(folder: Path, *, megabytes: int) -> Iterator[bool]:
+    """Mounts a small tmpfs at `folder`; False where this user may not mount."""
+    folder.mkdir(parents=True)
+    size = f"size={megabytes}m"
+    mounted = (
+        os.geteuid() == 0
+        and subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", size, "tandem-test", str(folder)], capture_output=True
+        ).returncode
+        == 0
+    )
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Writes until the disk has no byte left."""
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"\0" * 4096)
+        except OSError:
+            return

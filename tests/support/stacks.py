@@ -1,7 +1,8 @@
-"""Stacks for tests, and what their gateways and data directories say."""
+"""Real stacks for tests, with base models small enough for a test. Nothing is faked."""
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +11,18 @@ from pathlib import Path
 
 import numpy as np
 import tinker
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tinker import TrainingClient
 
+from tandem.demo.tiny_model import TinyShape, write_tiny_model
 from tandem.stack import Stack
 from tandem.weights import version_path
-from tests.integration.support.processes import Process, group_of, marked
-from tests.integration.support.waiting import wait_until
+from tests.support.processes import Process, group_of, marked
+from tests.support.waiting import wait_until
 
+TIED, LLAMA = "test/tied", "test/llama"
+VOCABULARY = 128
+MAX_LENGTH = 256
 SMALL = {
     "port": "0",
     # What these tests compare is float32 to 1e-4; and on a GPU several engines share one.
@@ -108,3 +113,38 @@ def running(
 
 def session_of(training: TrainingClient) -> str:
     return training.model_id.partition(":")[0]
+
+
+def _shape(*, tied: bool) -> TinyShape:
+    return TinyShape(hidden=64, layers=2, ffn=128, heads=2, max_length=MAX_LENGTH, tied=tied)
+
+
+def write_qwen(path: Path, *, seed: int) -> Path:
+    write_tiny_model(path, seed=seed, shape=_shape(tied=True))
+    return path
+
+
+def write_llama(path: Path, *, seed: int) -> Path:
+    """Another architecture: no norms on queries and keys, grouped key heads, an untied head."""
+    shape = _shape(tied=False)
+    write_tiny_model(path, seed=seed, shape=shape)
+    config = json.loads((path / "config.json").read_text())
+    for key in ("use_sliding_window", "sliding_window"):
+        del config[key]
+    config |= {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_key_value_heads": 1,
+        "mlp_bias": False,
+        "bos_token_id": 0,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    weights = path / "model.safetensors"
+    tensors = {}
+    for name, tensor in load_file(weights).items():
+        if "q_norm" in name or "k_norm" in name:
+            continue
+        one_head = "k_proj" in name or "v_proj" in name
+        tensors[name] = tensor[: shape.head_dim].copy() if one_head else tensor
+    save_file(tensors, weights, metadata={"format": "pt"})
+    return path

@@ -18,9 +18,13 @@ Floats = NDArray[np.float32]
 
 
 def load(path: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    """Load the weights in a folder, which must be those of the model, no more and no fewer."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not info["missing_keys"], info
+    assert not info["unexpected_keys"], info
+    return model.eval()
 
 
 def distributions(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
@@ -34,7 +38,8 @@ def target_logprobs(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
     return rows.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
-def logprobs(model: PreTrainedModel, tokens: list[list[int]]) -> list[Floats]:
+def plain_logprobs(model: PreTrainedModel, tokens: list[list[int]]) -> list[Floats]:
+    """Log-probabilities of tokens[1:], [length - 1] for each sequence."""
     with torch.no_grad():
         return [target_logprobs(model, sequence).numpy() for sequence in tokens]
 

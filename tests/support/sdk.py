@@ -1,0 +1,186 @@
+"""Talk to a gateway through the SDK: datums, training runs, samples, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+from numpy.typing import NDArray
+from tinker import SamplingClient, ServiceClient, TrainingClient, types
+
+from tests.support.stacks import VOCABULARY
+
+Floats = NDArray[np.float32]
+
+POLICY_LOSSES = ("importance_sampling", "ppo", "cispo")
+LOSSES = ("cross_entropy", *POLICY_LOSSES)
+START = "start"
+"""The checkpoint of a run's beginning."""
+TIMEOUT = 120.0
+SOON = 30.0
+"""Within which a refusal must come: far less than the SDK's five minutes of retries."""
+
+
+def sequences(count: int, *, seed: int, shortest: int = 4, longest: int = 24) -> list[list[int]]:
+    """Random token sequences of different lengths."""
+    random = np.random.default_rng(seed)
+    return [
+        random.integers(3, VOCABULARY, random.integers(shortest, longest + 1)).tolist()
+        for _ in range(count)
+    ]
+
+
+def datum(tokens: list[int], **inputs: Floats) -> types.Datum:
+    """Predict each token from those before; `inputs` are arrays [len(tokens) - 1]."""
+    targets = np.array(tokens[1:], dtype=np.int64)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData.from_numpy(targets),
+            **{name: types.TensorData.from_numpy(value) for name, value in inputs.items()},
+        },
+    )
+
+
+def supervised(tokens: list[int], *, weight: float = 1.0) -> types.Datum:
+    return datum(tokens, weights=np.full(len(tokens) - 1, weight, dtype=np.float32))
+
+
+def batch(
+    loss: str, tokens: list[list[int]], *, old: list[Floats], seed: int = 0
+) -> list[types.Datum]:
+    """Datums for any loss. `old` are the logprobs of the policy that is said to have sampled."""
+    if loss == "cross_entropy":
+        return [supervised(sequence, weight=0.5) for sequence in tokens]
+    random = np.random.default_rng(seed)
+    return [
+        datum(
+            sequence,
+            # About a fifth off, so that the ratio is clipped here and there.
+            logprobs=(logprobs + random.normal(0, 0.2, len(logprobs))).astype(np.float32),
+            advantages=random.normal(0, 1, len(logprobs)).astype(np.float32),
+        )
+        for sequence, logprobs in zip(tokens, old, strict=True)
+    ]
+
+
+# --- Training --------------------------------------------------------------------------------
+
+
+def start_runs(service: ServiceClient, *models: str) -> dict[str, TrainingClient]:
+    """Start a training run for each model, all at once, and save each one's beginning."""
+    futures = {name: service.create_lora_training_client(f"{name}:full") for name in models}
+    clients = {name: future.result(timeout=240) for name, future in futures.items()}
+    for saved in [client.save_state(START) for client in clients.values()]:
+        saved.result(timeout=60)
+    return clients
+
+
+def rewind(training: TrainingClient) -> TrainingClient:
+    """Return to the beginning, with an optimizer that has not stepped yet."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # deprecated, and still part of the SDK
+        training.load_state(f"tinker://{training.model_id}/weights/{START}").result(timeout=60)
+    return training
+
+
+def logprobs(training: TrainingClient, tokens: list[list[int]]) -> list[Floats]:
+    """The trainer's logprobs of tokens[1:], [length - 1] for each sequence; nothing is trained."""
+    future = training.forward([supervised(sequence) for sequence in tokens], "cross_entropy")
+    return outputs(future.result(timeout=120))
+
+
+def outputs(result: types.ForwardBackwardOutput) -> list[Floats]:
+    return [np.array(out["logprobs"].data, np.float32) for out in result.loss_fn_outputs]
+
+
+def adam(rate: float = 1e-2) -> types.AdamParams:
+    # With the usual eps, Adam's first step is the sign of the gradient: what two ways of adding
+    # up leave of a gradient that is zero would become a whole step. A larger eps is smooth.
+    return types.AdamParams(learning_rate=rate, beta1=0.9, beta2=0.99, eps=1e-3)
+
+
+def train(training: TrainingClient, *, seed: int, steps: int = 3, rate: float = 1e-2) -> None:
+    """Move the weights far enough that no test can take the old ones for the new."""
+    data = [supervised(tokens) for tokens in sequences(8, seed=seed)]
+    pending = []
+    for _ in range(steps):
+        pending += [
+            training.forward_backward(data, "cross_entropy"),
+            training.optim_step(types.AdamParams(learning_rate=rate)),
+        ]
+    for future in pending:
+        future.result(timeout=120)
+
+
+def largest_difference(left: list[Floats], right: list[Floats]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(left, right, strict=True))
+
+
+# --- Sampling --------------------------------------------------------------------------------
+
+
+def params(*, tokens: int = 8, seed: int | None = None, temperature: float = 1.0):
+    # An empty list of stops: the end-of-sequence token does not end a sample either.
+    return types.SamplingParams(max_tokens=tokens, seed=seed, temperature=temperature, stop=[])
+
+
+def sample(
+    sampler: SamplingClient, prompt: list[int], *, count: int = 1, **settings
+) -> list[types.SampledSequence]:
+    future = sampler.sample(
+        types.ModelInput.from_ints(prompt), num_samples=count, sampling_params=params(**settings)
+    )
+    return list(future.result(timeout=TIMEOUT).sequences)
+
+
+def prompt_logprobs(sampler: SamplingClient, tokens: list[list[int]]) -> list[Floats]:
+    """The sampler's logprobs of tokens[1:], in the form of `logprobs`."""
+    futures = [sampler.compute_logprobs(types.ModelInput.from_ints(each)) for each in tokens]
+    found = []
+    for future in futures:
+        answer = future.result(timeout=TIMEOUT)
+        assert answer[0] is None, "the first token has no logprob"
+        found.append(np.array(answer[1:], np.float32))
+    return found
+
+
+# --- Refusals --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """`status` is that of HTTP, or 200 for an accepted operation that failed."""
+
+    type: str
+    message: str
+    category: str
+    status: int
+
+
+def refusal(action: Callable[[], object]) -> Refusal:
+    """Run something of the SDK that must raise, and return what the client learned."""
+    with pytest.raises((tinker.RequestFailedError, tinker.APIStatusError)) as caught:
+        action()
+    error = caught.value
+    if isinstance(error, tinker.RequestFailedError):
+        # The SDK's own words come first; the sentence of the server is "type: what was wrong".
+        type_, _, message = error.message.partition("Request failed: ")[2].partition(": ")
+        return Refusal(type=type_, message=message, category=str(error.category), status=200)
+    return refusal_of(error.response)
+
+
+def refusal_of(answer: httpx.Response) -> Refusal:
+    body = answer.json()
+    assert 400 <= answer.status_code < 500, (answer.status_code, body)
+    return Refusal(
+        type=body["type"],
+        message=body["error"],
+        category=body["category"],
+        status=answer.status_code,
+    )
