@@ -1,7 +1,7 @@
-"""Every error that Tandem tells anybody about.
+"""The errors that Tandem reports to clients and between its processes.
 
     TandemError
-    ├── UserError (also a ValueError): the request was wrong; repeating it is useless
+    ├── UserError (also a ValueError): the request is wrong, and fails again if repeated
     │   ├── Unauthenticated         401
     │   │   └── TokenRefused        401
     │   ├── PermissionDenied        403
@@ -40,7 +40,7 @@
     │   ├── NameTaken
     │   ├── SampleCancelled
     │   └── SequenceGap
-    └── ServerError: the request was right; the platform failed it
+    └── ServerError: the request is valid, but was not carried out
         ├── WorkerStartFailed
         │   └── WorkerCrashed
         ├── WorkerDied
@@ -56,10 +56,11 @@
         ├── IllegalTransition
         └── InternalError
 
-An error crosses a process boundary as (type, message), where `type` is the snake-case name
-of its class, and `from_failure` makes the class out of it again. The status is what HTTP
-answers when a request is refused at once; an accepted operation that fails is answered with
-200 and `{"error", "category"}` instead (the SDK repeats 409, 429 and 5xx for five minutes).
+An error crosses a process boundary as (type, message), where `type` is the snake-case name of
+its class; `from_failure` turns the pair back into the class. The status (400 or 500 where the
+tree gives none) is the HTTP answer to a request that is refused at once. An accepted operation
+that fails is answered with 200 and `{"error", "category"}` instead, since the SDK retries 409,
+429 and 5xx for five minutes.
 """
 
 from __future__ import annotations
@@ -72,8 +73,7 @@ from tandem.v1 import common_pb2
 
 Category = Literal["user", "server"]
 
-_LONGEST_MESSAGE = 4000
-"""Characters."""
+_MAX_CHARACTERS = 4000
 
 
 def _snake(name: str) -> str:
@@ -81,7 +81,7 @@ def _snake(name: str) -> str:
 
 
 class TandemError(Exception):
-    """Something that a client is told.
+    """An error that is reported to a client.
 
     Literal example: `UnknownLoss("unknown loss 'pppo'; known: cispo, cross_entropy")`
     has `type == "unknown_loss"`, `category == "user"` and `status == 400`.
@@ -90,116 +90,134 @@ class TandemError(Exception):
     category: ClassVar[Category] = "server"
     status: ClassVar[int] = 500
     type: ClassVar[str] = "tandem_error"
+    _by_type: ClassVar[dict[str, type[TandemError]]] = {}
 
     def __init_subclass__(cls) -> None:
-        if "type" in cls.__dict__:  # it carries more, and is told as the error that it names
+        if "type" in cls.__dict__:  # a richer form of the error that it names, reported as that
             return
         cls.type = _snake(cls.__name__)
-        _BY_TYPE[cls.type] = cls
+        cls._by_type[cls.type] = cls
 
     @property
     def message(self) -> str:
-        """The sentence. Where it repeats what a client sent it is cut: no answer, log line or
-        row grows with a name of megabytes."""
+        """The sentence, truncated: it may quote what a client sent, which may be megabytes."""
         text = str(self.args[0]) if self.args else self.type
-        return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}…"
+        return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
 
     @property
     def details(self) -> Mapping[str, object]:
-        """What a refusal says beside its sentence, for programs."""
+        """Further fields of an HTTP answer, for programs."""
         return {}
 
     def to_failure(self) -> common_pb2.Failure:
+        """Return the form in which a worker puts the error into its reply."""
         return common_pb2.Failure(type=self.type, message=self.message)
 
 
-_BY_TYPE: dict[str, type[TandemError]] = {}
-
-
 def from_failure(failure: common_pb2.Failure) -> TandemError:
-    """The error that a worker put into its reply. An unknown type becomes `InternalError`."""
-    return _BY_TYPE.get(failure.type, InternalError)(failure.message)
+    """Return the error that a worker put into its reply."""
+    return from_type(failure.type, failure.message)
 
 
 def from_type(type_: str, message: str) -> TandemError:
-    """The error of a stored (type, message) pair."""
-    return _BY_TYPE.get(type_, InternalError)(message)
+    """Return the error of a (type, message) pair; an unknown type becomes `InternalError`."""
+    return TandemError._by_type.get(type_, InternalError)(message)
 
 
-# --- The request was wrong ---------------------------------------------------------------
+# --- The request is wrong ----------------------------------------------------------------
 
 
 class UserError(TandemError, ValueError):
+    """The request is wrong, and fails again if repeated."""
+
     category: ClassVar[Category] = "user"
     status: ClassVar[int] = 400
 
 
 class Unauthenticated(UserError):
+    """The request carries no valid key or token."""
+
     status = 401
 
 
 class TokenRefused(Unauthenticated):
-    """A token that has expired or was not signed here; the SDK gets itself a new one."""
+    """A token that has expired or was not signed here; the SDK then requests a new one."""
 
 
 class PermissionDenied(UserError):
-    """The key is good, and does not allow this."""
+    """The key is valid but does not allow the request."""
 
     status = 403
 
 
 class UnknownModel(UserError):
+    """There is no base model of this name."""
+
     status = 404
 
 
 class UnknownSession(UserError):
+    """There is no session of this id that the caller may see."""
+
     status = 404
 
 
 class UnknownRun(UserError):
+    """There is no training run of this id that the caller may see."""
+
     status = 404
 
 
 class UnknownSampler(UserError):
+    """There is no sampling session of this id that the caller may see."""
+
     status = 404
 
 
 class UnknownWeights(UserError):
+    """There is no checkpoint of this path that the caller may see."""
+
     status = 404
 
 
 class UnknownRequest(UserError):
+    """There is no request of this id that the caller may see."""
+
     status = 404
 
 
 class UnknownKey(UserError):
-    """An API key that is to be revoked, by its id."""
+    """There is no API key of this id."""
 
     status = 404
 
 
 class AddressForged(UserError):
-    """A download address that was not signed here, or was altered since."""
+    """A download address that was not signed here, or was altered."""
 
     status = 403
 
 
 class AddressExpired(UserError):
-    """A download address whose time is over."""
+    """A download address that has expired."""
 
     status = 410
 
 
 class SessionFinished(UserError):
+    """The session has ended and accepts no more requests."""
+
     status = 410
 
 
 class PayloadTooLarge(UserError):
+    """The body, decompressed, has more bytes than allowed."""
+
     status = 413
 
 
 class LimitExceeded(UserError):
-    """An owner has as much of something as is allowed, and waiting will not mend it.
+    """An owner has reached a limit, and waiting does not help.
 
     Literal example: `limit="runs", value=64, used=64`. Sizes in bytes.
     """
@@ -214,7 +232,7 @@ class LimitExceeded(UserError):
 
     @property
     def details(self) -> Mapping[str, object]:
-        if not self.limit:  # one that was read back from the log has its sentence alone
+        if not self.limit:  # read back from the journal, which keeps the sentence alone
             return {}
         return {"limit": self.limit, "limit_value": self.value, "used": self.used}
 
@@ -228,20 +246,20 @@ class MalformedPayload(InvalidRequest):
 
 
 class SdkTooOld(InvalidRequest):
-    """The client speaks a protocol that is gone, and has to be upgraded."""
+    """The client speaks a protocol that is no longer served, and has to be upgraded."""
 
 
 class UnsupportedInput(InvalidRequest):
-    """A well-formed input of a kind that this server does not take, such as an image."""
+    """A well-formed input of a kind that this server does not support, such as an image."""
 
 
 class StructuredOutputInvalid(InvalidRequest):
-    """A form for samples (regex, JSON schema, choice) that is wrong, too large, or that the
-    model's tokens cannot follow."""
+    """A regex, JSON schema or choice for samples that is invalid, too large, or that the model's
+    tokens cannot express."""
 
 
 class UnsuitableLora(InvalidRequest):
-    """A LoRA configuration that the model cannot have: its rank, or the layers named."""
+    """A LoRA configuration whose rank or layers the model does not support."""
 
 
 class CheckpointMismatch(InvalidRequest):
@@ -249,7 +267,7 @@ class CheckpointMismatch(InvalidRequest):
 
 
 class CustomLossInvalid(InvalidRequest):
-    """A traced loss that uses what the allow-list of operations does not have."""
+    """A traced loss that is malformed or uses an operation that is not allowed."""
 
 
 class EmptyBatch(UserError):
@@ -257,39 +275,39 @@ class EmptyBatch(UserError):
 
 
 class TokenOutOfVocabulary(UserError):
-    pass
+    """A token id that the model's vocabulary does not have."""
 
 
 class SequenceTooLong(UserError):
-    pass
+    """A sequence longer than the model's maximum."""
 
 
 class LossInputMissing(UserError):
-    pass
+    """A datum lacks an input of the loss."""
 
 
 class LossInputShape(UserError):
-    pass
+    """An input of the loss has the wrong shape or type."""
 
 
 class LossInputNotFinite(UserError):
-    pass
+    """An input of the loss holds NaN or infinity."""
 
 
 class UnknownLoss(UserError):
-    pass
+    """There is no loss of this name."""
 
 
 class UnknownLossSetting(UserError):
-    pass
+    """The loss has no setting of this name, or not this value."""
 
 
 class CustomLossFailed(UserError):
-    """A custom loss that could not be computed on the datums it was given."""
+    """A custom loss could not be computed on the datums that it was given."""
 
 
 class OptimizerSetting(UserError):
-    pass
+    """A setting of the optimizer is out of its range."""
 
 
 class NoGradients(UserError):
@@ -297,71 +315,76 @@ class NoGradients(UserError):
 
 
 class GradientsIncomplete(UserError):
-    """optim_step after a forward_backward that was refused."""
+    """optim_step after a forward_backward that failed."""
 
 
 class NameTaken(UserError):
-    """A checkpoint or model of this name exists. (Not 409: the SDK would repeat that.)"""
+    """A checkpoint or model of this name exists. (Not 409: the SDK would retry.)"""
 
 
 class SampleCancelled(UserError):
-    """A sample that its client has given up."""
+    """The client has cancelled the sample."""
 
 
 class SequenceGap(UserError):
-    """An operation waited too long for one with a smaller seq_id, which never came."""
+    """An operation waited too long for one with a smaller seq_id."""
 
 
-# --- The platform failed it --------------------------------------------------------------
+# --- The request is valid, but was not carried out ---------------------------------------
 
 
 class ServerError(TandemError):
+    """The request is valid, but was not carried out."""
+
     category: ClassVar[Category] = "server"
 
 
 class WorkerStartFailed(ServerError):
-    pass
+    """A worker, or the gateway itself, could not be started."""
 
 
 class WorkerCrashed(WorkerStartFailed):
-    """It started, and a fault in native code ended it before it was ready."""
+    """A fault in native code ended a worker before it was ready."""
 
 
 class WorkerDied(ServerError):
-    pass
+    """The worker that carried out the request has ended."""
 
 
 class OperationTimedOut(ServerError):
-    pass
+    """A worker did not answer in time."""
 
 
 class GatewayRestarted(ServerError):
-    pass
+    """The gateway was restarted and lost what the request needs."""
 
 
 class StorageFull(ServerError):
-    pass
+    """There is too little free disk space."""
 
 
 class PublishFailed(ServerError):
-    pass
+    """A weight version could not be published."""
 
 
 class LoadFailed(ServerError):
-    """A version could not be put into an engine; what served before goes on serving."""
+    """A weight version could not be loaded; the engine goes on serving the one before."""
 
 
 class CheckpointDamaged(ServerError):
-    pass
+    """Files of a checkpoint are missing or do not match their checksums."""
 
 
 class GradientsNotFinite(ServerError):
-    pass
+    """The gradients hold NaN or infinity; the step was not taken."""
 
 
 class Overloaded(ServerError):
-    """There is no room now, and there will be: `retry_after` in seconds, `position` the place
-    in the queue that the request would have had (0: it is not about a queue)."""
+    """A queue or another limit is full for now.
+
+    `retry_after` in seconds; `position` in the queue that the request would have had (0: no queue
+    is involved).
+    """
 
     status = 429
 
@@ -384,15 +407,14 @@ class Overloaded(ServerError):
 
 
 class RequestTimedOut(ServerError):
-    """A request whose body did not arrive in time. It may be sent again, which the SDK does
-    by itself."""
+    """The body of a request did not arrive in time. The SDK sends such a request again."""
 
     status = 408
 
 
 class IllegalTransition(ServerError):
-    pass
+    """A state machine was asked for a move that its state does not allow."""
 
 
 class InternalError(ServerError):
-    pass
+    """A defect: details are in the log of the gateway or the worker."""
