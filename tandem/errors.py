@@ -205,7 +205,7 @@ class AddressExpired(UserError):
 
 
 class SessionFinished(UserError):
-    """The session has ended and accepts no more requests."""
+    """The session or the training run has ended."""
 
     status = 410
 
@@ -356,7 +356,7 @@ class OperationTimedOut(ServerError):
 
 
 class GatewayRestarted(ServerError):
-    """The gateway was restarted and lost what the request needs."""
+    """A restart or the shutdown of the gateway ended the request."""
 
 
 class StorageFull(ServerError):

@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 class TrainerSettings(BaseSettings):
-    """How trainers run. Environment: `TANDEM_TRAINER_*`."""
+    """Settings of trainers. Environment: `TANDEM_TRAINER_*`."""
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_TRAINER_")
 
@@ -24,16 +24,16 @@ class TrainerSettings(BaseSettings):
     lanes: int = Field(
         0,
         ge=0,
-        description="Micro-batches that a single CPU rank computes side by side, each with "
-        "gradients of its own; 0 = 2, or 1 with one thread.",
+        description="Micro-batches that a single CPU rank computes in parallel, each with its own "
+        "gradients; 0 = 2, or 1 with one thread.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Compute type. auto: bfloat16 on a GPU, float32 on a CPU."
     )
     packing: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Sequences one after the other in a row, instead of padded ones; where a "
-        "model allows it. auto: on a CPU.",
+        description="Concatenate sequences into rows instead of padding them, where the model "
+        "allows it. auto: on a CPU.",
     )
     micro_batch_tokens: int = Field(
         0, ge=0, description="Tokens per forward pass; 0 = 2048 on a CPU, else 16384."
@@ -46,7 +46,7 @@ class TrainerSettings(BaseSettings):
 
 
 class SamplerSettings(BaseSettings):
-    """How samplers run. Environment: `TANDEM_SAMPLER_*`."""
+    """Settings of samplers. Environment: `TANDEM_SAMPLER_*`."""
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_SAMPLER_")
 
@@ -65,68 +65,66 @@ class SamplerSettings(BaseSettings):
         0,
         ge=0,
         le=512,
-        description="The largest rank of adapters served; 0: no adapters. The "
-        "gateway sets it for the samplers of LoRA runs.",
+        description="Largest rank of the adapters served; 0: no adapters. The gateway sets it "
+        "for the samplers of LoRA runs.",
     )
     max_adapters: int = Field(
-        4, ge=1, description="Adapters that one engine computes with at once; it holds more."
+        4, ge=1, description="Adapters in one batch of an engine, which keeps more loaded."
     )
     version_patience: float = Field(
-        2.0, gt=0, description="How long a waiting version lets others go before it."
+        2.0,
+        gt=0,
+        description="How long requests for the loaded version may overtake others.",
     )
     operation_timeout: float = Field(1800.0, gt=0)
 
 
 class LimitSettings(BaseSettings):
-    """What one owner may have at once, and all owners together. Environment: `TANDEM_LIMIT_*`.
+    """What an owner, and all owners together, may hold at once. Environment: `TANDEM_LIMIT_*`.
 
-    The meaning of each, and how it is answered, is in `docs/limits.md`.
+    The number at the end is the status of a request beyond the limit; see `docs/limits.md`.
     """
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_LIMIT_")
 
-    sessions: int = Field(2000, ge=1, description="Active sessions of an owner; then 403.")
+    sessions: int = Field(2000, ge=1, description="Active sessions of an owner; 403.")
     runs: int = Field(128, ge=1, description="Training runs of an owner that have not ended; 403.")
-    samplers: int = Field(128, ge=1, description="Sampler engines of an owner; then 403.")
+    samplers: int = Field(128, ge=1, description="Sampler engines of an owner; 403.")
     sampling_sessions: int = Field(
-        10_000, ge=1, description="Active sampling sessions of an owner; then 403."
+        10_000, ge=1, description="Active sampling sessions of an owner; 403."
     )
     custom_losses: int = Field(
-        1024, ge=1, description="Custom losses in an owner's active sessions; then 403."
+        1024, ge=1, description="Custom losses in an owner's active sessions; 403."
     )
     checkpoint_bytes: int = Field(
-        2**40, ge=0, description="Checkpoints of an owner together, the new one included; 403."
+        2**40, ge=0, description="All checkpoints of an owner, the new one included; 403."
     )
     queued_operations: int = Field(
-        16_384, ge=1, description="Operations of an owner that have not ended; then 429."
+        16_384, ge=1, description="Unfinished operations of an owner; 429."
     )
-    queued_operations_in_all: int = Field(65_536, ge=1, description="Of all owners; then 429.")
+    queued_operations_in_all: int = Field(65_536, ge=1, description="The same of all owners; 429.")
     queued_bytes: int = Field(
-        2 * 2**30, ge=1, description="Payloads of an owner's queued operations, on disk; 429."
+        2 * 2**30, ge=1, description="Payloads on disk of an owner's queued operations; 429."
     )
-    queued_bytes_in_all: int = Field(8 * 2**30, ge=1, description="Of all owners; then 429.")
-    waiting_samples: int = Field(
-        16_384, ge=1, description="Samples of an owner that have not ended; then 429."
-    )
-    waiting_samples_in_all: int = Field(32_768, ge=1, description="Of all owners; then 429.")
+    queued_bytes_in_all: int = Field(8 * 2**30, ge=1, description="The same of all owners; 429.")
+    waiting_samples: int = Field(16_384, ge=1, description="Unfinished samples of an owner; 429.")
+    waiting_samples_in_all: int = Field(32_768, ge=1, description="The same of all owners; 429.")
     held_bytes: int = Field(
-        256 * 2**20, ge=1, description="Requests of an owner that wait in memory; then 429."
+        256 * 2**20, ge=1, description="Queued requests of an owner in memory; 429."
     )
-    held_bytes_in_all: int = Field(2**30, ge=1, description="Of all owners; then 429.")
+    held_bytes_in_all: int = Field(2**30, ge=1, description="The same of all owners; 429.")
     body_bytes: int = Field(
-        256 * 2**20, ge=1, description="Bodies of an owner that are being received; then 429."
+        256 * 2**20, ge=1, description="Request bodies of an owner being received; 429."
     )
-    body_bytes_in_all: int = Field(2**30, ge=1, description="Of all owners; then 429.")
-    requests: int = Field(
-        8192, ge=1, description="Requests of an owner that are being answered; then 429."
-    )
+    body_bytes_in_all: int = Field(2**30, ge=1, description="The same of all owners; 429.")
+    requests: int = Field(8192, ge=1, description="Open requests of an owner; 429.")
     result_bytes: int = Field(
-        64 * 2**20, ge=0, description="Results of an owner in memory; older ones go to the disk."
+        64 * 2**20, ge=0, description="Results of an owner in memory; older ones move to disk."
     )
     results: int = Field(
         65_536,
         ge=1,
-        description="Sample results of an owner that nobody fetched; the oldest are given up.",
+        description="Unfetched sample results of an owner; the oldest are dropped.",
     )
 
 
@@ -136,51 +134,47 @@ class OpenAISettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TANDEM_OPENAI_")
 
     idle_ttl: float = Field(
-        900.0, gt=0, description="An owner's engines for /v1 end when unused for this long."
+        900.0, gt=0, description="An owner's engines for /v1 stop when unused for this long."
     )
     start_timeout: float = Field(
-        240.0, gt=0, description="How long a request waits for an engine to start; then 503."
+        240.0, gt=0, description="Longest wait for an engine to start; then 503."
     )
     request_timeout: float = Field(
-        1800.0, gt=0, description="How long a request may take altogether; then 504."
+        1800.0, gt=0, description="Longest duration of a request; then 504."
     )
-    max_choices: int = Field(
-        1024, ge=1, description="Prompts times choices of one request; then 400."
-    )
+    max_choices: int = Field(1024, ge=1, description="Prompts times choices of one request; 400.")
 
 
 class HttpSettings(BaseSettings):
-    """Connections and how long each part of a request may take. Environment: `TANDEM_HTTP_*`."""
+    """Connections and the deadlines of a request's parts. Environment: `TANDEM_HTTP_*`."""
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_HTTP_")
 
-    max_connections: int = Field(8192, ge=1, description="Open at once; more are told 429.")
+    max_connections: int = Field(8192, ge=1, description="Open connections; further ones get 429.")
     max_header_bytes: int = Field(
-        64 * 2**10, ge=1024, description="Request line and headers; then 431."
+        64 * 2**10, ge=1024, description="Size of request line and headers; 431."
     )
     header_timeout: float = Field(
-        20.0, gt=0, description="For the headers of a request to arrive; then 408."
+        20.0, gt=0, description="Deadline for the headers of a request; 408."
     )
-    body_gap_timeout: float = Field(
-        30.0, gt=0, description="Between two pieces of a body; then 408."
-    )
-    body_timeout: float = Field(300.0, gt=0, description="For a whole body to arrive; then 408.")
-    keep_alive: int = Field(75, ge=1, description="An idle connection is closed after.")
+    body_gap_timeout: float = Field(30.0, gt=0, description="Longest pause within a body; 408.")
+    body_timeout: float = Field(300.0, gt=0, description="Deadline for a whole body; 408.")
+    keep_alive: int = Field(75, ge=1, description="Idle connections are closed after this long.")
     write_timeout: float = Field(
         60.0,
         gt=0,
-        description="A client that takes nothing of an answer for this long is cut off.",
+        description="A client that reads nothing of its answer for this long is disconnected.",
     )
     linger: float = Field(
         10.0,
         gt=0,
-        description="How long the rest of a refused body is thrown away before the connection "
-        "is closed, so that the client sees the answer.",
+        description="How long the rest of a refused body is discarded before the connection is "
+        "closed, so that the client can read the answer.",
     )
 
 
 class GatewaySettings(BaseSettings):
-    """The gateway itself. Environment: `TANDEM_*`."""
+    """Settings of the gateway. Environment: `TANDEM_*`."""
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_")
 
@@ -188,46 +182,44 @@ class GatewaySettings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="0 = any free port.")
     public_url: str = Field(
         "",
-        description="Where clients reach the gateway, for the addresses that it hands out; "
-        "empty: where the one who asks has reached it.",
+        description="The base of the addresses that the gateway hands out; empty: the one that "
+        "the request came to.",
     )
     data_dir: Path = Path(".tandem")
     database_url: str = Field("", description="Empty: SQLite under data_dir.")
-    api_key: str = Field("", description="Empty: one is made and kept under data_dir.", repr=False)
+    api_key: str = Field("", description="Empty: generated, kept in data_dir.", repr=False)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    session_ttl: float = Field(60.0, gt=0, description="A session without heartbeat ends after.")
+    session_ttl: float = Field(60.0, gt=0, description="Sessions without heartbeats end.")
     reaper_interval: float = Field(2.0, gt=0)
-    long_poll: float = Field(30.0, gt=0, le=40, description="How long retrieve_future holds on.")
-    result_ttl: float = Field(3600.0, gt=0, description="How long an unfetched result is kept.")
+    long_poll: float = Field(30.0, gt=0, le=40, description="Longest wait of retrieve_future.")
+    result_ttl: float = Field(3600.0, gt=0, description="Unfetched results are kept for this long.")
     sequence_gap_timeout: float = Field(
-        60.0, gt=0, description="How long an operation waits for one with a smaller seq_id."
+        60.0, gt=0, description="Longest wait of an operation for one with a smaller seq_id."
     )
-    launcher: str = Field("process", description="What starts workers; process: this machine.")
+    launcher: str = Field("process", description="How workers run; process: on this machine.")
     worker_start_timeout: float = Field(300.0, gt=0)
     worker_stop_timeout: float = Field(10.0, gt=0)
     compress_payloads: bool = Field(
-        False, description="Ask clients to compress (zstd) the batches that they send."
+        False, description="Ask clients to compress their batches (zstd)."
     )
     max_payload_bytes: int = Field(
-        64 * 2**20, ge=1, description="Body of one request, decompressed; then 413."
+        64 * 2**20, ge=1, description="Body of one request, decompressed; 413."
     )
-    max_queued_operations: int = Field(4096, ge=1, description="Per run; then 429.")
-    max_waiting_samples: int = Field(8192, ge=1, description="Per sampler; then 429.")
+    max_queued_operations: int = Field(4096, ge=1, description="Per run; 429.")
+    max_waiting_samples: int = Field(8192, ge=1, description="Per sampler; 429.")
     dispatch_window: int = Field(4, ge=1, description="Operations sent ahead to a trainer.")
     sampler_idle_ttl: float = Field(
-        3600.0, gt=0, description="An ephemeral sampling session unused for this long ends."
+        3600.0, gt=0, description="Ephemeral sampling sessions end when unused for this long."
     )
-    token_ttl: float = Field(
-        3600.0, ge=120, description="How long a token that was exchanged for a key is good."
-    )
+    token_ttl: float = Field(3600.0, ge=120, description="Lifetime of a token issued for a key.")
     trace_ttl: float = Field(
-        3600.0, gt=0, description="How long an exported trace and its address are good."
+        3600.0, gt=0, description="Lifetime of an exported trace and its address."
     )
     audit_ttl: float = Field(
-        400 * 86_400.0, gt=0, description="How long a row of the audit log is kept."
+        400 * 86_400.0, gt=0, description="Rows of the audit log are kept for this long."
     )
-    min_free_bytes: int = Field(64 * 2**20, ge=0, description="Below: publish says storage_full.")
+    min_free_bytes: int = Field(64 * 2**20, ge=0, description="With less free, publishing fails.")
 
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     sampler: SamplerSettings = Field(default_factory=SamplerSettings)

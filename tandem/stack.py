@@ -1,6 +1,6 @@
-"""Starts a gateway as a process, waits until it answers, and stops it again.
+"""A gateway as a child process: start it, wait until it answers, stop it.
 
-`tandem up`, `tandem demo`, the tests and the benchmarks all start the stack through here.
+`tandem up`, `tandem demo`, the tests and the benchmarks start the stack through this module.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Endpoint(BaseModel):
 
 
 def read_endpoint(data_dir: Path) -> Endpoint | None:
-    """The gateway that uses this data directory, if one says so and its process exists."""
+    """Return the endpoint that a running gateway has announced in this data directory, if any."""
     try:
         endpoint = Endpoint.model_validate_json((data_dir / ENDPOINT_NAME).read_bytes())
         os.kill(endpoint.pid, 0)
@@ -44,11 +44,11 @@ def read_endpoint(data_dir: Path) -> Endpoint | None:
 
 
 class Stack:
-    """A gateway of our own, as a context manager.
+    """A gateway that lives as long as this context manager.
 
     `settings` are `TANDEM_*` variables without the prefix, in lower case:
     `Stack(data_dir=Path(".tandem"), settings={"port": "0", "trainer_ranks": "2"})`.
-    The gateway dies with this process, in whatever way that ends.
+    The gateway ends with this process, however that ends.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Stack:
         return self._process
 
     def client(self, *, timeout: float = 60.0) -> httpx.Client:
-        """A client of the gateway's own API, with the key in place."""
+        """Return a client of the gateway's own API that sends the key."""
         return httpx.Client(
             base_url=f"{self.endpoint.url}/api/tandem/v1/",
             headers={"X-API-Key": self.endpoint.api_key},
@@ -86,7 +86,7 @@ class Stack:
         )
 
     def add_model(self, *, name: str, path: Path) -> None:
-        """Registers a base model with the gateway."""
+        """Register a base model with the gateway."""
         with self.client() as client:
             answer = client.post("models", json={"name": name, "path": str(path.resolve())})
             if answer.is_error:
@@ -121,13 +121,13 @@ class Stack:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is ours to pass on, once
+                start_new_session=True,  # so that Ctrl-C reaches it once, through stop()
                 preexec_fn=die_with_parent,
             )
         deadline = time.monotonic() + self._start_timeout
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                raise WorkerStartFailed(f"the gateway did not start: {self._last_words()}")
+                raise WorkerStartFailed(f"the gateway did not start: {self._last_log_line()}")
             endpoint = read_endpoint(self.data_dir)
             if endpoint is not None and endpoint.pid == self._process.pid and answers(endpoint):
                 self._endpoint = endpoint
@@ -137,12 +137,12 @@ class Stack:
             f"the gateway did not answer within {self._start_timeout:.0f} s; see {self.log_path}"
         )
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         lines = self.log_path.read_text(errors="replace").strip().splitlines()
-        return f"{lines[-1] if lines else 'it said nothing'} (log: {self.log_path})"
+        return f"{lines[-1] if lines else 'its log is empty'} (log: {self.log_path})"
 
     def stop(self) -> None:
-        """Ends the gateway and, through it, every worker. May be called twice."""
+        """Stop the gateway and, through it, every worker. Idempotent."""
         process = self._process
         if process is None:
             return
@@ -162,7 +162,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def answers(endpoint: Endpoint) -> bool:
-    """Whether the gateway's health route says that it is well."""
+    """Return whether the gateway's health route answers with success."""
     try:
         return httpx.get(f"{endpoint.url}/api/v1/healthz", timeout=5).is_success
     except httpx.HTTPError:

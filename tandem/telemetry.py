@@ -1,4 +1,4 @@
-"""Structured logs and metrics, the same in the gateway, the trainer and the sampler.
+"""Structured logs and metrics, alike in the gateway, the trainer and the sampler.
 
 A log line is one JSON object: `{"event": "published", "level": "info", "timestamp": …,
 "service": "trainer", "session_id": …, "run_id": …, "request_id": …, …}`. Metrics carry the
@@ -27,8 +27,10 @@ _CREDENTIAL = re.compile(
 
 
 def without_credentials(text: str) -> str:
-    """The text with what looks like a key or a token taken out: people put them into the wrong
-    places, such as a path, and from there they must not get into logs."""
+    """Return the text without what looks like a key or a token.
+
+    People put them into the wrong places, such as a path, from where they must not reach logs.
+    """
     return _CREDENTIAL.sub("(credential)", text)
 
 
@@ -36,8 +38,8 @@ def _dumps(value: object, **_: object) -> str:
     return without_credentials(orjson.dumps(value, default=str).decode())
 
 
-class _Forgiving:
-    """A stream that drops what cannot be written: a full disk costs log lines, not operations."""
+class _LossyStream:
+    """Drops what cannot be written: a full disk costs log lines, not operations."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -45,7 +47,7 @@ class _Forgiving:
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
-        except OSError:  # there is no other place left to tell of it
+        except OSError:  # there is nowhere left to report it
             return len(text)
 
     def flush(self) -> None:
@@ -56,8 +58,8 @@ class _Forgiving:
 
 
 def configure_logging(*, service: str, level: str = "info", stream: TextIO | None = None) -> None:
-    """Sends our logs, and those of libraries from warnings on, to `stream` as JSON lines."""
-    stream = cast(TextIO, _Forgiving(stream if stream is not None else sys.stderr))
+    """Send our logs, and the warnings and errors of libraries, to `stream` as JSON lines."""
+    stream = cast(TextIO, _LossyStream(stream if stream is not None else sys.stderr))
     number = logging.getLevelNamesMapping()[level.upper()]
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -91,17 +93,18 @@ def configure_logging(*, service: str, level: str = "info", stream: TextIO | Non
 
 
 def get_log(**bound: object) -> Log:
+    """Return a logger whose lines carry the given ids."""
     return cast(Log, structlog.get_logger(**bound))
 
 
 @contextmanager
 def log_context(**values: object) -> Iterator[None]:
-    """Adds ids to every log line written inside."""
+    """Add ids to every log line written inside."""
     with structlog.contextvars.bound_contextvars(**values):
         yield
 
 
 def serve_metrics(registry: CollectorRegistry, *, host: str = "127.0.0.1") -> int:
-    """Serves /metrics from a thread on a free port, which is returned."""
+    """Serve /metrics from a thread on a free port; return the port."""
     server, _thread = start_http_server(0, addr=host, registry=registry)
     return int(server.server_port)
