@@ -90,13 +90,12 @@ class TandemError(Exception):
     category: ClassVar[Category] = "server"
     status: ClassVar[int] = 500
     type: ClassVar[str] = "tandem_error"
-    _by_type: ClassVar[dict[str, type[TandemError]]] = {}
 
     def __init_subclass__(cls) -> None:
         if "type" in cls.__dict__:  # a richer form of the error that it names, reported as that
             return
         cls.type = _snake(cls.__name__)
-        cls._by_type[cls.type] = cls
+        _BY_TYPE[cls.type] = cls
 
     @property
     def message(self) -> str:
@@ -114,6 +113,10 @@ class TandemError(Exception):
         return common_pb2.Failure(type=self.type, message=self.message)
 
 
+_BY_TYPE: dict[str, type[TandemError]] = {}
+"""Every error class by its type, filled as the classes below are made."""
+
+
 def from_failure(failure: common_pb2.Failure) -> TandemError:
     """Return the error that a worker put into its reply."""
     return from_type(failure.type, failure.message)
@@ -121,7 +124,7 @@ def from_failure(failure: common_pb2.Failure) -> TandemError:
 
 def from_type(type_: str, message: str) -> TandemError:
     """Return the error of a (type, message) pair; an unknown type becomes `InternalError`."""
-    return TandemError._by_type.get(type_, InternalError)(message)
+    return _BY_TYPE.get(type_, InternalError)(message)
 
 
 # --- The request is wrong ----------------------------------------------------------------
