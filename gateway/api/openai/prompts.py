@@ -177,31 +177,24 @@ def _message(message: Json, *, at: int) -> Json:
 
 def _text(content: object, *, at: int) -> str:
     """Join the parts of a content, one per line."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
+    if content is None or isinstance(content, str):
+        return content or ""
     if not isinstance(content, list):
         raise InvalidField(
             f"messages.{at}.content is neither a text nor a list of parts", param="messages"
         )
-    return "\n".join(_part(part, at=at) for part in content)
-
-
-def _part(part: object, *, at: int) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or kind != "text":
-        raise UnsupportedInput(
-            f"messages.{at} has a part of type {str(kind)[:40]!r}; this server takes only text"
-        )
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise InvalidField(
-            f"messages.{at} has a part of type text without a text", param="messages"
-        )
-    return text
+    texts: list[str] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if kind == "text" else part
+        if not isinstance(text, str):
+            if kind == "text":
+                raise InvalidField(f"messages.{at} has a text part without text", param="messages")
+            raise UnsupportedInput(
+                f"messages.{at} has a part of type {str(kind)[:40]!r}; this server takes only text"
+            )
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _tool_call(call: object, *, at: int) -> Json:
@@ -224,46 +217,45 @@ def _tool_call(call: object, *, at: int) -> Json:
 
 # --- Structured output ---------------------------------------------------------------------
 
-_STRUCTURES = ("regex", "json", "choice", "json_object")
+_STRUCTURES = {
+    "regex": "a text",
+    "json": "a JSON schema",
+    "choice": "a list of texts",
+    "json_object": "true",
+}
+"""The forms of vLLM's `structured_outputs`, and what their values must be."""
 
 
 def structured_output(request: SamplingFields) -> sampler_pb2.StructuredOutput | None:
     """Return the form that samples must have: OpenAI's `response_format`, or vLLM's names for the
     same; None for free text. The sampler checks the form itself. Raises `InvalidField`."""
-    asked: list[tuple[str, sampler_pb2.StructuredOutput]] = []
+    asked: list[tuple[str, str, object]] = []
     if request.response_format is not None:
-        structure = _response_format(request.response_format)
-        if structure is not None:
-            asked.append(("response_format", structure))
+        asked += _response_format(request.response_format)
     guided: Json = {
         "json": request.guided_json,
         "regex": request.guided_regex,
         "choice": request.guided_choice,
     }
-    for kind, value in guided.items():
-        if value is not None:
-            asked.append((f"guided_{kind}", _structure(kind, value, param=f"guided_{kind}")))
+    asked += [
+        (f"guided_{kind}", kind, value) for kind, value in guided.items() if value is not None
+    ]
     for kind, value in (request.structured_outputs or {}).items():
-        param = f"structured_outputs.{kind}"[:100]
-        if value is None or value is False:
-            continue
-        if kind not in _STRUCTURES:
-            raise InvalidField(
-                f"{param} is not offered; known: {', '.join(_STRUCTURES)}", param=param
-            )
-        asked.append((param, _structure(kind, value, param=param)))
+        if value is not None and value is not False:
+            asked.append((f"structured_outputs.{kind}"[:100], kind, value))
+    structures = [_structure(kind, value, param=param) for param, kind, value in asked]
     if len(asked) > 1:
-        names = " and ".join(name for name, _ in asked)
+        names = " and ".join(param for param, _kind, _value in asked)
         raise InvalidField(f"a sample can have one form; given: {names}", param=asked[1][0])
-    return asked[0][1] if asked else None
+    return structures[0] if structures else None
 
 
-def _response_format(value: Json) -> sampler_pb2.StructuredOutput | None:
+def _response_format(value: Json) -> list[tuple[str, str, object]]:
     match value.get("type"):
         case "text":
-            return None
+            return []
         case "json_object":
-            return sampler_pb2.StructuredOutput(json_object=True)
+            return [("response_format", "json_object", True)]
         case "json_schema":
             described = value.get("json_schema")
             schema = described.get("schema") if isinstance(described, dict) else None
@@ -271,7 +263,7 @@ def _response_format(value: Json) -> sampler_pb2.StructuredOutput | None:
                 raise InvalidField(
                     "response_format has no json_schema.schema", param="response_format"
                 )
-            return _structure("json", schema, param="response_format")
+            return [("response_format", "json", schema)]
         case other:
             raise InvalidField(
                 f"response_format has the type {str(other)[:100]!r}; known: text, json_object, "
@@ -281,17 +273,19 @@ def _response_format(value: Json) -> sampler_pb2.StructuredOutput | None:
 
 
 def _structure(kind: str, value: object, *, param: str) -> sampler_pb2.StructuredOutput:
-    if kind == "json_object":
-        return sampler_pb2.StructuredOutput(json_object=True)
-    if kind == "regex" and isinstance(value, str):
-        return sampler_pb2.StructuredOutput(regex=value)
-    if kind == "json" and isinstance(value, dict | bool):
-        return sampler_pb2.StructuredOutput(json_schema=json.dumps(value, ensure_ascii=False))
-    if kind == "json" and isinstance(value, str):
-        return sampler_pb2.StructuredOutput(json_schema=value)
-    if kind == "choice" and isinstance(value, list) and all(isinstance(v, str) for v in value):
-        return sampler_pb2.StructuredOutput(
-            choice=sampler_pb2.StructuredOutput.Choices(choices=value)
-        )
-    expected = {"regex": "a text", "json": "a JSON schema", "choice": "a list of texts"}[kind]
-    raise InvalidField(f"{param} must be {expected}", param=param)
+    match kind, value:
+        case "json_object", _:
+            return sampler_pb2.StructuredOutput(json_object=True)
+        case "regex", str():
+            return sampler_pb2.StructuredOutput(regex=value)
+        case "json", str():
+            return sampler_pb2.StructuredOutput(json_schema=value)
+        case "json", dict() | bool():
+            return sampler_pb2.StructuredOutput(json_schema=json.dumps(value, ensure_ascii=False))
+        case "choice", list() if all(isinstance(text, str) for text in value):
+            choices = sampler_pb2.StructuredOutput.Choices(choices=value)
+            return sampler_pb2.StructuredOutput(choice=choices)
+    if kind not in _STRUCTURES:
+        known = ", ".join(_STRUCTURES)
+        raise InvalidField(f"{param} is not offered; known: {known}", param=param)
+    raise InvalidField(f"{param} must be {_STRUCTURES[kind]}", param=param)

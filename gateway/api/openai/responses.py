@@ -8,16 +8,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from gateway.api.openai.detokenizer import Detokenizer, StopCutter
 from gateway.api.openai.prompts import Prompt, StopConditions
 from gateway.api.openai.schemas import FinishReason, Json, SamplingFields
-from gateway.api.openai.tokenizer import ModelTokenizer
+from gateway.api.openai.tokenizer import Detokenizer, ModelTokenizer, StopCutter
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
+
+Stage = Literal["whole", "opening", "part"]
+"""What of a choice is written: all of it, or a part of a stream."""
 
 Alternatives = Sequence[tuple[int, float]]
 """Tokens that could stand at one position, with their logprobs, likeliest first."""
@@ -69,14 +71,10 @@ class SampledTokens:
         )
 
 
-_NO_TOKENS = SampledTokens(ids=[], logprobs=[])
-
-
 class Choice:
-    """One choice: turns its tokens into text as they arrive.
-
-    The text may lag behind the tokens. Stop tokens and stop strings are among the tokens and
-    not in the text (with `include_stop_str_in_output`, in both).
+    """One choice, whose tokens become text as they arrive: `new_text` is what the last ones added,
+    and may lag behind them. Stop tokens and stop strings are among the tokens, and are not in the
+    text unless `include_stop_str_in_output` is set. `text_offset` is for logprobs, in characters.
     """
 
     def __init__(
@@ -90,6 +88,7 @@ class Choice:
     ) -> None:
         self.index = index
         self.prompt = prompt
+        self.new_text = ""
         self.token_count = 0
         self.text_offset = 0
         self.finish: FinishReason | None = None
@@ -102,15 +101,13 @@ class Choice:
             skip_special_tokens=request.skip_special_tokens,
         )
 
-    def add(self, tokens: SampledTokens) -> str:
-        """Return the text that these tokens add."""
+    def add(self, tokens: SampledTokens) -> None:
         self.token_count += len(tokens.ids)
         spoken = [token for token in tokens.ids if token not in self._silent]
-        text = self._cutter.push(self._detokenizer.push(spoken))
+        self.new_text = self._cutter.push(self._detokenizer.push(spoken))
         if tokens.finish is not None:
-            text += self._cutter.push(self._detokenizer.finish()) + self._cutter.finish()
+            self.new_text += self._cutter.push(self._detokenizer.finish()) + self._cutter.finish()
             self.finish = "stop" if self._cutter.stopped else tokens.finish
-        return text
 
 
 class ResponseBuilder(ABC):
@@ -149,110 +146,98 @@ class ResponseBuilder(ABC):
 
     def response(self, samples: Sequence[tinker_pb2.SampleResponse]) -> Json:
         """Return the whole response; `samples` are in the order of the prompts."""
-        written = []
-        for prompt, response in enumerate(samples):
-            for choice, sequence in self._sequences(response, prompt=prompt):
-                tokens = self._wanted(SampledTokens.of_sequence(sequence))
-                text = choice.add(tokens)
-                written.append(self._whole(choice, tokens, text, response))
-        return {
-            **self._heading,
-            "object": self.object_name,
-            "choices": written,
-            "usage": self._usage(),
-        }
+        written = [
+            self._write(choice, SampledTokens.of_sequence(sequence), "whole", sample)
+            for prompt, sample in enumerate(samples)
+            for choice, sequence in self._sequences(sample, prompt=prompt)
+        ]
+        content = {**self._heading, "object": self.object_name, "choices": written}
+        return {**content, "usage": self._usage()}
 
     def opening(self) -> list[Json]:
         """Return the parts that begin the choices of a stream, before any token is sampled."""
-        openings = (self._opening(choice) for choice in self._choices)
-        return [self._chunk(opening) for opening in openings if opening is not None]
+        if not self._has_opening:
+            return []
+        nothing = SampledTokens(ids=[], logprobs=[])
+        return [self._chunk(self._write(choice, nothing, "opening")) for choice in self._choices]
 
     def delta(self, delta: sampler_pb2.SampleDelta, *, prompt: int) -> list[Json]:
         """Return the parts for new tokens of a sample of the prompt with this index."""
         choice = self._choices[prompt * self._n + delta.index]
-        return self._chunks(choice, SampledTokens.of_delta(delta))
+        return self._parts(choice, SampledTokens.of_delta(delta))
 
-    def remainder(self, response: tinker_pb2.SampleResponse, *, prompt: int) -> list[Json]:
+    def remainder(self, sample: tinker_pb2.SampleResponse, *, prompt: int) -> list[Json]:
         """Return the parts for the tokens of a prompt's samples that no delta carried."""
-        chunks: list[Json] = []
-        for choice, sequence in self._sequences(response, prompt=prompt):
-            if choice.finish is None:
-                tokens = SampledTokens.of_sequence(sequence).after(choice.token_count)
-                chunks += self._chunks(choice, tokens)
-        return chunks
+        return [
+            part
+            for choice, sequence in self._sequences(sample, prompt=prompt)
+            if choice.finish is None
+            for part in self._parts(
+                choice, SampledTokens.of_sequence(sequence).after(choice.token_count)
+            )
+        ]
 
     def closing(self) -> list[Json]:
         """Return the last part of a stream: the usage, if it is wanted."""
         return [{**self._chunk(), "usage": self._usage()}] if self._request.wants_usage else []
 
+    @property
     @abstractmethod
-    def _opening(self, choice: Choice) -> Json | None: ...
+    def _has_opening(self) -> bool: ...
 
     @abstractmethod
-    def _part(self, choice: Choice, tokens: SampledTokens, text: str) -> Json: ...
+    def _content(self, choice: Choice, stage: Stage) -> Json:
+        """Return the field that holds the new text."""
 
     @abstractmethod
-    def _whole(
-        self,
-        choice: Choice,
-        tokens: SampledTokens,
-        text: str,
-        response: tinker_pb2.SampleResponse,
-    ) -> Json: ...
+    def _logprobs(
+        self, choice: Choice, tokens: SampledTokens, sample: tinker_pb2.SampleResponse | None
+    ) -> Json:
+        """Return the logprobs of the next tokens of a choice; `sample`: of a whole response."""
 
     def _sequences(
-        self, response: tinker_pb2.SampleResponse, *, prompt: int
+        self, sample: tinker_pb2.SampleResponse, *, prompt: int
     ) -> Iterator[tuple[Choice, tinker_pb2.SampledSequence]]:
         """Yield the choices of a prompt with their whole samples, and count the usage."""
-        self._cached_tokens += response.prompt_cache_hit_tokens
+        self._cached_tokens += sample.prompt_cache_hit_tokens
         if self._request.max_tokens != 0:
-            self._completion_tokens += sum(len(s.tokens) // 4 for s in response.sequences)
+            self._completion_tokens += sum(len(s.tokens) // 4 for s in sample.sequences)
         choices = self._choices[prompt * self._n : (prompt + 1) * self._n]
-        yield from zip(choices, response.sequences, strict=True)
+        yield from zip(choices, sample.sequences, strict=True)
 
-    def _wanted(self, tokens: SampledTokens) -> SampledTokens:
-        """Drop the token that an engine samples at least, if `max_tokens` is 0."""
-        if self._request.max_tokens != 0:
-            return tokens
-        return SampledTokens(ids=[], logprobs=[], finish=tokens.finish and "length")
-
-    def _chunks(self, choice: Choice, tokens: SampledTokens) -> list[Json]:
-        """Return no chunk for tokens of which the client would see nothing."""
-        tokens = self._wanted(tokens)
-        text = choice.add(tokens)
-        request = self._request
-        shows_tokens = request.return_token_ids or request.alternatives is not None
-        if text or choice.finish or (shows_tokens and tokens.ids):
-            return [self._chunk(self._part(choice, tokens, text))]
+    def _parts(self, choice: Choice, tokens: SampledTokens) -> list[Json]:
+        """Return no part if the client would see nothing of the tokens."""
+        part = self._write(choice, tokens, "part")
+        shows_tokens = self._request.return_token_ids or self._request.alternatives is not None
+        if choice.new_text or choice.finish or (shows_tokens and tokens.ids):
+            return [self._chunk(part)]
         return []
 
     def _chunk(self, *choices: Json) -> Json:
-        usage: Json = {"usage": None} if self._request.wants_usage else {}
-        return {
-            **self._heading,
-            "object": self.chunk_object_name,
-            "choices": list(choices),
-            **usage,
-        }
+        chunk = {**self._heading, "object": self.chunk_object_name, "choices": list(choices)}
+        return {**chunk, "usage": None} if self._request.wants_usage else chunk
 
-    def _choice(
+    def _write(
         self,
         choice: Choice,
         tokens: SampledTokens,
-        *,
-        logprobs: Json | None,
-        with_prompt: bool,
-        **content: object,
+        stage: Stage,
+        sample: tinker_pb2.SampleResponse | None = None,
     ) -> Json:
+        """Add the tokens to the choice, and return what they add to the response."""
+        if self._request.max_tokens == 0:  # an engine samples at least one token
+            tokens = SampledTokens(ids=[], logprobs=[], finish=tokens.finish and "length")
+        choice.add(tokens)
+        shows_logprobs = self._request.alternatives is not None and stage != "opening"
         written: Json = {
             "index": choice.index,
-            **content,
-            "logprobs": logprobs,
+            **self._content(choice, stage),
+            "logprobs": self._logprobs(choice, tokens, sample) if shows_logprobs else None,
             "finish_reason": choice.finish,
         }
         if self._request.return_token_ids:
             written["token_ids"] = list(tokens.ids)
-            if with_prompt:
+            if stage != "part":
                 written["prompt_token_ids"] = list(choice.prompt.token_ids)
         return written
 
@@ -279,46 +264,31 @@ class CompletionBuilder(ResponseBuilder):
     id_prefix = "cmpl"
     object_name = chunk_object_name = "text_completion"
 
-    def _opening(self, choice: Choice) -> Json | None:
-        if not (self._request.echoes or self._request.return_token_ids):
-            return None
-        text = self._echoed(choice)
-        return self._choice(choice, _NO_TOKENS, text=text, logprobs=None, with_prompt=True)
+    @property
+    def _has_opening(self) -> bool:
+        return bool(self._request.echoes or self._request.return_token_ids)
 
-    def _part(self, choice: Choice, tokens: SampledTokens, text: str) -> Json:
-        logprobs = self._logprobs(choice, tokens)
-        return self._choice(choice, tokens, text=text, logprobs=logprobs, with_prompt=False)
-
-    def _whole(
-        self,
-        choice: Choice,
-        tokens: SampledTokens,
-        text: str,
-        response: tinker_pb2.SampleResponse,
-    ) -> Json:
-        logprobs = self._logprobs(choice, tokens, scored=response)
-        text = self._echoed(choice) + text
-        return self._choice(choice, tokens, text=text, logprobs=logprobs, with_prompt=True)
+    def _content(self, choice: Choice, stage: Stage) -> Json:
+        if not self._request.echoes or stage == "part":
+            return {"text": choice.new_text}
+        text, token_ids = choice.prompt.text, choice.prompt.token_ids
+        return {
+            "text": (self._tokenizer.decode(token_ids) if text is None else text) + choice.new_text
+        }
 
     def _logprobs(
-        self,
-        choice: Choice,
-        tokens: SampledTokens,
-        scored: tinker_pb2.SampleResponse | None = None,
-    ) -> Json | None:
-        """Return the logprobs of the next tokens of a choice, preceded, in an echo, by those of
-        the prompt, which are in `scored`."""
-        if self._request.alternatives is None:
-            return None
+        self, choice: Choice, tokens: SampledTokens, sample: tinker_pb2.SampleResponse | None
+    ) -> Json:
+        """In an echo, those of the prompt come first; its first token has none."""
         ids = tokens.ids
         logprobs: Sequence[float | None] = tokens.logprobs
         rows: Sequence[Alternatives] = tokens.alternatives or [()] * len(ids)
-        if scored is not None and self._request.echoes:
+        if sample is not None and self._request.echoes:
             prompt = choice.prompt.token_ids
-            has_top = scored.HasField("topk_prompt_logprobs")
-            top = _alternatives(scored.topk_prompt_logprobs) if has_top else [()] * len(prompt)
+            has_top = sample.HasField("topk_prompt_logprobs")
+            top = _alternatives(sample.topk_prompt_logprobs) if has_top else [()] * len(prompt)
             ids = [*prompt, *ids]
-            logprobs = [None, *_floats(scored.prompt_logprobs)[1:], *logprobs]
+            logprobs = [None, *_floats(sample.prompt_logprobs)[1:], *logprobs]
             rows = [*top, *rows]
         offsets = []
         for token in ids:
@@ -327,28 +297,19 @@ class CompletionBuilder(ResponseBuilder):
         tops = [self._top(*position) for position in zip(ids, logprobs, rows, strict=True)]
         return {
             "tokens": [self._token_name(token) for token in ids],
-            "token_logprobs": [_json_number(logprob) for logprob in logprobs],
+            "token_logprobs": [None if x is None else _json_number(x) for x in logprobs],
             "top_logprobs": tops if self._request.alternatives else None,
             "text_offset": offsets,
         }
 
     def _top(self, token: int, logprob: float | None, row: Alternatives) -> Json | None:
-        """Return the likeliest tokens, and the sampled one too if it is not among them. The first
-        token of a prompt has no logprob."""
+        """Return the likeliest tokens, and the sampled one too if it is not among them."""
         if logprob is None:
             return None
-        found: Json = {
-            self._token_name(other): _json_number(value)
-            for other, value in row[: self._request.alternatives]
-        }
+        shown = row[: self._request.alternatives]
+        found: Json = {self._token_name(other): _json_number(value) for other, value in shown}
         found.setdefault(self._token_name(token), _json_number(logprob))
         return found
-
-    def _echoed(self, choice: Choice) -> str:
-        if not self._request.echoes:
-            return ""
-        prompt = choice.prompt
-        return prompt.text if prompt.text is not None else self._tokenizer.decode(prompt.token_ids)
 
 
 class ChatBuilder(ResponseBuilder):
@@ -357,41 +318,30 @@ class ChatBuilder(ResponseBuilder):
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
+    _has_opening = True
 
     def response(self, samples: Sequence[tinker_pb2.SampleResponse]) -> Json:
         prompt_ids = list(self._choices[0].prompt.token_ids)
         more: Json = {"prompt_token_ids": prompt_ids} if self._request.return_token_ids else {}
         return {**super().response(samples), **more}
 
-    def _opening(self, choice: Choice) -> Json:
-        delta = {"role": "assistant", "content": ""}
-        return self._choice(choice, _NO_TOKENS, delta=delta, logprobs=None, with_prompt=True)
+    def _content(self, choice: Choice, stage: Stage) -> Json:
+        if stage == "whole":
+            return {"message": {"role": "assistant", "content": choice.new_text, "refusal": None}}
+        if stage == "opening":
+            return {"delta": {"role": "assistant", "content": ""}}
+        return {
+            "delta": {"content": choice.new_text} if choice.new_text or not choice.finish else {}
+        }
 
-    def _part(self, choice: Choice, tokens: SampledTokens, text: str) -> Json:
-        delta = {"content": text} if text or not choice.finish else {}
-        logprobs = self._logprobs(tokens)
-        return self._choice(choice, tokens, delta=delta, logprobs=logprobs, with_prompt=False)
-
-    def _whole(
-        self,
-        choice: Choice,
-        tokens: SampledTokens,
-        text: str,
-        response: tinker_pb2.SampleResponse,
+    def _logprobs(
+        self, choice: Choice, tokens: SampledTokens, sample: tinker_pb2.SampleResponse | None
     ) -> Json:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        logprobs = self._logprobs(tokens)
-        return self._choice(choice, tokens, message=message, logprobs=logprobs, with_prompt=True)
-
-    def _logprobs(self, tokens: SampledTokens) -> Json | None:
-        top = self._request.alternatives
-        if top is None:
-            return None
         rows = tokens.alternatives or [()] * len(tokens.ids)
         content = [
             {
                 **self._entry(token, logprob),
-                "top_logprobs": [self._entry(*other) for other in row[:top]],
+                "top_logprobs": [self._entry(*t) for t in row[: self._request.alternatives]],
             }
             for token, logprob, row in zip(tokens.ids, tokens.logprobs, rows, strict=True)
         ]
@@ -428,7 +378,5 @@ def _floats(data: bytes) -> list[float]:
     return np.frombuffer(data, "<f4").tolist()  # type: ignore[no-any-return]
 
 
-def _json_number(logprob: float | None) -> float | None:
-    if logprob is None:
-        return None
+def _json_number(logprob: float) -> float:
     return logprob if math.isfinite(logprob) and logprob > _MIN_LOGPROB else _MIN_LOGPROB

@@ -11,7 +11,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.openai.errors import error_content
-from gateway.api.openai.generation import ClientDisconnected
 from gateway.api.openai.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -20,7 +19,7 @@ from gateway.api.openai.schemas import (
     SamplingFields,
     parse_request,
 )
-from gateway.api.openai.service import InferenceService, RunningRequest
+from gateway.api.openai.service import ClientDisconnected, InferenceService, RunningRequest
 from gateway.api.wire import caller_of, json_response, read_body
 from tandem.errors import InternalError, TandemError
 from tandem.telemetry import get_log

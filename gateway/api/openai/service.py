@@ -1,18 +1,18 @@
-"""From a request to its response, for both endpoints."""
+"""From a request to its response: prompts, an engine, and the samples while they are computed."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from starlette.types import Receive
 
-from gateway.api.openai.errors import InvalidField
-from gateway.api.openai.generation import Finished, Generation
+from gateway.api.openai.errors import EngineStarting, InvalidField
 from gateway.api.openai.models import ModelDirectory, SamplingTarget
 from gateway.api.openai.prompts import (
-    Prompt,
     make_sample_request,
     prompts_of,
     stop_conditions,
@@ -21,19 +21,129 @@ from gateway.api.openai.responses import ChatBuilder, CompletionBuilder, Respons
 from gateway.api.openai.schemas import CompletionRequest, Json, SamplingFields
 from gateway.api.openai.tokenizer import ModelTokenizer, Tokenizers
 from gateway.auth.identity import Caller
+from gateway.checkpoints.versions import WeightVersion
 from gateway.core import Gateway
 from gateway.fair_queue import FairSemaphore
+from gateway.futures.table import Future, Outcome
+from gateway.identifiers import request_id_of
 from gateway.sampling.implicit_sessions import ImplicitSessions
+from gateway.sampling.router import SamplerRouter
+from gateway.sampling.sampler import Sampler
+from gateway.sampling.sessions import SamplingSession
+from gateway.sessions.registry import SessionRegistry
+from tandem.errors import GatewayRestarted, OperationTimedOut, TandemError
+from tandem.settings import OpenAISettings
 from tandem.v1 import sampler_pb2
+from tandem.wire.v1 import tinker_pb2
 
 
-@dataclass(frozen=True)
-class PreparedRequest:
-    """The prompts of a request, with one engine request each, and the builder of its response."""
+class ClientDisconnected(Exception):
+    """The client no longer waits for the response."""
 
-    prompts: Sequence[Prompt]
-    sample_requests: Sequence[sampler_pb2.SampleRequest]
-    builder: ResponseBuilder
+
+class InferenceService:
+    """Answers completions and chats with the parts of a gateway. `models` are what can be asked
+    for.
+
+    `max_preparing` requests have their prompts rendered and encoded at once, and owners take
+    turns: this runs in the threads that also write all owners' files.
+    """
+
+    def __init__(self, gateway: Gateway, *, max_preparing: int = 2) -> None:
+        self._gateway = gateway
+        self._tokenizers = Tokenizers()
+        self._preparation = FairSemaphore(slots=max_preparing)
+        self._implicit_sessions = ImplicitSessions(
+            sessions=gateway.sessions,
+            sampling=gateway.sampling,
+            display_name="OpenAI-compatible requests",
+            user_metadata={"tandem_made_for": "/v1"},
+            ttl=gateway.settings.openai.idle_ttl,
+        )
+        self.models = ModelDirectory(
+            models=gateway.models,
+            checkpoints=gateway.checkpoints,
+            versions=gateway.versions,
+            runs=gateway.runs,
+            access=gateway.access,
+        )
+
+    @asynccontextmanager
+    async def start(
+        self, request: SamplingFields, *, caller: Caller, receive: Receive
+    ) -> AsyncIterator[RunningRequest]:
+        """Start sampling; what has not ended with the block is cancelled. An invalid request
+        starts nothing. Raises a `TandemError`."""
+        async with self.models.resolve(request.model, caller) as target:
+            tokenizer = await self._tokenizers.get(target.model)
+            async with self._preparation.turn(caller.owner):
+                sample_requests, builder = await prepare(request, target, tokenizer)
+            self._check_choices(prompts=len(sample_requests), n=request.n or 1)
+            generation = await self._generation(target, owner=caller.owner)
+            try:
+                for sample_request in sample_requests:
+                    seq_id = self._implicit_sessions.next_seq_id(
+                        owner=caller.owner, sampling_session_id=generation.session.id
+                    )
+                    generation.submit(sample_request, seq_id=seq_id, stream=bool(request.stream))
+                generation.listen_for_disconnect(receive)
+                yield RunningRequest(
+                    weight_version=target.version.name, generation=generation, builder=builder
+                )
+            finally:
+                generation.cancel()
+
+    async def _generation(self, target: SamplingTarget, *, owner: str) -> Generation:
+        """Find the owner's sampling session and engine for the target; the engine may have to
+        start. All engines are made for adapters, so that a base model and its adapters share one.
+        """
+        gateway = self._gateway
+        session = await self._implicit_sessions.serve(
+            owner=owner, model=target.name, version=target.version, rank=target.rank
+        )
+        return Generation(
+            settings=gateway.settings.openai,
+            sessions=gateway.sessions,
+            samplers=gateway.samplers,
+            session=session,
+            sampler=gateway.samplers.ensure(
+                session_id=session.session_id,
+                model=target.model,
+                rank=max(target.rank, gateway.settings.sampler.max_lora_rank),
+            ),
+            owner=owner,
+            version=target.version,
+            closing=lambda: gateway.futures.closing,
+        )
+
+    def _check_choices(self, *, prompts: int, n: int) -> None:
+        limit = self._gateway.settings.openai.max_choices
+        if prompts * n > limit:
+            raise InvalidField(
+                f"{prompts} prompts with {n} choices each are {prompts * n}; {limit} at most "
+                "(TANDEM_OPENAI_MAX_CHOICES)",
+                param="n",
+            )
+
+
+async def prepare(
+    request: SamplingFields, target: SamplingTarget, tokenizer: ModelTokenizer
+) -> tuple[list[sampler_pb2.SampleRequest], ResponseBuilder]:
+    """Return one engine request per prompt, and the builder of the response. Raises
+    `InvalidRequest` or one of its kinds, `SequenceTooLong`, `EmptyBatch` or
+    `TokenOutOfVocabulary`."""
+    stops = stop_conditions(request, tokenizer)
+    prompts = await prompts_of(request, tokenizer, max_length=target.model.max_length)
+    builder = CompletionBuilder if isinstance(request, CompletionRequest) else ChatBuilder
+    return [make_sample_request(request, prompt=prompt, stops=stops) for prompt in prompts], (
+        builder(
+            request,
+            tokenizer=tokenizer,
+            prompts=prompts,
+            stops=stops,
+            weight_version=target.version.name,
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -63,115 +173,169 @@ class RunningRequest:
         yield ready + self.builder.closing()
 
 
-class InferenceService:
-    """Answers completions and chats with the parts of a gateway. `models` are what can be asked
-    for.
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens of a sample of the prompt with this index."""
 
-    `max_preparing` requests have their prompts rendered and encoded at once, and owners take
-    turns: this runs in the threads that also write all owners' files.
+    prompt: int
+    delta: sampler_pb2.SampleDelta
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All samples of the prompt with this index."""
+
+    prompt: int
+    response: tinker_pb2.SampleResponse
+
+
+class Generation:
+    """The samples of one request while they are computed: submitted, awaited, and cancelled
+    together.
+
+    `poll_interval` in seconds: how often a waiting request checks its timeouts and keeps its
+    session alive. `max_unread`: events of a stream that may wait for a slow reader; more stay in
+    the engine. `closing` tells whether the gateway is shutting down.
     """
 
-    def __init__(self, gateway: Gateway, *, max_preparing: int = 2) -> None:
-        self._settings = gateway.settings
-        self._samplers = gateway.samplers
-        self._sessions = gateway.sessions
-        self._futures = gateway.futures
-        self._tokenizers = Tokenizers()
-        self._preparation = FairSemaphore(slots=max_preparing)
-        self._implicit_sessions = ImplicitSessions(
-            sessions=gateway.sessions,
-            sampling=gateway.sampling,
-            display_name="OpenAI-compatible requests",
-            user_metadata={"tandem_made_for": "/v1"},
-            ttl=self._settings.openai.idle_ttl,
-        )
-        self.models = ModelDirectory(
-            models=gateway.models,
-            checkpoints=gateway.checkpoints,
-            versions=gateway.versions,
-            runs=gateway.runs,
-            access=gateway.access,
+    def __init__(
+        self,
+        *,
+        settings: OpenAISettings,
+        sessions: SessionRegistry,
+        samplers: SamplerRouter,
+        session: SamplingSession,
+        sampler: Sampler,
+        owner: str,
+        version: WeightVersion,
+        closing: Callable[[], bool],
+        poll_interval: float = 2.0,
+        max_unread: int = 64,
+    ) -> None:
+        self.session = session
+        self._settings = settings
+        self._sessions = sessions
+        self._samplers = samplers
+        self._sampler = sampler
+        self._owner = owner
+        self._version = version
+        self._closing = closing
+        self._poll_interval = poll_interval
+        self._events: asyncio.Queue[NewTokens | Finished | Exception] = asyncio.Queue()
+        self._unread_slots = asyncio.Semaphore(max_unread)
+        self._futures: list[Future] = []
+        self._disconnect_listener: asyncio.Task[None] | None = None
+        self._unfinished = 0
+        self._started_at = time.monotonic()
+
+    def submit(self, request: sampler_pb2.SampleRequest, *, seq_id: int, stream: bool) -> None:
+        """Submit the request of the next prompt, the way that the SDK's samples are submitted.
+        Raises `Overloaded`."""
+        prompt, sampler = len(self._futures), self._sampler
+        request_id = request_id_of(owner=self.session.id, seq_id=seq_id)
+        request.operation_id = request_id
+        request.session_id = self.session.session_id
+        request.seq_id = seq_id
+        request.version.CopyFrom(self._version.to_proto())
+        future = Future(
+            request_id=request_id,
+            source="sample",
+            kind="sample",
+            owner=self._owner,
+            describe=lambda: sampler.describe(request_id),
         )
 
-    @asynccontextmanager
-    async def start(
-        self, request: SamplingFields, *, caller: Caller, receive: Receive
-    ) -> AsyncIterator[RunningRequest]:
-        """Start sampling; what has not ended with the block is cancelled. An invalid request
-        starts nothing. Raises a `TandemError`."""
-        async with self.models.resolve(request.model, caller) as target:
-            tokenizer = await self._tokenizers.get(target.model)
-            async with self._preparation.turn(caller.owner):
-                prepared = await prepare(request, target, tokenizer)
-            self._check_choices(request, prepared)
-            generation = await self._generation(target, owner=caller.owner)
-            try:
-                for sample_request in prepared.sample_requests:
-                    seq_id = self._implicit_sessions.next_seq_id(
-                        owner=caller.owner, sampling_session_id=generation.session_id
-                    )
-                    generation.submit(sample_request, seq_id=seq_id, stream=bool(request.stream))
-                generation.listen_for_disconnect(receive)
-                yield RunningRequest(
-                    weight_version=target.version.name,
-                    generation=generation,
-                    builder=prepared.builder,
-                )
-            finally:
-                generation.cancel()
+        async def put_delta(delta: sampler_pb2.SampleDelta) -> None:
+            await self._unread_slots.acquire()
+            self._events.put_nowait(NewTokens(prompt=prompt, delta=delta))
 
-    async def _generation(self, target: SamplingTarget, *, owner: str) -> Generation:
-        """Find the owner's sampling session and engine for the target; the engine may have to
-        start. All engines are made for adapters, so that a base model and its adapters share one.
+        def put_outcome(outcome: Outcome) -> None:
+            if isinstance(outcome, TandemError):
+                self._events.put_nowait(outcome)
+            else:
+                response = tinker_pb2.SampleResponse.FromString(outcome.body)
+                self._events.put_nowait(Finished(prompt=prompt, response=response))
+
+        self._samplers.submit(
+            sampler,
+            future=future,
+            version=self._version,
+            request=request,
+            tell=put_delta if stream else None,
+        )
+        self._futures.append(future)
+        self._unfinished += 1
+        future.on_end(put_outcome)
+
+    def listen_for_disconnect(self, receive: Receive) -> None:
+        """End the wait when the client disconnects. Its request has been read completely."""
+
+        async def listen() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self._events.put_nowait(ClientDisconnected())
+
+        self._disconnect_listener = asyncio.create_task(listen())
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether `next` would return at once."""
+        return not self._events.empty()
+
+    async def next(self) -> NewTokens | Finished | None:
+        """Return the next event; None when every prompt is finished.
+
+        Raises the error of a sample, `EngineStarting` or `OperationTimedOut` when its time is up,
+        `GatewayRestarted`, or `ClientDisconnected`.
         """
-        session = await self._implicit_sessions.serve(
-            owner=owner, model=target.name, version=target.version, rank=target.rank
-        )
-        sampler = self._samplers.ensure(
-            session_id=session.session_id,
-            model=target.model,
-            rank=max(target.rank, self._settings.sampler.max_lora_rank),
-        )
-        return Generation(
-            settings=self._settings.openai,
-            sessions=self._sessions,
-            samplers=self._samplers,
-            session=session,
-            sampler=sampler,
-            owner=owner,
-            version=target.version,
-            closing=lambda: self._futures.closing,
-        )
+        if self._unfinished == 0:
+            return None
+        event = await self._wait()
+        if isinstance(event, Exception):
+            raise event
+        if isinstance(event, NewTokens):
+            self._unread_slots.release()
+        else:
+            self._unfinished -= 1
+        return event
 
-    def _check_choices(self, request: SamplingFields, prepared: PreparedRequest) -> None:
-        n, prompts = request.n or 1, len(prepared.prompts)
-        limit = self._settings.openai.max_choices
-        if prompts * n > limit:
-            raise InvalidField(
-                f"{prompts} prompts with {n} choices each are {prompts * n}; {limit} at most "
-                "(TANDEM_OPENAI_MAX_CHOICES)",
-                param="n",
+    async def all(self) -> list[tinker_pb2.SampleResponse]:
+        """Return the responses in the order of the prompts. Raises as `next`."""
+        found: dict[int, tinker_pb2.SampleResponse] = {}
+        while (event := await self.next()) is not None:
+            if isinstance(event, Finished):
+                found[event.prompt] = event.response
+        return [found[prompt] for prompt in sorted(found)]
+
+    def cancel(self) -> None:
+        """Cancel what has not ended, here and in the engine."""
+        if self._disconnect_listener is not None:
+            self._disconnect_listener.cancel()
+        for future in self._futures:
+            if not future.ended:
+                self._samplers.cancel(future.request_id)
+        self._sessions.touch(self.session.session_id)
+
+    async def _wait(self) -> NewTokens | Finished | Exception:
+        while True:
+            try:
+                async with asyncio.timeout(self._poll_interval):
+                    return await self._events.get()
+            except TimeoutError:
+                self._sessions.touch(self.session.session_id)
+                self._check_timeouts()
+
+    def _check_timeouts(self) -> None:
+        waited = time.monotonic() - self._started_at
+        if self._closing():
+            raise GatewayRestarted("the gateway is shutting down; retry a little later")
+        if self._sampler.state != "ready" and waited > self._settings.start_timeout:
+            why = self._futures[-1].describe().reason
+            raise EngineStarting(
+                f"{why}; it goes on, so retry a little later (TANDEM_OPENAI_START_TIMEOUT)"
             )
-
-
-async def prepare(
-    request: SamplingFields, target: SamplingTarget, tokenizer: ModelTokenizer
-) -> PreparedRequest:
-    """Raise `InvalidRequest` or one of its kinds, `SequenceTooLong`, `EmptyBatch` or
-    `TokenOutOfVocabulary`."""
-    stops = stop_conditions(request, tokenizer)
-    prompts = await prompts_of(request, tokenizer, max_length=target.model.max_length)
-    builder = CompletionBuilder if isinstance(request, CompletionRequest) else ChatBuilder
-    return PreparedRequest(
-        prompts=prompts,
-        sample_requests=[
-            make_sample_request(request, prompt=prompt, stops=stops) for prompt in prompts
-        ],
-        builder=builder(
-            request,
-            tokenizer=tokenizer,
-            prompts=prompts,
-            stops=stops,
-            weight_version=target.version.name,
-        ),
-    )
+        if waited > self._settings.request_timeout:
+            raise OperationTimedOut(
+                f"no response within {self._settings.request_timeout:g} s "
+                "(TANDEM_OPENAI_REQUEST_TIMEOUT); ask for fewer tokens, or retry later"
+            )

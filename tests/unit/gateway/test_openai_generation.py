@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from gateway.api.openai.errors import EngineStarting
-from gateway.api.openai.generation import ClientDisconnected, Finished, Generation, NewTokens
+from gateway.api.openai.service import ClientDisconnected, Finished, Generation, NewTokens
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.futures.table import Result, Waiting
 from gateway.sampling.sessions import base_version

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.openai.detokenizer import Detokenizer, StopCutter
-from gateway.api.openai.tokenizer import load_tokenizer
+from gateway.api.openai.tokenizer import Detokenizer, StopCutter, load_tokenizer
 from tests.support.gateway.speaking_models import (
     byte_tokenizer,
     letter_tokenizer,
