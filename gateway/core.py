@@ -12,7 +12,6 @@ from gateway.auth.audit import AuditLog
 from gateway.auth.identity import Identity
 from gateway.auth.keys import KeyStore
 from gateway.auth.listening import check_listening
-from gateway.auth.signing import keep_signing_key
 from gateway.checkpoints.base_models import BaseModels
 from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.checkpoints.collector import GarbageCollector
@@ -36,7 +35,11 @@ from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import SamplingSessionRegistry
 from gateway.sessions.registry import SessionRegistry, why_ended
 from gateway.sessions.search import SessionSearch
-from gateway.storage.data_directory import DataDirectoryLock, keep_api_key
+from gateway.storage.data_directory import (
+    keep_api_key,
+    keep_signing_key,
+    locked_data_directory,
+)
 from gateway.storage.database import Database
 from gateway.usage.meter import UsageMeter
 from gateway.usage.reports import BillingReports
@@ -69,7 +72,7 @@ class Gateway:
         `InvalidRequest` when another gateway uses the directory, or when others could reach this
         one without a key.
         """
-        with DataDirectoryLock(settings.data_dir):
+        with locked_data_directory(settings.data_dir):
             database = Database.at(url=settings.database_url, data_dir=settings.data_dir)
             try:
                 await database.open()

@@ -1,8 +1,8 @@
-"""Who is calling: the caller that a key, or a token that was exchanged for one, stands for.
+"""Identifies callers by a key, or by a token that was exchanged for a key.
 
 A token is a JWT (RFC 7519, HS256, signed with the data directory's signing key). It names its
-key, so that it ends with the key, and is refused when another algorithm, issuer or signature is
-in it. Owner and role are always those of the key, whatever a token says.
+key and becomes invalid with it; another algorithm, issuer or signature is refused. Owner and
+role are always those of the key, whatever the token says.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ __all__ = ["LOCAL_OWNER", "ORGANIZATION", "USER_URN", "Caller", "Identity", "Rea
 
 ORGANIZATION = "tandem"
 USER_URN = "tml:organization_user:"
-"""What the SDK's `user_urn`s begin with; the owner's name follows."""
+"""The prefix of the SDK's `user_urn`s; the owner's name follows."""
 
 _ALGORITHM = "HS256"
 _ISSUER = "tandem-gateway"
 _REMEMBERED = 1024
-"""Tokens whose signature was checked already, so that it is not checked for each request."""
+"""Tokens whose signature is remembered as checked, so that not every request checks it."""
 
 
 Scope = Literal["owned", "accessible"]
-"""What belongs to the caller, or what the caller may see: for an admin, everything."""
+"""What the caller owns, or what the caller may see: for an admin, everything."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Whose request it is. `key_id` (`k-…`) names the key without telling anything of it;
-    `expires_at` (seconds since 1970) is that of the token, None where the key itself came."""
+    """Who sends a request. `key_id` (`k-…`) names the key without revealing it; `expires_at`
+    (seconds since 1970) is that of the token, None if the key itself was sent."""
 
     owner: str
     key_id: str
@@ -54,14 +54,14 @@ class Caller:
         return self.role != "reader"
 
     def may_see(self, owner: str) -> bool:
-        """Also to change it, where the role may change anything."""
+        """Return whether the caller may see what `owner` owns, and change it if its role may."""
         return owner == self.owner or self.role == "admin"
 
 
 @dataclass(frozen=True)
 class Readers:
-    """On whose behalf a checkpoint is read: the caller's, and that of the key or token of
-    another owner who lends it."""
+    """Whose rights count when a checkpoint is read: the caller's, and those of another owner
+    whose key or token the caller sends along."""
 
     callers: tuple[Caller, ...]
 
@@ -76,7 +76,7 @@ class _Token:
 
 
 class Identity:
-    """`token_ttl` in seconds."""
+    """`token_ttl` is in seconds."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class Identity:
         self._checked: OrderedDict[bytes, _Token] = OrderedDict()
 
     def identify(self, credential: bytes) -> Caller:
-        """Raises `TokenRefused` for a token that is not or no longer good, `Unauthenticated`
-        for anything else that is not a good key. Only who has a key learns that it is revoked."""
+        """Raise `TokenRefused` for a token that is not valid, `Unauthenticated` for anything else
+        that is not a valid key. Only the holder of a key learns that it is revoked."""
         if credential.startswith(b"eyJ"):
             return self._of_token(credential)
         key = self._keys.find(credential)
@@ -112,9 +112,8 @@ class Identity:
         return Caller(owner=key.owner, key_id=key.id, role=key.role)
 
     def issue(self, caller: Caller) -> str:
-        """A token for the caller, which lives no longer than its key. One that was itself
-        exchanged for a token lives no longer than that one, so that a token cannot renew itself
-        for ever."""
+        """Return a token for the caller. It expires no later than the caller's key, and no later
+        than the token with which the caller came, so that a token cannot renew itself."""
         now = self._clock()
         key = self._keys.get(caller.key_id)
         ends = [caller.expires_at, key.expires_at if key is not None else None]
@@ -170,5 +169,5 @@ def visible(owner: ColumnElement[str], caller: Caller, scope: Scope) -> ColumnEl
 
 
 def urn_of(owner: str) -> str:
-    """Literal example: `"local"` gives `"tml:organization_user:local"`."""
+    """Return the SDK's name of an owner, such as `"tml:organization_user:local"`."""
     return f"{USER_URN}{owner}"

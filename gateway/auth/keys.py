@@ -1,10 +1,10 @@
-"""The keys that callers present: made, found, revoked.
+"""Creates, finds and revokes the API keys that callers present.
 
-A key is `tml-` and 256 random bits. The database holds its SHA-256, which suffices for a secret
-that nobody can guess; the key itself is shown once. All keys are in memory, too, so that no
-request waits for the database, and a revocation counts from its moment on.
+A key is `tml-` and 256 random bits. The database has only its SHA-256, which suffices for a
+secret that nobody can guess; the key itself is shown once. All keys are in memory as well, so
+that no request waits for the database and a revocation takes effect at once.
 
-One key has no row: the local one, of the data directory or of `TANDEM_API_KEY`.
+The local key, from the data directory or from `TANDEM_API_KEY`, has no row.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal, cast
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
-from sqlalchemy import RowMapping, bindparam, insert, select, update
+from sqlalchemy import bindparam, insert, select, update
 
 from gateway.storage.database import Database
 from gateway.storage.tables import keys
@@ -43,7 +43,8 @@ _NOTE_USE = (
 
 @dataclass(frozen=True)
 class Key:
-    """What is known of a key. Times are seconds since 1970. `digest` is its SHA-256."""
+    """Everything about a key but the key itself. `digest` is its SHA-256; times are in seconds
+    since 1970."""
 
     id: str
     digest: bytes
@@ -57,13 +58,16 @@ class Key:
 
     @property
     def number(self) -> int:
-        """The SDK's form of the id."""
+        """The id as a number, which is the SDK's type."""
         return int(self.id.removeprefix("k-"), 16)
+
+
+_STORED = [field.name for field in fields(Key) if field.name in keys.c]
 
 
 @dataclass(frozen=True)
 class NewKey:
-    """What is asked for. `expires_in` in seconds; None: it does not expire."""
+    """A key to create. `expires_in` is in seconds; None for a key that does not expire."""
 
     owner: str
     role: Role
@@ -81,13 +85,12 @@ class KeyStore:
 
     async def open(self) -> None:
         for row in await self._database.read(select(keys)):
-            key = _key_of(row)
-            self._keys[key.id] = key
+            self._keys[row["id"]] = Key(**{name: row[name] for name in _STORED})
             if row["last_used_at"] is not None:
-                self._used[key.id] = row["last_used_at"]
+                self._used[row["id"]] = row["last_used_at"]
 
     def set_local(self, secret: str) -> Key:
-        """The key of this machine's admin; another one that was set before is good no more."""
+        """Set the key of this machine's admin, in place of one that was set before."""
         self._keys = {id_: key for id_, key in self._keys.items() if not key.local}
         digest = digest_of(secret.encode())
         key = Key(
@@ -103,8 +106,8 @@ class KeyStore:
         return key
 
     def find(self, secret: bytes) -> Key | None:
-        """The key, also one that is revoked or has expired. What is compared, and how long it
-        takes, depends on the hash alone, from which no key can be told."""
+        """Return the key, even if it is revoked or has expired. The time of the comparison
+        depends only on the hash, which reveals nothing about a key."""
         digest = digest_of(secret)
         key = self._keys.get(id_of(digest))
         same = hmac.compare_digest(digest, key.digest if key is not None else _NO_DIGEST)
@@ -114,14 +117,14 @@ class KeyStore:
         return self._keys.get(key_id)
 
     def all(self) -> list[Key]:
-        """In the order of their creation, the local one first."""
+        """Return all keys by creation, the local one first."""
         return sorted(self._keys.values(), key=lambda key: (not key.local, key.created_at))
 
     def last_used_at(self, key: Key) -> float | None:
         return self._used.get(key.id)
 
-    def ended(self, key: Key) -> str | None:
-        """Why a key is not good any more; None while it is."""
+    def ended(self, key: Key) -> Literal["revoked", "expired"] | None:
+        """Return why a key is no longer valid, "revoked" or "expired"; None for a valid key."""
         if key.revoked_at is not None:
             return "revoked"
         if key.expires_at is not None and key.expires_at <= self._clock():
@@ -129,11 +132,11 @@ class KeyStore:
         return None
 
     def any_given_out(self) -> bool:
-        """Whether there is a good key beside the local one."""
+        """Return whether there is a valid key besides the local one."""
         return any(not key.local and self.ended(key) is None for key in self._keys.values())
 
     async def create(self, new: NewKey) -> tuple[Key, str]:
-        """The new key and its secret, which is not kept. Raises `InvalidRequest`."""
+        """Return the new key and its secret, which is not kept. Raise `InvalidRequest`."""
         _check(new)
         secret = f"tml-{secrets.token_urlsafe(_SECRET_BYTES)}"
         digest = digest_of(secret.encode())
@@ -147,24 +150,14 @@ class KeyStore:
             created_at=now,
             expires_at=now + new.expires_in if new.expires_in is not None else None,
         )
-        await self._database.write(
-            insert(keys),
-            {
-                "id": key.id,
-                "digest": key.digest,
-                "owner": key.owner,
-                "role": key.role,
-                "name": key.name,
-                "created_at": key.created_at,
-                "expires_at": key.expires_at,
-            },
-        )
+        row = {name: getattr(key, name) for name in _STORED}
+        await self._database.write(insert(keys), row)
         self._keys[key.id] = key
         return key, secret
 
     async def revoke(self, key_id: str) -> Key:
-        """From now on the key, and every token that was exchanged for it, is refused. Asked
-        again, nothing changes. Raises `UnknownKey`, or `InvalidRequest` for the local key."""
+        """Refuse the key, and every token that was exchanged for it, from now on. Idempotent.
+        Raise `UnknownKey`, or `InvalidRequest` for the local key."""
         key = self._keys.get(key_id)
         if key is None:
             raise UnknownKey(f"there is no key {key_id[:100]!r}; `tandem keys list` shows them")
@@ -187,7 +180,7 @@ class KeyStore:
             self._unwritten.add(key.id)
 
     def write_uses(self) -> None:
-        """Hands over when keys were last used, as far as that changed."""
+        """Queue the times of last use that changed for writing."""
         changed, self._unwritten = self._unwritten, set()
         if changed:
             self._database.write_soon(
@@ -218,16 +211,3 @@ def _check(new: NewKey) -> None:
             f"a key cannot expire after {new.expires_in:g} s; it lives for more than 0 and at "
             f"most {LONGEST_LIFE:.0f} s (ten years)"
         )
-
-
-def _key_of(row: RowMapping) -> Key:
-    return Key(
-        id=row["id"],
-        digest=bytes(row["digest"]),
-        owner=row["owner"],
-        role=cast(Role, row["role"]),
-        name=row["name"],
-        created_at=row["created_at"],
-        expires_at=row["expires_at"],
-        revoked_at=row["revoked_at"],
-    )

@@ -21,7 +21,7 @@ from gateway.api.tandem.keys import CreateKey, described
 from gateway.auth.audit import ACTIONS, AuditLog
 from gateway.auth.identity import urn_of
 from gateway.auth.keys import LOCAL_OWNER, KeyStore, NewKey
-from gateway.storage.data_directory import DataDirectoryLock
+from gateway.storage.data_directory import locked_data_directory
 from gateway.storage.database import Database
 from tandem.errors import TandemError
 from tandem.settings import GatewaySettings
@@ -36,19 +36,17 @@ class Request(BaseModel):
 
 async def answer(request: Request, settings: GatewaySettings) -> dict[str, object]:
     """Raises a `TandemError`: also where a gateway uses the directory after all."""
-    lock = DataDirectoryLock(settings.data_dir)
-    lock.take()
-    database = Database.at(url=settings.database_url, data_dir=settings.data_dir)
-    try:
-        await database.open()
-        keys = KeyStore(database=database)
-        await keys.open()
-        said = await _carry_out(request, keys)
-        _record(AuditLog(database=database), request, said)
-        return said
-    finally:
-        await database.close()
-        lock.release()
+    with locked_data_directory(settings.data_dir):
+        database = Database.at(url=settings.database_url, data_dir=settings.data_dir)
+        try:
+            await database.open()
+            keys = KeyStore(database=database)
+            await keys.open()
+            said = await _carry_out(request, keys)
+            _record(AuditLog(database=database), request, said)
+            return said
+        finally:
+            await database.close()
 
 
 async def _carry_out(request: Request, keys: KeyStore) -> dict[str, object]:

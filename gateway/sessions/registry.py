@@ -1,4 +1,4 @@
-"""Sessions: one client's connection, alive while its heartbeats come."""
+"""The active sessions. A session is one client's connection, alive while heartbeats arrive."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gateway.storage.tables import runs, sessions
 from tandem.errors import SessionFinished
 
 _REMEMBERED = 10_000
-"""Ended sessions whose owner is still known without asking the database."""
+"""Ended sessions whose owner is remembered without a query to the database."""
 
 
 @dataclass(frozen=True)
 class NewSession:
-    """What a client says of its session. `sdk_version` is only noted. `ttl`: one without
-    heartbeats, which ends so many seconds after its last request."""
+    """What a client says about its session. `sdk_version` is only recorded. A session with a
+    `ttl` has no heartbeats and ends so many seconds after its last request."""
 
     owner: str
     project_id: str = ""
@@ -46,15 +46,10 @@ class Session:
 
 
 class SessionRegistry:
-    """`ttl` in seconds. Sessions outlive a restart of the gateway: their clocks start anew."""
+    """`ttl` is in seconds. Sessions survive a restart of the gateway, which restarts their
+    clocks."""
 
-    def __init__(
-        self,
-        *,
-        database: Database,
-        limits: Quotas,
-        ttl: float,
-    ) -> None:
+    def __init__(self, *, database: Database, limits: Quotas, ttl: float) -> None:
         self._database = database
         self._limits = limits
         self._ttl = ttl
@@ -75,7 +70,7 @@ class SessionRegistry:
         return list(self._active.values())
 
     async def create(self, new: NewSession) -> Session:
-        """Raises `LimitExceeded` where its owner has as many as are allowed."""
+        """Raise `LimitExceeded` if the owner has as many sessions as are allowed."""
         self._limits.check("sessions", used=sum(s.owner == new.owner for s in self.all()))
         session = Session(
             id=new_session_id(),
@@ -85,80 +80,72 @@ class SessionRegistry:
             project_id=new.project_id,
             ttl=new.ttl,
         )
-        # Before the row is written: what was asked for at once counts for each other's limit.
+        # Before the row is written, so that concurrent requests count for each other's limit.
         self._active[session.id] = session
+        row = {
+            "id": session.id,
+            "state": "active",
+            "display_name": new.display_name,
+            "user_metadata": text_metadata(new.user_metadata),
+            "tags": list(new.tags),
+            "project_id": new.project_id,
+            "owner": new.owner,
+            "sdk_version": new.sdk_version,
+            "created_at": session.created_at,
+        }
         try:
-            await self._write(session, new)
+            await self._database.write(insert(sessions), row)
         except BaseException:
             self._active.pop(session.id, None)
             raise
         return session
 
-    async def _write(self, session: Session, new: NewSession) -> None:
-        await self._database.write(
-            insert(sessions),
-            {
-                "id": session.id,
-                "state": "active",
-                "reason": "",
-                "detail": "",
-                "display_name": new.display_name,
-                "user_metadata": text_metadata(new.user_metadata),
-                "tags": list(new.tags),
-                "project_id": new.project_id,
-                "owner": new.owner,
-                "sdk_version": new.sdk_version,
-                "created_at": session.created_at,
-            },
-        )
-
     def get(self, session_id: str) -> Session | None:
-        """The session while it is active; asking is no sign of life."""
+        """Return the session if it is active. Does not count as a sign of life."""
         return self._active.get(session_id)
 
     def require(self, session_id: str) -> Session:
-        """Raises `SessionFinished`. Whoever waited for something since its session was last
-        looked at asks before it starts anything that only the end of the session stops."""
+        """Return the session, or raise `SessionFinished` if it has ended. Call it after a wait,
+        before starting anything that only the end of the session stops."""
         session = self._active.get(session_id)
         if session is None:
             raise SessionFinished(f"session {session_id} has ended; make a new ServiceClient")
         return session
 
     def owner_of(self, session_id: str) -> str:
-        """Also for some time after its end, when what was used last is counted; then empty."""
+        """Return the owner of a session, also for some time after its end, when its last usage is
+        counted; later an empty text."""
         session = self._active.get(session_id)
         return session.owner if session is not None else self._past_owners.get(session_id, "")
 
     def count_of(self, owner: str, session_ids: Iterable[str]) -> int:
-        """How many of the ids are those of active sessions of the owner."""
+        """Return how many of the ids belong to active sessions of the owner."""
         sessions = map(self._active.get, session_ids)
         return sum(session is not None and session.owner == owner for session in sessions)
 
     async def assign_project(self, *, session_id: str, project_id: str) -> None:
-        """Moves a session, active or ended, into a project with all its runs."""
-        await self._database.write(
-            update(sessions).where(sessions.c.id == session_id).values(project_id=project_id)
-        )
-        await self._database.write(
-            update(runs).where(runs.c.session_id == session_id).values(project_id=project_id)
+        """Move a session, active or ended, into a project with all its runs."""
+        await self._database.write_together(
+            update(sessions).where(sessions.c.id == session_id).values(project_id=project_id),
+            update(runs).where(runs.c.session_id == session_id).values(project_id=project_id),
         )
         if (session := self._active.get(session_id)) is not None:
             session.project_id = project_id
 
     def touch(self, session_id: str) -> Session | None:
-        """Notes a sign of life; None for a session that is not active."""
+        """Record a sign of life. Return None for a session that is not active."""
         session = self._active.get(session_id)
         if session is not None:
             session.seen_at = time.monotonic()
         return session
 
     def overdue(self) -> list[Session]:
-        """Those whose last sign of life is older than the ttl."""
+        """Return the sessions whose last sign of life is older than their ttl."""
         now = time.monotonic()
         return [s for s in self._active.values() if now - s.seen_at > (s.ttl or self._ttl)]
 
     async def end(self, *, session_id: str, state: str, reason: str, detail: str) -> bool:
-        """Marks the end. False where it had ended before: the first reason counts."""
+        """End the session. Return False if it had ended before: the first reason counts."""
         session = self._active.pop(session_id, None)
         if session is None:
             return False

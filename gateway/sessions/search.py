@@ -1,11 +1,10 @@
 """Searching sessions, newest first, in pages.
 
-Owner, project and the place in the list are asked of the database; words of names, metadata and
-states are looked at here, chunk by chunk, since databases differ in what is the same letter and
-in how they read JSON.
+The database selects by owner, project and position; names, metadata and states are compared
+here, chunk by chunk, because databases differ in case folding and in their treatment of JSON.
 
-A cursor says where the next page begins, and is signed together with its owner and search: what
-was not handed out here, or for another search, is refused.
+A cursor says where the next page begins. It is signed together with its owner and search, so that
+a cursor of another search is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import orjson
-from sqlalchemy import and_, or_, select
+from sqlalchemy import select, tuple_
 
 from gateway.auth.identity import USER_URN, Caller, Scope, visible
 from gateway.auth.signing import is_signed, sign
@@ -33,7 +32,7 @@ _PURPOSE = "session_search"
 
 @dataclass(frozen=True)
 class Status:
-    """`reasons`: of a session that its client finished; None: any."""
+    """`reasons` selects among the sessions that their client finished; None selects all."""
 
     type: StatusType
     reasons: tuple[str, ...] | None = None
@@ -41,8 +40,8 @@ class Status:
 
 @dataclass(frozen=True)
 class Filters:
-    """What is searched for; absent: everything. A session matches either its id or the words
-    of its name, where both are asked for."""
+    """What to search for; an absent filter matches everything. If both an id and a name are
+    given, a session matches either."""
 
     session_id: str | None = None
     project_ids: tuple[str, ...] | None = None
@@ -55,7 +54,8 @@ class Filters:
 
 @dataclass(frozen=True)
 class Cursor:
-    """In the SDK's form: the last session of the page before, with our signature behind it."""
+    """In the SDK's format: the last session of the page before, its id with our signature
+    appended."""
 
     last_created_at: dt.datetime
     last_session_id: str
@@ -75,7 +75,7 @@ class SessionSearch:
     async def page(
         self, filters: Filters, caller: Caller, *, limit: int, cursor: Cursor | None
     ) -> Page:
-        """Raises `InvalidRequest` for a cursor that was not handed out for this search."""
+        """Raise `InvalidRequest` for a cursor that was not issued for this search."""
         after = await self._read_cursor(filters, caller, cursor) if cursor else None
         found: list[SessionRecord] = []
         async for session in self._candidates(filters, caller, after):
@@ -84,16 +84,15 @@ class SessionSearch:
             if len(found) > limit:
                 break
         page = found[:limit]
-        more = len(found) > limit
-        return Page(
-            sessions=page,
-            next_cursor=self._cursor(filters, caller, page[-1]) if more else None,
-        )
+        if len(found) <= limit:
+            return Page(sessions=page, next_cursor=None)
+        return Page(sessions=page, next_cursor=self._cursor(filters, caller, page[-1]))
 
     async def _candidates(
         self, filters: Filters, caller: Caller, after: SessionRecord | None
     ) -> AsyncIterator[SessionRecord]:
-        wanted = [visible(sessions.c.owner, caller, _scope(filters))]
+        scope: Scope = "owned" if filters.owner == "own" else "accessible"
+        wanted = [visible(sessions.c.owner, caller, scope)]
         if filters.owner == "user":
             owners = [urn.removeprefix(USER_URN) for urn in filters.owner_urns]
             wanted.append(sessions.c.owner.in_(owners))
@@ -105,10 +104,7 @@ class SessionSearch:
             here = list(wanted)
             if after is not None:
                 here.append(
-                    or_(
-                        sessions.c.created_at < after.created_at,
-                        and_(sessions.c.created_at == after.created_at, sessions.c.id < after.id),
-                    )
+                    tuple_(sessions.c.created_at, sessions.c.id) < (after.created_at, after.id)
                 )
             rows = await self._database.read(
                 select(sessions)
@@ -123,7 +119,7 @@ class SessionSearch:
                 return
 
     def _cursor(self, filters: Filters, caller: Caller, last: SessionRecord) -> Cursor:
-        when = _time(last.created_at)
+        when = dt.datetime.fromtimestamp(last.created_at, tz=dt.UTC)
         signature = sign(self._key, *_signed(filters, caller, when, last.id))
         return Cursor(last_created_at=when, last_session_id=f"{last.id}.{signature}")
 
@@ -137,20 +133,12 @@ class SessionSearch:
             self._key, signature, *_signed(filters, caller, when, session_id)
         ):
             raise InvalidRequest(
-                "the cursor is not one that this search handed out; pass `next_cursor` back as "
-                "it came and leave the filters as they were, or begin without a cursor"
+                "the cursor was not issued for this search; pass `next_cursor` back unchanged and "
+                "with the same filters, or start without a cursor"
             )
         row = await self._database.read_one(select(sessions).where(sessions.c.id == session_id))
         assert row is not None, "rows of sessions are never removed"
         return session_of(row)
-
-
-def _scope(filters: Filters) -> Scope:
-    return "owned" if filters.owner == "own" else "accessible"
-
-
-def _time(seconds: float) -> dt.datetime:
-    return dt.datetime.fromtimestamp(seconds, tz=dt.UTC)
 
 
 def _signed(
@@ -173,14 +161,10 @@ def _matches(session: SessionRecord, filters: Filters) -> bool:
 
 
 def _has(session: SessionRecord, status: Status) -> bool:
-    """Sessions are neither failed nor cancelled by this server: a run or a request fails alone,
-    and a session ends by its client, or expires, which is no status of the SDK's."""
-    match status.type:
-        case "active":
-            return session.state == "active"
-        case "client_finished":
-            return session.state == "finished" and (
-                status.reasons is None or session.reason in status.reasons
-            )
-        case _:
-            return False
+    """No session is "failed" or "cancelled" here: a run or a request fails alone. A session is
+    finished by its client or expires, for which the SDK has no status."""
+    if status.type == "client_finished":
+        return session.state == "finished" and (
+            status.reasons is None or session.reason in status.reasons
+        )
+    return status.type == session.state == "active"

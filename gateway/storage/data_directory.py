@@ -1,56 +1,59 @@
-"""The data directory: whose it is while a gateway runs, and the key that is kept in it."""
+"""The data directory: its lock, and the secrets that are kept in it."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tandem.errors import InvalidRequest
 
 
-class DataDirectoryLock:
-    """A context manager: one gateway for each data directory."""
-
-    def __init__(self, data_dir: Path) -> None:
-        self._path = data_dir / "gateway.lock"
-        self._fd: int | None = None
-
-    def take(self) -> None:
-        """Raises `InvalidRequest` when another process holds it."""
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+@contextmanager
+def locked_data_directory(data_dir: Path) -> Iterator[None]:
+    """Make the directory if it is missing, and lock it while the block runs, so that only one
+    gateway uses it. Raise `InvalidRequest` if another process has locked it."""
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(data_dir / "gateway.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            os.close(fd)
             raise InvalidRequest(
-                f"another gateway uses the data directory {self._path.parent}; stop it, or "
-                "choose another directory with --data-dir (TANDEM_DATA_DIR)"
+                f"another gateway uses the data directory {data_dir}; stop it, or choose another "
+                "directory with --data-dir (TANDEM_DATA_DIR)"
             ) from error
-        self._fd = fd
-
-    def release(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def __enter__(self) -> None:
-        self.take()
-
-    def __exit__(self, *_error: object) -> None:
-        self.release()
+        yield
+    finally:
+        os.close(fd)
 
 
 def keep_api_key(data_dir: Path) -> str:
-    """The key of this data directory, made on first use. The SDK wants the `tml-` in front."""
-    path = data_dir / "api_key"
+    """Return the local key of this data directory, made on first use. The SDK requires the
+    prefix `tml-`."""
+    return _keep(data_dir / "api_key", f"tml-{secrets.token_urlsafe(32)}")
+
+
+def keep_signing_key(data_dir: Path) -> bytes:
+    """Return the 32 bytes with which this data directory's gateway signs tokens, cursors and
+    addresses, made on first use. Without the file, everything signed before is void."""
+    return bytes.fromhex(_keep(data_dir / "signing_key", secrets.token_hex(32)))
+
+
+def _keep(path: Path, new: str) -> str:
+    """Return the content of a file that only its owner may read; write `new` if there is none."""
     try:
         return path.read_text(encoding="ascii").strip()
     except FileNotFoundError:
-        key = f"tml-{secrets.token_urlsafe(32)}"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.unlink(missing_ok=True)
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "w", encoding="ascii") as file:
-            file.write(key + "\n")
-        return key
+            file.write(new + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+        return new

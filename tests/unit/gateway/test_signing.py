@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gateway.auth.signing import is_signed, keep_signing_key, sign
+from gateway.auth.signing import is_signed, sign
+from gateway.storage.data_directory import keep_api_key, keep_signing_key
 
 KEY = bytes(32)
 
@@ -13,6 +14,13 @@ def test_the_key_is_made_once_and_only_its_owner_can_read_it(tmp_path):
     assert keep_signing_key(tmp_path) == key
     assert (tmp_path / "signing_key").stat().st_mode & 0o777 == 0o600
     assert [path.name for path in tmp_path.iterdir()] == ["signing_key"]
+
+
+def test_the_local_key_is_made_once_and_readable_by_its_owner_alone(tmp_path):
+    key = keep_api_key(tmp_path)
+    assert key.startswith("tml-")
+    assert keep_api_key(tmp_path) == key
+    assert (tmp_path / "api_key").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_signature_holds_for_the_same_parts_and_key_alone():

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import time
 from pathlib import Path
 
 import pytest
-import tinker
 from sqlalchemy import insert
 
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
@@ -17,10 +15,12 @@ from gateway.checkpoints.collector import GarbageCollector
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import VersionStore, WeightVersion
 from gateway.identifiers import parse_checkpoint_path, relative_version_folder
+from gateway.limits.quotas import Quotas
+from gateway.metrics import Metrics
 from gateway.storage.database import Database
 from gateway.storage.tables import sampling_sessions
 from tandem.errors import UnknownWeights
-from tests.support.gateway.running import no_counts, running_gateway, wait_for
+from tandem.settings import LimitSettings
 
 RUN = "s-1:train:0"
 PATH = f"tinker://{RUN}/weights/a"
@@ -33,7 +33,9 @@ class Store:
         self.data_dir = data_dir
         self.database = Database.at(url="", data_dir=data_dir)
         self.checkpoints = CheckpointCatalog(
-            database=self.database, pins=Pins(), limits=no_counts()
+            database=self.database,
+            pins=Pins(),
+            limits=Quotas(settings=LimitSettings(), metrics=Metrics()),
         )
         self.versions = VersionStore(database=self.database, data_dir=data_dir, min_free_bytes=0)
         self.collector = collector(
@@ -226,24 +228,3 @@ async def test_what_the_disk_refuses_to_remove_is_tried_again(tmp_path):
     await store.collector.empty_trash()
     assert not (store.data_dir / "checkpoints/.trash").exists()
     await store.database.close()
-
-
-def test_a_gateway_that_was_killed_lists_nothing_that_is_missing(tmp_path):
-    """All that the next gateway lists can be read, and all that it does not list is gone."""
-    with running_gateway(tmp_path, session_ttl=600) as gate, gate.service() as service:
-        training = service.create_lora_training_client("tiny:full").result()
-        kept = training.save_state("kept").result().path
-        training.save_weights_external("kept").result()
-        run_id = training.model_id
-        root = gate.settings.data_dir / "checkpoints" / run_id.replace(":", "_")
-        # Killed after the trainer had committed its files, before they had a name:
-        (root / "lost-00000000").mkdir()
-        os.link(next(root.glob("kept-*")) / "__0_0.distcp", root / "lost-00000000" / "x")
-    with running_gateway(tmp_path, session_ttl=600) as gate:
-        rest = tinker.RestClient(base_url=gate.url, api_key=gate.settings.api_key)
-        found = {c.tinker_path for c in rest.list_checkpoints(run_id).result().checkpoints}
-        assert found == {kept, kept.replace("/weights/", "/external_weights/")}
-        assert [p.name[:5] for p in root.iterdir()] == ["kept-"]
-        assert rest.get_external_weights_urls(kept.replace("/w", "/external_w")).result().urls
-        rest.delete_checkpoint_from_tinker_path(kept).result()
-        wait_for(lambda: not root.exists() or not list(root.iterdir()))

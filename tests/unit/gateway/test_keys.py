@@ -1,0 +1,115 @@
+"""The store of keys: what it keeps, finds, revokes and refuses."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import select
+
+from gateway.auth.keys import KeyStore, NewKey, digest_of, id_of
+from gateway.auth.listening import is_loopback
+from gateway.storage.database import Database
+from gateway.storage.tables import keys as table
+from tandem.cli.keys import parse_duration
+from tandem.errors import InvalidRequest, UnknownKey, UserError
+
+
+@pytest.fixture
+async def database(tmp_path):
+    database = Database.at(url="", data_dir=tmp_path)
+    await database.open()
+    yield database
+    await database.close()
+
+
+def new(role: str = "member", **about) -> NewKey:
+    return NewKey(owner="ann", role=role, **about)
+
+
+KEY = "tml-test-key"
+
+
+async def test_the_database_holds_the_hash_of_a_key_and_never_the_key(database, tmp_path):
+    keys = KeyStore(database=database)
+    key, secret = await keys.create(new(name="laptop"))
+    assert secret.startswith("tml-")
+    assert len(secret) == 4 + 43, "256 bits in base64"
+    row = await database.read_one(select(table))
+    assert row["digest"] == digest_of(secret.encode())
+    assert row["id"] == key.id == id_of(row["digest"])
+    await database.close()
+    kept = b"".join(file.read_bytes() for file in tmp_path.iterdir() if file.is_file())
+    assert key.id.encode() in kept
+    assert secret.encode() not in kept
+    assert secret.removeprefix("tml-").encode() not in kept
+    await database.open()
+
+
+async def test_keys_are_found_again_after_a_restart_as_they_were_left(database):
+    now = [1000.0]
+    before = KeyStore(database=database, clock=lambda: now[0])
+    _, good = await before.create(new())
+    gone, revoked = await before.create(new())
+    _, short = await before.create(new(expires_in=10.0))
+    await before.revoke(gone.id)
+    now[0] = 1011.0
+    after = KeyStore(database=database, clock=lambda: now[0])
+    await after.open()
+    states = {secret: after.ended(after.find(secret.encode())) for secret in (good, revoked, short)}
+    assert states == {good: None, revoked: "revoked", short: "expired"}
+    assert after.find(b"tml-unknown") is None
+    assert after.find(b"") is None
+
+
+async def test_two_keys_whose_ids_are_the_same_are_still_two_keys(database):
+    """An id is the beginning of a hash; what counts is the whole of it."""
+    keys = KeyStore(database=database)
+    key, secret = await keys.create(new())
+    keys._keys[key.id] = type(key)(**{**vars(key), "digest": key.digest[:6] + bytes(26)})
+    assert keys.find(secret.encode()) is None
+
+
+async def test_the_last_use_is_written_behind_and_once_for_many_uses(database):
+    now = [1000.0]
+    keys = KeyStore(database=database, clock=lambda: now[0])
+    key, _ = await keys.create(new())
+    for now[0] in (1001.0, 1002.0, 1003.0):
+        keys.note_use(key)
+    await database.flush()
+    assert (await database.read_one(select(table)))["last_used_at"] is None
+    keys.write_uses()
+    await database.flush()
+    assert (await database.read_one(select(table)))["last_used_at"] == 1003.0
+    assert not keys._unwritten
+    again = KeyStore(database=database)
+    await again.open()
+    assert again.last_used_at(key) == 1003.0
+
+
+async def test_what_cannot_be_a_key_is_refused_with_what_is_wrong(database):
+    keys = KeyStore(database=database)
+    for owner in ("", "../x", "a b", "-a", "a" * 65, "\u00e9", "a/b", "a\n"):
+        with pytest.raises(InvalidRequest, match="the owner"):
+            await keys.create(NewKey(owner=owner, role="member"))
+    with pytest.raises(InvalidRequest, match="name of a key"):
+        await keys.create(new(name="a\x1b[31m"))
+    for expires_in in (0.0, -1.0, 1e12, float("nan")):
+        with pytest.raises(InvalidRequest, match="expire"):
+            await keys.create(new(expires_in=expires_in))
+    with pytest.raises(UnknownKey, match="k-000000000000"):
+        await keys.revoke("k-000000000000")
+    with pytest.raises(InvalidRequest, match="local key"):
+        await keys.revoke(keys.set_local(KEY).id)
+
+
+def test_durations_are_read_as_they_are_meant():
+    assert [parse_duration(text) for text in ("1s", "2m", "12h", "30d", "8w")] == [
+        1, 120, 43_200, 2_592_000, 4_838_400,
+    ]  # fmt: skip
+    for text in ("", "30", "d", "0d", "-1d", "1y", "1.5d", "99999999d"):
+        with pytest.raises(UserError, match="no duration"):
+            parse_duration(text)
+
+
+def test_loopback_is_what_only_this_machine_reaches():
+    assert all(map(is_loopback, ("127.0.0.1", "127.8.9.1", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "", "example.org")))
