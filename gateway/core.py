@@ -25,11 +25,11 @@ from gateway.futures.table import FutureTable, Outcome
 from gateway.gauges import watch_parts
 from gateway.limits.quotas import Quotas
 from gateway.metrics import Metrics
-from gateway.runs.admission import Admission
 from gateway.runs.journal import Journal
 from gateway.runs.operations import LossDefinitions
 from gateway.runs.queries import Queries
 from gateway.runs.registry import RunRegistry
+from gateway.runs.runner import RunnerTools
 from gateway.sampling.implicit_sessions import ImplicitSessions
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import SamplingSessionRegistry
@@ -191,39 +191,37 @@ class Gateway:
             fleet=self.fleet,
             metrics=metrics,
             samples=self.samples,
+            sampling=self.sampling,
             pins=self.pins,
             sessions=self.sessions,
             limits=self.limits,
         )
         self.loss_definitions: dict[str, LossDefinitions] = {}
-        self.oplog = Journal(
-            database=database, data_dir=settings.data_dir, result_ttl=settings.result_ttl
+        self.journal = Journal(
+            database=database,
+            data_dir=settings.data_dir,
+            futures=self.futures,
+            metrics=metrics,
+            result_ttl=settings.result_ttl,
         )
         self.runs = RunRegistry(
             settings=settings,
             database=database,
-            log=self.oplog,
-            futures=self.futures,
+            journal=self.journal,
+            sessions=self.sessions,
+            limits=self.limits,
             fleet=self.fleet,
-            samplers=self.samplers,
-            sampling=self.sampling,
-            sessions=self.sessions,
-            checkpoints=self.checkpoints,
-            versions=self.versions,
             collector=self.collector,
-            loss_definitions=self.loss_definitions,
-            metrics=metrics,
-            usage=self.usage,
-            limits=self.limits,
-        )
-        self.admission = Admission(
-            database=database,
-            log=self.oplog,
-            futures=self.futures,
-            runs=self.runs,
-            sessions=self.sessions,
-            limits=self.limits,
-            max_queued=settings.max_queued_operations,
+            tools=RunnerTools(
+                journal=self.journal,
+                checkpoints=self.checkpoints,
+                versions=self.versions,
+                samplers=self.samplers,
+                usage=self.usage,
+                metrics=metrics,
+                loss_definitions=self.loss_definitions,
+                data_dir=settings.data_dir,
+            ),
         )
         self.access = Access(
             identity=self.identity,
@@ -251,7 +249,7 @@ class Gateway:
         await self.results.open()
         await self.models.open()
         await self.fleet.open()
-        lost = await self.oplog.abandon()
+        lost = await self.journal.abandon()
         lost_runs = await self.runs.open()
         await self.sessions.open()
         await self.sampling.open()
@@ -287,7 +285,7 @@ class Gateway:
 
     async def recall(self, request_id: str) -> Outcome | None:
         """Return the outcome of a request that memory no longer holds, None if there is none."""
-        outcome = await self.oplog.recall(request_id)
+        outcome = await self.journal.recall(request_id)
         for definitions in self.loss_definitions.values():
             outcome = outcome or await definitions.recall(request_id)
         return outcome

@@ -42,7 +42,7 @@ class Housekeeping:
                 self.sweep_futures()
                 self._gateway.usage.write()
                 self._gateway.keys.write_uses()
-                self._gateway.runs.write_request_times()
+                self._gateway.runs.save_request_times()
                 await self.expire_checkpoints()
                 if time.monotonic() >= next_housekeeping:
                     next_housekeeping = time.monotonic() + _HOUSEKEEPING_INTERVAL
@@ -70,7 +70,7 @@ class Housekeeping:
         """Gives up results that were fetched, or that nobody wants."""
         gone = self._gateway.futures.sweep()
         self._gateway.completions.sweep()
-        self._gateway.oplog.forget(
+        self._gateway.journal.forget(
             future.request_id
             for future in gone
             if future.source == "operation" and future.fetched_at is not None
@@ -86,10 +86,10 @@ class Housekeeping:
         """Idle sampling sessions, unnamed versions, what was still in use, expired results."""
         gateway = self._gateway
         touched = self._in_use | set(gateway.sampling.expire_idle())
-        touched.update(run.id for run in gateway.runs.all() if run.facts.published)
+        touched.update(run.id for run in gateway.runs.all() if run.published)
         await self._collect(sorted(touched))
         await gateway.collector.empty_trash()
-        gateway.oplog.expire()
+        gateway.journal.expire()
         await gateway.traces.expire()
         gateway.audit.forget_before(time.time() - gateway.settings.audit_ttl)
         gateway.fleet.forget_rows_before(time.time() - _WORKER_ROWS_KEPT)

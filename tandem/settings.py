@@ -209,6 +209,11 @@ class GatewaySettings(BaseSettings):
     max_queued_operations: int = Field(4096, ge=1, description="Per run; 429.")
     max_waiting_samples: int = Field(8192, ge=1, description="Per sampler; 429.")
     dispatch_window: int = Field(4, ge=1, description="Operations sent ahead to a trainer.")
+    dispatch_window_bytes: int = Field(
+        32 * 2**20,
+        ge=1,
+        description="Bytes of the operations sent ahead to a trainer; a single one may be larger.",
+    )
     sampler_idle_ttl: float = Field(
         3600.0, gt=0, description="Ephemeral sampling sessions end when unused for this long."
     )

@@ -1,97 +1,62 @@
-"""The dispatcher of one run: operations go to the trainer in `seq_id` order, a few ahead.
+"""The dispatcher of one run: gives operations to the trainer in `seq_id` order, a few ahead.
 
-Operations may arrive in any order. What comes next is sent as soon as it is there and fewer
-than `window` are under way; each call names the one sent before it, so that the trainer keeps
-the order, whatever the network does. A hole in the sequence that nobody fills fails what waits
-behind it. When the run ends, all that has not ended fails with the run's error.
+Operations may arrive in any order. The next one is sent as soon as it is there and fewer than
+`window` are under way. Each call names the one sent before it, so that the trainer keeps the
+order whatever the network does. A gap in the sequence that nobody fills fails the operations
+behind it. When the run ends, everything that has not ended fails with the run's error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left, insort
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable
+from typing import NoReturn, Protocol
 
 from gateway.futures.table import Outcome, Waiting
 from gateway.limits.ledger import Rate
-from gateway.runs.gaps import SequenceGaps
-from gateway.runs.operations import Operation
+from gateway.runs.operations import TRAINER_AT_WORK, Call, Operation, Prepared, RunBroken
 from tandem.errors import InternalError, SequenceGap, TandemError
 from tandem.telemetry import get_log, log_context
 
-_WINDOW_BYTES = 32 * 2**20
-"""Of payloads under way to one trainer, which are in memory; more only for a single one."""
 
+class Runner(Protocol):
+    """What the dispatcher needs of an `OperationRunner`."""
 
-class Call:
-    """One operation on its way. `release` lets the next one go before this one has ended: the
-    trainer has answered, and something else (a sampler's load) is still to be done."""
-
-    def __init__(
-        self, *, previous_seq_id: int, gradients_incomplete: str, release: Callable[[], None]
-    ) -> None:
-        self.previous_seq_id = previous_seq_id
-        self.gradients_incomplete = gradients_incomplete
-        self.release = release
-        self.waiting_for = "the trainer is at work on it"
-
-
-Send = Callable[[Call], Awaitable[Outcome]]
-"""Brings a prepared operation to the trainer. A user's mistake or a platform's fault is the
-outcome; an `EndsRun` that it raises ends the run."""
-
-
-class Prepare(Protocol):
-    """Does all that can fail before the trainer hears of an operation. What it raises is the
-    operation's outcome, and the operation is not sent."""
-
-    def __call__(self, operation: Operation, /) -> Awaitable[Send]: ...
-
-
-class EndsRun(Exception):
-    """After this the state of the trainer is unknown, or it is gone."""
-
-    def __init__(self, error: TandemError) -> None:
-        super().__init__(error.message)
-        self.error = error
+    async def prepare(self, operation: Operation, /) -> Prepared: ...
+    async def carry_out(self, prepared: Prepared, call: Call, /) -> Outcome: ...
 
 
 class Dispatcher:
-    """Durations in seconds. `on_outcome` is told of every operation that ended; `on_broken`
-    when an operation ended the run."""
+    """`end` is called once with the outcome of each operation. `gap_timeout` in seconds;
+    `window_bytes` bounds the payloads that are under way, unless there is only one."""
 
     def __init__(
         self,
         *,
         window: int,
+        window_bytes: int,
         gap_timeout: float,
-        prepare: Prepare,
-        on_outcome: Callable[[Operation, Outcome], None],
-        on_broken: Callable[[TandemError], None],
-        not_ready: Callable[[], str],
+        end: Callable[[Operation, Outcome], None],
     ) -> None:
         self._window = window
+        self._window_bytes = window_bytes
         self._gap_timeout = gap_timeout
-        self._prepare = prepare
-        self._on_outcome = on_outcome
-        self._on_broken = on_broken
-        self._not_ready = not_ready
+        self._end = end
         self._waiting: dict[int, Operation] = {}
-        self._order: list[int] = []  # the places of what waits, sorted
-        self._under_way: dict[int, tuple[Operation, Call, asyncio.Task[None]]] = {}
-        self._holding = 0
+        self._order: list[int] = []  # the seq_ids of `_waiting`, sorted
+        self._preparing: Operation | None = None
+        self._under_way: dict[int, tuple[Operation, Call]] = {}
         self._next = 1
-        self._sent = -1  # nothing; 0 is the load that created the run
+        self._sent = -1
         self._incomplete = ""
         self._ready = False
-        self._ends = Rate()
+        self._created_at = time.monotonic()
+        self._completions = Rate()
         self._ended: TandemError | None = None
-        self._preparing: Operation | None = None
         self._wake = asyncio.Event()
-        self._loop = asyncio.create_task(self._advance(), name="dispatcher")
-        self._missing = SequenceGaps()
+        self._gaps = SequenceGaps()
         self._gap_timer: asyncio.TimerHandle | None = None
         self._gap_since = 0.0
         self._log = get_log()
@@ -105,34 +70,28 @@ class Dispatcher:
     def under_way(self) -> int:
         return len(self._under_way)
 
+    @property
+    def rate(self) -> float:
+        """Recent completions per second."""
+        return self._completions.per_second()
+
     def consumed(self, seq_id: int) -> bool:
-        """Whether the sequence has passed this place, or something holds it."""
-        if seq_id in self._missing:
+        """Whether an operation had this `seq_id`, or has it."""
+        if seq_id in self._gaps:
             return False
         return seq_id < self._next or seq_id in self._waiting
 
-    @property
-    def rate(self) -> float:
-        """Operations that end in a second, of late."""
-        return self._ends.per_second()
-
     def awaits(self, seq_id: int) -> bool:
-        """Whether something waits here, and all of it for this one to arrive."""
+        """Whether operations are waiting, and all of them for this one to arrive."""
         return seq_id == self._next and bool(self._waiting) and seq_id not in self._waiting
 
-    def start(self, *, sent: int = -1) -> None:
-        """The trainer is ready. `sent`: what it has been given already, if anything."""
-        self._sent = sent
-        self._ready = True
-        self._wake.set()
-
     def put(self, operation: Operation) -> None:
-        """Takes an operation that is in the log and whose place was free."""
+        """Take an operation that is in the journal and whose `seq_id` was not consumed."""
         seq_id = operation.seq_id
         if self._ended is not None:
-            self._on_outcome(operation, self._ended)
-        elif self._missing.fill(seq_id):
-            self._on_outcome(
+            self._end(operation, self._ended)
+        elif self._gaps.fill(seq_id):
+            self._end(
                 operation,
                 SequenceGap(
                     f"operation {seq_id} came when those behind it had waited "
@@ -145,160 +104,158 @@ class Dispatcher:
             self._wake.set()
             self._watch_gap()
 
+    async def serve(self, runner: Runner, *, sent: int = -1) -> NoReturn:
+        """Carry out operations until cancelled. `sent` is the `seq_id` of what the trainer has
+        been given already, or -1. Raises `RunBroken` when an operation ended the run."""
+        self._sent = sent
+        self._ready = True
+        try:
+            async with asyncio.TaskGroup() as calls:
+                while True:
+                    while (operation := self._take_next()) is not None:
+                        prepared = await self._prepare(runner, operation)
+                        if prepared is not None:
+                            self._send(calls, runner, prepared)
+                    self._watch_gap()
+                    self._wake.clear()
+                    await self._wake.wait()
+        except ExceptionGroup as broken:
+            raise broken.exceptions[0] from None
+
     def end(self, error: TandemError) -> None:
-        """Fails all that has not ended, and all that still comes."""
+        """Fail everything that has not ended, and everything that arrives later. Whoever calls
+        it cancels `serve`."""
         if self._ended is not None:
             return
         self._ended = error
-        self._cancel_gap_timer()
-        self._loop.cancel()
-        if self._preparing is not None:
-            self._on_outcome(self._preparing, error)
+        self.stop_timer()
         under_way, self._under_way = self._under_way, {}
         waiting, self._waiting = self._waiting, {}
         order, self._order = self._order, []
-        for operation, _call, task in under_way.values():
-            task.cancel()
-            self._on_outcome(operation, error)
+        if self._preparing is not None:
+            self._end(self._preparing, error)
+        for operation, _call in under_way.values():
+            self._end(operation, error)
         for seq_id in order:
-            self._on_outcome(waiting[seq_id], error)
+            self._end(waiting[seq_id], error)
 
-    def abandon(self) -> None:
-        """Stops without telling anybody: the gateway ends, and the next one says what became
-        of the operations."""
-        self._cancel_gap_timer()
-        self._loop.cancel()
-        for _operation, _call, task in self._under_way.values():
-            task.cancel()
+    def stop_timer(self) -> None:
+        """Stop watching for gaps."""
+        if self._gap_timer is not None:
+            self._gap_timer.cancel()
+            self._gap_timer = None
 
     def describe(self, seq_id: int) -> Waiting:
-        """What an operation is waiting for, in words for its client."""
+        """Say what an operation is waiting for."""
         if not self._ready:
-            return Waiting(self._not_ready(), paused=True)
+            age = time.monotonic() - self._created_at
+            return Waiting(f"the trainer is starting ({age:.0f} s)", paused=True)
         if seq_id in self._under_way:
-            operation, call, _task = self._under_way[seq_id]
-            before = sum(1 for other in self._under_way if other < seq_id)
-            if before == 0 or call.waiting_for != "the trainer is at work on it":
-                return Waiting(f"{call.waiting_for} ({_age(operation)})")
+            operation, call = self._under_way[seq_id]
+            before = sum(other < seq_id for other in self._under_way)
+            if before == 0 or call.waiting_for != TRAINER_AT_WORK:
+                age = time.monotonic() - operation.accepted_at
+                return Waiting(f"{call.waiting_for} ({age:.0f} s)")
             return Waiting(_ahead(before))
-        if self._next not in self._waiting and self._waiting:  # what is being prepared: 0 before
+        if self._next not in self._waiting and self._waiting:
             age = time.monotonic() - self._gap_since
             return Waiting(
                 f"operation {self._next}, which comes before, has not arrived ({age:.0f} s)"
             )
-        before = bisect_left(self._order, seq_id)  # each of thousands asks now and then
+        before = bisect_left(self._order, seq_id)
         return Waiting(_ahead(before + len(self._under_way)))
 
-    async def _advance(self) -> None:
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while (operation := self._next_operation()) is not None:
-                self._next += 1
-                self._preparing = operation
-                try:
-                    if operation.refused is not None:
-                        raise operation.refused
-                    send = await self._prepare(operation)
-                except TandemError as error:
-                    self._refuse(operation, error)
-                except Exception as error:  # noqa: BLE001 - a fault of ours must not hang the client
-                    self._log.exception("prepare_failed", kind=operation.kind)
-                    self._refuse(operation, InternalError(f"{type(error).__name__}: {error}"))
-                else:
-                    self._preparing = None
-                    self._dispatch(operation, send)
-            self._watch_gap()
-
-    def _next_operation(self) -> Operation | None:
-        """Takes what may go now."""
+    def _take_next(self) -> Operation | None:
+        """Take the next operation if it may go now."""
         operation = self._waiting.get(self._next)
-        if operation is None or not self._ready or self._holding >= self._window:
+        holding = sum(not call.released for _, call in self._under_way.values())
+        if operation is None or holding >= self._window:
             return None
-        if self._under_way and (operation.alone or not self._has_room_for(operation)):
+        if self._under_way and (operation.is_exclusive or not self._has_room_for(operation)):
             return None
-        del self._order[0]  # what waits lies behind what was sent
-        return self._waiting.pop(self._next)
+        self._next += 1
+        del self._order[0]
+        self._preparing = operation
+        return self._waiting.pop(operation.seq_id)
 
     def _has_room_for(self, operation: Operation) -> bool:
-        under_way = sum(other.size for other, _call, _task in self._under_way.values())
-        return under_way + operation.size <= _WINDOW_BYTES
+        under_way = sum(other.size for other, _ in self._under_way.values())
+        return under_way + operation.size <= self._window_bytes
 
-    def _refuse(self, operation: Operation, error: TandemError) -> None:
+    async def _prepare(self, runner: Runner, operation: Operation) -> Prepared | None:
+        """Return None for an operation that failed and is not sent."""
+        try:
+            if operation.refused is not None:
+                raise operation.refused
+            return await runner.prepare(operation)
+        except TandemError as error:
+            failed = error
+        except Exception as error:  # noqa: BLE001 - a fault of ours must not hang the client
+            self._log.exception("prepare_failed", kind=operation.kind)
+            failed = InternalError(f"{type(error).__name__}: {error}")
         self._preparing = None
         if operation.changes_gradients:
             self._incomplete = (
                 f"operation {operation.seq_id}, a forward_backward since the last step, was "
-                f"refused: {error.message}"
+                f"refused: {failed.message}"
             )
-        self._on_outcome(operation, error)
+        self._end(operation, failed)
+        return None
 
-    def _dispatch(self, operation: Operation, send: Send) -> None:
+    def _send(self, calls: asyncio.TaskGroup, runner: Runner, prepared: Prepared) -> None:
+        operation = prepared.operation
         incomplete = ""
         if operation.kind == "optim_step":
             incomplete, self._incomplete = self._incomplete, ""
-        self._holding += 1
-        released = False
-
-        def release() -> None:
-            nonlocal released
-            if not released:
-                released = True
-                self._holding -= 1
-                self._wake.set()
-
-        call = Call(previous_seq_id=self._sent, gradients_incomplete=incomplete, release=release)
+        call = Call(previous_seq_id=self._sent, gradients_incomplete=incomplete, wake=self._wake)
         self._sent = operation.seq_id
-        task = asyncio.create_task(self._carry_out(operation, call, send))
-        self._under_way[operation.seq_id] = (operation, call, task)
+        self._preparing = None
+        self._under_way[operation.seq_id] = (operation, call)
+        calls.create_task(self._carry_out(runner, prepared, call))
 
-    async def _carry_out(self, operation: Operation, call: Call, send: Send) -> None:
+    async def _carry_out(self, runner: Runner, prepared: Prepared, call: Call) -> None:
+        operation = prepared.operation
         outcome: Outcome
-        broken: TandemError | None = None
+        broken: RunBroken | None = None
         with log_context(run_id=operation.run_id, request_id=operation.future.request_id):
             try:
-                outcome = await send(call)
-            except EndsRun as ending:
-                outcome = broken = ending.error
+                outcome = await runner.carry_out(prepared, call)
+            except RunBroken as error:
+                broken, outcome = error, error.error
             except TandemError as error:
                 outcome = error
             except Exception as error:  # noqa: BLE001 - a fault of ours must not hang the client
                 self._log.exception("operation_failed", kind=operation.kind)
-                outcome = broken = InternalError(f"{type(error).__name__} in the gateway: {error}")
+                outcome = InternalError(f"{type(error).__name__} in the gateway: {error}")
+                broken = RunBroken(outcome)
         if self._ended is not None:
             return
         del self._under_way[operation.seq_id]
-        self._ends.note()
-        self._on_outcome(operation, outcome)
+        self._completions.note()
+        self._end(operation, outcome)
         if broken is not None:
-            self._on_broken(broken)
-        call.release()
+            raise broken
         self._wake.set()
 
     def _watch_gap(self) -> None:
         if self._ended is not None or not self._waiting or self._next in self._waiting:
-            self._cancel_gap_timer()
+            self.stop_timer()
         elif self._gap_timer is None:
             self._gap_since = time.monotonic()
             self._gap_timer = asyncio.get_running_loop().call_later(
                 self._gap_timeout, self._give_up_gap, self._next
             )
 
-    def _cancel_gap_timer(self) -> None:
-        if self._gap_timer is not None:
-            self._gap_timer.cancel()
-            self._gap_timer = None
-
-    def _give_up_gap(self, hole: int) -> None:
+    def _give_up_gap(self, missing: int) -> None:
         self._gap_timer = None
-        if self._next != hole:  # that one came, and there is another hole by now
+        if self._next != missing:  # that one came, and another one is missing by now
             self._watch_gap()
             return
         last = self._order[-1]
-        self._missing.add(hole, last, filled=self._waiting)
+        self._gaps.add(missing, last, filled=self._waiting)
         self._next = last + 1
         message = (
-            f"operation {hole} did not arrive within {self._gap_timeout:g} s, so that those "
+            f"operation {missing} did not arrive within {self._gap_timeout:g} s, so that those "
             "behind it cannot be carried out in order"
         )
         # Any of them, or the missing one, may have been a forward_backward.
@@ -306,12 +263,43 @@ class Dispatcher:
         waiting, self._waiting = self._waiting, {}
         order, self._order = self._order, []
         for seq_id in order:
-            self._on_outcome(waiting[seq_id], SequenceGap(message))
+            self._end(waiting[seq_id], SequenceGap(message))
+
+
+class SequenceGaps:
+    """The `seq_ids` that were passed without an operation, as disjoint intervals
+    `first … end - 1` in order, so that memory does not grow with the distance of a gap."""
+
+    def __init__(self) -> None:
+        self._intervals: list[tuple[int, int]] = []
+
+    def __contains__(self, seq_id: int) -> bool:
+        return self._find(seq_id) is not None
+
+    def add(self, first: int, end: int, *, filled: Iterable[int]) -> None:
+        """Add `first … end - 1` without those in `filled`. All must lie behind what was added
+        before."""
+        for seq_id in sorted(seq_id for seq_id in filled if first <= seq_id < end):
+            if first < seq_id:
+                self._intervals.append((first, seq_id))
+            first = seq_id + 1
+        if first < end:
+            self._intervals.append((first, end))
+
+    def fill(self, seq_id: int) -> bool:
+        """Remove a `seq_id`; return whether it was missing."""
+        at = self._find(seq_id)
+        if at is None:
+            return False
+        first, end = self._intervals[at]
+        rest = ((first, seq_id), (seq_id + 1, end))
+        self._intervals[at : at + 1] = [(a, b) for a, b in rest if a < b]
+        return True
+
+    def _find(self, seq_id: int) -> int | None:
+        at = bisect_right(self._intervals, seq_id, key=lambda interval: interval[0]) - 1
+        return at if at >= 0 and seq_id < self._intervals[at][1] else None
 
 
 def _ahead(before: int) -> str:
     return f"{before} operation{'' if before == 1 else 's'} before this one"
-
-
-def _age(operation: Operation) -> str:
-    return f"{time.monotonic() - operation.accepted_at:.0f} s"

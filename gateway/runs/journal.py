@@ -1,8 +1,8 @@
-"""The operation log: what was accepted, in the order of each run, and what came of it.
+"""The journal: every accepted operation in the order of its run, and what became of it.
 
-An operation is in the log before its client hears its request_id: the payload as a file, the
-rest as a row. The payload goes when the operation has ended; the result stays until it was
-fetched, or for `result_ttl`.
+An operation is in the journal before its client gets the request_id: the payload as a file, the
+rest as a row. The payload is removed when the operation has ended. The result stays until it was
+fetched, or for `result_ttl` seconds.
 """
 
 from __future__ import annotations
@@ -10,19 +10,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from sqlalchemy import and_, bindparam, insert, select, update
+from sqlalchemy.exc import IntegrityError
 
-from gateway.futures.table import Outcome, Result
-from gateway.identifiers import operation_blob, request_id_of, result_blob, split_request_id
+from gateway.fair_queue import FairSemaphore
+from gateway.futures.table import FutureTable, Outcome, Result
+from gateway.identifiers import operation_blob, result_blob, split_request_id
+from gateway.metrics import Metrics
+from gateway.runs.operations import Kind, Operation
 from gateway.storage.database import Database
 from gateway.storage.tables import operations
 from tandem.errors import GatewayRestarted, StorageFull, TandemError, UnknownRequest, from_type
+from tandem.telemetry import get_log
 
 _INLINE_RESULT_BYTES = 64 * 1024
-_MOST_OF_A_REQUEST = 32 * 1024
-"""Bytes. Rows stay, and one with right fields is never as long."""
+"""Larger results are files."""
+_MAX_REQUEST_BYTES = 32 * 1024
+"""Larger requests are not kept. Valid ones are never that large, and rows are not deleted."""
+_READS = 4
+"""Payloads that are read at the same time; owners take turns."""
 
 _ACCEPT = insert(operations)
 _THIS = and_(
@@ -44,91 +53,133 @@ _FORGET = update(operations).where(_THIS).values(result=None, media="")
 
 
 class Journal:
-    def __init__(self, *, database: Database, data_dir: Path, result_ttl: float) -> None:
-        self._database = database
-        self._data_dir = data_dir
-        self._result_ttl = result_ttl
+    """`result_ttl` in seconds. The futures of operations are in `futures`."""
 
-    async def accept(
+    def __init__(
         self,
         *,
-        run_id: str,
-        seq_id: int,
-        kind: str,
-        request: bytes,
-        payload: bytes | None,
-        owner: str = "",
-    ) -> Path | None:
-        """Returns once the operation would survive us; says where its payload lies. Owners
-        take turns; what has none goes before them.
+        database: Database,
+        data_dir: Path,
+        futures: FutureTable,
+        metrics: Metrics,
+        result_ttl: float,
+    ) -> None:
+        self._database = database
+        self._data_dir = data_dir
+        self._futures = futures
+        self._metrics = metrics
+        self._result_ttl = result_ttl
+        self._reads = FairSemaphore(slots=_READS)
+        self._log = get_log()
 
-        Raises `StorageFull`, or sqlalchemy's `IntegrityError` for a place that is taken.
+    async def accept(self, operation: Operation, *, request: bytes, payload: bytes | None) -> None:
+        """Write an operation and add its future to the table. Returns once the operation would
+        survive a crash of the gateway.
+
+        `request` is the body of a JSON request, `payload` the protobuf of a forward_backward.
+        Raises `StorageFull`, or sqlalchemy's `IntegrityError` for a `seq_id` that is taken.
         """
-        blob = operation_blob(self._data_dir, run_id=run_id, seq_id=seq_id)
+        file = self._payload_file(operation)
 
         def write_payload() -> None:
             assert payload is not None
-            blob.parent.mkdir(parents=True, exist_ok=True)
-            blob.write_bytes(payload)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(payload)
 
-        row = {
-            "run_id": run_id,
-            "seq_id": seq_id,
-            "kind": kind,
-            "state": "accepted",
-            "request": request if len(request) <= _MOST_OF_A_REQUEST else b"",
-            "accepted_at": time.time(),
-            "error_type": "",
-            "error": "",
-            "media": "",
-        }
-        before = write_payload if payload is not None else None
+        row = _new_row(operation.run_id, operation.seq_id, operation.kind)
+        row["request"] = request if len(request) <= _MAX_REQUEST_BYTES else b""
         try:
             await self._database.write(
-                _ACCEPT, row, before=before, owner=owner, size=len(payload or b"")
+                _ACCEPT,
+                row,
+                before=write_payload if payload is not None else None,
+                owner=operation.future.owner,
+                size=len(payload or b""),
             )
         except OSError as error:
             raise StorageFull(f"the payload could not be written: {error.strerror}") from error
-        return blob if payload is not None else None
+        self._futures.add(operation.future)
 
-    def end(self, *, run_id: str, seq_id: int, outcome: Outcome, blob: Path | None) -> None:
-        """Notes the outcome. The client may hear of it before it is committed: should we die
-        in between, it knows more than the log, which then calls the operation failed."""
-        failed = isinstance(outcome, TandemError)
+    async def accept_failed(
+        self, *, run_id: str, seq_id: int, kind: Kind, error: TandemError
+    ) -> None:
+        """Write an operation that has failed already. Does nothing for a `seq_id` that is
+        taken."""
+        row = _new_row(run_id, seq_id, kind) | {
+            "state": "failed",
+            "ended_at": time.time(),
+            "error_type": error.type,
+            "error": error.message,
+        }
+        with suppress(IntegrityError):
+            await self._database.write(insert(operations), row)
+
+    def has_future(self, request_id: str) -> bool:
+        return self._futures.get(request_id) is not None
+
+    async def payload_of(self, operation: Operation) -> bytes:
+        """Return the protobuf of a forward_backward."""
+        if operation.payload is not None:
+            return operation.payload
+        async with self._reads.turn(operation.future.owner):
+            return await asyncio.to_thread(self._payload_file(operation).read_bytes)
+
+    def end(self, operation: Operation, outcome: Outcome) -> None:
+        """Resolve the operation's future and write the outcome. The first outcome counts.
+
+        The client may hear of it before it is committed. If the gateway dies in between, the
+        next one reports the operation as failed.
+        """
+        if operation.future.ended:
+            return
+        error = outcome if isinstance(outcome, TandemError) else None
+        labels = {"kind": operation.kind, "outcome": error.type if error else "done"}
+        self._metrics.operations.labels(**labels).inc()
+        self._metrics.operation_seconds.labels(kind=operation.kind).observe(
+            time.monotonic() - operation.accepted_at
+        )
+        operation.future.resolve(outcome)
+        self._write_end(operation, outcome)
+        if error is not None:
+            self._log.info(
+                "operation_failed",
+                run_id=operation.run_id,
+                request_id=operation.future.request_id,
+                kind=operation.kind,
+                type=error.type,
+                reason=error.message,
+            )
+
+    def _write_end(self, operation: Operation, outcome: Outcome) -> None:
+        error = outcome if isinstance(outcome, TandemError) else None
         body = b"" if isinstance(outcome, TandemError) else outcome.body
-        request_id = request_id_of(owner=run_id, seq_id=seq_id)
         large = len(body) > _INLINE_RESULT_BYTES
+        payload_file = self._payload_file(operation)
 
         def write_result() -> None:
-            path = result_blob(self._data_dir, request_id=request_id)
+            path = result_blob(self._data_dir, request_id=operation.future.request_id)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(body)
-
-        def remove_payload() -> None:
-            assert blob is not None
-            blob.unlink(missing_ok=True)
 
         self._database.write_soon(
             _END,
             {
-                "this_run": run_id,
-                "this_seq": seq_id,
-                "new_state": "failed" if failed else "done",
+                "this_run": operation.run_id,
+                "this_seq": operation.seq_id,
+                "new_state": "done" if error is None else "failed",
                 "new_ended_at": time.time(),
-                "new_error_type": outcome.type if isinstance(outcome, TandemError) else "",
-                "new_error": outcome.message if isinstance(outcome, TandemError) else "",
+                "new_error_type": error.type if error is not None else "",
+                "new_error": error.message if error is not None else "",
                 "new_media": "" if isinstance(outcome, TandemError) else outcome.media,
-                "new_result": None if failed or large else body,
+                "new_result": None if error is not None or large else body,
             },
             before=write_result if large else None,
-            after=remove_payload if blob is not None else None,
+            after=(lambda: payload_file.unlink(missing_ok=True)) if operation.in_file else None,
         )
 
     async def recall(self, request_id: str) -> Outcome | None:
-        """The outcome of an operation that memory no longer holds.
-
-        None where the log has no such operation; an `UnknownRequest` where its result is over.
-        """
+        """Return the outcome of an operation that memory no longer holds: None if the journal
+        has no such operation, an `UnknownRequest` if its result was removed."""
         named = split_request_id(request_id)
         if named is None:
             return None
@@ -153,7 +204,7 @@ class Journal:
         return Result(media=row["media"], file=file, file_bytes=size)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Gives up the results of operations that were fetched."""
+        """Remove the results of operations that were fetched."""
         rows, files = [], []
         for request_id in request_ids:
             if (named := split_request_id(request_id)) is not None:
@@ -163,7 +214,7 @@ class Journal:
             self._database.write_soon(_FORGET, *rows, after=lambda: _unlink(files))
 
     def expire(self) -> None:
-        """Gives up the results that nobody fetched within `result_ttl`."""
+        """Remove the results that nobody fetched within `result_ttl`."""
         cutoff = time.time() - self._result_ttl
         self._database.write_soon(
             update(operations)
@@ -173,14 +224,13 @@ class Journal:
         )
 
     async def abandon(self) -> int:
-        """Fails what an earlier gateway left unfinished; returns how many there were."""
-        open_rows = await self._database.read(
-            select(operations.c.run_id).where(operations.c.state == "accepted")
-        )
-        if open_rows:
+        """Fail what an earlier gateway left unfinished; return how many operations that were."""
+        unfinished = operations.c.state == "accepted"
+        rows = await self._database.read(select(operations.c.run_id).where(unfinished))
+        if rows:
             await self._database.write(
                 update(operations)
-                .where(operations.c.state == "accepted")
+                .where(unfinished)
                 .values(
                     state="failed",
                     ended_at=time.time(),
@@ -190,7 +240,24 @@ class Journal:
                 )
             )
         _unlink(_older_than(self._data_dir / "operations", time.time()))
-        return len(open_rows)
+        return len(rows)
+
+    def _payload_file(self, operation: Operation) -> Path:
+        return operation_blob(self._data_dir, run_id=operation.run_id, seq_id=operation.seq_id)
+
+
+def _new_row(run_id: str, seq_id: int, kind: Kind) -> dict[str, object]:
+    return {
+        "run_id": run_id,
+        "seq_id": seq_id,
+        "kind": kind,
+        "state": "accepted",
+        "request": b"",
+        "accepted_at": time.time(),
+        "error_type": "",
+        "error": "",
+        "media": "",
+    }
 
 
 def _older_than(folder: Path, cutoff: float) -> list[Path]:

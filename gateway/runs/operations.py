@@ -1,22 +1,28 @@
-"""What an operation is, and the bodies of those that come as JSON."""
+"""What an operation is: its kinds and bodies, and its forms on the way to the trainer.
+
+An `Operation` has been accepted; it becomes `Prepared` at its turn, and a `Call` while the
+trainer works on it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, Protocol
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from gateway.auth.identity import Readers
-from gateway.futures.table import Future, Outcome
+from gateway.futures.table import Future, Outcome, Result
+from gateway.identifiers import CheckpointPath, check_name, check_ttl, parse_checkpoint_path
 from gateway.sessions.metadata import TextMetadata
 from gateway.usage.meter import UsageKind
-from tandem.errors import TandemError
+from tandem.errors import InvalidRequest, TandemError
+from tandem.v1 import trainer_pb2
+
+TRAINER_AT_WORK = "the trainer is at work on it"
 
 Kind = Literal[
     "create_model",
@@ -96,13 +102,13 @@ class LoadWeights(BaseModel):
     _readers: Readers | None = PrivateAttr(None)
 
     def on_behalf_of(self, readers: Readers) -> LoadWeights:
-        """The checkpoint may not be there yet: who may read it is looked at when it is loaded."""
+        """Remember who may read: the checkpoint is looked up at the operation's turn."""
         self._readers = readers
         return self
 
     @property
     def readers(self) -> Readers:
-        assert self._readers is not None, "a load without anybody who asked for it"
+        assert self._readers is not None, "a load without readers"
         return self._readers
 
 
@@ -131,11 +137,11 @@ Body = (
 
 @dataclass(frozen=True)
 class Operation:
-    """One entry of a run's log, while it has not ended.
+    """An accepted operation that has not ended.
 
-    `payload` or `blob` has the protobuf of a forward_backward: small ones stay in memory,
-    others are read again when their turn comes. `refused`: it only takes its place in the log.
-    `size`: bytes of its payload. `turn`: held while it is read, since owners take turns in that.
+    The protobuf of a forward_backward is `in_file`: the journal has it. A small one is also in
+    memory, as `payload`. `size` is the bytes of the request. A `refused` operation consumes its
+    `seq_id` and fails with that error at its turn.
     """
 
     run_id: str
@@ -144,10 +150,9 @@ class Operation:
     future: Future
     body: Body | None = None
     payload: bytes | None = None
-    blob: Path | None = None
-    refused: TandemError | None = None
+    in_file: bool = False
     size: int = 0
-    turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    refused: TandemError | None = None
     accepted_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -167,20 +172,83 @@ class Operation:
         return self.kind
 
     @property
-    def alone(self) -> bool:
-        """Named saves and loads look at what the saves before them left, so that these must
-        have ended."""
+    def is_exclusive(self) -> bool:
+        """Whether the operations before it must have ended: named saves and loads look at the
+        checkpoints that those leave."""
         match self.body:
             case SaveWeights() | SaveWeightsExternal() | LoadWeights():
                 return True
-            case SaveWeightsForSampler():
-                return self.body.path is not None
+            case SaveWeightsForSampler(path=str()):
+                return True
             case _:
                 return False
 
-    async def read_payload(self) -> bytes:
-        if self.payload is not None:
-            return self.payload
-        assert self.blob is not None
-        async with self.turn():
-            return await asyncio.to_thread(self.blob.read_bytes)
+
+TrainerRequest = (
+    trainer_pb2.ForwardBackwardRequest
+    | trainer_pb2.OptimStepRequest
+    | trainer_pb2.PublishRequest
+    | trainer_pb2.SaveCheckpointRequest
+    | trainer_pb2.LoadCheckpointRequest
+)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An operation that the trainer can be given: the request, but for its header. `path` is the
+    name that a save gives; `folder` is pinned for the run until the operation has ended."""
+
+    operation: Operation
+    request: TrainerRequest
+    path: CheckpointPath | None = None
+    folder: str = ""
+
+
+class Call:
+    """An operation under way. `waiting_for` tells its client why it has not ended."""
+
+    def __init__(
+        self, *, previous_seq_id: int, gradients_incomplete: str, wake: asyncio.Event
+    ) -> None:
+        self.previous_seq_id = previous_seq_id
+        self.gradients_incomplete = gradients_incomplete
+        self.released = False
+        self.waiting_for = TRAINER_AT_WORK
+        self._wake = wake
+
+    def release(self) -> None:
+        """Free the slot in the window: the trainer has answered, and the rest of the operation
+        (a sampler's load, an encryption) does not concern it."""
+        self.released = True
+        self._wake.set()
+
+
+class RunBroken(Exception):
+    """The trainer is gone, or its state is unknown. `error` is what the run ends with."""
+
+    def __init__(self, error: TandemError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+def check_body(body: Body) -> None:
+    """Check what can be checked before an operation's turn. Raises `InvalidRequest`."""
+    match body:
+        case LoadWeights():
+            parse_checkpoint_path(body.path)
+        case SaveWeights() | SaveWeightsExternal():
+            check_name(body.path)
+            check_ttl(body.ttl_seconds)
+        case SaveWeightsForSampler() if body.path is not None:
+            check_name(body.path)
+            check_ttl(body.ttl_seconds)
+        case SaveWeightsForSampler() if body.sampling_session_seq_id is None:
+            raise InvalidRequest(
+                "save_weights_for_sampler needs a path or a sampling_session_seq_id"
+            )
+        case _:
+            pass
+
+
+def json_result(**fields: object) -> Result:
+    return Result(media="json", body=orjson.dumps(fields))

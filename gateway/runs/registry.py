@@ -1,9 +1,9 @@
-"""Training runs: from `starting` over `ready` to `ended`, and the way of operations into them.
+"""Training runs: how they are created, how operations enter them, and how they end.
 
-A run has one trainer. It ends with its session, or when the trainer dies; it is never started
-again, since the trainer's state is gone: the client makes a new run, from a checkpoint if there
-is one. What is asked of an ended run is accepted and fails with what ended it, so that the SDK
-shows the reason at once (a status of 5xx it would repeat for minutes).
+A run has one trainer. It ends with its session, or when the trainer dies; it is not started
+again, because the trainer's state is gone: the client creates a new run, from a checkpoint if
+there is one. Operations of an ended run are accepted and fail with what ended it, so that the
+SDK shows the reason at once (it would repeat a 5xx for minutes).
 """
 
 from __future__ import annotations
@@ -12,40 +12,48 @@ import asyncio
 import time
 from collections.abc import Mapping
 
+from sqlalchemy.exc import IntegrityError
+
 from gateway.checkpoints.base_models import BaseModelEntry
-from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.checkpoints.collector import GarbageCollector
-from gateway.checkpoints.versions import VersionStore
-from gateway.futures.table import Future, FutureTable, Outcome, Waiting
+from gateway.futures.table import Future, Outcome
 from gateway.identifiers import relative_version_folder, request_id_of, run_id_of
-from gateway.limits.quotas import Quotas
-from gateway.metrics import Metrics
-from gateway.runs.delivery import RunProgress, json_result
-from gateway.runs.dispatcher import Call, Dispatcher, EndsRun, Send
-from gateway.runs.executor import Executor
+from gateway.limits.ledger import wait_for_room
+from gateway.limits.quotas import Quotas, give_back
+from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.journal import Journal
-from gateway.runs.operations import LoadWeights, LossDefinitions, Operation
-from gateway.runs.run_rows import RunRows
-from gateway.runs.training_run import TrainingRun
-from gateway.sampling.router import SamplerRouter
-from gateway.sampling.sessions import SamplingSessionRegistry
+from gateway.runs.operations import (
+    Body,
+    Call,
+    Kind,
+    LoadWeights,
+    Operation,
+    RunBroken,
+    json_result,
+)
+from gateway.runs.runner import OperationRunner, RunnerTools
+from gateway.runs.training_run import RunRows, TrainingRun
 from gateway.sessions.registry import SessionRegistry
 from gateway.storage.database import Database
-from gateway.usage.meter import RunMeter, Subject, UsageMeter
 from gateway.workers.clients import TrainerClient, WorkerUnavailable
 from gateway.workers.fleet import Fleet
 from tandem.errors import (
+    GatewayRestarted,
     InternalError,
+    Overloaded,
     SessionFinished,
     TandemError,
+    UnknownRun,
     WorkerDied,
 )
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.worker import TrainingSpec
 
+_SMALL_PAYLOAD = 64 * 1024
+"""Payloads up to this size stay in memory while their owner has room there."""
 _EXIT_REPORT_PATIENCE = 3.0
-"""Seconds to wait for the launcher's word after the connection to a trainer broke."""
+"""Seconds within which the launcher reports the end of a trainer whose connection broke."""
 
 
 class RunRegistry:
@@ -54,42 +62,37 @@ class RunRegistry:
         *,
         settings: GatewaySettings,
         database: Database,
-        log: Journal,
-        futures: FutureTable,
-        fleet: Fleet,
-        samplers: SamplerRouter,
-        sampling: SamplingSessionRegistry,
+        journal: Journal,
         sessions: SessionRegistry,
-        checkpoints: CheckpointCatalog,
-        versions: VersionStore,
-        collector: GarbageCollector,
-        loss_definitions: Mapping[str, LossDefinitions],
-        metrics: Metrics,
-        usage: UsageMeter,
         limits: Quotas,
+        fleet: Fleet,
+        collector: GarbageCollector,
+        tools: RunnerTools,
     ) -> None:
         self._settings = settings
-        self._limits = limits
-        self._records = RunRows(database=database)
-        self._oplog = log
-        self._futures = futures
-        self._fleet = fleet
-        self._samplers = samplers
-        self._sampling = sampling
+        self._rows = RunRows(database=database)
+        self._journal = journal
         self._sessions = sessions
-        self._checkpoints = checkpoints
-        self._versions = versions
+        self._limits = limits
+        self._fleet = fleet
         self._collector = collector
-        self._loss_definitions = loss_definitions
-        self._metrics = metrics
-        self._usage = usage
+        self._tools = tools
         self._runs: dict[str, TrainingRun] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._log = get_log()
 
     async def open(self) -> list[str]:
-        """Marks the runs of an earlier gateway ended; returns their ids."""
-        return await self._records.end_all()
+        """Mark the runs of an earlier gateway as ended; return their ids."""
+        return await self._rows.end_all()
+
+    async def close(self) -> None:
+        """Cancel everything. The next gateway fails what has not ended."""
+        lives = [run.life for run in self._runs.values() if run.life is not None]
+        for life in lives:
+            life.cancel()
+        for run in self._runs.values():
+            run.dispatcher.stop_timer()
+        await asyncio.gather(*lives, *self._stopping, return_exceptions=True)
 
     def all(self) -> list[TrainingRun]:
         return list(self._runs.values())
@@ -97,12 +100,14 @@ class RunRegistry:
     def get(self, run_id: str) -> TrainingRun | None:
         return self._runs.get(run_id)
 
-    def write_request_times(self) -> None:
-        """Hands over when runs were last asked for something, as far as that changed."""
-        changed = [run for run in self._runs.values() if run.last_request_at != run.written_at]
+    def save_request_times(self) -> None:
+        """Write when runs last received a request, where that changed."""
+        changed = [r for r in self._runs.values() if r.last_request_at != r.saved_request_at]
         for run in changed:
-            run.written_at = run.last_request_at
-        self._records.note_requests(changed)
+            run.saved_request_at = run.last_request_at
+        self._rows.save_request_times(changed)
+
+    # --- Creation -----------------------------------------------------------------------------
 
     async def create(
         self,
@@ -115,208 +120,255 @@ class RunRegistry:
         user_metadata: Mapping[str, object] | None,
         request: bytes,
     ) -> str:
-        """Begins to start a run and returns the request_id of its creation, which ends when
-        the trainer is ready and, if asked, has loaded a checkpoint. Its place in the log is 0.
+        """Begin to start a run, and return the request_id of its creation, which is operation 0
+        of the run: it ends when the trainer is ready and has loaded the checkpoint, if any.
 
-        Raises `LimitExceeded` where its owner has as many runs or samplers as are allowed, and
-        `SessionFinished`; then nothing is left of it."""
+        Idempotent: a repeated `model_seq_id` returns the original request_id. Raises
+        `LimitExceeded` if the owner may not have another run or sampler, and `SessionFinished`.
+        """
         run_id = run_id_of(session_id=session_id, model_seq_id=model_seq_id)
         request_id = request_id_of(owner=run_id, seq_id=0)
-        known = await self._records.has(run_id)
-        while (existing := self._runs.get(run_id)) is not None:  # the same request came before
+        known = await self._rows.ended_with(run_id) is not None
+        while (existing := self._runs.get(run_id)) is not None:
             await existing.arrived(0)
-            if self._runs.get(run_id) is existing:  # else it could not be written
+            if self._runs.get(run_id) is existing:  # otherwise it could not be written
                 return request_id
         if known:
-            return request_id  # of before a restart: the log says what became of it
-        # From here to where the run is registered nothing is waited for.
+            return request_id
+        # Nothing is awaited from here to where the run is registered.
         session = self._sessions.require(session_id)
         used = (run.session_id for run in self._runs.values() if run.state != "ended")
         self._limits.check("runs", used=self._sessions.count_of(session.owner, used))
-        # Engine and trainer start side by side: the loop will need both.
-        self._samplers.ensure(session_id=session_id, model=model, rank=training.rank)
-        run = self._new_run(session_id=session_id, run_id=run_id, model=model, training=training)
-        self._runs[run_id] = run
+        # Start the engine beside the trainer: the training loop needs both.
+        self._tools.samplers.ensure(session_id=session_id, model=model, rank=training.rank)
+        run = self._runs[run_id] = TrainingRun(
+            id=run_id,
+            session_id=session_id,
+            owner=session.owner,
+            model=model,
+            training=training,
+            dispatcher=Dispatcher(
+                window=self._settings.dispatch_window,
+                window_bytes=self._settings.dispatch_window_bytes,
+                gap_timeout=self._settings.sequence_gap_timeout,
+                end=self._journal.end,
+            ),
+        )
+        kind: Kind = "create_model" if load is None else "load_weights"
         future = Future(
             request_id=request_id,
             source="operation",
-            kind="create_model" if load is None else "load_weights",
-            describe=lambda: Waiting(self._not_ready(run), paused=True),
+            kind=kind,
+            describe=lambda: run.dispatcher.describe(0),
+        )
+        creation = Operation(run_id=run_id, seq_id=0, kind=kind, future=future, body=load)
+        with run.arriving(0):
+            try:
+                await self._rows.add(run, session=session, user_metadata=user_metadata)
+                await self._journal.accept(creation, request=request, payload=None)
+            except BaseException:
+                self._runs.pop(run_id, None)
+                run.dispatcher.stop_timer()
+                raise
+        run.creation = creation
+        if run.error is not None:  # its session has ended meanwhile
+            self._journal.end(creation, run.error)
+        else:
+            run.life = asyncio.create_task(self._live(run, creation), name=f"run-{run_id}")
+        return request_id
+
+    async def _live(self, run: TrainingRun, creation: Operation) -> None:
+        """Start the trainer, and carry out operations until one of them ends the run."""
+        try:
+            runner = await self._start_trainer(run)
+            sent = -1
+            created: Outcome
+            if creation.body is None:
+                created = json_result(type="create_model", model_id=run.id)
+            else:
+                call = Call(previous_seq_id=-1, gradients_incomplete="", wake=asyncio.Event())
+                created = await runner.carry_out(await runner.prepare(creation), call)
+                sent = 0
+            self._journal.end(creation, created)
+            run.state = "ready"
+            self._rows.set_ready(run)
+            await run.dispatcher.serve(runner, sent=sent)
+        except RunBroken as broken:
+            error = broken.error
+        except TandemError as failed:
+            error = failed
+        except Exception as fault:  # noqa: BLE001 - a fault of ours must not leave a client waiting
+            self._log.exception("run_failed", run_id=run.id)
+            error = InternalError(f"{type(fault).__name__} in the gateway; see its log")
+        self._break(run, error)
+
+    async def _start_trainer(self, run: TrainingRun) -> OperationRunner:
+        worker = run.worker = await self._fleet.start(
+            kind="trainer",
+            session_id=run.session_id,
+            run_id=run.id,
+            model=run.model,
+            training=run.training,
+            on_exit=lambda reason: self._break(
+                run,
+                WorkerDied(
+                    f"the trainer died: {reason}; create the run again, from a checkpoint if "
+                    "there is one"
+                ),
+            ),
+        )
+        client = TrainerClient(worker, timeout=self._settings.trainer.operation_timeout)
+        try:
+            about = await client.describe()
+        except WorkerUnavailable as error:
+            await asyncio.sleep(_EXIT_REPORT_PATIENCE)  # the report ends the run, and this task
+            raise WorkerDied(f"the trainer is gone: {error}") from error
+        run.architecture = about.architecture
+        run.parameters = about.parameters
+        run.trainable_parameters = about.trainable_parameters
+        run.ranks = about.ranks
+        return OperationRunner(run=run, client=client, tools=self._tools)
+
+    # --- Operations ---------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        *,
+        run_id: str,
+        seq_id: int,
+        kind: Kind,
+        body: Body | None = None,
+        request: bytes = b"",
+        payload: bytes | None = None,
+        refused: TandemError | None = None,
+    ) -> str:
+        """Accept an operation, and return its request_id once it is in the journal.
+
+        Idempotent: a repeated `seq_id` returns the original request_id. A `refused` operation
+        consumes its `seq_id` and fails with that error at its turn. Raises `UnknownRun`,
+        `SessionFinished` or `Overloaded`, which leave the `seq_id` free.
+        """
+        run = self._runs.get(run_id)
+        if run is None:
+            return await self._submit_to_lost(run_id=run_id, seq_id=seq_id, kind=kind)
+        request_id = request_id_of(owner=run_id, seq_id=seq_id)
+        run.last_request_at = time.time()
+        await run.arrived(seq_id)  # the same request, sent before; if that one fails, this goes on
+        if self._journal.has_future(request_id) or run.dispatcher.consumed(seq_id):
+            return request_id
+        # The operation that a run waits for is let in whatever the limits say: without it, those
+        # that are there already could not go on, and would never make room.
+        forced = run.dispatcher.awaits(seq_id)
+        if not forced:
+            self._check_queue(run)
+        size = len(request if payload is None else payload)
+        in_memory = payload is None or (
+            size <= _SMALL_PAYLOAD and self._limits.held.has_room(run.owner, size)
+        )
+        reservations = self._limits.take_operation(
+            run.owner, size=size, held=size if in_memory else 0, forced=forced
         )
         operation = Operation(
             run_id=run_id,
-            seq_id=0,
-            kind="create_model" if load is None else "load_weights",
-            future=future,
-            body=load,
+            seq_id=seq_id,
+            kind=kind,
+            future=Future(
+                request_id=request_id,
+                source="operation",
+                kind=kind,
+                owner=run.owner,
+                describe=lambda: run.dispatcher.describe(seq_id),
+            ),
+            body=body,
+            payload=payload if in_memory else None,
+            in_file=payload is not None,
+            size=size,
+            refused=refused,
         )
-        arrival = run.arriving[0] = asyncio.get_running_loop().create_future()
-        try:
-            await self._records.add(run, session=session, user_metadata=user_metadata)
-            await self._oplog.accept(
-                run_id=run_id, seq_id=0, kind=operation.kind, request=request, payload=None
-            )
-        except BaseException:
-            self._runs.pop(run_id, None)
-            run.dispatcher.abandon()
-            raise
-        finally:
-            del run.arriving[0]
-            arrival.set_result(None)
-        self._futures.add(future)
-        if run.error is not None:  # its session has ended meanwhile
-            self._on_outcome(operation, run.error)
-            return request_id
-        run.bring_up = asyncio.create_task(self._bring_up(run, operation), name=f"start-{run_id}")
+        operation.future.on_end(lambda _outcome: give_back(reservations))
+        with run.arriving(seq_id):
+            try:
+                await self._journal.accept(operation, request=request, payload=payload)
+            except IntegrityError:  # the journal has this seq_id; memory has forgotten it
+                give_back(reservations)
+                return request_id
+            except BaseException:
+                give_back(reservations)
+                raise
+        run.dispatcher.put(operation)
         return request_id
 
+    def _check_queue(self, run: TrainingRun) -> None:
+        queued, limit = run.dispatcher.queued, self._settings.max_queued_operations
+        if queued >= limit:
+            self._limits.note_refusal("run_operations")
+            seconds = wait_for_room(run.dispatcher.rate, waiting=queued)
+            raise Overloaded(
+                f"{queued} operations of this run wait already, {limit} at most "
+                f"(TANDEM_MAX_QUEUED_OPERATIONS); ask again in {seconds:g} s",
+                limit="run_operations",
+                retry_after=seconds,
+                position=queued + 1,
+            )
+
+    async def _submit_to_lost(self, *, run_id: str, seq_id: int, kind: Kind) -> str:
+        """Accept an operation of a run that a restart of the gateway ended: it has failed."""
+        ended_with = await self._rows.ended_with(run_id)
+        if ended_with is None:
+            raise UnknownRun(f"there is no training run {run_id!r} on this server")
+        error_type, reason = ended_with
+        if error_type != GatewayRestarted.type:
+            raise SessionFinished(f"training run {run_id} has ended: {reason}")
+        await self._journal.accept_failed(
+            run_id=run_id, seq_id=seq_id, kind=kind, error=GatewayRestarted(reason)
+        )
+        return request_id_of(owner=run_id, seq_id=seq_id)
+
+    # --- End ----------------------------------------------------------------------------------
+
     async def end_session(self, session_id: str, error: TandemError) -> list[str]:
-        """Ends the session's runs and stops their trainers; returns their ids."""
+        """End the session's runs and stop their trainers; return the ids of the runs."""
         ending = [run for run in self._runs.values() if run.session_id == session_id]
         for run in ending:
             self._end(run, error)
         await asyncio.gather(*(self._stop_trainer(run, error.message) for run in ending))
         for run in ending:
             self._runs.pop(run.id, None)
-            if run.facts.parent:
-                self._checkpoints.pins.unpin(relative_version_folder(run.facts.parent))
+            if run.parent:
+                self._tools.checkpoints.pins.unpin(relative_version_folder(run.parent))
         return [run.id for run in ending]
 
-    async def close(self) -> None:
-        """The gateway stops: nothing is failed (the next one does that), all is cancelled."""
-        for run in self._runs.values():
-            run.dispatcher.abandon()
-            if run.bring_up is not None:
-                run.bring_up.cancel()
-        tasks = [run.bring_up for run in self._runs.values() if run.bring_up is not None]
-        await asyncio.gather(*tasks, *self._stopping, return_exceptions=True)
-
-    def _new_run(
-        self, *, session_id: str, run_id: str, model: BaseModelEntry, training: TrainingSpec
-    ) -> TrainingRun:
-        facts = RunProgress(run_id=run_id, session_id=session_id, base_model=model.name)
-
-        async def prepare(operation: Operation, /) -> Send:
-            assert run.prepare is not None, "the dispatcher starts when the trainer is ready"
-            return await run.prepare(operation)
-
-        dispatcher = Dispatcher(
-            window=self._settings.dispatch_window,
-            gap_timeout=self._settings.sequence_gap_timeout,
-            prepare=prepare,
-            on_outcome=self._on_outcome,
-            on_broken=lambda error: self._broken(run, error),
-            not_ready=lambda: self._not_ready(run),
-        )
-        run = TrainingRun(facts=facts, model=model, training=training, dispatcher=dispatcher)
-        return run
-
-    async def _bring_up(self, run: TrainingRun, creation: Operation) -> None:
-        outcome: Outcome
-        try:
-            worker = run.worker = await self._fleet.start(
-                kind="trainer",
-                session_id=run.session_id,
-                run_id=run.id,
-                model=run.model,
-                training=run.training,
-                on_exit=lambda reason: self._broken(run, WorkerDied(_died(reason))),
-            )
-            client = TrainerClient(worker, timeout=self._settings.trainer.operation_timeout)
-            about = await client.describe()
-            run.architecture = about.architecture
-            run.parameters = about.parameters
-            run.facts.trainable_parameters = about.trainable_parameters
-            run.ranks = about.ranks
-            executor = run.prepare = self._executor(run, client)
-            if creation.body is not None:
-                send = await executor(creation)
-                call = Call(previous_seq_id=-1, gradients_incomplete="", release=lambda: None)
-                outcome = await send(call)
-            else:
-                outcome = json_result(type="create_model", model_id=run.id)
-        except WorkerUnavailable as error:
-            outcome = await self._fate(run) or WorkerDied(f"the trainer is gone: {error}")
-        except EndsRun as ending:
-            outcome = ending.error
-        except TandemError as error:
-            outcome = error
-        except Exception as error:  # noqa: BLE001 - a fault of ours must not leave a client waiting
-            self._log.exception("start_failed", run_id=run.id)
-            outcome = InternalError(f"{type(error).__name__} while the run started; see the log")
-        if run.error is not None:  # it ended while it started, and its creation with it
-            outcome = run.error
-        self._on_outcome(creation, outcome)
-        if isinstance(outcome, TandemError):
-            self._broken(run, outcome)
-            return
-        run.state = "ready"
-        self._records.note_ready(run)
-        run.dispatcher.start(sent=0 if creation.body is not None else -1)
-
-    def _executor(self, run: TrainingRun, client: TrainerClient) -> Executor:
-        return Executor(
-            facts=run.facts,
-            client=client,
-            sampler=lambda: self._samplers.ensure(
-                session_id=run.session_id, model=run.model, rank=run.training.rank
-            ),
-            sampling=self._sampling,
-            checkpoints=self._checkpoints,
-            versions=self._versions,
-            loss_definitions=self._loss_definitions,
-            metrics=self._metrics,
-            meter=RunMeter(
-                usage=self._usage,
-                subject=Subject(id=run.id, session_id=run.session_id, base_model=run.model.name),
-                ranks=run.ranks,
-            ),
-            settings=self._settings,
-            fate=lambda: self._fate(run),
-        )
-
-    async def _fate(self, run: TrainingRun) -> TandemError | None:
-        """What ended the run, if the launcher says so soon."""
-        try:
-            async with asyncio.timeout(_EXIT_REPORT_PATIENCE):
-                await run.ended.wait()
-        except TimeoutError:
-            return None
-        return run.error
-
-    def _broken(self, run: TrainingRun, error: TandemError) -> None:
-        """The trainer is of no use any more: ends the run, and the trainer if it still runs."""
+    def _break(self, run: TrainingRun, error: TandemError) -> None:
+        """End a run whose trainer is of no use any more, and the trainer if it still runs."""
         self._end(run, error)
         task = asyncio.create_task(self._stop_trainer(run, error.message))
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)
 
     def _end(self, run: TrainingRun, error: TandemError) -> None:
-        """Fails what has not ended. The first error counts."""
+        """Fail what has not ended. The first error counts."""
         if run.error is not None:
             return
         run.error = error
         run.state = "ended"
-        run.ended.set()
-        note = self._log.info if isinstance(error, SessionFinished) else self._log.error
-        note(
+        log = self._log.info if isinstance(error, SessionFinished) else self._log.error
+        log(
             "run_ended",
             run_id=run.id,
             session_id=run.session_id,
             type=error.type,
             reason=error.message,
         )
+        if run.creation is not None:
+            self._journal.end(run.creation, error)
         run.dispatcher.end(error)
-        creation = self._futures.get(request_id_of(owner=run.id, seq_id=0))
-        if creation is not None and not creation.ended:
-            creation.resolve(error)
-            self._oplog.end(run_id=run.id, seq_id=0, outcome=error, blob=None)
-        self._records.note_end(run, error)
+        if run.life is not None and run.life is not asyncio.current_task():
+            run.life.cancel()
+        self._rows.set_ended(run, error)
 
     async def _stop_trainer(self, run: TrainingRun, reason: str) -> None:
-        if run.bring_up is not None and run.bring_up is not asyncio.current_task():
-            run.bring_up.cancel()
-            await asyncio.gather(run.bring_up, return_exceptions=True)
+        if run.life is not None:
+            await asyncio.gather(run.life, return_exceptions=True)
         worker, run.worker = run.worker, None
         try:
             if worker is not None:
@@ -324,39 +376,3 @@ class RunRegistry:
             await self._collector.collect_ended(run.id)
         except Exception:  # noqa: BLE001 - the other runs of its session must end all the same
             self._log.exception("trainer_not_stopped", run_id=run.id)
-
-    def _on_outcome(self, operation: Operation, outcome: Outcome) -> None:
-        if operation.future.ended:
-            return
-        failed = isinstance(outcome, TandemError)
-        self._metrics.operations.labels(
-            kind=operation.kind,
-            outcome=outcome.type if isinstance(outcome, TandemError) else "done",
-        ).inc()
-        self._metrics.operation_seconds.labels(kind=operation.kind).observe(
-            time.monotonic() - operation.accepted_at
-        )
-        operation.future.resolve(outcome)
-        self._oplog.end(
-            run_id=operation.run_id,
-            seq_id=operation.seq_id,
-            outcome=outcome,
-            blob=operation.blob,
-        )
-        if failed:
-            assert isinstance(outcome, TandemError)
-            self._log.info(
-                "operation_failed",
-                run_id=operation.run_id,
-                request_id=operation.future.request_id,
-                kind=operation.kind,
-                type=outcome.type,
-                reason=outcome.message,
-            )
-
-    def _not_ready(self, run: TrainingRun) -> str:
-        return f"the trainer is starting ({time.time() - run.created_at:.0f} s)"
-
-
-def _died(reason: str) -> str:
-    return f"the trainer died: {reason}; create the run again, from a checkpoint if there is one"

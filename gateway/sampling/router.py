@@ -8,6 +8,7 @@ a share of the device.
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.pins import Pins
@@ -18,6 +19,7 @@ from gateway.limits.ledger import wait_for_room
 from gateway.limits.quotas import Quotas, give_back
 from gateway.metrics import Metrics
 from gateway.sampling.sampler import Sampler
+from gateway.sampling.sessions import SamplingSession, SamplingSessionRegistry
 from gateway.sessions.registry import SessionRegistry
 from gateway.usage.samples import EngineMeter, RecentSamples
 from gateway.workers.clients import Tell
@@ -40,6 +42,7 @@ class SamplerRouter:
         fleet: Fleet,
         metrics: Metrics,
         samples: RecentSamples,
+        sampling: SamplingSessionRegistry,
         pins: Pins,
         sessions: SessionRegistry,
         limits: Quotas,
@@ -48,6 +51,7 @@ class SamplerRouter:
         self._fleet = fleet
         self._metrics = metrics
         self._samples = samples
+        self._sampling = sampling
         self._pins = pins
         self._sessions = sessions
         self._limits = limits
@@ -88,6 +92,24 @@ class SamplerRouter:
                 max_adapters=self._settings.sampler.max_adapters,
             )
         return sampler
+
+    async def serve_published(
+        self,
+        version: WeightVersion,
+        *,
+        session_id: str,
+        model: BaseModelEntry,
+        rank: int,
+        number: int,
+        kind: Literal["snapshot", "inflight"],
+    ) -> SamplingSession:
+        """Return a new sampling session of a version that a run has just published, when the
+        engine serves it. Raises `LoadFailed` and the like, and as `ensure`."""
+        sampler = self.ensure(session_id=session_id, model=model, rank=rank)
+        await sampler.load(version)
+        return await self._sampling.create_ephemeral(
+            session_id=session_id, number=number, kind=kind, version=version
+        )
 
     def submit(
         self,

@@ -111,7 +111,7 @@ class ModelDirectory:
         if not origin.owner or not caller.may_see(origin.owner):
             raise UnknownModel(f"there is no training run {run_id!r} on this server")
         run = self._runs.get(run_id)
-        names = [run.facts.newest] if run is not None and run.facts.newest else []
+        names = [run.newest] if run is not None and run.newest else []
         saved = await self._checkpoints.of_run(run_id)
         names += [c.version for c in reversed(saved) if c.path.kind == "sampler_weights"]
         for name in names:

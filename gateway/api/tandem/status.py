@@ -70,12 +70,12 @@ async def status(request: Request) -> Response:
                     "state": run.state,
                     "reason": run.error.message if run.error is not None else "",
                     "worker": run.worker.worker_id if run.worker is not None else "",
-                    "step": run.facts.step,
+                    "step": run.step,
                     "parameters": run.parameters,
                     "ranks": run.ranks,
                     "queued": run.dispatcher.queued,
                     "under_way": run.dispatcher.under_way,
-                    "weight_version": run.facts.parent,
+                    "weight_version": run.parent,
                 }
                 for run in gateway.runs.all()
                 if run.session_id in mine

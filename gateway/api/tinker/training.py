@@ -31,7 +31,6 @@ from gateway.api.wire import (
     promise,
     read_body,
 )
-from gateway.runs.executor import check_names
 from gateway.runs.operations import (
     AdamParams,
     Body,
@@ -43,6 +42,7 @@ from gateway.runs.operations import (
     SaveWeights,
     SaveWeightsExternal,
     SaveWeightsForSampler,
+    check_body,
 )
 from tandem.errors import (
     MalformedPayload,
@@ -103,7 +103,7 @@ async def forward_backward(request: Request) -> Response:
             "the body is not a ForwardBackwardRequest: model_id or seq_id is missing"
         )
     await gateway.access.run(routing.model_id, caller_of(request))
-    await gateway.admission.submit(
+    await gateway.runs.submit(
         run_id=routing.model_id,
         seq_id=routing.seq_id,
         kind="forward" if routing.forward_only else "forward_backward",
@@ -214,11 +214,11 @@ async def _submit(
     try:
         _check_small(raw)
         body = read(raw)
-        check_names(body)
+        check_body(body)
         note_for_audit(request, target=_target(place.model_id, body))
     except UserError as error:
         refused = error
-    await gateway.admission.submit(
+    await gateway.runs.submit(
         run_id=place.model_id,
         seq_id=place.seq_id,
         kind=kind,
@@ -258,7 +258,7 @@ async def _refuse(request: Request, prefix: bytes, error: UserError) -> Response
         raise error
     gateway = gateway_of(request)
     await gateway.access.run(routing.run_id, caller_of(request))
-    await gateway.admission.submit(
+    await gateway.runs.submit(
         run_id=routing.run_id, seq_id=routing.seq_id, kind="forward_backward", refused=error
     )
     raise error

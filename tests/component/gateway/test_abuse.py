@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 
 import pytest
 import tinker
@@ -19,13 +18,10 @@ from gateway.api.tinker.service import TelemetryBatch
 from gateway.api.wire import parse
 from gateway.futures.completion_feed import _MOST_TARGETS, CompletionFeed, Target
 from gateway.futures.result_store import ResultStore
-from gateway.futures.table import Future, FutureTable, Outcome
-from gateway.runs.dispatcher import Dispatcher
-from gateway.runs.gaps import SequenceGaps
-from gateway.runs.operations import Operation
+from gateway.futures.table import FutureTable
 from gateway.sessions.registry import NewSession
 from gateway.storage.tables import operations
-from tandem.errors import LimitExceeded, PayloadTooLarge, SequenceGap, SessionFinished
+from tandem.errors import LimitExceeded, PayloadTooLarge
 from tests.support.gateway.running import KEY, make_model, no_counts, running_gateway
 
 
@@ -207,73 +203,6 @@ def test_an_old_export_of_a_session_gives_way(gate):
 
 
 # --- Queues ------------------------------------------------------------------------------------
-
-
-def operation(seq_id: int, **changes) -> Operation:
-    future = Future(
-        request_id=f"r:{seq_id}", source="operation", kind="optim_step", describe=lambda: None
-    )
-    return Operation(run_id="r", seq_id=seq_id, kind="optim_step", future=future, **changes)
-
-
-async def test_each_of_many_that_wait_is_told_its_place_and_all_fail_with_the_gap():
-    outcomes = {}
-    dispatcher = Dispatcher(
-        window=4,
-        gap_timeout=0.05,
-        prepare=lambda _operation: asyncio.get_running_loop().create_future(),
-        on_outcome=lambda one, outcome: outcomes.setdefault(one.seq_id, outcome),
-        on_broken=lambda _error: None,
-        not_ready=lambda: "starting",
-    )
-    dispatcher.start()
-    places = list(range(1, 1000))
-    random.Random(0).shuffle(places)
-    for place in places:
-        dispatcher.put(operation(place))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert dispatcher.describe(2).reason == "0 operations before this one"
-    assert dispatcher.describe(900).reason == "898 operations before this one"
-    dispatcher.end(SessionFinished("over"))
-    assert set(outcomes) == set(places)
-
-    failed = asyncio.Event()
-
-    def note(one: Operation, outcome: Outcome) -> None:
-        outcomes[one.seq_id] = outcome
-        if len(outcomes) == 3:
-            failed.set()
-
-    waiting = Dispatcher(
-        window=4,
-        gap_timeout=0.05,
-        prepare=lambda _operation: asyncio.get_running_loop().create_future(),
-        on_outcome=note,
-        on_broken=lambda _error: None,
-        not_ready=lambda: "starting",
-    )
-    outcomes.clear()
-    waiting.start()
-    for place in (2**52, 7, 2**40):
-        waiting.put(operation(place))
-    assert "operation 1, which comes before, has not arrived" in waiting.describe(7).reason
-    async with asyncio.timeout(20):
-        await failed.wait()
-    assert all(isinstance(outcome, SequenceGap) for outcome in outcomes.values())
-    waiting.put(operation(5))
-    assert isinstance(outcomes[5], SequenceGap)
-    assert (waiting.queued, waiting.consumed(2**40), waiting.consumed(6)) == (0, True, False)
-    waiting.abandon()
-
-
-def test_a_log_full_of_holes_remembers_the_newest():
-    holes = SequenceGaps()
-    for place in range(0, 2 * 70_000, 2):
-        holes.add(place, place + 1, filled=())
-    assert len(holes) == 2**16
-    assert 2 * 70_000 - 2 in holes
-    assert 0 not in holes
 
 
 async def test_clients_that_call_themselves_ever_new_names_hold_a_bounded_memory(tmp_path):

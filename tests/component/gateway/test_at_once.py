@@ -143,19 +143,19 @@ def test_the_second_of_two_equal_requests_is_taken_when_the_first_cannot_be_writ
     gate, monkeypatch
 ):
     run_id = gate.run_id(gate.session_id())
-    accept, calls = gate.gateway.oplog.accept, []
+    accept, calls = gate.gateway.journal.accept, []
 
-    async def full_at_first(**named):
-        calls.append(named["seq_id"])
+    async def full_at_first(operation, **named):
+        calls.append(operation.seq_id)
         if len(calls) == 1:
             await asyncio.sleep(0)
             raise StorageFull("the payload could not be written")
-        return await accept(**named)
+        return await accept(operation, **named)
 
-    monkeypatch.setattr(gate.gateway.oplog, "accept", full_at_first)
+    monkeypatch.setattr(gate.gateway.journal, "accept", full_at_first)
 
     def submission():
-        return gate.gateway.admission.submit(
+        return gate.gateway.runs.submit(
             run_id=run_id, seq_id=1, kind="optim_step", refused=StorageFull("as an outcome")
         )
 

@@ -186,7 +186,7 @@ class _Noted(list):
 
 
 def _submit(gateway, run_id: str, seq_id: int):
-    return gateway.admission.submit(
+    return gateway.runs.submit(
         run_id=run_id,
         seq_id=seq_id,
         kind="optim_step",
@@ -216,10 +216,10 @@ def _sample(gateway, sampler_id: str, seq_id: int) -> None:
     gateway.samplers.submit(sampler, future=future, version=session.version, request=request)
 
 
-def test_large_payloads_do_not_fill_the_window_of_a_trainer(tmp_path, monkeypatch):
+def test_large_payloads_do_not_fill_the_window_of_a_trainer(tmp_path):
     """Payloads under way are in memory, so that their bytes are bounded, too."""
-    monkeypatch.setattr("gateway.runs.dispatcher._WINDOW_BYTES", 2**20)
-    with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
+    changes = {"session_ttl": 600, "dispatch_window_bytes": 2**20}
+    with running_gateway(tmp_path, **changes) as gate, gate.http() as client:
         run_id = gate.run_id(gate.session_id())
         _, trainer = gate.worker("trainer")
         gate.run(trainer.gate.clear)

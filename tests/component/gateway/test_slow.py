@@ -9,6 +9,7 @@ import socket
 import pytest
 
 from gateway.api.admission_middleware import RequestReservations
+from gateway.workers.clients import TrainerClient
 from tandem.v1 import trainer_pb2
 from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.running import KEY, forward_backward_bytes, running_gateway, wait_for
@@ -30,19 +31,18 @@ def gate(tmp_path_factory):
 def result(gate):
     """The request_id of a large result, and its bytes."""
     run_id = gate.run_id(gate.session_id())
-    run = gate.gateway.runs.get(run_id)
 
-    async def large(_request, **_):
+    async def large(_client, _request):
         output = tinker_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
         output.loss_fn_outputs.add().fields["logprobs"].data = bytes(4 * TOKENS)
         return trainer_pb2.ForwardBackwardReply(output=output.SerializeToString())
 
-    run.prepare._client.forward_backward = large
-    with gate.http() as client:
+    with pytest.MonkeyPatch.context() as patched, gate.http() as client:
+        patched.setattr(TrainerClient, "forward_backward", large)
         client.post(
             "/api/v1/forward_backward", content=forward_backward_bytes(run_id, 1), headers=PROTO
         )
-    answer = gate.retrieve(f"{run_id}:1")
+        answer = gate.retrieve(f"{run_id}:1")
     assert len(answer.content) > 4 * TOKENS
     return f"{run_id}:1", answer.content
 

@@ -1,0 +1,265 @@
+"""The dispatcher with a runner that the test controls: order, window, gaps and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.futures.table import Future, Result
+from gateway.runs.dispatcher import Dispatcher, SequenceGaps
+from gateway.runs.operations import Operation, Prepared, RunBroken, SaveWeights
+from tandem.errors import InternalError, InvalidRequest, SequenceGap, SessionFinished, WorkerDied
+
+DONE = Result(media="json")
+
+
+class FakeRunner:
+    """Notes what it is given. Operations end when the test sets `gates[seq_id]`, or at once."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, int]] = []
+        self.calls = {}
+        self.gates: dict[int, asyncio.Event] = {}
+        self.prepare_errors: dict[int, Exception] = {}
+        self.errors: dict[int, Exception] = {}
+
+    async def prepare(self, operation, /):
+        if (error := self.prepare_errors.get(operation.seq_id)) is not None:
+            raise error
+        return Prepared(operation, request=None)
+
+    async def carry_out(self, prepared, call, /):
+        seq_id = prepared.operation.seq_id
+        self.sent.append((call.previous_seq_id, seq_id))
+        self.calls[seq_id] = call
+        if (gate := self.gates.get(seq_id)) is not None:
+            await gate.wait()
+        if (error := self.errors.get(seq_id)) is not None:
+            raise error
+        return DONE
+
+
+class World:
+    """A dispatcher that serves, its runner, and the outcomes by `seq_id`."""
+
+    def __init__(
+        self, *, window: int = 4, window_bytes: int = 100, gap_timeout: float = 60
+    ) -> None:
+        self.runner = FakeRunner()
+        self.outcomes = {}
+        self.dispatcher = Dispatcher(
+            window=window,
+            window_bytes=window_bytes,
+            gap_timeout=gap_timeout,
+            end=lambda one, outcome: self.outcomes.setdefault(one.seq_id, outcome),
+        )
+
+    def put(self, *seq_ids: int, kind: str = "forward_backward", **changes) -> None:
+        for seq_id in seq_ids:
+            future = Future(
+                request_id=f"r:{seq_id}", source="operation", kind=kind, describe=lambda: None
+            )
+            self.dispatcher.put(
+                Operation(run_id="r", seq_id=seq_id, kind=kind, future=future, **changes)
+            )
+
+    def hold(self, *seq_ids: int) -> None:
+        for seq_id in seq_ids:
+            self.runner.gates[seq_id] = asyncio.Event()
+
+    def serve(self, **options) -> asyncio.Task[None]:
+        return asyncio.create_task(self.dispatcher.serve(self.runner, **options))
+
+    @property
+    def sent(self) -> list[int]:
+        return [seq_id for _, seq_id in self.runner.sent]
+
+
+async def settle() -> None:
+    """Let everything run that can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def stop(serving: asyncio.Task[None]) -> None:
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+
+
+async def test_operations_go_in_order_and_each_names_the_one_before_it():
+    world = World()
+    world.put(3, 1, 2)
+    serving = world.serve(sent=0)
+    await settle()
+    assert world.runner.sent == [(0, 1), (1, 2), (2, 3)]
+    assert world.outcomes == {1: DONE, 2: DONE, 3: DONE}
+    assert world.dispatcher.queued == 0
+    await stop(serving)
+
+
+async def test_as_many_are_under_way_as_the_window_has_and_a_released_one_makes_room():
+    world = World(window=2)
+    world.hold(1, 2, 3)
+    world.put(1, 2, 3)
+    serving = world.serve()
+    await settle()
+    assert world.sent == [1, 2]
+    world.runner.calls[1].release()
+    await settle()
+    assert world.sent == [1, 2, 3]
+    assert world.dispatcher.under_way == 3
+    world.runner.gates[2].set()
+    await settle()
+    assert world.outcomes == {2: DONE}
+    await stop(serving)
+
+
+async def test_payloads_under_way_are_bounded_and_a_single_one_always_goes():
+    world = World(window_bytes=100)
+    world.hold(1, 2)
+    world.put(1, 2, size=150)
+    serving = world.serve()
+    await settle()
+    assert world.sent == [1]
+    world.runner.gates[1].set()
+    await settle()
+    assert world.sent == [1, 2]
+    await stop(serving)
+
+
+async def test_a_named_save_waits_until_those_before_it_have_ended():
+    world = World()
+    world.hold(1)
+    world.put(1)
+    world.put(2, kind="save_weights", body=SaveWeights(path="a"))
+    serving = world.serve()
+    await settle()
+    assert world.sent == [1]
+    world.runner.gates[1].set()
+    await settle()
+    assert world.sent == [1, 2]
+    await stop(serving)
+
+
+async def test_what_fails_before_it_is_sent_is_skipped_and_the_next_step_is_told_once():
+    world = World()
+    world.runner.prepare_errors[1] = InvalidRequest("no such loss")
+    world.put(1, 2, kind="forward_backward")
+    world.put(3, kind="optim_step", refused=InvalidRequest("no such field"))
+    world.put(4, 5, kind="optim_step")
+    serving = world.serve()
+    await settle()
+    assert [type(world.outcomes[seq]) for seq in (1, 3)] == [InvalidRequest, InvalidRequest]
+    assert world.runner.sent == [(-1, 2), (2, 4), (4, 5)]
+    assert "no such loss" in world.runner.calls[4].gradients_incomplete
+    assert world.runner.calls[5].gradients_incomplete == ""
+    await stop(serving)
+
+
+async def test_an_operation_that_fails_leaves_the_run_as_it_was():
+    world = World()
+    world.runner.errors[1] = InvalidRequest("a shape")
+    world.put(1, 2)
+    serving = world.serve()
+    await settle()
+    assert isinstance(world.outcomes[1], InvalidRequest)
+    assert world.outcomes[2] is DONE
+    await stop(serving)
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [(RunBroken(WorkerDied("gone")), WorkerDied), (KeyError("a fault"), InternalError)],
+)
+async def test_an_operation_that_ends_the_run_has_its_error_and_stops_the_others(raised, expected):
+    world = World()
+    world.hold(2)
+    world.runner.errors[1] = raised
+    world.put(1, 2, 4)
+    with pytest.raises(RunBroken) as broken:
+        await asyncio.wait_for(world.serve(), 10)
+    assert isinstance(broken.value.error, expected)
+    assert world.outcomes == {1: broken.value.error}
+    world.dispatcher.end(broken.value.error)
+    assert world.outcomes == dict.fromkeys((1, 2, 4), broken.value.error)
+    world.put(5)
+    assert world.outcomes[5] is broken.value.error
+
+
+async def test_before_the_trainer_is_ready_operations_wait_for_its_start():
+    world = World()
+    world.put(1)
+    await settle()
+    assert world.sent == []
+    waiting = world.dispatcher.describe(1)
+    assert waiting.paused and "the trainer is starting" in waiting.reason
+    world.dispatcher.end(SessionFinished("over"))
+    assert isinstance(world.outcomes[1], SessionFinished)
+
+
+async def test_each_of_many_is_told_how_many_are_before_it():
+    world = World()
+    world.hold(1)
+    seq_ids = list(range(1, 1000))
+    random.Random(0).shuffle(seq_ids)
+    world.put(*seq_ids, size=99)
+    serving = world.serve()
+    await settle()
+    assert "the trainer is at work on it" in world.dispatcher.describe(1).reason
+    assert world.dispatcher.describe(2).reason == "1 operation before this one"
+    assert world.dispatcher.describe(900).reason == "899 operations before this one"
+    world.dispatcher.end(SessionFinished("over"))
+    assert set(world.outcomes) == set(seq_ids)
+    await stop(serving)
+
+
+async def test_a_gap_that_nobody_fills_fails_those_behind_it_and_what_comes_later():
+    world = World(gap_timeout=0.05)
+    serving = world.serve()
+    await settle()
+    world.put(2**52, 7, 2**40)
+    assert "operation 1, which comes before, has not arrived" in world.dispatcher.describe(7).reason
+    assert world.dispatcher.awaits(1) and not world.dispatcher.awaits(2)
+    async with asyncio.timeout(20):
+        while len(world.outcomes) < 3:  # noqa: ASYNC110 - a timer of the dispatcher
+            await asyncio.sleep(0.01)
+    world.put(5)
+    assert {type(outcome) for outcome in world.outcomes.values()} == {SequenceGap}
+    consumed = world.dispatcher.consumed
+    assert (consumed(2**40), consumed(5), consumed(6)) == (True, True, False)
+    world.put(2**52 + 1, kind="optim_step")
+    await settle()
+    assert "operation 1 did not arrive" in world.runner.calls[2**52 + 1].gradients_incomplete
+    await stop(serving)
+
+
+async def test_a_gap_that_is_filled_in_time_holds_nothing_back():
+    world = World(gap_timeout=0.05)
+    serving = world.serve()
+    world.put(2)
+    await settle()
+    world.put(1)
+    await asyncio.sleep(0.1)
+    assert world.outcomes == {1: DONE, 2: DONE}
+    await stop(serving)
+
+
+@given(
+    filled=st.sets(st.integers(0, 40)),
+    ends=st.lists(st.integers(1, 15), min_size=1, max_size=4),
+    later=st.lists(st.integers(-2, 50), max_size=20),
+)
+def test_gaps_are_the_seq_ids_that_nothing_filled(filled, ends, later):
+    gaps, expected, first = SequenceGaps(), set(), 0
+    for size in ends:
+        gaps.add(first, first + size, filled=filled)
+        expected |= set(range(first, first + size)) - filled
+        first += size
+    for seq_id in later:
+        assert gaps.fill(seq_id) == (seq_id in expected)
+        expected.discard(seq_id)
+    assert {seq_id for seq_id in range(-5, 70) if seq_id in gaps} == expected
