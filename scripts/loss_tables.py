@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trainer_service.losses import CORRECTIONS, LOSSES, Input, Setting
-from trainer_service.losses.aggregate import AGGREGATION_SETTINGS
-from trainer_service.losses.kl import KL_SETTINGS
-from trainer_service.losses.policy import CORRECTION_SETTINGS
+from trainer_service.losses.base import AGGREGATION_SETTINGS
+from trainer_service.losses.policy import CORRECTION_SETTINGS, KL_SETTINGS
 
 PAGE = Path(__file__).parents[1] / "docs" / "losses.md"
 SHARED: dict[str, tuple[Setting, ...]] = {

@@ -18,10 +18,10 @@ class TrainerSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TANDEM_TRAINER_")
 
     ranks: int = Field(1, ge=1, description="Processes that share one training run.")
-    backend: str = Field("fsdp2", description="A name registered in tandem.trainer_backends.")
+    backend: str = Field("fsdp2", description="A built-in or an installed trainer backend.")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = Field(0, ge=0, description="CPU threads per rank; 0 = cores / ranks.")
-    lanes: int = Field(
+    parallel_micro_batches: int = Field(
         0,
         ge=0,
         description="Micro-batches that a single CPU rank computes in parallel, each with its own "

@@ -31,14 +31,11 @@ from tandem.worker import (
     send_report,
 )
 from tandem.worker_access import SecretInterceptor
-from trainer_service.engine_thread import EngineThread
-from trainer_service.metrics import TrainerMetrics
-from trainer_service.ranks import Ranks
-from trainer_service.servicer import TrainerServicer
-from trainer_service.waiting import first_of
+from trainer_service.service.rank_processes import RankProcesses
+from trainer_service.service.servicer import EngineThread, TrainerMetrics, TrainerServicer, first_of
 
 if TYPE_CHECKING:
-    from trainer_service.operations import Operations
+    from trainer_service.service.operations import Operations
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -83,11 +80,11 @@ class _Worker:
 
             loop.call_soon_threadsafe(settle)
 
-        ranks = Ranks(size=self._settings.ranks, on_death=break_with)
+        ranks = RankProcesses(size=self._settings.ranks, on_death=break_with)
         registry = CollectorRegistry()
         engine = EngineThread(
             start=lambda: self._bring_up(ranks),
-            beat=self._settings.collective_timeout / 3,
+            heartbeat=self._settings.collective_timeout / 3,
             on_broken=lambda error: break_with(_sentence(error, ranks)),
         )
         server = grpc.aio.server(
@@ -160,15 +157,16 @@ class _Worker:
         except BrokenPipeError:
             self._log.warning("report_unread", error=report.error)
 
-    def _bring_up(self, ranks: Ranks) -> Operations:
-        from trainer_service.startup import bring_up
+    def _bring_up(self, ranks: RankProcesses) -> Operations:
+        from trainer_service.compute.process_group import bring_up
+        from trainer_service.service.operations import Operations
 
-        return bring_up(self._spec, settings=self._settings, ranks=ranks)
+        return Operations(bring_up(self._spec, settings=self._settings, assign=ranks.assign))
 
 
-def _sentence(error: BaseException, ranks: Ranks) -> str:
+def _sentence(error: BaseException, ranks: RankProcesses) -> str:
     """A collective fails when another rank died; then that is what there is to say."""
-    return ranks.verdict(timeout=1.0) or f"rank 0 failed: {type(error).__name__}: {error}"
+    return ranks.cause_of_death(timeout=1.0) or f"rank 0 failed: {type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

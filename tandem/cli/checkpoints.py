@@ -164,7 +164,7 @@ def _registered_base(data_dir: Path | None, path: str) -> Path:
 
 def _merge(*, adapter: Path, base: Path, target: Path) -> None:
     """In a process of its own, since it needs torch. Raises `ServerError`."""
-    command = [sys.executable, "-m", "trainer_service.merge", adapter, base, target]
+    command = [sys.executable, "-m", "trainer_service.lora.merge", adapter, base, target]
     try:
         done = subprocess.run(
             [str(part) for part in command],

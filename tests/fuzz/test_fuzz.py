@@ -17,8 +17,8 @@ from tests.fuzz.memory import resident_bytes
 from tests.fuzz.secrets import SecretFound, Watch
 from tests.fuzz.seeds import custom_loss_body, protobuf_seeds
 from tests.fuzz.trainer import Checked, bounded_memory
+from trainer_service.losses import LOSSES
 from trainer_service.losses.source import losses_for
-from trainer_service.operations import LOSSES
 
 ROOT = Path(__file__).parents[2]
 REQUESTS = 5000

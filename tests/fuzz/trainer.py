@@ -10,12 +10,11 @@ from pathlib import Path
 
 from tandem.errors import UserError
 from tests.fuzz.seeds import custom_loss_body
-from trainer_service.batch import parse
+from trainer_service.batches.validation import BatchLimits, parse, validate
+from trainer_service.losses import LOSSES
 from trainer_service.losses.source import losses_for
-from trainer_service.operations import LOSSES
-from trainer_service.validate import Limits, validate
 
-LIMITS = Limits(vocabulary=151_936, max_length=4096)
+LIMITS = BatchLimits(vocabulary=151_936, max_length=4096)
 DEADLINE = 2.0
 """Seconds for one small body."""
 LONGEST_SENTENCE = 5000

@@ -22,10 +22,9 @@ from tests.fuzz.seeds import RUN, SESSION
 from tests.fuzz.trainer import LIMITS
 from tests.support.gateway.fake_trainer import FakeTrainer
 from tests.support.gateway.running import KEY, Gate
-from trainer_service.batch import parse
+from trainer_service.batches.validation import parse, validate
+from trainer_service.losses import LOSSES
 from trainer_service.losses.source import losses_for
-from trainer_service.operations import LOSSES
-from trainer_service.validate import validate
 
 DEADLINE = 15.0
 """Seconds for every answer, and for every operation to end."""

@@ -8,7 +8,7 @@ import torch
 from tinker import types
 from tinker.lib.public_interfaces.custom_loss import LossHandle, encode_graph, trace_loss
 
-from trainer_service.losses.layout import Layout, Totals
+from trainer_service.losses.base import Layout, Totals
 
 CustomLossFn = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 

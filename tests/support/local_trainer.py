@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,24 +17,29 @@ from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import datum, logprobs_of, request
 from tests.support.worker_process import RUN
 from trainer_service.backends import World, backend_named
-from trainer_service.control import Control
-from trainer_service.lanes import Lanes
-from trainer_service.operations import Operations
-from trainer_service.rank_trainer import RankTrainer
+from trainer_service.batches.validation import Batch, BatchLimits, parse, validate
+from trainer_service.compute.trainer import (
+    Computed,
+    ControlGroup,
+    ParallelMicroBatches,
+    RankTrainer,
+)
+from trainer_service.losses import LOSSES
+from trainer_service.service.operations import Operations, encode_output
 
 SPEC = LoraSpec(rank=4, seed=5)
 
 
-def make(
+def make_rank(
     path: Path,
-    lora: LoraSpec | None = SPEC,
+    lora: LoraSpec | None = None,
     *,
     optimizer: str = "adamw",
-    lanes: int = 0,
+    parallel: int = 0,
     name: str = "tiny",
     **settings: object,
-) -> Operations:
-    """The operations of a trainer of one rank."""
+) -> RankTrainer:
+    """The only rank of a trainer, with `parallel` micro-batches at once (0: no threads)."""
     chosen = TrainerSettings(device="cpu", **settings)
     backend = backend_named("fsdp2")(
         model_path=path,
@@ -41,16 +47,48 @@ def make(
         world=World(rank=0, size=1, device="cpu"),
         training=TrainingSpec(lora=lora, optimizer=optimizer),
     )
-    return Operations(
-        RankTrainer(
-            backend=backend,
-            control=Control(rank=0, size=1, group=None),
-            micro_batch_tokens=chosen.micro_batch_tokens,
-            model_path=path,
-            model_name=name,
-            lanes=Lanes(count=lanes, threads=1) if lanes else None,
-        )
+    return RankTrainer(
+        backend=backend,
+        control=ControlGroup(rank=0, size=1, group=None),
+        micro_batch_tokens=chosen.micro_batch_tokens,
+        model_path=path,
+        model_name=name,
+        parallel=ParallelMicroBatches(backend, count=parallel, threads=1) if parallel else None,
     )
+
+
+def make(path: Path, lora: LoraSpec | None = SPEC, **more: Any) -> Operations:
+    """The operations of a trainer of one rank; see `make_rank`."""
+    return Operations(make_rank(path, lora, **more))
+
+
+def compute(trainer: RankTrainer, message: wire.ForwardBackwardRequest) -> Computed:
+    computed = trainer.forward_backward(batch_of(trainer, message))
+    assert computed is not None
+    return computed
+
+
+def output_of(
+    trainer: RankTrainer, message: wire.ForwardBackwardRequest
+) -> wire.ForwardBackwardOutput:
+    """What a client gets of a message, without the operations around it."""
+    batch = batch_of(trainer, message)
+    computed = trainer.forward_backward(batch)
+    assert computed is not None
+    encoded = encode_output(batch, logprobs=computed.logprobs, metrics=computed.metrics)
+    return wire.ForwardBackwardOutput.FromString(encoded)
+
+
+def batch_of(trainer: RankTrainer, message: wire.ForwardBackwardRequest) -> Batch:
+    facts = trainer.backend.facts
+    limits = BatchLimits(vocabulary=facts.vocabulary, max_length=facts.max_length)
+    return validate(parse(message.SerializeToString()), losses=LOSSES, limits=limits)
+
+
+def gradients(trainer: RankTrainer) -> dict[str, torch.Tensor]:
+    """The gradients held, by parameter."""
+    model = trainer.backend._model
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def data_of(seed: int = 0, count: int = 6) -> list[wire.Datum]:
@@ -98,13 +136,13 @@ def step(operations: Operations, *, lr: float = 1e-2, clip: float = 0.0) -> dict
     return dict(reply.metrics)
 
 
-def train(operations: Operations, steps: int, *, seed: int = 0) -> list[float]:
+def train(operations: Operations, steps: int, *, seed: int = 0, lr: float = 1e-2) -> list[float]:
     """The losses of some steps, on data that differ from step to step."""
     losses = []
     for number in range(seed, seed + steps):
         output = forward_backward(operations, data_of(number))
         losses.append(output.metrics["loss:sum"])
-        step(operations)
+        step(operations, lr=lr)
     return losses
 
 

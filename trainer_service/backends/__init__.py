@@ -1,10 +1,20 @@
-"""How a model is computed: backends behind one interface, found by name.
+"""How a model is loaded, sharded and computed: one backend per file.
 
-The built-in one is `fsdp2`. Others register with `@trainer_backend(name)`, or from another
-package by an entry point in the group `tandem.trainer_backends`.
+`base.py` says what a backend must do (`TrainerBackend`) and what it may do in addition
+(`ParallelBackend`, `LoraBackend`). The built-in backend is `fsdp2.py`.
+
+To add a backend, write `backends/NAME.py` with a subclass of `TrainerBackend` and
+`BACKEND = ThatClass`; a run chooses it by the setting `trainer.backend = NAME`. A package of its
+own names its class in the entry-point group `tandem.trainer_backends` instead. Nothing else
+needs to change.
 """
 
-from trainer_service.backends.base import TrainerBackend, World
-from trainer_service.backends.registry import backend_named, trainer_backend
+from trainer_service.backends.base import (
+    LoraBackend,
+    ParallelBackend,
+    TrainerBackend,
+    World,
+    backend_named,
+)
 
-__all__ = ["TrainerBackend", "World", "backend_named", "trainer_backend"]
+__all__ = ["LoraBackend", "ParallelBackend", "TrainerBackend", "World", "backend_named"]

@@ -1,44 +1,59 @@
-"""What a backend does for a rank."""
+"""What a trainer backend does, and how one is found by its name."""
 
 from __future__ import annotations
 
+import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import torch
+
+from tandem.errors import WorkerStartFailed
 from tandem.settings import TrainerSettings
 from tandem.worker import TrainingSpec
-from trainer_service.microbatch import MicroBatch
-from trainer_service.model import ModelFacts
+from trainer_service.batches.micro_batches import MicroBatch
+from trainer_service.models.huggingface import ModelFacts
+from trainer_service.optimizers import Optimizer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainer_service.lanes import Gradients
-    from trainer_service.optimizers import Optimizer
+ENTRY_POINT_GROUP = "tandem.trainer_backends"
+
+Gradients = list["Tensor | None"]
+"""One for each trainable parameter; None where a loss does not depend on it."""
 
 
 @dataclass(frozen=True)
 class World:
-    """A rank's place: `device` is "cpu" or "cuda", the rank's own one being set already."""
+    """This rank among all. `device` is "cpu" or "cuda"; on "cuda" the rank's own GPU is the
+    current one."""
 
     rank: int
     size: int
     device: str
 
 
-class TrainerBackend(Protocol):
-    """One rank's share of a model. Each method is called on all ranks in the same order."""
+class TrainerBackend(ABC):
+    """One rank's share of a model. All ranks call each method in the same order.
+
+    `dtype` ("float32" or "bfloat16") is that of the computation and of published weights;
+    `packs` says whether micro-batches come packed into one row instead of padded.
+    """
 
     facts: ModelFacts
     training: TrainingSpec
     dtype: str
     device: str
     optimizer: Optimizer
-    packs: bool
-    """Whether micro-batches come packed; else padded."""
+    packs: bool = False
 
+    @abstractmethod
     def __init__(
         self,
         *,
@@ -47,60 +62,99 @@ class TrainerBackend(Protocol):
         world: World,
         training: TrainingSpec | None = None,
     ) -> None:
-        """`training` None: all parameters, by AdamW. Raises `UnsuitableLora`."""
-        ...
+        """Loads the model. `training` None: all parameters, by AdamW. Raises `UnsuitableLora`
+        for a LoRA run that the model or the backend does not allow."""
 
+    @abstractmethod
     def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> Tensor:
-        """Log probabilities of the targets, float32 [e]; ready for `backward` if asked for."""
-        ...
+        """Log probabilities of the targets, float32 [e], differentiable if `gradients`."""
+
+    @abstractmethod
+    def parameters(self) -> dict[str, Tensor]:
+        """The live tensors that a checkpoint holds, by name, possibly sharded: all parameters
+        and persistent buffers, or those of the adapter."""
+
+    @abstractmethod
+    def tensor_sizes(self) -> Mapping[str, int]:
+        """Number of elements of each unit that one rank must write as a whole."""
+
+    @abstractmethod
+    def collect(self, *, dtype: str, owned_by_me: Callable[[str], bool]) -> dict[str, Tensor]:
+        """Whole tensors that this rank writes, on the CPU, named as in the model's own files; in
+        a LoRA run with the adapter merged in. `owned_by_me` takes names of `tensor_sizes`."""
+
+    def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """The loss inputs of a micro-batch on the backend's device, [e] each."""
+        return {name: self.to_device(values) for name, values in micro_batch.inputs.items()}
+
+    def to_device(self, values: object) -> Tensor:
+        """A NumPy array as a tensor on the backend's device."""
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of a rank's own loss; what is held is the sum over ranks."""
-        ...
+        """Adds the gradients of this rank's `loss`; the gradients held are sums over ranks."""
+        loss.backward()
 
-    def gradients(self, loss: Tensor) -> Gradients:
-        """The gradients of a loss alone, added to nothing: for lanes, side by side in threads."""
-        ...
 
-    def accumulate(self, gradients: Gradients) -> None:
-        """Adds what `gradients` returned to what is held."""
-        ...
+@runtime_checkable
+class ParallelBackend(Protocol):
+    """A backend that can compute several micro-batches at once, in threads of one process."""
 
     @property
     def threadsafe(self) -> bool:
         """Whether `logprobs`, `inputs` and `gradients` may run in several threads at once."""
         ...
 
-    def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """The loss inputs of a micro-batch on the backend's device."""
+    def gradients(self, loss: Tensor) -> Gradients:
+        """The gradients of `loss` alone, added to nothing."""
         ...
 
-    def collect(self, *, dtype: str, owned_by_me: Callable[[str], bool]) -> dict[str, Tensor]:
-        """Whole tensors that this rank owns, on the CPU, under the names of the model's own
-        files; of a LoRA run, with the adapter added in. `owned_by_me` is asked with the names
-        of `tensor_sizes`."""
+    def accumulate(self, gradients: Gradients) -> None:
+        """Adds what `gradients` returned to the gradients held."""
         ...
 
-    def tensor_sizes(self) -> Mapping[str, int]:
-        """Units that one rank must own as a whole, with their number of elements."""
-        ...
+
+@runtime_checkable
+class LoraBackend(Protocol):
+    """A backend that trains and publishes LoRA adapters."""
 
     def collect_adapter(self) -> dict[str, Tensor]:
-        """Of a LoRA run: rank 0 gets the whole adapter, float32, on the CPU, under the names of
-        PEFT's files; the others nothing."""
+        """On rank 0 the whole adapter, float32 on the CPU, with the keys of PEFT's files; on
+        other ranks nothing."""
         ...
 
     def adapter_targets(self) -> Sequence[str]:
-        """Of a LoRA run: PEFT's `target_modules`, which name the adapted layers exactly."""
+        """PEFT's `target_modules`, naming exactly the adapted layers."""
         ...
 
     @property
     def unties_head(self) -> bool:
-        """Whether `collect` gives a weight of its own to a head that shares the embedding's,
-        because an adapter was added to it."""
+        """Whether `collect` gives a head that shares the embedding's weight one of its own,
+        because it has an adapter."""
         ...
 
-    def parameters(self) -> dict[str, Tensor]:
-        """The live tensors that a checkpoint holds, by name, perhaps sharded: all parameters and
-        buffers, or those of the adapter."""
-        ...
+
+def add_gradients(held: Gradients, more: Gradients) -> Gradients:
+    """Adds `more` to `held`, in place where both are tensors. Returns the sum."""
+    both = [(a, b) for a, b in zip(held, more, strict=True) if a is not None and b is not None]
+    if both:
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    return [b if a is None else a for a, b in zip(held, more, strict=True)]
+
+
+def backend_named(name: str) -> type[TrainerBackend]:
+    """The backend of this package or of an installed one.
+
+    Raises `WorkerStartFailed`, which lists the known names.
+    """
+    here = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    here.remove("base")
+    if name in here:
+        own: type[TrainerBackend] = import_module(f"trainer_service.backends.{name}").BACKEND
+        return own
+    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if name in points:
+        installed: type[TrainerBackend] = points[name].load()
+        return installed
+    known = ", ".join(sorted({*here, *points}))
+    raise WorkerStartFailed(f"unknown trainer backend {name!r}; known: {known}")

@@ -17,40 +17,35 @@ from torch.distributed.tensor import DTensor
 from tandem.settings import TrainerSettings
 from tandem.telemetry import get_log
 from tandem.worker import LoraSpec, TrainingSpec
-from trainer_service.backends.base import World
-from trainer_service.backends.registry import trainer_backend
-from trainer_service.lanes import added
-from trainer_service.lora import (
+from trainer_service.backends.base import Gradients, TrainerBackend, World, add_gradients
+from trainer_service.batches.micro_batches import MicroBatch
+from trainer_service.lora.adapters import (
     LoraLinear,
     add_adapters,
+    key_of,
     kinds_without_layers,
     merged,
     target_names,
 )
-from trainer_service.lora_files import key_of
-from trainer_service.microbatch import MicroBatch
-from trainer_service.model import (
+from trainer_service.models.huggingface import (
     facts_of,
     find_blocks,
     group_blocks,
     load_model,
     persistent_buffers,
 )
+from trainer_service.models.packing import can_pack
 from trainer_service.optimizers import make_optimizer, outer_parameters
-from trainer_service.packing import can_pack
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from trainer_service.lanes import Gradients
 
 
 def torch_dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-@trainer_backend("fsdp2")
-class Fsdp2Backend:
+class Fsdp2Backend(TrainerBackend):
     """Float32 master weights, sharded over ranks; computes in `dtype`, reduces in float32.
     Weights that a LoRA run has frozen are kept in `dtype`; its adapters are float32.
 
@@ -186,35 +181,26 @@ class Fsdp2Backend:
 
     # --- Computing -------------------------------------------------------------------------
 
-    def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
-        return {name: self._tensor(values) for name, values in micro_batch.inputs.items()}
-
-    def _tensor(self, values: object) -> Tensor:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
-
     def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> Tensor:
         """No attention mask: a causal model's real tokens never see padding on the right."""
         places: dict[str, object] = {}
         if micro_batch.positions is not None:
             places = {
-                "position_ids": self._tensor(micro_batch.positions),
+                "position_ids": self.to_device(micro_batch.positions),
                 "runs": micro_batch.runs,
             }
         with torch.set_grad_enabled(gradients):
-            tokens = self._tensor(micro_batch.tokens)
+            tokens = self.to_device(micro_batch.tokens)
             logits = self._model(input_ids=tokens, use_cache=False, **places).logits
             logprobs = torch.log_softmax(logits.float(), dim=-1)
-            chosen = logprobs.gather(-1, self._tensor(micro_batch.targets)).reshape(-1)
+            chosen = logprobs.gather(-1, self.to_device(micro_batch.targets)).reshape(-1)
             if micro_batch.select is not None:
-                chosen = chosen.index_select(0, self._tensor(micro_batch.select))
+                chosen = chosen.index_select(0, self.to_device(micro_batch.select))
         if not gradients and self._sharded:
             # Without a backward nobody reshards the root, and a later forward would find the
             # weights of before the next step.
             self._model.reshard()
         return chosen
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
 
     def gradients(self, loss: Tensor) -> Gradients:
         parameters = list(self._trainable().values())
@@ -224,7 +210,7 @@ class Fsdp2Backend:
         if not gradients:
             return
         parameters = list(self._trainable().values())
-        total = added([parameter.grad for parameter in parameters], gradients)
+        total = add_gradients([parameter.grad for parameter in parameters], gradients)
         for parameter, gradient in zip(parameters, total, strict=True):
             parameter.grad = gradient
 
@@ -306,3 +292,6 @@ def _whole(parameter: nn.Parameter) -> Tensor:
     """A parameter of any sharding as a plain tensor. All ranks call it together."""
     tensor = parameter.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+BACKEND = Fsdp2Backend

@@ -1,4 +1,8 @@
-"""What a loss is: its inputs, its settings and a pure function of tensors."""
+"""What a loss is: its inputs, its settings and a pure function of tensors.
+
+A loss gets one micro-batch at a time. `Layout` tells it which entries belong together and the
+`Totals` of the whole request, and `aggregate` makes one number of its token losses.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from trainer_service.losses.layout import Layout
+from tandem.errors import UnknownLossSetting
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 InputShape = Literal["entry", "datum", "either", "free"]
 SettingValue = float | str
@@ -81,6 +86,64 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Totals:
+    """Counts over the whole request: the same on every rank, in every lane and micro-batch.
+
+    `entries` counts target tokens ([N, K] targets count N·K), `active` those of them that the
+    loss acts on. A sum divided by one of these does not depend on how the request was split.
+    """
+
+    datums: int
+    entries: int
+    active: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The E entries of a micro-batch of whole datums, datum after datum.
+
+    `datum` int64 [E]: which datum (0 … `datums` - 1) each entry belongs to. A loss with a group
+    of 2 finds datums 2i and 2i + 1 of the request as neighbours here, the first one even.
+    `sequence` int64 [E]: which sampled sequence (0 … `sequences` - 1) each entry is of, or -1
+    for tokens of a prompt, if the client sent provenance spans; else the same as `datum`.
+    `sizes`: entries of each datum; `widths`: K of each datum's [N, K] targets, 0 for [N].
+    `arrays`: inputs declared with shape "free", one tensor of the client's shape per datum.
+
+    Literal example: datums of 2 and 3 tokens have `datum` [0, 0, 1, 1, 1], `sizes` (2, 3).
+    """
+
+    datum: Tensor
+    datums: int
+    totals: Totals
+    sizes: tuple[int, ...]
+    widths: tuple[int, ...]
+    sequence: Tensor
+    sequences: int
+    arrays: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
+
+    def datum_sums(self, values: Tensor) -> Tensor:
+        """[E] added up by datum: [datums]."""
+        return values.new_zeros(self.datums).index_add(0, self.datum, values)
+
+    def datum_means(self, values: Tensor, weights: Tensor) -> Tensor:
+        """Weighted mean of [E] by datum: [datums]; 0 for a datum without weight."""
+        counts = self.datum_sums(weights)
+        return self.datum_sums(values * weights) / counts.where(counts != 0, counts.new_ones(()))
+
+    def sequence_means(self, values: Tensor, weights: Tensor) -> Tensor:
+        """Weighted mean by sampled sequence, given back to each of its entries: [E].
+
+        Entries of a prompt, which are of no sequence, get 0.
+        """
+        of = self.sequence.clamp(min=0)
+        weights = weights * (self.sequence >= 0)
+        counts = values.new_zeros(self.sequences).index_add(0, of, weights)
+        sums = values.new_zeros(self.sequences).index_add(0, of, values * weights)
+        means = sums / counts.where(counts != 0, counts.new_ones(()))
+        return means[of] * (self.sequence >= 0)
+
+
+@dataclass(frozen=True)
 class LossResult:
     """`loss`: the scalar to differentiate. `sums` and `maxima`: scalars without gradient, in the
     order of the loss's `sum_names` and `max_names`, that are added up, or of which the greatest
@@ -132,3 +195,43 @@ class Loss:
     def defaults(self) -> Settings:
         """What holds when a request gives no setting."""
         return Settings({each.name: each.default for each in self.settings})
+
+
+AGGREGATIONS = ("token_sum", "token_mean", "seq_mean_token_mean", "constant")
+AGGREGATION_SETTINGS = (
+    Setting("aggregation", "token_sum", "how token losses become one number", choices=AGGREGATIONS),
+    Setting("max_length", 0.0, "L of the aggregation `constant`, which needs it", low=0.0),
+)
+
+
+def check_aggregation(settings: Settings) -> None:
+    """Raises `UnknownLossSetting` for `constant` without its length."""
+    if settings.text("aggregation") == "constant" and not settings.number("max_length"):
+        raise UnknownLossSetting(
+            "aggregation 'constant' divides by max_length: set max_length to the longest answer "
+            "allowed, in tokens"
+        )
+
+
+def aggregate(values: Tensor, active: Tensor, settings: Settings, layout: Layout) -> Tensor:
+    """One number of `values` [E], of which those that are not `active` [E] (0 or 1) do not count.
+
+    - `token_sum`: Σ, as the Tinker protocol has it. The default.
+    - `token_mean`: Σ / active tokens of the request (DAPO, arXiv 2503.14476).
+    - `seq_mean_token_mean`: the mean over datums of a datum's mean (GRPO, arXiv 2402.03300). A
+      datum without an active token counts as 0.
+    - `constant`: Σ / (datums · `max_length`) (Dr. GRPO, arXiv 2503.20783).
+
+    Numbers of tokens and datums are those of the request as a whole, so that the micro-batches'
+    results add up to the same whatever the split.
+    """
+    values = values * active
+    kind = settings.text("aggregation")
+    if kind == "token_sum":
+        return values.sum()
+    if kind == "token_mean":
+        return values.sum() / max(layout.totals.active, 1)
+    if kind == "constant":
+        return values.sum() / (layout.totals.datums * settings.number("max_length"))
+    counts = layout.datum_sums(active).clamp(min=1)
+    return (layout.datum_sums(values) / counts).sum() / layout.totals.datums

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.losses.base import Loss, LossResult, Settings
-from trainer_service.losses.layout import Layout
+from trainer_service.losses.base import Layout, Loss, LossResult, Settings
 from trainer_service.losses.policy import (
     BOUND_INPUTS,
     CLIPPED_POLICY_SUMS,
@@ -43,7 +42,7 @@ def cispo(
     return finish(tokens, values, inputs, settings, layout, clipped=bounded != ratio)
 
 
-CISPO = Loss(
+LOSS = Loss(
     name="cispo",
     compute=cispo,
     inputs=(*POLICY_INPUTS, *BOUND_INPUTS),

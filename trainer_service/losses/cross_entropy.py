@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer_service.losses.aggregate import AGGREGATION_SETTINGS, aggregate, check_aggregation
-from trainer_service.losses.base import Input, Loss, LossResult, Settings
-from trainer_service.losses.layout import Layout
+from trainer_service.losses.base import (
+    AGGREGATION_SETTINGS,
+    Input,
+    Layout,
+    Loss,
+    LossResult,
+    Settings,
+    aggregate,
+    check_aggregation,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +35,7 @@ def cross_entropy(
     return LossResult(loss=loss, sums=(weights.sum(),))
 
 
-CROSS_ENTROPY = Loss(
+LOSS = Loss(
     name="cross_entropy",
     compute=cross_entropy,
     inputs=(Input("weights", "weight w of the target", default=1.0),),

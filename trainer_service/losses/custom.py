@@ -17,8 +17,7 @@ import torch
 from tandem.custom_losses import read_custom_loss
 from tandem.custom_losses.interpreter import Interpreter, Limits, Result
 from tandem.errors import CustomLossFailed, UnknownLoss
-from trainer_service.losses.base import Input, Loss, LossResult, Setting, Settings
-from trainer_service.losses.layout import Layout
+from trainer_service.losses.base import Input, Layout, Loss, LossResult, Setting, Settings
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn import functional
 
-from trainer_service.losses.base import Loss, LossResult, Settings
-from trainer_service.losses.layout import Layout
+from trainer_service.losses.base import Layout, Loss, LossResult, Settings
 from trainer_service.losses.preference import (
     BETA,
     PAIR_SUMS,
@@ -35,7 +34,7 @@ def dpo(
     return pair_result(values, chosen=chosen, rejected=rejected, settings=settings, layout=layout)
 
 
-DPO = Loss(
+LOSS = Loss(
     name="dpo",
     compute=dpo,
     inputs=PREFERENCE_INPUTS,

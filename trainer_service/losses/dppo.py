@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer_service.losses.base import Loss, LossResult, Setting, Settings
-from trainer_service.losses.layout import Layout
+from trainer_service.losses.base import Layout, Loss, LossResult, Setting, Settings
 from trainer_service.losses.policy import (
     CLIPPED_POLICY_SUMS,
     POLICY_MAXIMA,
@@ -39,7 +38,7 @@ def dppo(
     return finish(tokens, values, inputs, settings, layout, clipped=dropped)
 
 
-DPPO = Loss(
+LOSS = Loss(
     name="dppo",
     compute=dppo,
     inputs=SAMPLER_INPUTS,

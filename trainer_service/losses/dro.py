@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer_service.losses.aggregate import AGGREGATION_SETTINGS, check_aggregation
-from trainer_service.losses.base import Input, Loss, LossResult, Setting, Settings
-from trainer_service.losses.kl import KL_INPUTS, KL_SETTINGS
-from trainer_service.losses.layout import Layout
+from trainer_service.losses.base import (
+    AGGREGATION_SETTINGS,
+    Input,
+    Layout,
+    Loss,
+    LossResult,
+    Setting,
+    Settings,
+    check_aggregation,
+)
 from trainer_service.losses.policy import (
     ADVANTAGES,
+    KL_INPUTS,
+    KL_SETTINGS,
     LOGPROBS,
     POLICY_MAXIMA,
     POLICY_SUMS,
@@ -38,7 +46,7 @@ def dro(
     return finish(tokens, values, inputs, settings, layout)
 
 
-DRO = Loss(
+LOSS = Loss(
     name="dro",
     compute=dro,
     inputs=(

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.losses.base import Input, Loss, LossResult, Settings
-from trainer_service.losses.layout import Layout
+from trainer_service.losses.base import Input, Layout, Loss, LossResult, Settings
 from trainer_service.losses.policy import (
     BOUND_INPUTS,
     CLIPPED_POLICY_SUMS,
@@ -51,7 +50,7 @@ def gspo(
     return finish(tokens, values, inputs, settings, layout, ratio=sequence, clipped=held < free)
 
 
-GSPO = Loss(
+LOSS = Loss(
     name="gspo",
     compute=gspo,
     inputs=(

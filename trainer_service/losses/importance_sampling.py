@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer_service.losses.base import Loss, LossResult, Settings
-from trainer_service.losses.layout import Layout
+from trainer_service.losses.base import Layout, Loss, LossResult, Settings
 from trainer_service.losses.policy import (
     POLICY_MAXIMA,
     POLICY_SETTINGS,
@@ -35,7 +34,7 @@ def importance_sampling(
     return finish(tokens, -tokens.ratio * tokens.advantages, inputs, settings, layout)
 
 
-IMPORTANCE_SAMPLING = Loss(
+LOSS = Loss(
     name="importance_sampling",
     compute=importance_sampling,
     inputs=SAMPLER_INPUTS,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer_service.losses.base import Loss, LossResult, Settings
-from trainer_service.losses.layout import Layout
+from trainer_service.losses.base import Layout, Loss, LossResult, Settings
 from trainer_service.losses.preference import (
     BETA,
     PAIR_SUMS,
@@ -34,7 +33,7 @@ def ipo(
     return pair_result(values, chosen=chosen, rejected=rejected, settings=settings, layout=layout)
 
 
-IPO = Loss(
+LOSS = Loss(
     name="ipo",
     compute=ipo,
     inputs=PREFERENCE_INPUTS,

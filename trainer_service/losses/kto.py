@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.losses.base import Input, Loss, LossResult, Setting, Settings
-from trainer_service.losses.layout import Layout
+from trainer_service.losses.base import Input, Layout, Loss, LossResult, Setting, Settings
 from trainer_service.losses.preference import (
     BETA,
     PREFERENCE_AGGREGATION,
@@ -68,7 +67,7 @@ def _metrics(sums: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-KTO = Loss(
+LOSS = Loss(
     name="kto",
     compute=kto,
     inputs=(

@@ -1,4 +1,4 @@
-"""What the policy-gradient losses share: ratios, corrections, KL, aggregation, statistics."""
+"""What the policy-gradient losses share: ratios, corrections, KL terms and statistics."""
 
 from __future__ import annotations
 
@@ -9,14 +9,76 @@ from typing import TYPE_CHECKING
 import torch
 
 from tandem.errors import UnknownLossSetting
-from trainer_service.losses.aggregate import AGGREGATION_SETTINGS, aggregate, check_aggregation
-from trainer_service.losses.base import Input, LossResult, Setting, Settings
-from trainer_service.losses.corrections import CORRECTIONS, Mismatch
-from trainer_service.losses.kl import KL_INPUTS, KL_SETTINGS, add_kl, bounded
-from trainer_service.losses.layout import Layout
+from trainer_service.losses.base import (
+    AGGREGATION_SETTINGS,
+    Input,
+    Layout,
+    LossResult,
+    Setting,
+    Settings,
+    aggregate,
+    check_aggregation,
+)
+from trainer_service.losses.corrections import CORRECTIONS, Mismatch, bounded
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+KL_TYPES = ("k1", "k2", "k3", "k3_plus", "unbiased")
+KL_INPUTS = (
+    Input(
+        "ref_logprobs",
+        "log probability of the target under the reference policy",
+        needed_with="kl_coeff",
+    ),
+)
+KL_SETTINGS = (
+    Setting("kl_coeff", 0.0, "weight of the KL term; above 0 it needs `ref_logprobs`", low=0.0),
+    Setting("kl_type", "k3", "estimator of the KL term", choices=KL_TYPES),
+)
+
+
+def kl_term(logprobs: Tensor, reference: Tensor, *, ratio: Tensor, kind: str) -> Tensor:
+    """Estimates of KL(policy, reference) for each token, with x = ref - p. All [E].
+
+    - `k1`: -x. Unbiased; as a loss its gradient is ∇p, which is 0 on average.
+    - `k2`: x²/2. Its gradient is that of the KL, on policy.
+    - `k3`: exp(x) - x - 1. Unbiased, never negative, of low variance.
+    - `k3_plus`: the value of k3 with the gradient of k2 (verl).
+    - `unbiased`: r·k3, with the ratio r = exp(p - old) (DeepSeek-V3.2, arXiv 2512.02556).
+
+    k1, k2 and k3: Schulman, joschu.net/blog/kl-approx.
+    """
+    x = bounded(reference - logprobs)
+    if kind == "k1":
+        return -x
+    if kind == "k2":
+        return x.square() / 2
+    k3 = x.exp() - x - 1
+    if kind == "k3":
+        return k3
+    if kind == "k3_plus":
+        k2 = x.square() / 2
+        return k2 + (k3 - k2).detach()
+    return ratio * k3
+
+
+def add_kl(
+    values: Tensor,
+    logprobs: Tensor,
+    inputs: Mapping[str, Tensor],
+    settings: Settings,
+    *,
+    ratio: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`values` [E] with kl_coeff·KL added, and the KL alone without gradient (0 if unused)."""
+    coefficient = settings.number("kl_coeff")
+    if not coefficient:
+        return values, values.detach().new_zeros(values.shape)
+    kl = kl_term(logprobs, inputs["ref_logprobs"], ratio=ratio, kind=settings.text("kl_type"))
+    return values + coefficient * kl, kl.detach()
+
 
 LOGPROBS = Input(
     "logprobs",
@@ -48,17 +110,14 @@ BOUND_INPUTS = (
         default="clip_high_threshold",
     ),
 )
-
 SAMPLER_INPUTS = (LOGPROBS, ADVANTAGES, MASK, *KL_INPUTS)
 """Of losses whose ratio is always that to the sampler."""
 POLICY_INPUTS = (LOGPROBS, ADVANTAGES, MASK, OLD_LOGPROBS, *KL_INPUTS)
-
 CORRECTION_SETTINGS = (
     Setting("correction", "none", "corrections of the mismatch, joined by `+`"),
     *(setting for correction in CORRECTIONS.values() for setting in correction.settings),
 )
 POLICY_SETTINGS = (*AGGREGATION_SETTINGS, *KL_SETTINGS, *CORRECTION_SETTINGS)
-
 POLICY_SUMS = ("active", "dropped", "ratio", "kl", "ref_kl", "weight", "rejected")
 CLIPPED_POLICY_SUMS = (*POLICY_SUMS, "clipped")
 POLICY_MAXIMA = ("ratio_max",)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tandem.errors import UnknownLossSetting
-from trainer_service.losses.base import Loss, LossResult, Setting, Settings
-from trainer_service.losses.layout import Layout
+from trainer_service.losses.base import Layout, Loss, LossResult, Setting, Settings
 from trainer_service.losses.policy import (
     BOUND_INPUTS,
     CLIPPED_POLICY_SUMS,
@@ -61,7 +60,7 @@ def _check(settings: Settings) -> None:
         )
 
 
-PPO = Loss(
+LOSS = Loss(
     name="ppo",
     compute=ppo,
     inputs=(*POLICY_INPUTS, *BOUND_INPUTS),

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.losses.base import Input, LossResult, Setting, Settings
-from trainer_service.losses.layout import Layout
+from trainer_service.losses.base import Input, Layout, LossResult, Setting, Settings
 
 if TYPE_CHECKING:
     from torch import Tensor

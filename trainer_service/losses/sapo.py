@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.losses.base import Loss, LossResult, Setting, Settings
-from trainer_service.losses.layout import Layout
+from trainer_service.losses.base import Layout, Loss, LossResult, Setting, Settings
 from trainer_service.losses.policy import (
     POLICY_INPUTS,
     POLICY_MAXIMA,
@@ -42,7 +41,7 @@ def sapo(
     return finish(tokens, -gate * tokens.advantages, inputs, settings, layout)
 
 
-SAPO = Loss(
+LOSS = Loss(
     name="sapo",
     compute=sapo,
     inputs=POLICY_INPUTS,

@@ -6,9 +6,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer_service.losses.aggregate import AGGREGATION_SETTINGS, aggregate, check_aggregation
-from trainer_service.losses.base import Input, Loss, LossResult, Setting, Settings
-from trainer_service.losses.layout import Layout
+from trainer_service.losses.base import (
+    AGGREGATION_SETTINGS,
+    Input,
+    Layout,
+    Loss,
+    LossResult,
+    Setting,
+    Settings,
+    aggregate,
+    check_aggregation,
+)
 from trainer_service.losses.policy import (
     ADVANTAGES,
     CLIPPED_POLICY_SUMS,
@@ -60,7 +68,7 @@ def stable_reinforce(
     return reported(tokens, loss, kl=leash, weight=kept, clipped=capped != ratio)
 
 
-STABLE_REINFORCE = Loss(
+LOSS = Loss(
     name="stable_reinforce",
     compute=stable_reinforce,
     inputs=(

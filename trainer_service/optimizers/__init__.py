@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from trainer_service.optimizers.adamw import AdamW
-from trainer_service.optimizers.base import Optimizer
-from trainer_service.optimizers.dimuon import DiMuon
-from trainer_service.optimizers.parts import outer_parameters
-from trainer_service.optimizers.settings import (
+from trainer_service.optimizers.base import (
     AdamWSettings,
     DiMuonSettings,
+    Optimizer,
     StepSettings,
+    outer_parameters,
     step_settings,
 )
+from trainer_service.optimizers.dimuon import DiMuon
 
 if TYPE_CHECKING:
     from torch import Tensor

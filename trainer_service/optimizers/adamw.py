@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from tandem.errors import GradientsNotFinite
-from trainer_service.optimizers.clipping import clip
-from trainer_service.optimizers.settings import AdamWSettings, StepSettings
+from trainer_service.optimizers.base import AdamWSettings, StepSettings, clip
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,10 +1,27 @@
-"""What a trainer asks of an optimizer."""
+"""What a trainer asks of an optimizer.
+
+----
+The settings of one optimizer step, checked.
+
+----
+The global norm of the gradients, over all ranks, and clipping by it.
+
+----
+Which parameters Muon is not made for."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from trainer_service.optimizers.settings import StepSettings
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tandem.errors import GradientsNotFinite, OptimizerSetting
+from tandem.v1 import trainer_pb2
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,3 +53,135 @@ class Optimizer(Protocol):
     def reset(self) -> None:
         """Forgets gradients and state, as if no step had been made."""
         ...
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """`grad_clip_norm` 0 turns clipping off."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip_norm: float
+
+    @classmethod
+    def from_message(cls, message: trainer_pb2.AdamWParams) -> AdamWSettings:
+        """Raises `OptimizerSetting`, naming the setting, its value and its range."""
+        settings = cls(
+            learning_rate=message.learning_rate,
+            beta1=message.beta1,
+            beta2=message.beta2,
+            eps=message.eps,
+            weight_decay=message.weight_decay,
+            grad_clip_norm=message.grad_clip_norm,
+        )
+        for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+            _check_range(name, getattr(settings, name), below=math.inf, range_="0 or more")
+        for name in ("beta1", "beta2"):
+            _check_range(name, getattr(settings, name), below=1.0, range_="at least 0 and below 1")
+        return settings
+
+
+@dataclass(frozen=True)
+class DiMuonSettings:
+    """`beta1` is the momentum of Muon, and AdamW's beta1 where that is used. A `grad_clip_norm`
+    of 0 or less turns clipping off, as the SDK says of this optimizer."""
+
+    learning_rate: float
+    beta1: float
+    grad_clip_norm: float
+
+    @classmethod
+    def from_message(cls, message: trainer_pb2.DiMuonParams) -> DiMuonSettings:
+        """Raises `OptimizerSetting`, naming the setting, its value and its range."""
+        settings = cls(
+            learning_rate=message.learning_rate,
+            beta1=message.beta1,
+            grad_clip_norm=message.grad_clip_norm,
+        )
+        _check_range("learning_rate", settings.learning_rate, below=math.inf, range_="0 or more")
+        _check_range("beta1", settings.beta1, below=1.0, range_="at least 0 and below 1")
+        if not math.isfinite(settings.grad_clip_norm):
+            raise OptimizerSetting(
+                f"grad_clip_norm must be a finite number, not {settings.grad_clip_norm}"
+            )
+        return settings
+
+
+StepSettings = AdamWSettings | DiMuonSettings
+_PARAMS = {"adamw": "AdamParams", "dimuon": "DimuonParams"}
+
+
+def step_settings(request: trainer_pb2.OptimStepRequest, *, optimizer: str) -> StepSettings:
+    """What a step of a run that was created with `optimizer` is to do.
+
+    Raises `OptimizerSetting` for settings of the other optimizer, or out of their range.
+    """
+    given = request.WhichOneof("optimizer") or "adamw"
+    if given != optimizer:
+        raise OptimizerSetting(
+            f"this run was created with the optimizer {optimizer!r}, so its steps take "
+            f"{_PARAMS[optimizer]}, not {_PARAMS[given]}"
+        )
+    if given == "dimuon":
+        return DiMuonSettings.from_message(request.dimuon)
+    return AdamWSettings.from_message(request.adamw)
+
+
+def _check_range(name: str, value: float, *, below: float, range_: str) -> None:
+    if not 0 <= value < below:  # false for NaN, too
+        raise OptimizerSetting(f"{name} must be {range_}, not {value}")
+
+
+def clip(
+    parameters: Iterable[nn.Parameter],
+    *,
+    limit: float,
+    sum_over_ranks: Callable[[Tensor], None],
+) -> float:
+    """The norm before clipping; where it is above `limit`, gradients are scaled to it. A limit
+    of 0 or less turns clipping off.
+
+    Raises `GradientsNotFinite` on all ranks alike; the caller drops the gradients.
+    """
+    gradients = [local(each.grad) for each in parameters if each.grad is not None]
+    norm = _global_norm(gradients, sum_over_ranks)
+    if not math.isfinite(norm):
+        raise GradientsNotFinite(
+            f"the norm of the gradients is {norm}; they were dropped and the weights are "
+            "unchanged. Look for extreme advantages, weights or learning rates"
+        )
+    if 0 < limit < norm:
+        torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+    return norm
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _global_norm(gradients: list[Tensor], sum_over_ranks: Callable[[Tensor], None]) -> float:
+    if not gradients:
+        return 0.0
+    total = torch.nn.utils.get_total_norm(gradients).double().square()
+    sum_over_ranks(total)
+    return math.sqrt(total.item()) if math.isfinite(total.item()) else float(total.item())
+
+
+def outer_parameters(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters of every embedding and of the output head, adapters of a LoRA run
+    on the head included.
+
+    Muon treats a matrix as a map between two spaces of features; a row of an embedding or of
+    the head belongs to one token, and is an entry of a table (Jordan et al., "Muon", 2024).
+    """
+    head = model.get_output_embeddings()
+    found: set[str] = set()
+    for prefix, module in model.named_modules():
+        if module is head or isinstance(module, nn.Embedding):
+            named = module.named_parameters(prefix=prefix, remove_duplicate=False)
+            found.update(name for name, _ in named)
+    return frozenset(found)

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tandem.errors import GradientsNotFinite
 from trainer_service.optimizers.adamw import Moments
-from trainer_service.optimizers.clipping import clip
-from trainer_service.optimizers.settings import AdamWSettings, DiMuonSettings, StepSettings
+from trainer_service.optimizers.base import AdamWSettings, DiMuonSettings, StepSettings, clip
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 ADAMW_BETA2 = 0.95
 ADAMW_EPS = 1e-12

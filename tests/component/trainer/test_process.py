@@ -24,7 +24,7 @@ from tandem.weights import open_version
 from tests.support.tiny_model import VOCABULARY, write_tiny_model
 from tests.support.trainer_worker import TrainerClient, datum, logprobs_of, request, trainer_process
 from tests.support.worker_process import CALL_SECONDS
-from trainer_service.servicer import KEPT_RESULTS
+from trainer_service.service.servicer import KEPT_RESULTS
 
 
 @pytest.fixture(scope="module")

@@ -7,30 +7,22 @@ import numpy as np
 from tandem.wire.v1 import tinker_pb2 as wire
 from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import datum, request
+from trainer_service.losses import LOSSES
 
 REQUESTS: dict[str, tuple[str, dict[str, float | str]]] = {
-    "cross_entropy": ("cross_entropy", {}),
+    **{name: (name, {}) for name in LOSSES},
     "cross_entropy, mean": ("cross_entropy", {"aggregation": "token_mean"}),
     "importance_sampling": (
         "importance_sampling",
         {"correction": "geometric", "geometric_low": 0.7, "geometric_high": 1.4},
     ),
-    "ppo": ("ppo", {}),
     "ppo, token mean": ("ppo", {"aggregation": "token_mean", "kl_coeff": 0.1}),
     "ppo, sequence mean": (
         "ppo",
         {"aggregation": "seq_mean_token_mean", "correction": "seq_tis+off_policy_mask"},
     ),
     "cispo": ("cispo", {"aggregation": "constant", "max_length": 20.0}),
-    "dro": ("dro", {}),
-    "gspo": ("gspo", {}),
-    "stable_reinforce": ("stable_reinforce", {}),
-    "sapo": ("sapo", {}),
-    "dppo": ("dppo", {}),
-    "dpo": ("dpo", {}),
     "dpo, mean": ("dpo", {"aggregation": "mean"}),
-    "ipo": ("ipo", {}),
-    "kto": ("kto", {}),
 }
 """What is computed on real parts: every loss, and what depends on the request as a whole."""
 

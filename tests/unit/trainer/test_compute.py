@@ -10,19 +10,13 @@ import torch
 from tinker.proto.response_conv import deserialize_forward_backward_output
 from transformers import AutoModelForCausalLM
 
-from tandem.settings import TrainerSettings
-from tandem.wire.v1 import tinker_pb2 as wire
+from tests.support.local_trainer import gradients, make_rank, output_of
 from tests.support.losses.batches import REQUESTS, mixed_data, mixed_request
 from tests.support.tiny_model import write_tiny_model
 from tests.support.trainer_worker import datum, logprobs_of, request
-from trainer_service.backends import World, backend_named
-from trainer_service.batch import parse
-from trainer_service.control import Control
-from trainer_service.losses import LOSSES
-from trainer_service.model import find_blocks, group_blocks
-from trainer_service.output import encode_output
-from trainer_service.rank_trainer import RankTrainer
-from trainer_service.validate import Limits, validate
+from trainer_service.compute.trainer import RankTrainer
+from trainer_service.models.huggingface import find_blocks, group_blocks
+from trainer_service.optimizers import AdamWSettings
 
 ARCHITECTURES = ("qwen3", "llama", "gpt_neox", "qwen3_moe")
 
@@ -33,39 +27,11 @@ def models(tmp_path_factory) -> dict[str, Path]:
     return {name: write_tiny_model(root / name, architecture=name) for name in ARCHITECTURES}
 
 
-def make_trainer(path: Path, **settings) -> RankTrainer:
-    chosen = TrainerSettings(device="cpu", **settings)
-    backend = backend_named("fsdp2")(
-        model_path=path, settings=chosen, world=World(rank=0, size=1, device="cpu")
-    )
-    return RankTrainer(
-        backend=backend,
-        control=Control(rank=0, size=1, group=None),
-        micro_batch_tokens=chosen.micro_batch_tokens,
-        model_path=path,
-    )
-
-
-def run(trainer: RankTrainer, message: wire.ForwardBackwardRequest) -> wire.ForwardBackwardOutput:
-    facts = trainer.backend.facts
-    limits = Limits(vocabulary=facts.vocabulary, max_length=facts.max_length)
-    batch = validate(parse(message.SerializeToString()), losses=LOSSES, limits=limits)
-    computed = trainer.forward_backward(batch)
-    assert computed is not None
-    encoded = encode_output(batch, logprobs=computed.logprobs, metrics=computed.metrics)
-    return wire.ForwardBackwardOutput.FromString(encoded)
-
-
-def gradients(trainer: RankTrainer) -> dict[str, torch.Tensor]:
-    model = trainer.backend._model
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logprobs_are_those_of_each_sequence_alone_in_plain_transformers(models, architecture):
     plain = AutoModelForCausalLM.from_pretrained(models[architecture], dtype=torch.float32)
     data = mixed_data()
-    got = logprobs_of(run(make_trainer(models[architecture]), request(data, "ppo")))
+    got = logprobs_of(output_of(make_rank(models[architecture]), request(data, "ppo")))
     for one, logprobs in zip(data, got, strict=True):
         tokens = np.frombuffer(one.model_input[0].encoded_text.tokens, "<i4").astype(np.int64)
         targets = np.frombuffer(one.loss_fn_inputs["target_tokens"].dense, "<i8").tolist()
@@ -75,23 +41,19 @@ def test_logprobs_are_those_of_each_sequence_alone_in_plain_transformers(models,
         np.testing.assert_allclose(logprobs, expected.numpy(), atol=2e-5)
 
 
-def test_every_loss_is_computed_on_real_parts():
-    assert {loss for loss, _ in REQUESTS.values()} == LOSSES.keys()
-
-
 @pytest.fixture(scope="module")
 def whole(models) -> RankTrainer:
-    return make_trainer(models["qwen3"])
+    return make_rank(models["qwen3"])
 
 
 @pytest.fixture(scope="module")
 def packed(models) -> RankTrainer:
-    return make_trainer(models["qwen3"], micro_batch_tokens=24, packing="on")
+    return make_rank(models["qwen3"], micro_batch_tokens=24, packing="on")
 
 
 @pytest.fixture(scope="module")
 def padded(models) -> RankTrainer:
-    return make_trainer(models["qwen3"], micro_batch_tokens=48, packing="off")
+    return make_rank(models["qwen3"], micro_batch_tokens=48, packing="off")
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -100,7 +62,7 @@ def test_any_split_into_micro_batches_gives_the_same_gradients(whole, way, name,
     split = request.getfixturevalue(way)
     whole.drop_gradients()
     split.drop_gradients()
-    one, many = (run(trainer, mixed_request(name)) for trainer in (whole, split))
+    one, many = (output_of(trainer, mixed_request(name)) for trainer in (whole, split))
     assert one.metrics == pytest.approx(dict(many.metrics), rel=1e-4, abs=1e-5)
     for parameter, gradient in gradients(whole).items():
         torch.testing.assert_close(gradient, gradients(split)[parameter], rtol=1e-3, atol=1e-4)
@@ -108,9 +70,9 @@ def test_any_split_into_micro_batches_gives_the_same_gradients(whole, way, name,
 
 def test_the_order_of_datums_changes_only_the_order_of_the_answers(models):
     data = mixed_data()
-    forward, backward = make_trainer(models["qwen3"]), make_trainer(models["qwen3"])
-    there = run(forward, request(data, "cispo"))
-    back = run(backward, request(data[::-1], "cispo"))
+    forward, backward = make_rank(models["qwen3"]), make_rank(models["qwen3"])
+    there = output_of(forward, request(data, "cispo"))
+    back = output_of(backward, request(data[::-1], "cispo"))
     for one, other in zip(logprobs_of(there), logprobs_of(back)[::-1], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     for name, gradient in gradients(forward).items():
@@ -119,38 +81,40 @@ def test_the_order_of_datums_changes_only_the_order_of_the_answers(models):
 
 def test_two_halves_accumulate_to_the_whole(models):
     data = mixed_data()
-    whole, halves = make_trainer(models["llama"]), make_trainer(models["llama"])
-    total = run(whole, request(data, "importance_sampling")).metrics["loss:sum"]
-    parts = [run(halves, request(part, "importance_sampling")) for part in (data[:6], data[6:])]
+    whole, halves = make_rank(models["llama"]), make_rank(models["llama"])
+    total = output_of(whole, request(data, "importance_sampling")).metrics["loss:sum"]
+    parts = [
+        output_of(halves, request(part, "importance_sampling")) for part in (data[:6], data[6:])
+    ]
     assert sum(part.metrics["loss:sum"] for part in parts) == pytest.approx(total, rel=1e-4)
     for name, gradient in gradients(whole).items():
         torch.testing.assert_close(gradient, gradients(halves)[name], rtol=1e-3, atol=1e-4)
 
 
 def test_forward_only_leaves_no_gradient(models):
-    trainer = make_trainer(models["qwen3"])
-    output = run(trainer, request(mixed_data(), forward_only=True))
+    trainer = make_rank(models["qwen3"])
+    output = output_of(trainer, request(mixed_data(), forward_only=True))
     assert len(logprobs_of(output)) == 12
     assert not gradients(trainer)
 
 
 def test_targets_of_several_widths_come_back_in_their_shapes(models):
-    trainer = make_trainer(models["qwen3"])
+    trainer = make_rank(models["qwen3"])
     data = [
         datum([4, 5, 6]),
         datum([4, 5], targets=[[5, 6, 7], [8, 9, 10]], weights=[[1, 0, 0], [0, 1, 1]]),
         datum([7]),
     ]
-    output = run(trainer, request(data))
+    output = output_of(trainer, request(data))
     shapes = [logprobs.shape for logprobs in logprobs_of(output)]
     assert shapes == [(3,), (2, 3), (1,)]
-    first = run(trainer, request([datum([4, 5], targets=[5, 8])]))
+    first = output_of(trainer, request([datum([4, 5], targets=[5, 8])]))
     np.testing.assert_allclose(logprobs_of(output)[1][:, 0], logprobs_of(first)[0], atol=1e-5)
 
 
 def test_the_sdk_reads_the_output(models):
     data = [datum([4, 5, 6]), datum([4, 5], targets=[[5, 6], [8, 9]]), datum([7])]
-    output = run(make_trainer(models["qwen3"]), request(data))
+    output = output_of(make_rank(models["qwen3"]), request(data))
     read = deserialize_forward_backward_output(output.SerializeToString())
     assert [list(one["logprobs"].shape) for one in read.loss_fn_outputs] == [[3], [2, 2], [1]]
     assert read.metrics["loss:sum"] == pytest.approx(output.metrics["loss:sum"])
@@ -158,16 +122,15 @@ def test_the_sdk_reads_the_output(models):
 
 def test_a_step_is_that_of_torch(models):
     """Loss, clipping and AdamW, against a plain loop with the same numbers."""
-    from trainer_service.optimizers import AdamWSettings
 
     data = mixed_data(4)
-    trainer = make_trainer(models["qwen3"])
+    trainer = make_rank(models["qwen3"])
     plain = AutoModelForCausalLM.from_pretrained(models["qwen3"], dtype=torch.float32)
     adamw = torch.optim.AdamW(
         plain.parameters(), lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1
     )
     for _ in range(3):
-        run(trainer, request(data))
+        output_of(trainer, request(data))
         metrics = trainer.optim_step(
             AdamWSettings(
                 learning_rate=1e-2,

@@ -25,14 +25,14 @@ from tests.support.local_trainer import (
 )
 from tests.support.tiny_model import write_tiny_model
 from tests.support.trainer_worker import request, trainer_process
-from trainer_service.lora import (
+from trainer_service.lora.adapters import (
     LoraLinear,
     chosen_layers,
     kinds_without_layers,
     merged,
     target_names,
 )
-from trainer_service.model import empty_model
+from trainer_service.models.huggingface import empty_model
 
 ARCHITECTURES = ("qwen3", "llama", "gpt_neox", "qwen3_moe")
 
@@ -131,9 +131,9 @@ def test_alpha_and_rank_scale_the_update():
 # --- What is trained -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lanes", [0, 2])
-def test_frozen_weights_never_change_and_have_no_gradients(models, lanes):
-    trainer = make(models["qwen3"], lanes=lanes)
+@pytest.mark.parametrize("parallel", [0, 2])
+def test_frozen_weights_never_change_and_have_no_gradients(models, parallel):
+    trainer = make(models["qwen3"], parallel=parallel)
     before = weights(trainer)
     forward_backward(trainer, data_of())
     with_gradients = {n for n, p in model_of(trainer).named_parameters() if p.grad is not None}
@@ -144,8 +144,8 @@ def test_frozen_weights_never_change_and_have_no_gradients(models, lanes):
         assert torch.equal(tensor, before[name]) == (".lora_" not in name), name
 
 
-def test_two_lanes_train_as_one_thread_does(models):
-    one, two = make(models["qwen3"]), make(models["qwen3"], lanes=2)
+def test_two_threads_train_as_one_does(models):
+    one, two = make(models["qwen3"]), make(models["qwen3"], parallel=2)
     assert train(one, 3) == pytest.approx(train(two, 3), rel=1e-4)
     for name, tensor in adapters(one).items():
         torch.testing.assert_close(tensor, adapters(two)[name], rtol=1e-3, atol=1e-4)

@@ -29,7 +29,7 @@ from tests.support.local_trainer import (
 )
 from tests.support.tiny_model import write_tiny_model
 from tests.support.trainer_worker import logprobs_of, request, trainer_process
-from trainer_service.merge import merge
+from trainer_service.lora.merge import merge
 
 ARCHITECTURES = ("qwen3", "llama", "gpt_neox", "qwen3_moe")
 
@@ -320,12 +320,11 @@ def test_a_damaged_adapter_is_not_merged(models, published, tmp_path):
 
 
 def test_the_command_merges_and_says_what_it_made(models, published, tmp_path):
-    command = [sys.executable, "-m", "trainer_service.merge", published["llama"], models["llama"]]
-    done = subprocess.run([*command, tmp_path / "out"], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "trainer_service.lora.merge"]
+    arguments = [published["llama"], models["llama"], tmp_path / "out"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["path"] == str(tmp_path / "out")
-    again = subprocess.run(
-        [*command, tmp_path / "out"], capture_output=True, text=True, timeout=120
-    )
+    again = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
     assert again.returncode == 1
     assert again.stderr.strip() == "out exists already; name a directory that does not"

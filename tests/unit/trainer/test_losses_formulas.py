@@ -21,9 +21,8 @@ from tests.support.losses.cases import (
     random_data,
 )
 from trainer_service.losses import LOSSES
-from trainer_service.losses.aggregate import AGGREGATION_SETTINGS
-from trainer_service.losses.kl import KL_SETTINGS, kl_term
-from trainer_service.losses.policy import CORRECTION_SETTINGS
+from trainer_service.losses.base import AGGREGATION_SETTINGS
+from trainer_service.losses.policy import CORRECTION_SETTINGS, KL_SETTINGS, kl_term
 
 GOLDENS = [(name, golden) for name, case in CASES.items() for golden in case.goldens]
 SHARED = (*AGGREGATION_SETTINGS, *KL_SETTINGS, *CORRECTION_SETTINGS)

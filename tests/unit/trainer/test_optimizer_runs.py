@@ -11,7 +11,7 @@ from tandem.v1 import trainer_pb2
 from tandem.worker import LoraSpec
 from tests.support import local_trainer as lora
 from tests.support.tiny_model import write_tiny_model
-from trainer_service.operations import Operations
+from trainer_service.service.operations import Operations
 
 
 @pytest.fixture(scope="module")

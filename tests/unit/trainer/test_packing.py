@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.support.tiny_model import VOCABULARY, write_tiny_model
-from trainer_service.model import load_model
-from trainer_service.packing import can_pack, runs_of
+from trainer_service.models.huggingface import load_model
+from trainer_service.models.packing import can_pack, runs_of
 
 LENGTHS = [17, 9, 9, 4, 4, 4, 1]
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_service.ownership import assign_owners
-from trainer_service.plan import plan_batch
+from trainer_service.batches.micro_batches import plan_batch
+from trainer_service.checkpoints.publish import assign_owners
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 ranks = st.integers(1, 5)

@@ -19,12 +19,11 @@ from sampler_service.vllm.engine import engine_args
 from tandem.errors import CheckpointDamaged, LoadFailed
 from tandem.settings import SamplerSettings
 from tandem.weights import Manifest, PartialVersion, checksum_file, open_version
+from tests.support.local_trainer import load, make_rank, save, train
 from tests.support.tiny_model import write_tiny_model
-from tests.unit.trainer.test_compute import make_trainer
-from tests.unit.trainer.test_storage import load_from, save_to, train
-from trainer_service.checkpoint_reader import CheckpointReader, read_layout
-from trainer_service.model import load_model
-from trainer_service.operations import Operations
+from trainer_service.checkpoints.restricted_reader import CheckpointReader, read_layout
+from trainer_service.models.huggingface import load_model
+from trainer_service.service.operations import Operations
 
 ROOT = Path(__file__).parents[3]
 PRODUCT = ("gateway", "tandem", "trainer_service", "sampler_service")
@@ -42,7 +41,7 @@ METHODS = {
     ("dist", "broadcast_object_list"),
     ("dist", "gather_object"),
 }
-THE_ONE_PLACE = "trainer_service/checkpoint_reader.py"
+THE_ONE_PLACE = "trainer_service/checkpoints/restricted_reader.py"
 """Which has the restricted unpickler that is tested below."""
 
 
@@ -121,7 +120,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def operations(model) -> Operations:
-    made = Operations(make_trainer(model))
+    made = Operations(make_rank(model))
     train(made, 1)
     return made
 
@@ -129,7 +128,7 @@ def operations(model) -> Operations:
 @pytest.fixture
 def saved(operations, tmp_path) -> Path:
     path = tmp_path / "saved"
-    assert not save_to(operations, path).HasField("failure")
+    save(operations, path)
     return path
 
 
@@ -141,7 +140,7 @@ def recorded(path: Path) -> None:
 
 
 def refused(operations: Operations, path: Path) -> str:
-    failure = load_from(operations, path).failure
+    failure = load(operations, path).failure
     assert failure.type == CheckpointDamaged.type, failure
     return failure.message
 
@@ -150,7 +149,7 @@ def test_a_checkpoint_of_ours_is_read_by_the_careful_reader(operations, saved):
     names = {file.name for file in saved.iterdir()} - {"checkpoint.json"}
     layout = read_layout(saved, files=names)
     assert any(name.startswith("optimizer.") for name in layout.state_dict_metadata)
-    assert not load_from(operations, saved).HasField("failure")
+    assert not load(operations, saved).HasField("failure")
 
 
 def test_a_layout_that_calls_a_function_is_refused_and_the_function_not_called(
@@ -160,7 +159,7 @@ def test_a_layout_that_calls_a_function_is_refused_and_the_function_not_called(
     (saved / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
     assert "damaged" in refused(operations, saved), "by its checksum"
     recorded(saved)
-    assert "has no place in a checkpoint's layout" in refused(operations, saved)
+    assert "is not allowed in a checkpoint's layout" in refused(operations, saved)
     assert not mark.exists()
 
 

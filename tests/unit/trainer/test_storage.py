@@ -14,13 +14,14 @@ import torch
 from tandem import errors
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import open_version
+from tests.support.local_trainer import load, make_rank, train
+from tests.support.losses.batches import mixed_data
 from tests.support.tiny_model import write_tiny_model
 from tests.support.trainer_worker import datum, request, trainer_process
 from tests.support.worker_process import RUN
-from tests.unit.trainer.test_compute import make_trainer, mixed_data
-from trainer_service import files, publish
-from trainer_service.control import Control
-from trainer_service.operations import Operations
+from trainer_service.checkpoints import publish, storage
+from trainer_service.compute.trainer import ControlGroup
+from trainer_service.service.operations import Operations
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +39,6 @@ def save_to(operations: Operations, path: Path) -> trainer_pb2.SaveCheckpointRep
     return operations.save_checkpoint(trainer_pb2.SaveCheckpointRequest(path=str(path)))
 
 
-def load_from(
-    operations: Operations, path: Path, *, optimizer: bool = True
-) -> trainer_pb2.LoadCheckpointReply:
-    return operations.load_checkpoint(
-        trainer_pb2.LoadCheckpointRequest(path=str(path), optimizer=optimizer)
-    )
-
-
 def full_disk(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -55,15 +48,15 @@ def full_disk(*_: object, **__: object) -> None:
 
 def test_a_disk_that_is_full_before_the_write_is_told_with_sizes(models, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage)
-    reply = publish_to(Operations(make_trainer(models["qwen3"])), tmp_path / "run" / "v1")
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: usage)
+    reply = publish_to(Operations(make_rank(models["qwen3"])), tmp_path / "run" / "v1")
     assert reply.failure.type == "storage_full"
     assert "1000 are free" in reply.failure.message
     assert not (tmp_path / "run").exists()
 
 
 def test_a_disk_that_fills_up_during_the_write_leaves_nothing(models, tmp_path, monkeypatch):
-    operations = Operations(make_trainer(models["qwen3"]))
+    operations = Operations(make_rank(models["qwen3"]))
     with monkeypatch.context() as patched:
         patched.setattr(publish, "_write_tensors", full_disk)
         assert publish_to(operations, tmp_path / "v1").failure.type == "storage_full"
@@ -85,12 +78,12 @@ def test_the_kernel_error_is_found_in_what_safetensors_says(tmp_path):
 
 def test_other_failures_of_the_disk_are_publish_failed(models, tmp_path):
     (tmp_path / "file").write_text("not a directory")
-    reply = publish_to(Operations(make_trainer(models["qwen3"])), tmp_path / "file" / "v1")
+    reply = publish_to(Operations(make_rank(models["qwen3"])), tmp_path / "file" / "v1")
     assert reply.failure.type == "publish_failed"
 
 
 def test_a_version_is_never_written_twice(models, tmp_path):
-    operations = Operations(make_trainer(models["qwen3"]))
+    operations = Operations(make_rank(models["qwen3"]))
     assert not publish_to(operations, tmp_path / "v1").HasField("failure")
     before = (tmp_path / "v1" / "manifest.json").read_bytes()
     assert publish_to(operations, tmp_path / "v1").failure.type == "publish_failed"
@@ -98,14 +91,14 @@ def test_a_version_is_never_written_twice(models, tmp_path):
 
 
 def test_the_failure_of_another_rank_reaches_rank_0(tmp_path):
-    class TwoRanks(Control):
+    class TwoRanks(ControlGroup):
         def gather(self, payload: bytes) -> list[bytes]:
             failed = {"type": "storage_full", "message": "rank 1: the disk is full"}
             return [payload, json.dumps(failed).encode()]
 
     control = TwoRanks(rank=0, size=2, group=None)
     with pytest.raises(errors.StorageFull, match="rank 1"):
-        files.agree(control, lambda: [], what="v1", path=tmp_path, needed=1)
+        storage.agree(control, lambda: [], what="v1", path=tmp_path, needed=1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -122,71 +115,61 @@ def test_the_published_type_is_the_compute_type(models, tmp_path, ranks):
 # --- Checkpoints -----------------------------------------------------------------------------
 
 
-def train(operations: Operations, steps: int) -> None:
-    for seed in range(steps):
-        payload = request(mixed_data(seed=seed)).SerializeToString()
-        reply = operations.forward_backward(trainer_pb2.ForwardBackwardRequest(payload=payload))
-        assert not reply.HasField("failure"), reply.failure
-        adamw = trainer_pb2.AdamWParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
-        step = operations.optim_step(trainer_pb2.OptimStepRequest(adamw=adamw))
-        assert not step.HasField("failure"), step.failure
-
-
 def weights(trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.backend.parameters().items()}
 
 
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(models, tmp_path):
-    first = make_trainer(models["qwen3"])
+    first = make_rank(models["qwen3"])
     train(Operations(first), 2)
     assert save_to(Operations(first), tmp_path / "a").step == 2
     train(Operations(first), 2)
 
-    second = make_trainer(models["qwen3"])
-    assert load_from(Operations(second), tmp_path / "a").step == 2
+    second = make_rank(models["qwen3"])
+    assert load(Operations(second), tmp_path / "a").step == 2
     train(Operations(second), 2)
     for name, tensor in weights(first).items():
         assert torch.equal(tensor, weights(second)[name]), name
 
 
 def test_without_the_optimizer_only_the_weights_come_back(models, tmp_path):
-    trainer = make_trainer(models["qwen3"])
+    trainer = make_rank(models["qwen3"])
     train(Operations(trainer), 2)
     saved = weights(trainer)
     save_to(Operations(trainer), tmp_path / "a")
     train(Operations(trainer), 1)
-    load_from(Operations(trainer), tmp_path / "a", optimizer=False)
+    load(Operations(trainer), tmp_path / "a", optimizer=False)
     assert all(torch.equal(tensor, saved[name]) for name, tensor in weights(trainer).items())
     assert trainer.backend.optimizer.state(create=False) == {}
 
 
 def test_a_checkpoint_from_before_the_first_step_loads_with_its_optimizer(models, tmp_path):
-    trainer = make_trainer(models["qwen3"])
+    trainer = make_rank(models["qwen3"])
     save_to(Operations(trainer), tmp_path / "a")
     train(Operations(trainer), 1)
-    assert load_from(Operations(trainer), tmp_path / "a").step == 0
+    assert load(Operations(trainer), tmp_path / "a").step == 0
     assert trainer.backend.optimizer.state(create=False) == {}
 
 
 def test_loading_drops_the_gradients_held(models, tmp_path):
-    operations = Operations(make_trainer(models["qwen3"]))
+    operations = Operations(make_rank(models["qwen3"]))
     save_to(operations, tmp_path / "a")
     payload = request(mixed_data()).SerializeToString()
     operations.forward_backward(trainer_pb2.ForwardBackwardRequest(payload=payload))
-    load_from(operations, tmp_path / "a")
+    load(operations, tmp_path / "a")
     step = operations.optim_step(trainer_pb2.OptimStepRequest())
     assert step.failure.type == "no_gradients"
 
 
 def test_a_checkpoint_of_two_ranks_loads_into_one_and_back(models, tmp_path):
-    one = make_trainer(models["qwen3"])
+    one = make_rank(models["qwen3"])
     with trainer_process(models["qwen3"], tmp_path, ranks=2, shard_group_parameters=1) as two:
         for seed in range(2):
             two.output(request(mixed_data(seed=seed)))
             two.optim_step()
         assert two.save(tmp_path / "a").step == 2
-        load_from(Operations(one), tmp_path / "a")
-        train(Operations(one), 2)
+        load(Operations(one), tmp_path / "a")
+        train(Operations(one), 2, lr=1e-3)
         save_to(Operations(one), tmp_path / "b")
         for seed in range(2):
             two.output(request(mixed_data(seed=seed)))
@@ -199,7 +182,7 @@ def test_a_checkpoint_of_two_ranks_loads_into_one_and_back(models, tmp_path):
 
 
 def test_a_damaged_checkpoint_changes_nothing(models, tmp_path):
-    trainer = make_trainer(models["qwen3"])
+    trainer = make_rank(models["qwen3"])
     operations = Operations(trainer)
     save_to(operations, tmp_path / "a")
     train(operations, 1)
@@ -208,31 +191,31 @@ def test_a_damaged_checkpoint_changes_nothing(models, tmp_path):
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    assert load_from(operations, tmp_path / "a").failure.type == "checkpoint_damaged"
+    assert load(operations, tmp_path / "a").failure.type == "checkpoint_damaged"
     data.unlink()
-    assert load_from(operations, tmp_path / "a").failure.type == "checkpoint_damaged"
-    assert load_from(operations, tmp_path / "none").failure.type == "checkpoint_damaged"
+    assert load(operations, tmp_path / "a").failure.type == "checkpoint_damaged"
+    assert load(operations, tmp_path / "none").failure.type == "checkpoint_damaged"
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
 
 
 def test_a_checkpoint_of_another_model_is_refused(models, tmp_path):
-    save_to(Operations(make_trainer(models["llama"])), tmp_path / "a")
-    reply = load_from(Operations(make_trainer(models["qwen3"])), tmp_path / "a")
+    save_to(Operations(make_rank(models["llama"])), tmp_path / "a")
+    reply = load(Operations(make_rank(models["qwen3"])), tmp_path / "a")
     assert reply.failure.type == "checkpoint_mismatch"
     assert "of another model (LlamaForCausalLM)" in reply.failure.message
     assert "LlamaForCausalLM" in reply.failure.message
 
 
 def test_a_checkpoint_is_not_overwritten(models, tmp_path):
-    operations = Operations(make_trainer(models["qwen3"]))
+    operations = Operations(make_rank(models["qwen3"]))
     save_to(operations, tmp_path / "a")
     assert save_to(operations, tmp_path / "a").failure.type == "name_taken"
 
 
 def test_a_disk_that_fills_up_during_a_checkpoint_leaves_nothing(models, tmp_path, monkeypatch):
-    operations = Operations(make_trainer(models["qwen3"]))
+    operations = Operations(make_rank(models["qwen3"]))
     with monkeypatch.context() as patched:
-        patched.setattr("trainer_service.checkpoint.dcp.save", full_disk)
+        patched.setattr("trainer_service.checkpoints.training_state.dcp.save", full_disk)
         assert save_to(operations, tmp_path / "a").failure.type == "storage_full"
     assert list(tmp_path.iterdir()) == []
     assert not save_to(operations, tmp_path / "a").HasField("failure")

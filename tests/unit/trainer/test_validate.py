@@ -9,11 +9,11 @@ import torch
 from tandem import errors
 from tandem.wire.v1 import tinker_pb2 as wire
 from tests.support.trainer_worker import datum, dense, request
-from trainer_service.batch import Batch, DenseRoom, densify, parse
+from trainer_service.batches.loss_inputs import DenseRoom, densify
+from trainer_service.batches.validation import Batch, BatchLimits, parse, validate
 from trainer_service.losses import LOSSES
-from trainer_service.validate import Limits, validate
 
-LIMITS = Limits(vocabulary=50, max_length=8)
+LIMITS = BatchLimits(vocabulary=50, max_length=8)
 
 
 def check(message: wire.ForwardBackwardRequest) -> Batch:

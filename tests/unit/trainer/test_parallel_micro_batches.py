@@ -1,0 +1,110 @@
+"""Micro-batches computed in parallel threads give what one after the other gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.wire.v1 import tinker_pb2 as wire
+from tests.support.local_trainer import compute, gradients, make_rank
+from tests.support.losses.batches import REQUESTS, mixed_request
+from tests.support.tiny_model import VOCABULARY, write_tiny_model
+from tests.support.trainer_worker import datum, request
+from trainer_service.backends.base import add_gradients
+from trainer_service.compute.trainer import Computed, ParallelMicroBatches, RankTrainer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), architecture="qwen3")
+
+
+def one_rank(path: Path, *, parallel: int = 0) -> RankTrainer:
+    """Several micro-batches for each thread."""
+    return make_rank(path, parallel=parallel, micro_batch_tokens=32)
+
+
+def forward_backward(trainer: RankTrainer, data: list[wire.Datum], **more: bool) -> Computed:
+    return compute(trainer, request(data, "importance_sampling", **more))
+
+
+def data_of(lengths: list[int]) -> list[wire.Datum]:
+    return [
+        datum(
+            [(7 * row + place) % VOCABULARY for place in range(length)],
+            logprobs=[-4.0 - 0.1 * place for place in range(length)],
+            advantages=[(-1.0) ** row] * length,
+        )
+        for row, length in enumerate(lengths)
+    ]
+
+
+def test_two_threads_give_the_loss_logprobs_and_gradients_of_one(model: Path) -> None:
+    data = data_of([5, 9, 2, 14, 7, 7, 1, 11])
+    alone, parallel = (
+        one_rank(model),
+        one_rank(model, parallel=2),
+    )
+    expected, computed = forward_backward(alone, data), forward_backward(parallel, data)
+    torch.testing.assert_close(computed.logprobs, expected.logprobs)
+    assert computed.metrics == pytest.approx(expected.metrics)
+    torch.testing.assert_close(gradients(parallel), gradients(alone), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def alone_and_parallel(model: Path) -> tuple[RankTrainer, RankTrainer]:
+    return one_rank(model), one_rank(model, parallel=2)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_every_loss_is_the_same_in_two_threads(
+    alone_and_parallel: tuple[RankTrainer, RankTrainer], name: str
+) -> None:
+    alone, parallel = alone_and_parallel
+    alone.drop_gradients()
+    parallel.drop_gradients()
+    expected, computed = compute(alone, mixed_request(name)), compute(parallel, mixed_request(name))
+    torch.testing.assert_close(computed.logprobs, expected.logprobs)
+    assert computed.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
+    torch.testing.assert_close(gradients(parallel), gradients(alone), rtol=1e-3, atol=1e-4)
+
+
+def test_threads_accumulate_over_calls_to_the_same_bits_every_time(model: Path) -> None:
+    def twice() -> dict[str, torch.Tensor]:
+        trainer = one_rank(model, parallel=2)
+        forward_backward(trainer, data_of([5, 9, 2, 14]))
+        forward_backward(trainer, data_of([3, 8, 8]))
+        return gradients(trainer)
+
+    torch.testing.assert_close(twice(), twice(), rtol=0, atol=0)
+
+
+def test_a_batch_with_fewer_datums_than_threads_is_computed(model: Path) -> None:
+    trainer = one_rank(model, parallel=2)
+    assert len(forward_backward(trainer, data_of([4])).logprobs) == 4
+
+
+def test_forward_only_leaves_no_gradients(model: Path) -> None:
+    trainer = one_rank(model, parallel=2)
+    forward_backward(trainer, data_of([4, 6, 3]), forward_only=True)
+    assert gradients(trainer) == {}
+
+
+def test_an_error_in_one_thread_is_raised_when_all_have_ended(model: Path) -> None:
+    ended = []
+
+    def fail(_: object) -> None:
+        raise MemoryError("too much")
+
+    threads = ParallelMicroBatches(make_rank(model).backend, count=2, threads=1)
+    with pytest.raises(MemoryError, match="too much"):
+        threads.compute([fail, lambda _: ended.append(True)])
+    assert ended == [True]
+
+
+def test_a_parameter_that_only_one_thread_used_keeps_its_gradient() -> None:
+    one = torch.ones(2)
+    total = add_gradients([None, one.clone(), None], [one.clone(), one.clone(), None])
+    assert [None if t is None else t.tolist() for t in total] == [[1, 1], [2, 2], None]

@@ -1,0 +1,380 @@
+"""Reads and checks the tensors that a loss takes beside the targets.
+
+----
+Checks `loss_fn_config` against the settings that a loss declares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.errors import (
+    LossInputMissing,
+    LossInputNotFinite,
+    LossInputShape,
+    UnknownLossSetting,
+)
+from tandem.wire.v1 import tinker_pb2 as wire
+from trainer_service.losses.base import Input, Loss, Setting, Settings, SettingValue
+
+Int64Array = NDArray[np.int64]
+Float32Array = NDArray[np.float32]
+_NUMPY_TYPES: dict[int, np.dtype[np.generic]] = {
+    wire.DTYPE_FLOAT32: np.dtype("<f4"),
+    wire.DTYPE_INT64: np.dtype("<i8"),
+    wire.DTYPE_INT32: np.dtype("<i4"),
+    wire.DTYPE_BFLOAT16: np.dtype("<u2"),
+}
+INTEGER_TYPES = frozenset({wire.DTYPE_INT64, wire.DTYPE_INT32})
+FLOAT_TYPES = frozenset({wire.DTYPE_FLOAT32, wire.DTYPE_BFLOAT16})
+
+
+def starts_of(sizes: Int64Array) -> Int64Array:
+    """Where each of consecutive pieces of these sizes begins."""
+    result: Int64Array = np.cumsum(sizes) - sizes
+    return result
+
+
+def item_bytes(dtype: int) -> int:
+    """Bytes per element of a wire type, or 0 for a type that we do not know."""
+    known = _NUMPY_TYPES.get(dtype)
+    return int(known.itemsize) if known is not None else 0
+
+
+def read_integers(data: bytes, dtype: int) -> Int64Array:
+    """Little-endian integers of a wire type as int64."""
+    return np.frombuffer(data, _NUMPY_TYPES[dtype]).astype(np.int64, copy=False)
+
+
+def read_floats(data: bytes, dtype: int) -> Float32Array:
+    """Little-endian floats of a wire type as float32."""
+    values = np.frombuffer(data, _NUMPY_TYPES[dtype])
+    if dtype == wire.DTYPE_BFLOAT16:  # the upper half of a float32
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)
+
+
+MAX_DENSE_CELLS = 2**26
+"""Of all sparse tensors of a request together, empty ones included: half a GiB as int64. A few
+bytes can name a shape of any size."""
+
+
+class DenseRoom:
+    """What is left of the cells that a request's sparse tensors may come to."""
+
+    def __init__(self, cells: int = MAX_DENSE_CELLS) -> None:
+        self._cells = cells
+        self._left = cells
+
+    def take(self, cells: int, *, where: str) -> None:
+        """Raises `LossInputShape` where there is too little left."""
+        if cells > self._left:
+            raise LossInputShape(
+                f"{where} has {cells} cells when its empty ones are filled in; the sparse tensors "
+                f"of a request may have {self._cells} together: send fewer datums at once, or "
+                "fewer columns"
+            )
+        self._left -= cells
+
+
+def densify(
+    tensor: wire.Tensor, *, where: str, expected: tuple[int, ...], room: DenseRoom
+) -> wire.Tensor:
+    """A sparse (CSR) [N, K] tensor with its empty cells as zeros, as the SDK itself does it.
+
+    `where` names the tensor in the sentence of a `LossInputShape`, which is raised when it has
+    not the `expected` shape, when the three arrays do not describe a matrix of it, or when it
+    does not fit into the `room`.
+    """
+    csr, shape, size = tensor.sparse_csr, tuple(tensor.shape), item_bytes(tensor.dtype)
+    if len(shape) != 2 or not size:
+        raise LossInputShape(f"{where}: a sparse tensor needs two dimensions, not {list(shape)}")
+    if shape != expected:
+        raise LossInputShape(f"{where} has the shape {list(shape)}; it must be {list(expected)}")
+    rows, columns = shape
+    if len(csr.values) % size or len(csr.crow_indices) % 8 or len(csr.col_indices) % 8:
+        raise LossInputShape(f"{where}: the sparse arrays are cut off")
+    values = np.frombuffer(csr.values, _NUMPY_TYPES[tensor.dtype])
+    crow = np.frombuffer(csr.crow_indices, "<i8")
+    column = np.frombuffer(csr.col_indices, "<i8")
+    counts = np.diff(crow)
+    if (
+        rows < 0
+        or columns < 0
+        or len(crow) != rows + 1
+        or crow[0] != 0
+        or (counts < 0).any()
+        or crow[-1] != len(values)
+        or len(column) != len(values)
+        or ((column < 0) | (column >= columns)).any()
+    ):
+        raise LossInputShape(f"{where}: the sparse arrays do not describe a {rows}x{columns} one")
+    room.take(rows * columns, where=where)
+    row = np.repeat(np.arange(rows), counts)
+    if (np.diff(row * columns + column) <= 0).any():
+        raise LossInputShape(f"{where}: the columns of a row must rise, each once")
+    dense = np.zeros((rows, columns), values.dtype)
+    dense[row, column] = values
+    return wire.Tensor(dense=dense.tobytes(), dtype=tensor.dtype, shape=shape)
+
+
+TARGETS = "target_tokens"
+
+
+@dataclass(frozen=True)
+class InputReader:
+    """Reads one input after the other for a batch of n datums; `read` [E] is what it has so far.
+
+    `lengths` [n], and `trailing` [n]: the K of [N, K] targets, 0 for [N]. `sparse` says whether
+    any targets came as a sparse matrix, `room` how large those of the request may be.
+    """
+
+    data: Sequence[wire.Datum]
+    loss: Loss
+    settings: Settings
+    lengths: Int64Array
+    trailing: Int64Array
+    sparse: bool
+    room: DenseRoom
+    read: dict[str, Float32Array] = field(default_factory=dict)
+
+    def add(self, given: Input) -> None:
+        """Adds `given` to `read`, unless it may be absent and is. Raises what `validate` does."""
+        sizes = self.lengths * np.maximum(self.trailing, 1)
+        present = [given.name in datum.loss_fn_inputs for datum in self.data]
+        if not all(present):
+            self._check_absent(given, present)
+            if not any(present) and not isinstance(given.default, float):
+                return
+        parts: list[bytes] = []
+        types: list[int] = []
+        starts = starts_of(sizes).tolist()
+        for index, (datum, size) in enumerate(zip(self.data, sizes.tolist(), strict=True)):
+            if present[index]:
+                part, type_ = self._tensor(datum, given, index=index, size=size)
+            else:
+                values = self._default(given, start=starts[index], size=size)
+                part, type_ = values.tobytes(), wire.DTYPE_FLOAT32
+            parts.append(part)
+            types.append(type_)
+        if len(set(types)) == 1:
+            values = _read(b"".join(parts), types[0])
+        else:
+            values = np.concatenate(
+                [_read(part, type_) for part, type_ in zip(parts, types, strict=True)]
+            )
+        if given.finite and not np.isfinite(values).all():
+            at = int(np.argmin(np.isfinite(values)))
+            index = int(np.searchsorted(starts, at, side="right")) - 1
+            position = (at - starts[index]) // max(int(self.trailing[index]), 1)
+            raise LossInputNotFinite(
+                f"datum {index}, position {position}: {given.name!r} is "
+                f"{float(values[at])}; every value must be finite"
+            )
+        self.read[given.name] = values
+
+    def _check_absent(self, given: Input, present: Sequence[bool]) -> None:
+        name, index = given.name, present.index(False)
+        needs = ", ".join((TARGETS, *self.loss.required))
+        if given.required:
+            raise LossInputMissing(f"datum {index} lacks {name!r}; {self.loss.name} needs {needs}")
+        if given.needed_with and self.settings.number(given.needed_with):
+            value = self.settings.number(given.needed_with)
+            raise LossInputMissing(
+                f"datum {index} lacks {name!r}, which {self.loss.name} needs since "
+                f"{given.needed_with} is {value:g}"
+            )
+        if self.sparse and name == "weights":
+            raise LossInputMissing(
+                f"datum {index} lacks {name!r}; {self.loss.name} needs {needs}, {name} "
+                "(weights say which cells of sparse targets count)"
+            )
+        if any(present) and given.default is None:
+            raise LossInputMissing(
+                f"datum {index} lacks {name!r}, which other datums have: give it to all or to none"
+            )
+
+    def _default(self, given: Input, *, start: int, size: int) -> Float32Array:
+        default = given.default
+        if isinstance(default, str):
+            if default in self.read:
+                return self.read[default][start : start + size]
+            default = self.settings.number(default)
+        assert default is not None, "checked"
+        return np.full(size, default, "<f4")
+
+    def _tensor(
+        self, datum: wire.Datum, given: Input, *, index: int, size: int
+    ) -> tuple[bytes, int]:
+        where = f"datum {index}, {given.name!r}"
+        tensor = datum.loss_fn_inputs[given.name]
+        length, width = int(self.lengths[index]), int(self.trailing[index])
+        entry = (length, width) if width else (length,)
+        if tensor.HasField("sparse_csr"):
+            tensor = densify(tensor, where=where, expected=entry, room=self.room)
+        accepted = FLOAT_TYPES if given.shape == "entry" else FLOAT_TYPES | INTEGER_TYPES
+        if tensor.dtype not in accepted:
+            raise LossInputShape(f"{where} must be float32, not {type_name(tensor.dtype)}")
+        shape = tuple(tensor.shape)
+        one = given.shape != "entry" and (
+            shape == (1,) or (not shape and len(tensor.dense) == item_bytes(tensor.dtype))
+        )
+        if one:
+            check_bytes(tensor, count=1, where=where)
+            return tensor.dense * size, tensor.dtype
+        if given.shape == "datum":
+            raise LossInputShape(
+                f"{where} has the shape {list(shape)}; it must be one number per datum: [1]"
+            )
+        if shape and shape != entry:
+            or_one = " or [1]" if given.shape == "either" else ""
+            raise LossInputShape(
+                f"{where} has the shape {list(shape)}; it must be that of {TARGETS}: "
+                f"{list(entry)}{or_one}"
+            )
+        check_bytes(tensor, count=size, where=where)
+        return tensor.dense, tensor.dtype
+
+
+def read_array(
+    datum: wire.Datum, given: Input, *, index: int, room: DenseRoom
+) -> NDArray[np.generic]:
+    """An input of its own shape and `given.rank` dimensions: float32 or int64."""
+    where = f"datum {index}, {given.name!r}"
+    if given.name not in datum.loss_fn_inputs:
+        raise LossInputMissing(f"datum {index} lacks {given.name!r}, which the loss takes")
+    tensor = datum.loss_fn_inputs[given.name]
+    if tensor.HasField("sparse_csr"):
+        tensor = densify(tensor, where=where, expected=tuple(tensor.shape), room=room)
+    if tensor.dtype not in FLOAT_TYPES | INTEGER_TYPES:
+        raise LossInputShape(f"{where} is of {type_name(tensor.dtype)}, which is not known")
+    shape = tuple(tensor.shape)
+    if not shape and given.rank == 1:  # the protocol lets the shape of one dimension out
+        shape = (len(tensor.dense) // item_bytes(tensor.dtype),)
+    if len(shape) != given.rank or min(shape, default=0) < 0:
+        raise LossInputShape(
+            f"{where} has the shape {list(shape)}, which is not of {given.rank} dimensions"
+        )
+    count = 1
+    for size in shape:
+        count *= size
+    check_bytes(tensor, count=count, where=where)
+    if tensor.dtype in INTEGER_TYPES:
+        return read_integers(tensor.dense, tensor.dtype).reshape(shape)
+    values = read_floats(tensor.dense, tensor.dtype).reshape(shape)
+    if given.finite and not np.isfinite(values).all():
+        raise LossInputNotFinite(f"{where} is not finite everywhere")
+    return values
+
+
+def active_entries(
+    loss: Loss,
+    inputs: Mapping[str, Float32Array],
+    *,
+    entries: int,
+    sequences: Int64Array | None,
+) -> int:
+    """How many of a request's entries the loss acts on (see `Loss.active`)."""
+    name = "mask" if "mask" in inputs else loss.active
+    acts = inputs[name] != 0 if name else np.ones(entries, np.bool_)
+    for given in loss.inputs:
+        if not given.finite and given.name in inputs:
+            acts &= np.isfinite(inputs[given.name])
+    if loss.sampled_only and sequences is not None:
+        acts &= sequences >= 0
+    return int(np.count_nonzero(acts))
+
+
+def _read(data: bytes, dtype: int) -> Float32Array:
+    if dtype in INTEGER_TYPES:
+        return read_integers(data, dtype).astype(np.float32)
+    return read_floats(data, dtype)
+
+
+def check_bytes(tensor: wire.Tensor, *, count: int, where: str) -> None:
+    expected = count * item_bytes(tensor.dtype)
+    if len(tensor.dense) != expected:
+        raise LossInputShape(
+            f"{where} has {len(tensor.dense)} bytes; {count} values of type "
+            f"{type_name(tensor.dtype)} are {expected}"
+        )
+
+
+def type_name(dtype: int) -> str:
+    try:
+        return wire.DType.Name(dtype).removeprefix("DTYPE_").lower()  # type: ignore[arg-type]
+    except ValueError:
+        return f"type {dtype}"
+
+
+def read_settings(message: wire.ForwardBackwardRequest, loss: Loss) -> Settings:
+    """Every setting of the loss, as given or by default. Raises `UnknownLossSetting`."""
+    declared = {setting.name: setting for setting in loss.settings}
+    values: dict[str, SettingValue] = {each.name: each.default for each in loss.settings}
+    for name, value in _given_settings(message).items():
+        if name not in declared:
+            known = ", ".join(sorted(declared)) or "none"
+            raise UnknownLossSetting(
+                f"{loss.name} has no setting {name[:100]!r}; its settings: {known}"
+            )
+        _check_setting(value, declared[name], loss)
+        values[name] = value
+    settings = Settings(values)
+    _check_bounds_in_order(settings, loss)
+    loss.check(settings)
+    return settings
+
+
+def _given_settings(message: wire.ForwardBackwardRequest) -> dict[str, SettingValue]:
+    if not message.loss_fn_config_v2:
+        return dict(message.loss_fn_config)
+    # Clients write both maps; this one can hold text, too.
+    return {
+        name: value.text if value.WhichOneof("value") == "text" else value.number
+        for name, value in message.loss_fn_config_v2.items()
+    }
+
+
+def _check_setting(value: SettingValue, setting: Setting, loss: Loss) -> None:
+    what = f"the setting {setting.name!r} of {loss.name}"
+    if isinstance(setting.default, str):
+        if not isinstance(value, str):
+            raise UnknownLossSetting(f"{what} must be a text, not the number {value!r}")
+        if setting.choices and value not in setting.choices:
+            raise UnknownLossSetting(
+                f"{what} must be one of {', '.join(setting.choices)}, not {value[:100]!r}"
+            )
+        return
+    if isinstance(value, str) or not math.isfinite(value):
+        given = value[:100] if isinstance(value, str) else value
+        raise UnknownLossSetting(f"{what} must be a finite number, not {given!r}")
+    low, high = setting.low, setting.high
+    too_low = low is not None and (value < low or (setting.above and value == low))
+    if too_low or (high is not None and value > high):
+        raise UnknownLossSetting(f"{what} must be {_setting_range(setting)}, not {value:g}")
+
+
+def _setting_range(setting: Setting) -> str:
+    parts = []
+    if setting.low is not None:
+        parts.append(f"{'above' if setting.above else 'at least'} {setting.low:g}")
+    if setting.high is not None:
+        parts.append(f"at most {setting.high:g}")
+    return " and ".join(parts)
+
+
+def _check_bounds_in_order(settings: Settings, loss: Loss) -> None:
+    """Settings that come as a pair of bounds, `…low…` and `…high…`, must be in that order."""
+    for low_name in (each.name for each in loss.settings if "low" in each.name.split("_")):
+        high_name = low_name.replace("low", "high")
+        if not settings.has(high_name):
+            continue
+        low, high = settings.number(low_name), settings.number(high_name)
+        if low > high:
+            raise UnknownLossSetting(
+                f"{low_name} ({low:g}) of {loss.name} is above {high_name} ({high:g})"
+            )

@@ -1,0 +1,102 @@
+"""Reads torch's distributed checkpoints without trusting their contents.
+
+torch describes the layout of a checkpoint in a pickled `.metadata`, and a pickle can call any
+function by name. This reader allows only the few classes that such a layout consists of, and
+only files of the checkpoint itself. torch reads the tensors with `weights_only`, which restricts
+their pickles likewise.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from tandem.errors import CheckpointDamaged
+
+if TYPE_CHECKING:
+    from typing import BinaryIO
+
+
+LAYOUT_NAME = ".metadata"
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED = frozenset(
+    {
+        (_METADATA, "ChunkStorageMetadata"),
+        (_METADATA, "Metadata"),
+        (_METADATA, "MetadataIndex"),
+        (_METADATA, "StorageMeta"),
+        (_METADATA, "TensorProperties"),
+        (_METADATA, "TensorStorageMetadata"),
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        ("pathlib", "Path"),
+        ("pathlib", "PosixPath"),
+    }
+)
+"""The layout of plain tensors: data without behaviour, and one lookup by name."""
+_MOST_BYTES = 512 * 2**20
+
+
+class _LayoutUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint's layout")
+
+
+class CheckpointReader(FileSystemReader):  # type: ignore[misc]
+    """Reads only `files`, the names in the checkpoint's record."""
+
+    def __init__(self, path: Path, *, files: Collection[str]) -> None:
+        super().__init__(path)
+        self._folder = path
+        self._files = frozenset(files)
+
+    def read_metadata(self, *_: object, **__: object) -> Metadata:
+        layout = read_layout(self._folder, files=self._files)
+        if layout.storage_meta is None:
+            layout.storage_meta = StorageMeta()
+        layout.storage_meta.load_id = self.load_id
+        return layout
+
+
+def read_layout(folder: Path, *, files: Collection[str]) -> Metadata:
+    """Reads the layout. Raises `CheckpointDamaged` if it has anything but tensors in `files`."""
+    try:
+        with (folder / LAYOUT_NAME).open("rb") as file:
+            layout = _unpickle(file)
+    except OSError as error:
+        raise CheckpointDamaged(f"checkpoint {folder.name} cannot be read: {error}") from error
+    except Exception as error:  # a damaged pickle raises anything
+        raise CheckpointDamaged(
+            f"the layout of checkpoint {folder.name} is damaged: {error}"
+        ) from error
+    if not isinstance(layout, Metadata) or not isinstance(layout.storage_data, dict):
+        raise CheckpointDamaged(f"the layout of checkpoint {folder.name} is of another kind")
+    places = {getattr(place, "relative_path", None) for place in layout.storage_data.values()}
+    if odd := [place for place in places if place not in files]:
+        raise CheckpointDamaged(
+            f"the layout of checkpoint {folder.name} points at {str(odd[0])[:100]!r}, "
+            "which is not one of its files"
+        )
+    kinds = layout.state_dict_metadata.values()
+    if not all(isinstance(kind, TensorStorageMetadata) for kind in kinds):
+        raise CheckpointDamaged(f"checkpoint {folder.name} holds something other than tensors")
+    return layout
+
+
+def _unpickle(file: BinaryIO) -> object:
+    if file.seek(0, 2) > _MOST_BYTES:
+        raise pickle.UnpicklingError("it is too large")
+    file.seek(0)
+    return _LayoutUnpickler(file).load()

@@ -1,0 +1,280 @@
+"""Checkpoints: weights, optimizer state and counters, in torch's distributed format.
+
+A checkpoint can be loaded into another number of ranks. Like a weight version it is written into
+a partial directory, `checkpoint.json` with checksums last, and appears by one rename. That of a
+LoRA run holds the adapter alone, and identifies its base model by a fingerprint. It contains no
+random number generator state, since training draws no random numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed.checkpoint as dcp
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tandem.errors import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    NameTaken,
+    ServerError,
+)
+from tandem.v1 import trainer_pb2
+from tandem.weights import FileEntry, checksum_file
+from tandem.weights.store import check_own_file, fsync_path
+from tandem.worker import LoraSpec, TrainingSpec
+from trainer_service.backends.base import TrainerBackend
+from trainer_service.checkpoints.restricted_reader import CheckpointReader, read_layout
+from trainer_service.checkpoints.storage import agree, check_free_space, storage_error
+from trainer_service.compute.trainer import RankTrainer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+RECORD_NAME = "checkpoint.json"
+
+
+class CheckpointRecord(BaseModel):
+    """`checkpoint.json`. `parameters` maps each to its whole shape; `optimizer` says whether there
+    is optimizer state (there is none before the first step); `base_model` and `base_fingerprint`
+    identify the base model of a LoRA run's adapter."""
+
+    model_config = ConfigDict(frozen=True)
+
+    format: int = 1
+    run_id: str
+    step: int
+    last_seq_id: int
+    architecture: str
+    optimizer: bool
+    training: TrainingSpec = TrainingSpec()
+    base_model: str = ""
+    base_fingerprint: str = ""
+    parameters: dict[str, list[int]]
+    files: list[FileEntry]
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.bytes for entry in self.files)
+
+
+def partial_path(path: Path) -> Path:
+    return path.parent / f".partial-{path.name}"
+
+
+def prepare_save(path: Path, backend: TrainerBackend) -> None:
+    """Makes the partial directory, on rank 0, before the save is announced. Raises `NameTaken`,
+    `StorageFull` or `PublishFailed`."""
+    if path.exists():
+        raise NameTaken(f"the checkpoint {path.name} exists already")
+    needed = _bytes_needed(backend)
+    what = f"checkpoint {path.name}"
+    check_free_space(path, what=what, needed=needed)
+    partial = partial_path(path)
+    try:
+        if partial.exists():  # left by a trainer that died while writing it
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise storage_error(error, what=what, path=path, needed=needed) from error
+
+
+def save(
+    request: trainer_pb2.SaveCheckpointRequest, trainer: RankTrainer
+) -> CheckpointRecord | None:
+    """Writes this rank's part. Rank 0 commits and returns the record, or raises `StorageFull` or
+    `PublishFailed` with nothing left of the checkpoint."""
+    path, backend, control = Path(request.path), trainer.backend, trainer.control
+    partial, what = partial_path(path), f"checkpoint {path.name}"
+    needed = _bytes_needed(backend)
+    state = _state(backend, optimizer=True, create=False)
+
+    def write() -> list[dict[str, str | int]]:
+        try:
+            with _quiet():
+                dcp.save(
+                    state,
+                    checkpoint_id=partial,
+                    process_group=control.group,
+                    no_dist=control.size == 1,
+                )
+        except CheckpointException as error:
+            # Raised on every rank if any failed, with the failures by rank.
+            raise _os_error_in(error) from error
+        return []
+
+    try:
+        agree(control, write, what=what, path=path, needed=needed)
+        if control.rank:
+            return None
+        return _commit(request, trainer, state)
+    except ServerError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise storage_error(error, what=what, path=path, needed=needed) from error
+
+
+def _commit(
+    request: trainer_pb2.SaveCheckpointRequest, trainer: RankTrainer, state: Mapping[str, Tensor]
+) -> CheckpointRecord:
+    path, backend = Path(request.path), trainer.backend
+    partial = partial_path(path)
+    entries = []
+    for file in sorted(partial.iterdir()):
+        fsync_path(file)
+        entries.append(checksum_file(file))
+        trainer.control.heartbeat()  # the other ranks are idle meanwhile
+    record = CheckpointRecord(
+        run_id=request.header.run_id,
+        step=trainer.step,
+        last_seq_id=request.header.seq_id,
+        architecture=backend.facts.architecture,
+        optimizer=any(name.startswith("optimizer.") for name in state),
+        training=backend.training,
+        base_model=trainer.base.name,
+        base_fingerprint=trainer.base.fingerprint() if backend.training.lora else "",
+        parameters=_shapes(backend),
+        files=entries,
+    )
+    target = partial / RECORD_NAME
+    with target.open("w", encoding="utf-8") as file_:
+        file_.write(record.model_dump_json(indent=1))
+        file_.flush()
+        os.fsync(file_.fileno())
+    fsync_path(partial)
+    partial.rename(path)
+    fsync_path(path.parent)
+    return record
+
+
+def check(path: Path, trainer: RankTrainer, *, optimizer: bool) -> CheckpointRecord:
+    """Verifies a checkpoint before it is loaded. Raises `CheckpointDamaged`, or
+    `CheckpointMismatch` when it is of another model, of other layers than this run trains, or,
+    if `optimizer`, of another kind of optimizer."""
+    try:
+        record = _read_record(path)
+        _match(record, path.name, trainer, optimizer=optimizer)
+        for entry in record.files:
+            check_own_file(path, entry.name)
+            if checksum_file(path / entry.name) != entry:
+                raise CheckpointDamaged(f"checkpoint {path.name}: {entry.name} is damaged")
+            trainer.control.heartbeat()  # the other ranks are idle meanwhile
+        read_layout(path, files=_names(record))
+    except OSError as error:
+        raise CheckpointDamaged(f"checkpoint {path.name} cannot be read: {error}") from error
+    except ValidationError as error:
+        raise CheckpointDamaged(f"the record of checkpoint {path.name} is damaged") from error
+    return record
+
+
+def _match(record: CheckpointRecord, name: str, trainer: RankTrainer, *, optimizer: bool) -> None:
+    """Raises `CheckpointMismatch` that says what differs."""
+    backend, base = trainer.backend, trainer.base
+    theirs, ours = record.training, backend.training
+    if _trained_by(theirs.lora) != _trained_by(ours.lora):
+        raise CheckpointMismatch(
+            f"checkpoint {name} holds {_trained_by(theirs.lora)}, while this run trains "
+            f"{_trained_by(ours.lora)}; create a run with the checkpoint's configuration to load it"
+        )
+    here = _shapes(backend)
+    if record.parameters != here:
+        odd = sorted(
+            tensor
+            for tensor in {*record.parameters, *here}
+            if record.parameters.get(tensor) != here.get(tensor)
+        )
+        raise CheckpointMismatch(
+            f"checkpoint {name} is of another model ({record.architecture}): {odd[0]} and "
+            f"{len(odd) - 1} other tensors do not fit {backend.facts.architecture}"
+        )
+    if ours.lora and record.base_fingerprint != base.fingerprint():
+        raise CheckpointMismatch(
+            f"checkpoint {name} is an adapter of the base model {record.base_model}, whose "
+            f"weights are not those of {base.name}, which this run trains"
+        )
+    if optimizer and record.optimizer and theirs.optimizer != ours.optimizer:
+        raise CheckpointMismatch(
+            f"checkpoint {name} holds the state of the optimizer {theirs.optimizer}, while this "
+            f"run uses {ours.optimizer}; load it without the optimizer"
+        )
+
+
+def _trained_by(lora: LoraSpec | None) -> str:
+    """Says what a run trains, as far as a checkpoint must match it: the seed need not."""
+    if lora is None:
+        return "all parameters"
+    kinds = [kind for kind in ("attention", "mlp", "unembedding") if getattr(lora, kind)]
+    return f"LoRA of rank {lora.rank} and alpha {lora.alpha:g} on {', '.join(kinds)}"
+
+
+def _shapes(backend: TrainerBackend) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in backend.parameters().items()}
+
+
+def _read_record(path: Path) -> CheckpointRecord:
+    return CheckpointRecord.model_validate_json((path / RECORD_NAME).read_bytes())
+
+
+def load(path: Path, trainer: RankTrainer, *, optimizer: bool) -> None:
+    """Loads this rank's part and sets the step counter. Gradients are dropped, and without
+    `optimizer` the optimizer starts afresh.
+
+    Rank 0 has called `check`, so that only the disk can fail here; the weights are then neither
+    old nor new, and the error ends the worker.
+    """
+    backend, control = trainer.backend, trainer.control
+    record = _read_record(path)
+    backend.optimizer.reset()
+    with_state = optimizer and record.optimizer
+    state = _state(backend, optimizer=with_state, create=with_state)
+    with _quiet():
+        dcp.load(
+            state,
+            storage_reader=CheckpointReader(path, files=_names(record)),
+            process_group=control.group,
+            no_dist=control.size == 1,
+        )
+    trainer.step = record.step
+
+
+def _names(record: CheckpointRecord) -> set[str]:
+    return {entry.name for entry in record.files}
+
+
+def _state(backend: TrainerBackend, *, optimizer: bool, create: bool) -> dict[str, Tensor]:
+    state = {f"model.{name}": tensor for name, tensor in backend.parameters().items()}
+    if optimizer:
+        moments = backend.optimizer.state(create=create)
+        state.update({f"optimizer.{name}": tensor for name, tensor in moments.items()})
+    return state
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences torch's warning that there is no process group: one rank needs none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _bytes_needed(backend: TrainerBackend) -> int:
+    if backend.training.lora:
+        return backend.facts.trainable_parameters * 12 + 2**20
+    return sum(backend.tensor_sizes().values()) * 12 + 2**20
+
+
+def _os_error_in(error: CheckpointException) -> OSError:
+    for failure in error.failures.values():
+        if isinstance(failure[0], OSError):
+            return failure[0]
+    return OSError(str(error))

@@ -1,0 +1,167 @@
+"""How processes become the ranks of one torch process group.
+
+Rank 0 calls `bring_up`; every other rank gets an `Assignment` from it and calls `join`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict
+
+from tandem.errors import WorkerStartFailed
+from tandem.settings import TrainerSettings
+from tandem.telemetry import configure_logging
+from tandem.worker import TrainingSpec, WorkerSpec
+from trainer_service.backends.base import ParallelBackend, TrainerBackend, World, backend_named
+from trainer_service.compute.trainer import ControlGroup, ParallelMicroBatches, RankTrainer
+from trainer_service.lora.adapters import chosen_layers
+from trainer_service.models.huggingface import empty_model
+
+START_TIMEOUT = timedelta(minutes=10)
+"""For ranks to find each other and load the model. A launcher gives up sooner."""
+
+
+class Assignment(BaseModel):
+    """Rank 0's message to another rank: who it is, where to meet, and what to train."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rank: int
+    size: int
+    store_port: int
+    model_path: Path
+    model_name: str
+    training: TrainingSpec
+    settings: TrainerSettings
+    log_level: str = "info"
+
+
+def bring_up(
+    spec: WorkerSpec, *, settings: TrainerSettings, assign: Callable[[int, str], None]
+) -> RankTrainer:
+    """Serves the store where ranks meet, sends each its assignment and joins as rank 0.
+
+    `assign` takes a rank and its `Assignment` as a line of JSON. Raises `UnsuitableLora` before
+    any rank loads the model.
+    """
+    size = settings.ranks
+    training = spec.training or TrainingSpec()
+    if training.lora:
+        # Otherwise every rank would find out, and the first to die would be reported instead.
+        chosen_layers(empty_model(Path(spec.model_path)), training.lora)
+    store: dist.Store = dist.HashStore()
+    port = 0
+    if size > 1:
+        # Bound here, to loopback and a port that the kernel picks, so that nobody can take it.
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            world_size=size,
+            is_master=True,
+            timeout=START_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    assignments = [
+        Assignment(
+            rank=rank,
+            size=size,
+            store_port=port,
+            model_path=Path(spec.model_path),
+            model_name=spec.model_name,
+            training=training,
+            settings=settings,
+            log_level=spec.log_level,
+        )
+        for rank in range(size)
+    ]
+    for assignment in assignments[1:]:
+        assign(assignment.rank, assignment.model_dump_json())
+    return join(assignments[0], store)
+
+
+def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer:
+    """Meets the other ranks and loads the model. Rank 0 passes the store that it serves."""
+    settings, rank, size = assignment.settings, assignment.rank, assignment.size
+    if rank:
+        configure_logging(service="trainer", level=assignment.log_level)
+    device = _take_device(settings, rank)
+    threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // size)
+    torch.set_num_threads(threads)
+    timeout = timedelta(seconds=settings.collective_timeout)
+    group = None
+    if size > 1 or device == "cuda" or settings.dtype == "bfloat16":
+        # All ranks are on this machine; their traffic stays on its loopback interface.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        if store is None:
+            store = dist.TCPStore(
+                "127.0.0.1", assignment.store_port, is_master=False, timeout=START_TIMEOUT
+            )
+        _wait_for_all(store, "arrived", rank=rank, size=size)
+        collectives = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(
+            collectives, store=store, rank=rank, world_size=size, timeout=timeout
+        )
+        if size > 1:
+            group = dist.new_group(backend="gloo", timeout=timeout)
+    backend = backend_named(settings.backend)(
+        model_path=assignment.model_path,
+        settings=settings,
+        world=World(rank=rank, size=size, device=device),
+        training=assignment.training,
+    )
+    if size > 1 and store is not None:
+        _wait_for_all(store, "loaded", rank=rank, size=size)
+    return RankTrainer(
+        backend=backend,
+        control=ControlGroup(rank=rank, size=size, group=group),
+        micro_batch_tokens=settings.micro_batch_tokens,
+        model_path=assignment.model_path,
+        model_name=assignment.model_name,
+        parallel=_parallel(backend, settings, threads),
+    )
+
+
+def _parallel(
+    backend: TrainerBackend, settings: TrainerSettings, threads: int
+) -> ParallelMicroBatches | None:
+    count = min(settings.parallel_micro_batches or 2, threads)
+    if count < 2 or not isinstance(backend, ParallelBackend) or not backend.threadsafe:
+        return None
+    return ParallelMicroBatches(backend, count=count, threads=threads // count)
+
+
+def _wait_for_all(store: dist.Store, stage: str, *, rank: int, size: int) -> None:
+    """Waits until all ranks have reached a stage of starting.
+
+    Import and load times differ by more than a collective may take.
+    """
+    store.set(f"tandem/{stage}/{rank}", "1")
+    store.wait([f"tandem/{stage}/{other}" for other in range(size)], START_TIMEOUT)
+
+
+def _take_device(settings: TrainerSettings, rank: int) -> str:
+    """Returns "cpu" or "cuda", with this rank's GPU made the current one. The setting "auto"
+    takes GPUs if there is one for each rank."""
+    device = settings.device
+    if device == "auto":
+        enough = torch.cuda.is_available() and torch.cuda.device_count() >= settings.ranks
+        device = "cuda" if enough else "cpu"
+    if device == "cuda":
+        if not torch.cuda.is_available() or torch.cuda.device_count() <= rank:
+            raise WorkerStartFailed(
+                f"rank {rank} has no GPU: this machine has {torch.cuda.device_count()} for "
+                f"{settings.ranks} ranks"
+            )
+        torch.cuda.set_device(rank)
+    return device

@@ -1,0 +1,326 @@
+"""One rank of a trainer: computes its share of a batch and applies optimizer steps.
+
+All ranks run this code on the same operation. Rank 0 announces each operation over a control
+group and gathers the results.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from trainer_service.backends.base import (
+    Gradients,
+    ParallelBackend,
+    TrainerBackend,
+    add_gradients,
+)
+from trainer_service.batches.loss_inputs import Float32Array, Int64Array, starts_of
+from trainer_service.batches.micro_batches import (
+    RankPlan,
+    layout_of,
+    make_micro_batch,
+    plan_batch,
+    ranges,
+)
+from trainer_service.batches.validation import Batch
+from trainer_service.models.files import BaseModelFiles
+from trainer_service.optimizers import StepSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Result = TypeVar("Result")
+Keep = Callable[["Tensor"], None]
+"""Takes a loss and adds its gradients to those held."""
+
+
+class Op(enum.IntEnum):
+    """What rank 0 announces. `HEARTBEAT` does nothing but keep idle ranks from timing out."""
+
+    HEARTBEAT = 0
+    FORWARD_BACKWARD = 1
+    OPTIM_STEP = 2
+    PUBLISH = 3
+    SAVE_CHECKPOINT = 4
+    LOAD_CHECKPOINT = 5
+    DROP_GRADIENTS = 6
+
+
+_SIZE = struct.Struct("<q")
+
+
+def _buffer(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
+
+
+class ControlGroup:
+    """Carries operations from rank 0 to the other ranks, and their results back.
+
+    `group` is a gloo group beside the one that computes, or None for a single rank, which sends
+    nothing. Every wait ends with the group's timeout.
+    """
+
+    def __init__(self, *, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
+        self.rank = rank
+        self.size = size
+        self.group = group
+
+    def broadcast(self, op: Op, payload: bytes = b"") -> None:
+        """Sends an operation from rank 0 to all others."""
+        if self.group is None:
+            return
+        dist.broadcast(torch.tensor([op, len(payload)]), src=0, group=self.group)
+        if payload:
+            dist.broadcast(_buffer(payload), src=0, group=self.group)
+
+    def heartbeat(self) -> None:
+        """Restarts the other ranks' timeout while rank 0 is idle; raises if one has died."""
+        self.broadcast(Op.HEARTBEAT)
+
+    def receive(self) -> tuple[Op, bytes]:
+        """Waits for the next operation of rank 0."""
+        header = torch.zeros(2, dtype=torch.int64)
+        dist.broadcast(header, src=0, group=self.group)
+        op, size = header.tolist()
+        if not size:
+            return Op(op), b""
+        payload = torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(payload, src=0, group=self.group)
+        return Op(op), payload.numpy().tobytes()
+
+    def gather_known(self, payload: bytes, *, sizes: list[int]) -> list[bytes]:
+        """Gathers payloads whose `sizes` (bytes, by rank) all ranks know. Rank 0 gets all of
+        them, the others none."""
+        if self.group is None:
+            return [payload]
+        if self.rank:
+            if payload:
+                dist.send(_buffer(payload), dst=0, group=self.group)
+            return []
+        received = [payload]
+        for rank in range(1, self.size):
+            buffer = torch.empty(sizes[rank], dtype=torch.uint8)
+            if sizes[rank]:
+                dist.recv(buffer, src=rank, group=self.group)
+            received.append(buffer.numpy().tobytes())
+        return received
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Gathers payloads of any size. Rank 0 gets all of them, the others none."""
+        heads = self.gather_known(_SIZE.pack(len(payload)), sizes=[_SIZE.size] * self.size)
+        sizes = [int(_SIZE.unpack(head)[0]) for head in heads]
+        return self.gather_known(payload, sizes=sizes)
+
+
+class ParallelMicroBatches:
+    """Computes `count` shares of a batch at once, each on a thread with `threads` of torch's own.
+
+    For one rank on a CPU. Two threads inside every operation of a small model synchronize some
+    hundred times per update; two halves of a batch synchronize once. Measured on two cores with
+    100 sequences of 7 tokens and 1 M parameters: 45 ms per update instead of 52, and no collapse
+    while other processes compute.
+    """
+
+    def __init__(self, backend: ParallelBackend, *, count: int, threads: int) -> None:
+        self.count = count
+        self._backend = backend
+        self._pool = ThreadPoolExecutor(
+            count,
+            thread_name_prefix="micro-batches",
+            initializer=torch.set_num_threads,
+            initargs=(threads,),
+        )
+
+    def compute(self, shares: Sequence[Callable[[Keep], Result]]) -> list[Result]:
+        """Runs each of `shares` with gradients of its own. Returns the results in order.
+
+        The gradients are then added to the model's in that order too, so that the sum does not
+        depend on which thread was quicker. Raises the first error once all threads have ended.
+        """
+        held = [_SeparateGradients(self._backend.gradients) for _ in shares]
+        futures = [
+            self._pool.submit(share, mine.add) for share, mine in zip(shares, held, strict=True)
+        ]
+        for future in futures:
+            future.exception()
+        results = [future.result() for future in futures]
+        for mine in held:
+            self._backend.accumulate(mine.total)
+        return results
+
+
+class _SeparateGradients:
+    """Sums the gradients of one share, apart from the model's."""
+
+    def __init__(self, gradients: Callable[[Tensor], Gradients]) -> None:
+        self._gradients = gradients
+        self.total: Gradients = []
+
+    def add(self, loss: Tensor) -> None:
+        found = self._gradients(loss)
+        self.total = add_gradients(self.total, found) if self.total else found
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The result of a forward_backward: `logprobs` [E] and the loss's metrics."""
+
+    logprobs: Float32Array
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class ShareResult:
+    """The result of one share: the loss and its sums [1 + s], its maxima [m], and the logprobs
+    in the order of the plan."""
+
+    sums: NDArray[np.float64]
+    maxima: NDArray[np.float64]
+    logprobs: Float32Array
+
+
+class RankTrainer:
+    """One rank. `step` counts the optimizer steps applied, alike on every rank."""
+
+    def __init__(
+        self,
+        *,
+        backend: TrainerBackend,
+        control: ControlGroup,
+        micro_batch_tokens: int,
+        model_path: Path,
+        model_name: str = "",
+        parallel: ParallelMicroBatches | None = None,
+    ) -> None:
+        self.backend = backend
+        self.control = control
+        self.step = 0
+        self.base = BaseModelFiles(name=model_name or model_path.name, path=model_path)
+        self._parallel = parallel
+        # On a CPU the activations of more tokens than this fall out of the cache.
+        self._micro_batch_tokens = micro_batch_tokens or (
+            2048 if backend.device == "cpu" else 16384
+        )
+
+    def forward_backward(self, batch: Batch) -> Computed | None:
+        """Computes this rank's share and adds its gradients. Rank 0 gets the result of the
+        whole batch, the others None."""
+        plan = plan_batch(
+            batch.lengths.tolist(),
+            ranks=self._parallel.count if self._parallel else self.control.size,
+            micro_batch_tokens=self._micro_batch_tokens,
+            group=batch.loss.group,
+            packed=self.backend.packs,
+        )
+        if self._parallel:
+            results = self._parallel.compute(
+                [functools.partial(self._compute, batch, share) for share in plan]
+            )
+        else:
+            results = self._compute_on_ranks(batch, plan)
+        if not results:
+            return None
+        loss = batch.loss
+        logprobs = np.empty(int(batch.sizes.sum()), np.float32)
+        sums = np.zeros(1 + len(loss.sum_names))
+        maxima = np.full(len(loss.max_names), -np.inf)
+        for share, result in zip(plan, results, strict=True):
+            sums += result.sums
+            maxima = np.maximum(maxima, result.maxima)
+            logprobs[_entries(batch, share)] = result.logprobs
+        named = dict(zip(loss.sum_names, sums[1:].tolist(), strict=True))
+        named.update(zip(loss.max_names, maxima.tolist(), strict=True))
+        metrics = {
+            "loss:sum": float(sums[0]),
+            "tokens:sum": float(batch.lengths.sum()),
+            **loss.metrics(named),
+        }
+        return Computed(logprobs=logprobs, metrics=metrics)
+
+    def optim_step(self, settings: StepSettings) -> dict[str, float]:
+        """Applies one step. Raises `GradientsNotFinite` on all ranks alike."""
+        metrics = self.backend.optimizer.step(settings)
+        self.step += 1
+        return metrics
+
+    def drop_gradients(self) -> None:
+        self.backend.optimizer.drop_gradients()
+
+    def _compute_on_ranks(self, batch: Batch, plan: Sequence[RankPlan]) -> list[ShareResult]:
+        """Computes this rank's share. Rank 0 gets those of all ranks, in order."""
+        mine = self._compute(batch, plan[self.control.rank], self.backend.backward)
+        numbers = np.concatenate([mine.sums, mine.maxima])
+        width = numbers.nbytes
+        counts = [int(sum(batch.sizes[list(part)].sum() for part in share)) for share in plan]
+        received = self.control.gather_known(
+            numbers.tobytes() + mine.logprobs.tobytes(),
+            sizes=[width + 4 * count for count in counts],
+        )
+        results = []
+        for part in received:
+            theirs = np.frombuffer(part, np.float64, count=len(numbers))
+            results.append(
+                ShareResult(
+                    sums=theirs[: len(mine.sums)],
+                    maxima=theirs[len(mine.sums) :],
+                    logprobs=np.frombuffer(part, np.float32, offset=width),
+                )
+            )
+        return results
+
+    def _compute(self, batch: Batch, share: RankPlan, keep: Keep) -> ShareResult:
+        """Computes the micro-batches of one share, and calls `keep` with each one's loss."""
+        loss = batch.loss
+        gradients = not batch.forward_only
+        chosen: list[Tensor] = []
+        sums: list[Tensor] = []
+        maxima: list[Tensor] = []
+        for datums in share:
+            if not datums and self._parallel:
+                continue
+            # A rank without datums computes one with weight zero, since its collectives must
+            # match those of the others.
+            micro_batch = make_micro_batch(batch, datums or (0,), packed=self.backend.packs)
+            logprobs = self.backend.logprobs(micro_batch, gradients=gradients)
+            if not datums:
+                if gradients:
+                    keep(logprobs.sum() * 0.0)
+                continue
+            layout = layout_of(batch, micro_batch, datums, device=logprobs.device)
+            inputs = self.backend.inputs(micro_batch)
+            result = loss.compute(logprobs, inputs, batch.settings, layout)
+            if gradients:
+                keep(result.loss)
+            chosen.append(logprobs.detach())
+            sums.append(torch.stack([result.loss.detach(), *result.sums]).double())
+            if result.maxima:
+                maxima.append(torch.stack(result.maxima).double())
+        if not chosen:
+            return ShareResult(
+                sums=np.zeros(1 + len(loss.sum_names)),
+                maxima=np.full(len(loss.max_names), -np.inf),
+                logprobs=np.zeros(0, np.float32),
+            )
+        return ShareResult(
+            sums=torch.stack(sums).sum(0).cpu().numpy(),
+            maxima=torch.stack(maxima).amax(0).cpu().numpy() if maxima else np.zeros(0),
+            logprobs=torch.cat(chosen).cpu().numpy(),
+        )
+
+
+def _entries(batch: Batch, share: RankPlan) -> Int64Array:
+    """The indices in the batch's [E] of a share's logprobs, in the order of the plan."""
+    datums = np.array([datum for part in share for datum in part], np.int64)
+    return ranges(starts=starts_of(batch.sizes)[datums], sizes=batch.sizes[datums])

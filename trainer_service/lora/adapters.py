@@ -1,0 +1,287 @@
+"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685): which layers get one, what it computes.
+
+A frozen linear layer W [out, in] gets A [r, in] and B [out, r], and computes
+y = W x + b + alpha / r · B A x. A is drawn as PEFT does (uniform within ±1/√in), B is zero, so
+that a new adapter changes nothing.
+
+
+----
+An adapter on disk, as PEFT writes and reads it (huggingface/peft, docs: checkpoint format).
+
+`adapter_config.json` beside `adapter_model.safetensors`, whose keys are
+`base_model.model.{module}.lora_A.weight` [r, in] and `….lora_B.weight` [out, r].
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tandem.errors import InvalidRequest, UnsuitableLora
+from tandem.worker import LoraSpec
+from trainer_service.models.huggingface import find_blocks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_ATTENTION = frozenset(
+    [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "qkv_proj",
+        "query_key_value",
+        "query",
+        "key",
+        "value",
+        "Wqkv",
+        "c_attn",
+        "W_pack",
+        "q_a_proj",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_b_proj",
+    ]
+)
+_MLP = frozenset(
+    [
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "gate_up_proj",
+        "dense_h_to_4h",
+        "dense_4h_to_h",
+        "fc1",
+        "fc2",
+        "fc_in",
+        "fc_out",
+        "c_fc",
+        "w1",
+        "w2",
+        "w3",
+    ]
+)
+_EITHER = frozenset({"dense", "out_proj", "c_proj"})
+"""Names of the last layer of an attention in some models, of an MLP in others."""
+
+
+class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
+    """A linear layer that takes over the parameters of another, frozen, and adds an adapter.
+
+    The layer's own parameters keep their names, and a weight that is tied to another layer's
+    stays tied: the adapter is added to what comes out.
+    """
+
+    def __init__(self, layer: nn.Linear, *, rank: int, scale: float, seed: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.scale = scale
+        self.weight = layer.weight
+        self.register_parameter("bias", layer.bias)
+        made = torch.empty(rank, layer.in_features, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(seed)
+        nn.init.kaiming_uniform_(made, a=math.sqrt(5), generator=generator)
+        self.lora_A = nn.Parameter(made)
+        self.lora_B = nn.Parameter(torch.zeros(layer.out_features, rank, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, in] → […, out]."""
+        y = functional.linear(x, self.weight, self.bias)
+        low = functional.linear(x, self.lora_A)
+        added = torch.addmm(y.flatten(0, -2), low.flatten(0, -2), self.lora_B.t(), alpha=self.scale)
+        return added.view_as(y)
+
+
+def merged(weight: Tensor, *, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + scale · B A in float32, [out, in]."""
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
+
+
+def chosen_layers(model: nn.Module, spec: LoraSpec) -> dict[str, nn.Linear]:
+    """The layers that `spec` names, by module name, in the model's order.
+
+    Attention and MLP layers are those of the transformer blocks; mixture-of-experts layers
+    only where each expert is made of plain linear layers. Raises `UnsuitableLora` when there
+    are none, or when the rank is more than one of them can have.
+    """
+    chosen = dict(_matching(model, spec))
+    if not chosen:
+        wanted = [name for name in ("attention", "mlp", "unembedding") if getattr(spec, name)]
+        raise UnsuitableLora(
+            f"the model has no linear layer for LoRA on {' and '.join(wanted)}; choose others"
+            if wanted
+            else "a LoRA run must train attention, mlp or unembedding, and all three are off"
+        )
+    for name, layer in chosen.items():
+        most = min(layer.in_features, layer.out_features)
+        if spec.rank > most:
+            limits = [min(one.in_features, one.out_features) for one in chosen.values()]
+            raise UnsuitableLora(
+                f"LoRA rank {spec.rank} is too large: {name} is "
+                f"[{layer.out_features}, {layer.in_features}]; the largest rank for this choice "
+                f"of layers is {min(limits)}"
+            )
+    return chosen
+
+
+def _matching(model: nn.Module, spec: LoraSpec) -> Iterator[tuple[str, nn.Linear]]:
+    names = {module: name for name, module in model.named_modules()}
+    blocks = tuple(f"{names[block]}." for block in find_blocks(model))
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        if module is head:
+            wanted = spec.unembedding
+        elif name.startswith(blocks):
+            kind = _kind(name)
+            wanted = (kind == "attention" and spec.attention) or (kind == "mlp" and spec.mlp)
+        else:
+            wanted = False
+        if wanted:
+            yield name, module
+
+
+def kinds_without_layers(model: nn.Module, spec: LoraSpec) -> list[str]:
+    """Of what `spec` names, what the model has no linear layers for, such as the MLP of a model
+    whose experts are fused into one tensor."""
+    off = {"attention": False, "mlp": False, "unembedding": False}
+    return [
+        kind
+        for kind in off
+        if getattr(spec, kind)
+        and not any(_matching(model, spec.model_copy(update={**off, kind: True})))
+    ]
+
+
+def _kind(name: str) -> str:
+    parent, _, leaf = name.rpartition(".")
+    if leaf in _EITHER:
+        return "attention" if "att" in parent.rpartition(".")[2].lower() else "mlp"
+    return "attention" if leaf in _ATTENTION else "mlp" if leaf in _MLP else ""
+
+
+def add_adapters(model: nn.Module, spec: LoraSpec) -> dict[str, LoraLinear]:
+    """Freezes the model and gives the chosen layers adapters. Returns them by module name.
+
+    A is drawn from the seed by the layer's name, so that it depends on nothing else.
+    """
+    chosen = chosen_layers(model, spec)
+    model.requires_grad_(False)
+    adapted: dict[str, LoraLinear] = {}
+    for name, layer in chosen.items():
+        parent, _, leaf = name.rpartition(".")
+        adapted[name] = LoraLinear(
+            layer,
+            rank=spec.rank,
+            scale=spec.alpha / spec.rank,
+            seed=_seed_of(name, seed=spec.seed),
+        )
+        setattr(model.get_submodule(parent), leaf, adapted[name])
+    return adapted
+
+
+def _seed_of(name: str, *, seed: int) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # torch takes 63 bits
+
+
+def target_names(chosen: list[str], *, all_modules: list[str]) -> list[str]:
+    """What PEFT's `target_modules` must say to mean exactly the chosen modules.
+
+    PEFT takes a module whose name is one of these or ends with "." and one of them. The last
+    parts of the names do, unless they mean other modules, too; then the whole names.
+    """
+    leaves = sorted({name.rpartition(".")[2] for name in chosen})
+    meant = {name for name in all_modules if name.rpartition(".")[2] in leaves}
+    return leaves if meant == set(chosen) else sorted(chosen)
+
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+def key_of(module: str, *, side: str) -> str:
+    """The key of a module's A or B: `key_of("lm_head", side="A")` is
+    `"base_model.model.lm_head.lora_A.weight"`."""
+    return f"{_PREFIX}{module}.lora_{side}.weight"
+
+
+def modules_of(keys: Sequence[str], *, where: str) -> list[str]:
+    """The modules that have both A and B, sorted. Raises `InvalidRequest` for any other key."""
+    modules = sorted(
+        {
+            key.removeprefix(_PREFIX).removesuffix(".lora_A.weight").removesuffix(".lora_B.weight")
+            for key in keys
+        }
+    )
+    wanted = {key_of(module, side=side) for module in modules for side in "AB"}
+    if odd := sorted(wanted ^ set(keys)):
+        raise InvalidRequest(f"{where} is not a LoRA adapter of linear layers: see {odd[0]}")
+    return modules
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What `adapter_config.json` says. `targets` as PEFT's `target_modules`."""
+
+    base_model: str
+    rank: int
+    alpha: float
+    targets: Sequence[str]
+
+    def write(self, directory: Path) -> Path:
+        """All that PEFT asks about an adapter is written out, so that no default matters."""
+        path = directory / CONFIG_NAME
+        whole = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha
+        path.write_text(
+            json.dumps(
+                {
+                    "peft_type": "LORA",
+                    "task_type": "CAUSAL_LM",
+                    "base_model_name_or_path": self.base_model,
+                    "r": self.rank,
+                    "lora_alpha": whole,
+                    "target_modules": list(self.targets),
+                    "lora_dropout": 0.0,
+                    "bias": "none",
+                    "fan_in_fan_out": False,
+                    "inference_mode": True,
+                    "init_lora_weights": True,
+                    "modules_to_save": None,
+                    "use_rslora": False,
+                    "use_dora": False,
+                    "rank_pattern": {},
+                    "alpha_pattern": {},
+                },
+                indent=1,
+            )
+        )
+        return path
+
+
+def read_scale(directory: Path) -> float:
+    """alpha / r of an adapter. Raises `InvalidRequest` for a kind of adapter that is not
+    plain LoRA with one rank and one alpha."""
+    try:
+        config = json.loads((directory / CONFIG_NAME).read_text())
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidRequest(f"{directory.name} has no readable {CONFIG_NAME}: {error}") from error
+    plain = config.get("peft_type") == "LORA" and config.get("bias", "none") == "none"
+    others = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+    if not plain or any(config.get(name) for name in (*others, "modules_to_save")) or rank < 1:
+        raise InvalidRequest(f"{directory.name} is not a plain LoRA adapter; see {CONFIG_NAME}")
+    return alpha / rank

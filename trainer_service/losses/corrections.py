@@ -1,0 +1,207 @@
+"""Corrections for the mismatch between sampler and trainer: weights that multiply a policy loss.
+
+A request names them in the setting `correction`, several joined by "+" ("tis+off_policy_mask");
+their weights are multiplied. To add one, write its function and its `Correction`, and list it in
+`CORRECTIONS` at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from trainer_service.losses.base import Layout, Setting, Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+LOG_RATIO_LIMIT = 20.0
+"""Log ratios are clamped to ±20 before they are exponentiated, as verl and SkyRL do: a single
+token must not overflow a batch. Beyond the limit a token has no gradient through its ratio."""
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """`log_ratio` within ±`LOG_RATIO_LIMIT`."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """How far sampler and trainer are apart. All [E], without gradient.
+
+    `log_rho` is log ρ = old - mu, 0 where a token is not `active`; `drift` is mu - p, with p the
+    policy now; `advantages` are those of the tokens.
+
+    `bypass` says that the client gave no `old_logprobs`: the loss then takes mu for old, so that
+    its own ratio p/mu already carries the mismatch. ρ is then p/mu, and a correction answers
+    with what it changes of it, f(ρ)/ρ instead of f(ρ).
+    """
+
+    log_rho: Tensor
+    drift: Tensor
+    advantages: Tensor
+    active: Tensor
+    bypass: bool
+
+    def factor(self, weight: Tensor, log_rho: Tensor) -> Tensor:
+        """`weight` = f(ρ), or f(ρ)/ρ in bypass mode."""
+        return weight * (-log_rho).exp() if self.bypass else weight
+
+    def sequence_log_rho(self, layout: Layout) -> Tensor:
+        """log of the product of ρ over a datum's active tokens, for each of its entries: [E]."""
+        return bounded(layout.datum_sums(self.log_rho))[layout.datum]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """`weight(mismatch, settings, layout)` is the factor [E] of each token's loss."""
+
+    name: str
+    weight: Callable[[Mismatch, Settings, Layout], Tensor]
+    settings: tuple[Setting, ...]
+
+
+def tis(mismatch: Mismatch, settings: Settings, layout: Layout) -> Tensor:
+    """w = min(ρ, C), ρ = exp(old - mu) of the token.
+
+    Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
+    (fengyao.notion.site/off-policy-rl); truncation as in Retrace, arXiv 1606.02647.
+    """
+    weight = mismatch.log_rho.exp().clamp(max=settings.number("tis_cap"))
+    return mismatch.factor(weight, mismatch.log_rho)
+
+
+TIS = Correction(
+    name="tis",
+    weight=tis,
+    settings=(Setting("tis_cap", 2.0, "C of `tis`", low=0.0, above=True),),
+)
+
+
+def seq_tis(mismatch: Mismatch, settings: Settings, layout: Layout) -> Tensor:
+    """w = min(∏ ρ, C), the product over the datum's active tokens.
+
+    Li et al., "When speed kills stability: demystifying RL collapse from the
+    training-inference mismatch" (yingru.notion.site).
+    """
+    log_rho = mismatch.sequence_log_rho(layout)
+    return mismatch.factor(log_rho.exp().clamp(max=settings.number("seq_tis_cap")), log_rho)
+
+
+SEQ_TIS = Correction(
+    name="seq_tis",
+    weight=seq_tis,
+    settings=(Setting("seq_tis_cap", 2.0, "C of `seq_tis`", low=0.0, above=True),),
+)
+
+
+def masked(log_rho: Tensor, *, low: float, high: float) -> Tensor:
+    """ρ·1[low ≤ ρ ≤ high], from log ρ."""
+    rho = log_rho.exp()
+    return rho * ((rho >= low) & (rho <= high))
+
+
+def mis(mismatch: Mismatch, settings: Settings, layout: Layout) -> Tensor:
+    """w = ρ·1[low ≤ ρ ≤ high], ρ = exp(old - mu) of the token.
+
+    Li et al., "When speed kills stability: demystifying RL collapse from the
+    training-inference mismatch" (yingru.notion.site).
+    """
+    low, high = settings.number("mis_low"), settings.number("mis_high")
+    return mismatch.factor(masked(mismatch.log_rho, low=low, high=high), mismatch.log_rho)
+
+
+MIS = Correction(
+    name="mis",
+    weight=mis,
+    settings=(
+        Setting("mis_low", 0.5, "lower bound of ρ in `mis`", low=0.0),
+        Setting("mis_high", 2.0, "upper bound of ρ in `mis`", low=0.0, above=True),
+    ),
+)
+
+
+def seq_mis(mismatch: Mismatch, settings: Settings, layout: Layout) -> Tensor:
+    """w = P·1[low ≤ P ≤ high], P = ∏ ρ over the datum's active tokens.
+
+    Li et al., "When speed kills stability: demystifying RL collapse from the
+    training-inference mismatch" (yingru.notion.site).
+    """
+    log_rho = mismatch.sequence_log_rho(layout)
+    low, high = settings.number("seq_mis_low"), settings.number("seq_mis_high")
+    return mismatch.factor(masked(log_rho, low=low, high=high), log_rho)
+
+
+SEQ_MIS = Correction(
+    name="seq_mis",
+    weight=seq_mis,
+    settings=(
+        Setting("seq_mis_low", 0.5, "lower bound of ∏ρ in `seq_mis`", low=0.0),
+        Setting("seq_mis_high", 2.0, "upper bound of ∏ρ in `seq_mis`", low=0.0, above=True),
+    ),
+)
+
+
+def icepop(mismatch: Mismatch, settings: Settings, layout: Layout) -> Tensor:
+    """w = ρ·1[α ≤ ρ ≤ β], ρ = exp(old - mu) of the token.
+
+    The function of `mis` with the bounds of its authors, 0.5 and 5 (Ling team, "Every step
+    evolves", arXiv 2510.18855; ringtech.notion.site/icepop).
+    """
+    low, high = settings.number("icepop_low"), settings.number("icepop_high")
+    return mismatch.factor(masked(mismatch.log_rho, low=low, high=high), mismatch.log_rho)
+
+
+ICEPOP = Correction(
+    name="icepop",
+    weight=icepop,
+    settings=(
+        Setting("icepop_low", 0.5, "α of `icepop`", low=0.0),
+        Setting("icepop_high", 5.0, "β of `icepop`", low=0.0, above=True),
+    ),
+)
+
+
+def geometric(mismatch: Mismatch, settings: Settings, layout: Layout) -> Tensor:
+    """w = 1[low ≤ g ≤ high], g = exp(mean of log ρ over the datum's active tokens).
+
+    The geometric mean does not grow with the length (verl, docs/algo/rollout_corr.md). The
+    default bounds, 0.99 and 1.01, are ours: looser than verl's examples, which are for engines
+    that agree with their trainer to four digits.
+    """
+    mean = layout.datum_means(mismatch.log_rho, mismatch.active)[layout.datum].exp()
+    low, high = settings.number("geometric_low"), settings.number("geometric_high")
+    return ((mean >= low) & (mean <= high)).to(mean.dtype)
+
+
+GEOMETRIC = Correction(
+    name="geometric",
+    weight=geometric,
+    settings=(
+        Setting("geometric_low", 0.99, "lower bound of g in `geometric`", low=0.0),
+        Setting("geometric_high", 1.01, "upper bound of g in `geometric`", low=0.0, above=True),
+    ),
+)
+
+
+def off_policy_mask(mismatch: Mismatch, settings: Settings, layout: Layout) -> Tensor:
+    """w = 0 where A < 0 and mean(mu - p) over the datum's active tokens is above δ, else 1.
+
+    DeepSeek-V3.2, arXiv 2512.02556, which names no δ; 0.1 is ours.
+    """
+    mean = layout.datum_means(mismatch.drift, mismatch.active)[layout.datum]
+    dropped = (mismatch.advantages < 0) & (mean > settings.number("off_policy_delta"))
+    return (~dropped).to(mean.dtype)
+
+
+OFF_POLICY_MASK = Correction(
+    name="off_policy_mask",
+    weight=off_policy_mask,
+    settings=(Setting("off_policy_delta", 0.1, "δ of `off_policy_mask`", low=0.0),),
+)
+CORRECTIONS: Mapping[str, Correction] = MappingProxyType(
+    {each.name: each for each in (TIS, SEQ_TIS, MIS, SEQ_MIS, ICEPOP, GEOMETRIC, OFF_POLICY_MASK)}
+)

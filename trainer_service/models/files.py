@@ -1,0 +1,194 @@
+"""The base model of a run: its name, its files, and how to tell it from another.
+
+----
+The files beside a model's weights in the Hugging Face layout.
+
+----
+Safetensors files read and written piece by piece, where the library wants all in memory.
+
+Format: an unsigned 64-bit little-endian length, that many bytes of JSON, then the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from tandem.errors import InvalidRequest
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_SAMPLES = 64
+_SAMPLE_BYTES = 64 * 2**10
+
+
+@dataclass(frozen=True)
+class BaseModelFiles:
+    """`name` is what the gateway calls it; `path` its directory in the Hugging Face layout."""
+
+    name: str
+    path: Path
+
+    def fingerprint(self) -> str:
+        """Tells models apart by their weights: XXH3-128 of the sizes of the weight files and
+        of pieces spread over each (64 of 64 KiB; a smaller file as a whole).
+
+        An adapter means nothing on other weights, and reading all of a large model to notice
+        would take minutes. A model that was trained further differs all over.
+        """
+        digest = xxhash.xxh3_128()
+        for file in sorted(self.path.iterdir()):
+            if not file.name.endswith(WEIGHT_SUFFIXES):
+                continue
+            size = file.stat().st_size
+            digest.update(f"{file.name}:{size};".encode())
+            step = max(_SAMPLE_BYTES, size // _SAMPLES)
+            with file.open("rb") as stream:
+                for start in range(0, size, step):
+                    stream.seek(start)
+                    digest.update(stream.read(_SAMPLE_BYTES))
+        return digest.hexdigest()
+
+
+_OURS = frozenset({"manifest.json", "adapter_config.json"})
+
+
+def copy_small_files(
+    source: Path, target: Path, *, dtype: str = "", untied: bool = False, adapter: bool = False
+) -> list[Path]:
+    """Configuration and tokenizer, so that the directory loads by itself. Returns the copies.
+
+    The configuration is changed to say `dtype`, if one is given, and, when `untied`, that the
+    output head has a weight of its own. An `adapter` gets none: with a `config.json`,
+    transformers would look for a whole model beside it instead of at the base model.
+    """
+    copied = []
+    for file in sorted(source.iterdir()):
+        if (
+            not file.is_file()
+            or file.name in _OURS
+            or file.name.endswith(WEIGHT_SUFFIXES)
+            or file.name.endswith(".index.json")
+            or file.name.startswith(".")
+            or (adapter and file.name == "config.json")
+        ):
+            continue
+        path = target / file.name
+        if file.name == "config.json" and (dtype or untied):
+            config = json.loads(file.read_text())
+            path.write_text(json.dumps(_changed(config, dtype=dtype, untied=untied), indent=2))
+        else:
+            shutil.copyfile(file, path)
+        copied.append(path)
+    return copied
+
+
+def _changed(config: Mapping[str, object], *, dtype: str, untied: bool) -> dict[str, object]:
+    changed = dict(config)
+    if dtype:
+        changed.pop("torch_dtype", None)
+        changed["dtype"] = dtype
+    if untied:
+        changed["tie_word_embeddings"] = False
+        text = changed.get("text_config")
+        if isinstance(text, dict) and "tie_word_embeddings" in text:
+            changed["text_config"] = {**text, "tie_word_embeddings": False}
+    return changed
+
+
+def write_index(directory: Path, *, weight_map: Mapping[str, str], total_bytes: int) -> Path:
+    """Says in which file each tensor is, as transformers expects of several files."""
+    path = directory / "model.safetensors.index.json"
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    path.write_text(json.dumps(index, indent=1))
+    return path
+
+
+_BLOCK_BYTES = 8 * 2**20
+_ALIGNMENT = 8
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor lies: `start` and `bytes` in `file`. `dtype` as the format writes it."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    bytes: int
+
+    def copy_to(self, target: BinaryIO) -> None:
+        with self.file.open("rb") as source:
+            source.seek(self.start)
+            left = self.bytes
+            while left:
+                block = source.read(min(left, _BLOCK_BYTES))
+                if not block:
+                    raise InvalidRequest(f"{self.file.name} ends within {self.name}")
+                target.write(block)
+                left -= len(block)
+
+
+def read_header(file: Path) -> dict[str, TensorPlace]:
+    """The tensors of a file in the order in which they lie. Raises `InvalidRequest`."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = dict(json.loads(stream.read(length)))
+        header.pop(_METADATA, None)
+        places = [
+            TensorPlace(
+                file=file,
+                name=name,
+                dtype=str(entry["dtype"]),
+                shape=tuple(entry["shape"]),
+                start=8 + length + int(entry["data_offsets"][0]),
+                bytes=int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]),
+            )
+            for name, entry in header.items()
+        ]
+    except (struct.error, ValueError, LookupError, TypeError) as error:
+        raise InvalidRequest(f"{file.name} is not a safetensors file: {error}") from error
+    return {place.name: place for place in sorted(places, key=lambda place: place.start)}
+
+
+class TensorWriter:
+    """The header for tensors like those given, which are then to be written in `order`."""
+
+    def __init__(self, tensors: Mapping[str, TensorPlace]) -> None:
+        # Wide types first: each tensor then starts at a multiple of its own width.
+        self.order = sorted(
+            tensors, key=lambda name: (-_width(tensors[name]), tensors[name].start, name)
+        )
+        header: dict[str, object] = {_METADATA: {"format": "pt"}}
+        offset = 0
+        for name in self.order:
+            place = tensors[name]
+            header[name] = {
+                "dtype": place.dtype,
+                "shape": list(place.shape),
+                "data_offsets": [offset, offset + place.bytes],
+            }
+            offset += place.bytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        self.header = struct.pack("<Q", len(text)) + text
+
+
+def _width(place: TensorPlace) -> int:
+    count = 1
+    for size in place.shape:
+        count *= size
+    return place.bytes // count if count else 1

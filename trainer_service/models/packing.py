@@ -1,0 +1,127 @@
+"""Sequences one after the other in a single row, so that nothing is padded.
+
+All that a transformer computes token by token (projections, norms, feed-forward layers, the
+head) does not care where a sequence begins; positions are given, and attention is told. It is
+registered with transformers as an attention implementation of its own: every run of equally
+long sequences is one causal call of torch's attention, on a view of the row.
+What that brings is in docs/performance.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+
+IMPLEMENTATION = "tandem_packed"
+_TOLERANCE = 1e-4
+Runs = tuple[tuple[int, int], ...]
+"""How the row is made up: (sequences, tokens of each), one after the other."""
+
+
+def runs_of(lengths: Sequence[int]) -> Runs:
+    """Literal example: lengths [9, 4, 4] are the runs ((1, 9), (2, 4))."""
+    return tuple((len(list(group)), length) for length, group in groupby(lengths))
+
+
+def can_pack(model: nn.Module) -> bool:
+    """Makes the model take packed rows, if it computes the same on them; says whether it does.
+
+    Models differ in what they do between tokens (recurrent layers, position biases, sinks), so
+    that it is tried: two sequences in a row against each alone. Otherwise nothing is changed.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return False
+    text = model.config.get_text_config()
+    if getattr(text, "attention_chunk_size", None):
+        return False  # chunks are in the mask alone, and longer than what is tried here
+    before = str(model.config._attn_implementation)
+    vocabulary = int(text.vocab_size)
+    first, second = torch.arange(5) % vocabulary, torch.arange(7, 0, -1) % vocabulary
+    with torch.no_grad():
+        alone = [
+            model(input_ids=tokens[None], use_cache=False).logits for tokens in (first, second)
+        ]
+        try:
+            _register(model)
+            together = model(
+                input_ids=torch.cat([first, second])[None],
+                position_ids=torch.cat([torch.arange(5), torch.arange(7)])[None],
+                use_cache=False,
+                runs=((1, 5), (1, 7)),
+            ).logits
+        except (TypeError, ValueError, RuntimeError, NotImplementedError):
+            together = None
+    wanted = torch.cat(alone, dim=1)
+    scale = max(1.0, float(wanted.abs().max()))
+    if together is not None and float((together - wanted).abs().max()) <= _TOLERANCE * scale:
+        return True
+    model.set_attn_implementation(before)
+    return False
+
+
+def _register(model: PreTrainedModel) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, packed_attention)
+    model.set_attn_implementation(IMPLEMENTATION)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    runs: Runs = (),
+    **others: object,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence of a row: `query` [1, heads, T, head size], `key`
+    and `value` with as many heads or fewer; returns [1, T, heads, head size].
+
+    Without `runs` the rows [B, heads, T, head size] are whole sequences. Raises
+    `NotImplementedError` for what a model asks beside scaling and a sliding window.
+    """
+    for name in ("softcap", "s_aux", "position_bias"):
+        if others.get(name) is not None:
+            raise NotImplementedError(f"packed attention does not know {name}")
+    if not runs:
+        return _attend(query, key, value, scaling, sliding_window).transpose(1, 2), None
+    results: list[Tensor] = []
+    # Split and not sliced: the gradient of each slice would be a row of zeros with a piece in it.
+    sizes = [count * length for count, length in runs]
+    pieces = zip(*(tensor[0].split(sizes, dim=1) for tensor in (query, key, value)), strict=True)
+    for (count, length), piece in zip(runs, pieces, strict=True):
+        q, k, v = (part.unflatten(1, (count, length)).transpose(0, 1) for part in piece)
+        result = _attend(q, k, v, scaling, sliding_window)
+        results.append(result.transpose(1, 2).reshape(count * length, *result.shape[1::2]))
+    return torch.cat(results)[None], None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    length = query.shape[2]
+    grouped = query.shape[1] != key.shape[1]
+    mask = None
+    if window is not None and length > window:
+        age = torch.arange(length, device=query.device)
+        distance = age[:, None] - age
+        mask = (distance >= 0) & (distance < window)
+    attended = scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+    )
+    return cast("Tensor", attended)

@@ -1,0 +1,234 @@
+"""What each operation does: on rank 0 (`Operations`) and on the other ranks (`follow`).
+
+Rank 0 finds a user's mistake before it announces the operation, so that a refused operation
+leaves no trace except that the gradients held are no longer what the client meant.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from tandem.errors import (
+    GradientsIncomplete,
+    GradientsNotFinite,
+    NoGradients,
+    TandemError,
+    UserError,
+)
+from tandem.v1 import common_pb2, trainer_pb2
+from tandem.wire.v1 import tinker_pb2 as wire
+from trainer_service.batches.loss_inputs import Float32Array
+from trainer_service.batches.validation import Batch, BatchLimits, parse, validate
+from trainer_service.checkpoints import training_state
+from trainer_service.checkpoints.publish import VersionRequest, prepare_publish, publish
+from trainer_service.compute.trainer import Op, RankTrainer
+from trainer_service.losses import LOSSES, losses_for
+from trainer_service.optimizers import step_settings
+
+
+class Operations:
+    """The operations of rank 0. The engine thread calls them one after the other.
+
+    `_held` says whether there are gradients, `_refused` why they are incomplete, if they are.
+    """
+
+    def __init__(self, trainer: RankTrainer) -> None:
+        self._trainer = trainer
+        self.ranks = trainer.control.size
+        self._held = False
+        self._refused = ""
+
+    def heartbeat(self) -> None:
+        """Keeps the other ranks from timing out between operations."""
+        self._trainer.control.heartbeat()
+
+    def describe(self, *, last_seq_id: int) -> trainer_pb2.DescribeTrainerReply:
+        trainer = self._trainer
+        facts = trainer.backend.facts
+        return trainer_pb2.DescribeTrainerReply(
+            architecture=facts.architecture,
+            parameters=facts.parameters,
+            vocabulary=facts.vocabulary,
+            max_length=facts.max_length,
+            ranks=trainer.control.size,
+            dtype=trainer.backend.dtype,
+            device=trainer.backend.device,
+            last_seq_id=last_seq_id,
+            step=trainer.step,
+            trainable_parameters=facts.trainable_parameters,
+        )
+
+    def forward_backward(
+        self, request: trainer_pb2.ForwardBackwardRequest
+    ) -> trainer_pb2.ForwardBackwardReply:
+        trainer, began = self._trainer, time.perf_counter()
+        forward_only = False
+        try:
+            message = parse(request.payload)
+            forward_only = message.forward_only
+            batch = _read_batch(message, request, trainer)
+            trainer.control.broadcast(Op.FORWARD_BACKWARD, request.SerializeToString())
+            self._held = self._held or not forward_only
+            computed = trainer.forward_backward(batch)  # a custom loss may fail on its datums
+        except UserError as error:
+            if not forward_only:
+                self._refused = error.message
+            return trainer_pb2.ForwardBackwardReply(failure=error.to_failure())
+        assert computed is not None
+        return trainer_pb2.ForwardBackwardReply(
+            output=encode_output(batch, logprobs=computed.logprobs, metrics=computed.metrics),
+            seconds=time.perf_counter() - began,
+            tokens=len(batch.tokens),
+        )
+
+    def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepReply:
+        trainer, began = self._trainer, time.perf_counter()
+        try:
+            settings = step_settings(request, optimizer=trainer.backend.training.optimizer)
+            refused = request.gradients_incomplete or self._refused
+            if refused:
+                self._drop_gradients()
+                raise GradientsIncomplete(
+                    "a forward_backward since the last step was refused, so the step was not "
+                    f"made and the gradients were dropped: {refused}"
+                )
+            if not self._held:
+                raise NoGradients(
+                    "there are no gradients: no forward_backward came since the last optim_step"
+                )
+            trainer.control.broadcast(Op.OPTIM_STEP, request.SerializeToString())
+            self._held = False
+            metrics = trainer.optim_step(settings)
+        except TandemError as error:
+            return trainer_pb2.OptimStepReply(failure=error.to_failure(), step=trainer.step)
+        return trainer_pb2.OptimStepReply(
+            metrics=metrics, step=trainer.step, seconds=time.perf_counter() - began
+        )
+
+    def publish(self, request: trainer_pb2.PublishRequest) -> trainer_pb2.PublishReply:
+        trainer, began = self._trainer, time.perf_counter()
+        version = VersionRequest.from_message(request, step=trainer.step)
+        try:
+            prepare_publish(version, trainer.backend)
+            trainer.control.broadcast(Op.PUBLISH, request.SerializeToString())
+            manifest = publish(version, trainer)
+        except TandemError as error:
+            return trainer_pb2.PublishReply(failure=error.to_failure())
+        assert manifest is not None
+        return trainer_pb2.PublishReply(
+            version=common_pb2.WeightVersion(
+                name=manifest.version,
+                path=request.version.path,
+                run_id=manifest.run_id,
+                step=manifest.step,
+                adapter=manifest.adapter,
+            ),
+            bytes=manifest.bytes,
+            seconds=time.perf_counter() - began,
+        )
+
+    def save_checkpoint(
+        self, request: trainer_pb2.SaveCheckpointRequest
+    ) -> trainer_pb2.SaveCheckpointReply:
+        trainer, began = self._trainer, time.perf_counter()
+        try:
+            training_state.prepare_save(Path(request.path), trainer.backend)
+            trainer.control.broadcast(Op.SAVE_CHECKPOINT, request.SerializeToString())
+            record = training_state.save(request, trainer)
+        except TandemError as error:
+            return trainer_pb2.SaveCheckpointReply(failure=error.to_failure())
+        assert record is not None
+        return trainer_pb2.SaveCheckpointReply(
+            step=record.step, bytes=record.bytes, seconds=time.perf_counter() - began
+        )
+
+    def load_checkpoint(
+        self, request: trainer_pb2.LoadCheckpointRequest
+    ) -> trainer_pb2.LoadCheckpointReply:
+        """Drops the gradients held."""
+        trainer, began = self._trainer, time.perf_counter()
+        try:
+            training_state.check(Path(request.path), trainer, optimizer=request.optimizer)
+        except TandemError as error:
+            return trainer_pb2.LoadCheckpointReply(failure=error.to_failure(), step=trainer.step)
+        trainer.control.broadcast(Op.LOAD_CHECKPOINT, request.SerializeToString())
+        training_state.load(Path(request.path), trainer, optimizer=request.optimizer)
+        self._held, self._refused = False, ""
+        return trainer_pb2.LoadCheckpointReply(
+            step=trainer.step, seconds=time.perf_counter() - began
+        )
+
+    def _drop_gradients(self) -> None:
+        self._trainer.control.broadcast(Op.DROP_GRADIENTS)
+        self._trainer.drop_gradients()
+        self._held, self._refused = False, ""
+
+
+def follow(trainer: RankTrainer) -> None:
+    """Applies what rank 0 announces, which has checked it, until the process is killed."""
+    while True:
+        op, payload = trainer.control.receive()
+        if op == Op.FORWARD_BACKWARD:
+            request = trainer_pb2.ForwardBackwardRequest.FromString(payload)
+            trainer.forward_backward(_read_batch(parse(request.payload), request, trainer))
+        elif op == Op.OPTIM_STEP:
+            step = trainer_pb2.OptimStepRequest.FromString(payload)
+            try:
+                trainer.optim_step(
+                    step_settings(step, optimizer=trainer.backend.training.optimizer)
+                )
+            except GradientsNotFinite:
+                continue  # raised on all ranks alike; rank 0 tells the client
+        elif op == Op.DROP_GRADIENTS:
+            trainer.drop_gradients()
+        elif op == Op.PUBLISH:
+            version = trainer_pb2.PublishRequest.FromString(payload)
+            publish(VersionRequest.from_message(version, step=trainer.step), trainer)
+        elif op == Op.SAVE_CHECKPOINT:
+            training_state.save(trainer_pb2.SaveCheckpointRequest.FromString(payload), trainer)
+        elif op == Op.LOAD_CHECKPOINT:
+            load = trainer_pb2.LoadCheckpointRequest.FromString(payload)
+            training_state.load(Path(load.path), trainer, optimizer=load.optimizer)
+
+
+def _read_batch(
+    message: wire.ForwardBackwardRequest,
+    request: trainer_pb2.ForwardBackwardRequest,
+    trainer: RankTrainer,
+) -> Batch:
+    """Raises the `UserError` that says what is wrong with the batch."""
+    facts = trainer.backend.facts
+    return validate(
+        message,
+        losses=losses_for(registry=LOSSES, definition=request.loss_definition),
+        limits=BatchLimits(vocabulary=facts.vocabulary, max_length=facts.max_length),
+    )
+
+
+def encode_output(batch: Batch, *, logprobs: Float32Array, metrics: Mapping[str, float]) -> bytes:
+    """The client's `ForwardBackwardOutput`. `logprobs` [E] are in the order of the batch; each
+    datum gets its own in the shape of its targets.
+
+    A record holds several datums with one trailing shape, so a new record begins where K changes.
+    """
+    output = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
+    ends = np.cumsum(batch.sizes)
+    changes = np.flatnonzero(np.diff(batch.trailing)) + 1
+    bounds = [0, *changes.tolist(), len(ends)]
+    for first, last in pairwise(bounds):
+        start = int(ends[first - 1]) if first else 0
+        offsets = np.concatenate([[0], ends[first:last] - start]).astype("<i8") * 4
+        width = int(batch.trailing[first])
+        record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=last - first)
+        field = record.fields["logprobs"]
+        field.data = logprobs[start : int(ends[last - 1])].astype("<f4", copy=False).tobytes()
+        field.offsets = offsets.tobytes()
+        field.dtype = wire.DTYPE_FLOAT32
+        if width:
+            field.trailing_shape.append(width)
+    return output.SerializeToString()

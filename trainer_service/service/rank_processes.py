@@ -1,0 +1,153 @@
+"""The processes of ranks other than 0: how rank 0 starts and watches them, and their program.
+
+`python -m trainer_service.service.rank_processes` is one such rank. It reads its assignment as
+one line of JSON on standard input, which then stays open as its lifeline; it follows rank 0
+until it is killed. If anything fails it writes one sentence to the given descriptor and exits:
+a process group that lost a rank is of no use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.worker import die_with_parent, hold_lifeline
+
+# A rank that dies breaks its peers' collectives, so that they die within moments of each other;
+# the one that was killed is the cause.
+_SETTLE_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class _Death:
+    rank: int
+    returncode: int
+    error: str
+
+    @property
+    def sentence(self) -> str:
+        if self.returncode < 0:
+            return f"rank {self.rank} was killed by {signal.Signals(-self.returncode).name}"
+        if self.error:
+            return f"rank {self.rank} failed: {self.error}"
+        return f"rank {self.rank} ended with exit code {self.returncode}"
+
+
+class RankProcesses:
+    """Ranks 1 … size-1. Start them from the main thread: they die with the thread that did.
+
+    `on_death` is called once, from a thread, with a sentence that names the rank to blame.
+    """
+
+    def __init__(self, *, size: int, on_death: Callable[[str], None]) -> None:
+        self._on_death = on_death
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._reports: list[int] = []
+        self._deaths: list[_Death] = []
+        self._changed = threading.Condition()
+        self._stopping = False
+        for _ in range(1, size):
+            self._start()
+        for rank in range(1, size):
+            threading.Thread(
+                target=self._watch, args=(rank,), name=f"watch-{rank}", daemon=True
+            ).start()
+
+    def _start(self) -> None:
+        read, write = os.pipe()
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, "--report-fd", str(write)],
+            stdin=subprocess.PIPE,
+            pass_fds=(write,),
+        )
+        os.close(write)
+        self._processes.append(process)
+        self._reports.append(read)
+
+    def assign(self, rank: int, line: str) -> None:
+        """Sends a rank its assignment. The pipe stays open: it is the rank's lifeline."""
+        stdin = self._processes[rank - 1].stdin
+        assert stdin is not None
+        try:
+            stdin.write(line.encode() + b"\n")
+            stdin.flush()
+        except BrokenPipeError:
+            return  # it has died; its watcher reports how
+
+    def cause_of_death(self, *, timeout: float) -> str:
+        """Why the process group broke, or "" if no rank dies within `timeout` seconds."""
+        if not self._processes:
+            return ""
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(self._deaths), timeout):
+                return ""
+        return self._cause()
+
+    def kill(self) -> None:
+        """Kills all ranks but 0. They hold nothing that needs an orderly end."""
+        self._stopping = True
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait(timeout=10)
+
+    def _watch(self, rank: int) -> None:
+        process, report = self._processes[rank - 1], self._reports[rank - 1]
+        error = b""
+        while part := os.read(report, 4096):
+            error += part
+        os.close(report)
+        returncode = process.wait()
+        if self._stopping:
+            return
+        with self._changed:
+            first = not self._deaths
+            self._deaths.append(_Death(rank, returncode, error.decode(errors="replace")))
+            self._changed.notify_all()
+        if first:
+            self._on_death(self._cause())
+
+    def _cause(self) -> str:
+        """A rank killed by a signal, if there is one, else the first that died."""
+        time.sleep(_SETTLE_SECONDS)
+        with self._changed:
+            deaths = sorted(self._deaths, key=lambda death: death.returncode >= 0)
+        return deaths[0].sentence
+
+
+def main() -> None:
+    """The program of one rank."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--report-fd", type=int, required=True)
+    report_fd: int = parser.parse_args().report_fd
+    die_with_parent()
+    faulthandler.enable()
+    # Rank 0 stops us. A signal to the whole process group must not look like our own death.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        # Loads torch now, while rank 0 does the same.
+        from trainer_service.compute.process_group import Assignment, join
+        from trainer_service.service.operations import follow
+
+        line = sys.stdin.buffer.readline()
+        if not line:
+            os._exit(1)
+        hold_lifeline()
+        follow(join(Assignment.model_validate_json(line)))
+    except BaseException as error:
+        sentence = f"{type(error).__name__}: {error}".splitlines()[0]
+        os.write(report_fd, sentence.encode()[:4000])
+        raise
+
+
+if __name__ == "__main__":
+    main()

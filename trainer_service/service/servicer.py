@@ -1,0 +1,391 @@
+"""The gRPC servicer of rank 0: admits calls, puts them in order and answers each once.
+
+Operations enter the engine thread in the order of the run's journal. The thread applies them one
+after the other and alone touches torch, so that the asyncio side stays free to answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import grpc
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from tandem.telemetry import Log
+from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
+
+if TYPE_CHECKING:
+    from trainer_service.service.operations import Operations
+
+    Context = grpc.aio.ServicerContext[object, object]
+
+Request = (
+    trainer_pb2.ForwardBackwardRequest
+    | trainer_pb2.OptimStepRequest
+    | trainer_pb2.PublishRequest
+    | trainer_pb2.SaveCheckpointRequest
+    | trainer_pb2.LoadCheckpointRequest
+)
+Reply = (
+    trainer_pb2.ForwardBackwardReply
+    | trainer_pb2.OptimStepReply
+    | trainer_pb2.PublishReply
+    | trainer_pb2.SaveCheckpointReply
+    | trainer_pb2.LoadCheckpointReply
+)
+R = TypeVar(
+    "R",
+    trainer_pb2.ForwardBackwardReply,
+    trainer_pb2.OptimStepReply,
+    trainer_pb2.PublishReply,
+    trainer_pb2.SaveCheckpointReply,
+    trainer_pb2.LoadCheckpointReply,
+)
+T = TypeVar("T")
+
+KEPT_RESULTS = 32
+"""More than the gateway ever sends ahead, so that a repeated operation finds its result."""
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class TrainerMetrics:
+    """The metrics `tandem_trainer_*`. Outcomes are "ok" and "failure"."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.operations = Counter(
+            "tandem_trainer_operations",
+            "Operations applied.",
+            ["operation", "outcome"],
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "tandem_trainer_operation_seconds",
+            "Time to apply an operation, without the wait for its turn.",
+            ["operation"],
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        self.tokens = Counter("tandem_trainer_tokens", "Tokens computed.", registry=registry)
+        self.steps = Gauge("tandem_trainer_step", "Optimizer steps applied.", registry=registry)
+        self.published = Counter(
+            "tandem_trainer_published_bytes", "Bytes of weight versions.", registry=registry
+        )
+        self.waiting = Gauge(
+            "tandem_trainer_waiting_operations",
+            "Operations received and not yet answered.",
+            registry=registry,
+        )
+
+
+class EngineThread:
+    """Runs `start` and then jobs in one thread, with a heartbeat every `heartbeat` seconds of
+    idleness.
+
+    `on_broken` gets every error that escapes a job: the process group is of no use then.
+    """
+
+    def __init__(
+        self,
+        *,
+        start: Callable[[], Operations],
+        heartbeat: float,
+        on_broken: Callable[[BaseException], None],
+    ) -> None:
+        self._start = start
+        self._heartbeat = heartbeat
+        self._on_broken = on_broken
+        self._jobs: queue.SimpleQueue[Callable[[Operations], None]] = queue.SimpleQueue()
+        self.started: Future[Operations] = Future()
+        # A daemon: it may hang in a collective when the process is to end.
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def run(self) -> None:
+        self._thread.start()
+
+    def submit(self, job: Callable[[Operations], T]) -> Future[T]:
+        """Queues a job. Its future gets the result, or the error that broke the group."""
+        future: Future[T] = Future()
+
+        def carry_out(operations: Operations) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = job(operations)
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+            future.set_result(result)
+
+        self._jobs.put(carry_out)
+        return future
+
+    def _run(self) -> None:
+        try:
+            operations = self._start()
+        except BaseException as error:  # noqa: BLE001 (passed on by the future)
+            self.started.set_exception(error)
+            return
+        self.started.set_result(operations)
+        idle_limit = self._heartbeat if operations.ranks > 1 else None
+        try:
+            while True:
+                try:
+                    job = self._jobs.get(timeout=idle_limit)
+                except queue.Empty:
+                    operations.heartbeat()
+                else:
+                    job(operations)
+        except BaseException as error:  # noqa: BLE001 (any error breaks the group)
+            self._on_broken(error)
+
+
+class OperationSequence:
+    """Admits operations in journal order, each once.
+
+    `queued` is the newest operation handed to the engine thread, `applied` the newest that has
+    ended. The last `keep` results are remembered, so that a repeated operation is answered and
+    not applied again.
+    """
+
+    def __init__(self, *, keep: int) -> None:
+        self._keep = keep
+        self._results: OrderedDict[int, Reply] = OrderedDict()
+        self._running: dict[int, asyncio.Task[Reply]] = {}
+        self._turn = asyncio.Condition()
+        self.queued = 0
+        self.applied = 0
+
+    def result(self, seq_id: int) -> Reply | None:
+        """The result of an operation that has ended, while it is remembered."""
+        return self._results.get(seq_id)
+
+    def running(self, seq_id: int) -> asyncio.Task[Reply] | None:
+        """The task of an operation that waits or runs."""
+        return self._running.get(seq_id)
+
+    def begin(self, seq_id: int, task: asyncio.Task[Reply]) -> None:
+        self._running[seq_id] = task
+        task.add_done_callback(lambda _: self._running.pop(seq_id, None))
+
+    async def wait_for_turn(self, *, previous: int, timeout: float) -> None:
+        """Returns once the operation before has been handed to the engine thread.
+
+        Raises `TimeoutError` if it does not come in time.
+        """
+        if self.queued >= previous:
+            return
+        async with asyncio.timeout(timeout), self._turn:
+            await self._turn.wait_for(lambda: self.queued >= previous)
+
+    async def enter(self, seq_id: int) -> None:
+        """Notes that the operation was handed over. No await may come between the two."""
+        self.queued = max(self.queued, seq_id)
+        async with self._turn:
+            self._turn.notify_all()
+
+    def ended(self, seq_id: int, reply: Reply) -> None:
+        self.applied = max(self.applied, seq_id)
+        self._results[seq_id] = reply
+        while len(self._results) > self._keep:
+            self._results.popitem(last=False)
+
+
+class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
+    """Answers every call with ABORTED and the sentence of `broken` once that is set, since the
+    process group is then of no use. Callers are authenticated before
+    (`tandem/worker_access.py`)."""
+
+    def __init__(
+        self,
+        *,
+        engine: EngineThread,
+        operation_timeout: float,
+        metrics: TrainerMetrics,
+        log: Log,
+        broken: asyncio.Future[str],
+    ) -> None:
+        self._engine = engine
+        self._operation_timeout = operation_timeout
+        self._metrics = metrics
+        self._log = log
+        self._broken = broken
+        self._sequence = OperationSequence(keep=KEPT_RESULTS)
+
+    async def Describe(
+        self, request: trainer_pb2.DescribeTrainerRequest, context: Context
+    ) -> trainer_pb2.DescribeTrainerReply:
+        applied = self._sequence.applied
+        job = self._engine.submit(lambda operations: operations.describe(last_seq_id=applied))
+        return await self._or_broken(asyncio.wrap_future(job), context)
+
+    async def ForwardBackward(
+        self, request: trainer_pb2.ForwardBackwardRequest, context: Context
+    ) -> trainer_pb2.ForwardBackwardReply:
+        return await self._answer(
+            request,
+            context,
+            trainer_pb2.ForwardBackwardReply,
+            lambda operations: operations.forward_backward(request),
+        )
+
+    async def OptimStep(
+        self, request: trainer_pb2.OptimStepRequest, context: Context
+    ) -> trainer_pb2.OptimStepReply:
+        return await self._answer(
+            request,
+            context,
+            trainer_pb2.OptimStepReply,
+            lambda operations: operations.optim_step(request),
+        )
+
+    async def Publish(
+        self, request: trainer_pb2.PublishRequest, context: Context
+    ) -> trainer_pb2.PublishReply:
+        return await self._answer(
+            request,
+            context,
+            trainer_pb2.PublishReply,
+            lambda operations: operations.publish(request),
+        )
+
+    async def SaveCheckpoint(
+        self, request: trainer_pb2.SaveCheckpointRequest, context: Context
+    ) -> trainer_pb2.SaveCheckpointReply:
+        return await self._answer(
+            request,
+            context,
+            trainer_pb2.SaveCheckpointReply,
+            lambda operations: operations.save_checkpoint(request),
+        )
+
+    async def LoadCheckpoint(
+        self, request: trainer_pb2.LoadCheckpointRequest, context: Context
+    ) -> trainer_pb2.LoadCheckpointReply:
+        return await self._answer(
+            request,
+            context,
+            trainer_pb2.LoadCheckpointReply,
+            lambda operations: operations.load_checkpoint(request),
+        )
+
+    async def _answer(
+        self,
+        request: Request,
+        context: Context,
+        reply_type: type[R],
+        job: Callable[[Operations], R],
+    ) -> R:
+        """The reply of an operation, which is applied now if it was not before."""
+        header = request.header
+        reply: Reply | None = self._sequence.result(header.seq_id)
+        if reply is None:
+            task = self._sequence.running(header.seq_id)
+            if task is None:
+                if header.seq_id <= self._sequence.queued:
+                    await _abort(
+                        context,
+                        grpc.StatusCode.FAILED_PRECONDITION,
+                        f"operation {header.seq_id} was applied already and its result is no "
+                        f"longer kept; the newest is {self._sequence.queued}",
+                    )
+                # A task of its own: a caller that gives up does not undo what the journal holds.
+                task = asyncio.create_task(self._in_order(header, reply_type.DESCRIPTOR.name, job))
+                self._sequence.begin(header.seq_id, task)
+            reply = await self._or_broken(task, context)
+        if not isinstance(reply, reply_type):
+            await _abort(
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"operation {header.seq_id} was one of another kind ({type(reply).__name__})",
+            )
+        return reply
+
+    async def _or_broken(self, task: asyncio.Future[T], context: Context) -> T:
+        """The task's result. Aborts the call when the caller's deadline or ours has passed, or
+        when the process group breaks."""
+        left = context.time_remaining()
+        limit = self._operation_timeout
+        await first_of(task, self._broken, timeout=limit if left is None else min(left, limit))
+        if task.done() and task.exception() is None:
+            return task.result()
+        if task.done() and isinstance(task.exception(), TimeoutError):
+            await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, str(task.exception()))
+        if task.done() and not self._broken.done():
+            # The operation broke the group; the rank to blame will be known in a moment.
+            await first_of(self._broken, timeout=5)
+        if self._broken.done():
+            await _abort(context, grpc.StatusCode.ABORTED, self._broken.result())
+        if task.done():
+            await _abort(context, grpc.StatusCode.INTERNAL, f"rank 0 failed: {task.exception()}")
+        await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, "the operation took too long")
+
+    async def _in_order(
+        self, header: common_pb2.OperationHeader, reply_name: str, job: Callable[[Operations], R]
+    ) -> Reply:
+        """Waits for the operation before this one, applies it and remembers the result."""
+        kind = reply_name.removesuffix("Reply")
+        self._metrics.waiting.inc()
+        try:
+            try:
+                await self._sequence.wait_for_turn(
+                    previous=header.previous_seq_id, timeout=self._operation_timeout
+                )
+            except TimeoutError:
+                raise TimeoutError(
+                    f"operation {header.seq_id} waited {self._operation_timeout:g} s for "
+                    f"operation {header.previous_seq_id}, which did not come"
+                ) from None
+            future = self._engine.submit(lambda operations: _timed(job, operations))
+            await self._sequence.enter(header.seq_id)
+            reply, seconds = await asyncio.wrap_future(future)
+        finally:
+            self._metrics.waiting.dec()
+        self._sequence.ended(header.seq_id, reply)
+        self._record(header, kind, reply, seconds)
+        return reply
+
+    def _record(
+        self, header: common_pb2.OperationHeader, kind: str, reply: Reply, seconds: float
+    ) -> None:
+        outcome = reply.failure.type if reply.HasField("failure") else "ok"
+        self._metrics.operations.labels(kind, "ok" if outcome == "ok" else "failure").inc()
+        self._metrics.seconds.labels(kind).observe(seconds)
+        if isinstance(reply, trainer_pb2.ForwardBackwardReply):
+            self._metrics.tokens.inc(reply.tokens)
+        elif isinstance(reply, trainer_pb2.PublishReply):
+            self._metrics.published.inc(reply.bytes)
+        elif isinstance(reply, trainer_pb2.OptimStepReply | trainer_pb2.LoadCheckpointReply):
+            self._metrics.steps.set(reply.step)
+        self._log.info(
+            "operation",
+            operation=kind,
+            outcome=outcome,
+            seconds=round(seconds, 6),
+            session_id=header.session_id,
+            run_id=header.run_id,
+            request_id=header.operation_id,
+            seq_id=header.seq_id,
+        )
+
+
+async def first_of(*awaitables: Awaitable[object], timeout: float | None = None) -> None:
+    """Returns when one is done, or after `timeout` seconds; cancels none and raises nothing."""
+    futures = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _timed(job: Callable[[Operations], R], operations: Operations) -> tuple[R, float]:
+    began = time.perf_counter()
+    return job(operations), time.perf_counter() - began
+
+
+async def _abort(context: Context, code: grpc.StatusCode, sentence: str) -> NoReturn:
+    await context.abort(code, sentence)
+    raise AssertionError("abort raises")
