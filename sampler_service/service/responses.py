@@ -73,7 +73,7 @@ def _topk(topk: TopK) -> wire.TopkLogprobs:
 
 
 def _draws(draws: TopK) -> wire.PromptAltTokens:
-    """Both tensors are [prompt - 1, k]. The SDK takes int32 tokens here and widens them itself."""
+    """Encode two tensors [prompt - 1, k]. The SDK takes int32 tokens here and widens them."""
     return wire.PromptAltTokens(
         tokens=wire.Tensor(
             dense=_bytes(draws.token_ids),

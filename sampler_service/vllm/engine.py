@@ -129,6 +129,11 @@ def child_seed(seed: int, index: int) -> int:
     return (value ^ (value >> 31)) >> 32
 
 
+def _sample_id(request_id: str, index: int) -> str:
+    """Return the id that one sample of a request has in vLLM."""
+    return f"{request_id}/{index}"
+
+
 class VllmEngine:
     """Literal use: `engine = VllmEngine(Path("models/tiny"), SamplerSettings())`, then `add` and
     `step`."""
@@ -154,7 +159,6 @@ class VllmEngine:
         self._adapter_numbers = itertools.count(1)
         self._grammars = PrecompiledGrammars.install(self._engine)
         self._pending: dict[str, Pending] = {}
-        self._owner: dict[str, str] = {}
 
     @property
     def facts(self) -> EngineFacts:
@@ -163,28 +167,26 @@ class VllmEngine:
     def add(self, request: EngineRequest) -> None:
         if request.stop_strings:
             self._load_tokenizer()
-        parts = {f"{request.id}/{index}": index for index in range(request.distinct_samples)}
-        pending = Pending(request=request, parts=parts)
+        pending = Pending(request=request, unfinished=set(range(request.distinct_samples)))
         self._pending[request.id] = pending
-        self._owner |= dict.fromkeys(parts, request.id)
         try:
-            for part, index in list(parts.items()):
-                self._add_part(pending, part=part, index=index)
+            for index in range(request.distinct_samples):
+                self._add_sample(pending, index=index)
         except (ValueError, VLLMValidationError) as error:  # a refusal must not end the engine
             self.abort([request.id])
             raise InvalidRequest(f"vLLM refuses the request: {error}") from error
 
-    def _add_part(self, pending: Pending, *, part: str, index: int) -> None:
+    def _add_sample(self, pending: Pending, *, index: int) -> None:
         """Hand one sample of a request to vLLM; sample 0 scores the prompt."""
         request = pending.request
         scoring = request.scoring if index == 0 else None
-        parameters = self._parameters(request, index=index, part=part, scoring=scoring)
+        parameters = self._parameters(request, index=index, scoring=scoring)
         if scoring is not None:
-            self._worker("tandem_begin_scoring", part, scoring, len(request.prompt))
+            self._worker("tandem_begin_scoring", request.id, scoring, len(request.prompt))
         if request.grammar is not None:
             pending.grammars[index] = self._grammars.next_is(request.grammar)
         self._engine.add_request(
-            part,
+            _sample_id(request.id, index),
             {"type": "token", "prompt_token_ids": request.prompt},
             parameters,
             lora_request=self._adapters[request.adapter] if request.adapter is not None else None,
@@ -193,16 +195,16 @@ class VllmEngine:
     def step(self) -> StepOutput:
         step = StepOutput()
         for output in self._engine.step():
-            owner = self._owner.get(output.request_id)
-            if owner is not None:  # else aborted in this step, because another sample failed
-                self._take(self._pending[owner], output, step)
+            request_id, _, index = output.request_id.rpartition("/")
+            pending = self._pending.get(request_id)
+            if pending is not None:  # else aborted in this step, because another sample failed
+                self._take(pending, int(index), output, step)
         return step
 
-    def _take(self, pending: Pending, output: RequestOutput, step: StepOutput) -> None:
+    def _take(self, pending: Pending, index: int, output: RequestOutput, step: StepOutput) -> None:
         """Record what vLLM returned for one sample."""
         request = pending.request
         (completion,) = output.outputs
-        index = pending.parts[output.request_id]
         if output.finished and completion.finish_reason == FAILED:
             self.abort([request.id])
             step.results.append(pending.failed(index))
@@ -213,26 +215,25 @@ class VllmEngine:
                 step.deltas.append(delta)
         if not output.finished:
             return
-        del self._owner[output.request_id], pending.parts[output.request_id]
+        pending.unfinished.remove(index)
         pending.outputs[index] = completion
         pending.grammars.pop(index, None)
         if index == 0:
             pending.cached_tokens = output.num_cached_tokens or 0
             if request.scoring is not None:
-                pending.prompt = self._worker("tandem_take_scores", output.request_id)
-        if not pending.parts:
+                pending.prompt = self._worker("tandem_take_scores", request.id)
+        if not pending.unfinished:
             del self._pending[request.id]
             step.results.append(pending.result())
 
     def abort(self, ids: Sequence[str]) -> None:
         known = [self._pending.pop(id_) for id_ in ids if id_ in self._pending]
-        parts = [part for pending in known for part in pending.parts]
-        self._engine.abort_request(parts)
-        for part in parts:
-            del self._owner[part]
+        self._engine.abort_request(
+            [_sample_id(each.request.id, index) for each in known for index in each.unfinished]
+        )
         for pending in known:
             if pending.request.scoring is not None:
-                self._worker("tandem_discard_scores", f"{pending.request.id}/0")
+                self._worker("tandem_discard_scores", pending.request.id)
 
     def load(self, directory: Path) -> LoadedWeights:
         assert not self._pending, "a load needs an idle engine"
@@ -290,12 +291,12 @@ class VllmEngine:
         return answer  # type: ignore[no-any-return]
 
     def _parameters(
-        self, request: EngineRequest, *, index: int, part: str, scoring: PromptScoring | None
+        self, request: EngineRequest, *, index: int, scoring: PromptScoring | None
     ) -> SamplingParams:
         seeded = request.seed is not None and request.temperature > 0
         extra: dict[str, object] | None = None
         if scoring is not None and scoring.start is not None:
-            extra = {SCORING_ARGUMENT: part, CACHE_LIMIT_ARGUMENT: scoring.start - 1}
+            extra = {SCORING_ARGUMENT: request.id, CACHE_LIMIT_ARGUMENT: scoring.start - 1}
         parameters = GrammarParameters(
             max_tokens=request.max_tokens,
             top_k=request.top_k,

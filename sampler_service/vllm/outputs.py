@@ -27,11 +27,11 @@ STOPPED, FAILED = "stop", "error"
 
 @dataclass
 class Pending:
-    """A request in progress: its unfinished samples (`parts`, by their ids in vLLM), the outputs of
-    finished ones, and how many tokens of each sample deltas have reported (`reported`)."""
+    """A request in progress: the indices of its unfinished samples, the outputs of finished ones,
+    and how many tokens of each sample deltas have reported."""
 
     request: EngineRequest
-    parts: dict[str, int]
+    unfinished: set[int]
     outputs: dict[int, CompletionOutput] = field(default_factory=dict)
     grammars: dict[int, SampleGrammar] = field(default_factory=dict)
     reported: dict[int, int] = field(default_factory=dict)
@@ -48,14 +48,14 @@ class Pending:
         if len(output.token_ids) == reported and not finished:
             return None
         self.reported[index] = len(output.token_ids)
-        new = sample_of(output, topk=self.request.topk, start=reported)
+        new = _sample_of(output, topk=self.request.topk, start=reported)
         return EngineDelta(id=self.request.id, index=index, new=new, finished=finished)
 
     def result(self) -> EngineResult:
         """Return the result, once all samples have ended."""
         request = self.request
         samples = [
-            sample_of(self.outputs[index], topk=request.topk) for index in sorted(self.outputs)
+            _sample_of(self.outputs[index], topk=request.topk) for index in sorted(self.outputs)
         ]
         if len(samples) == 1:
             samples *= request.num_samples
@@ -77,7 +77,7 @@ class Pending:
         return EngineResult(id=self.request.id, samples=(), failure=error)
 
 
-def sample_of(output: CompletionOutput, *, topk: int, start: int = 0) -> SampledTokens:
+def _sample_of(output: CompletionOutput, *, topk: int, start: int = 0) -> SampledTokens:
     """Return a sample, or its part from token `start` on."""
     flat = output.logprobs[start:] if start else output.logprobs
     return SampledTokens(

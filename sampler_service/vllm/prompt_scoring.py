@@ -36,8 +36,8 @@ _LOGIT_BYTES = 64 * 2**20
 
 
 class PromptScorer:
-    """Literal use: `scorer.begin("7/0", scoring, length=12)`, step the engine with a request whose
-    extra arguments are `{"tandem_scores": "7/0"}` until it ends, then `scorer.take("7/0")`."""
+    """Literal use: `scorer.begin("7", scoring, length=12)`, step the engine with a request whose
+    extra arguments are `{"tandem_scores": "7"}` until it ends, then `scorer.take("7")`."""
 
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner

@@ -1,4 +1,4 @@
-"""Reads streams of a real sampler, and puts what they told together."""
+"""Reads streams of a real sampler and adds their deltas up."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.support.worker_process import CALL_SECONDS
 
 
 @dataclass
-class Told:
-    """What the deltas of one sample add up to."""
+class StreamedSample:
+    """The sum of the deltas of one sample."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Told:
 
 @dataclass
 class Streamed:
-    told: dict[int, Told]
+    samples: dict[int, StreamedSample]
     reply: sampler_pb2.SampleReply
 
     @property
@@ -41,20 +41,20 @@ class Streamed:
     def adds_up(self) -> bool:
         """Whether the deltas are the answer, bit by bit, with nothing after a sample's end."""
         answer = self.answer
-        assert sorted(self.told) == list(range(len(answer.samples)))
+        assert sorted(self.samples) == list(range(len(answer.samples)))
         for index, sample in enumerate(answer.samples):
-            told = self.told[index]
-            assert told.tokens == sample.tokens
-            assert told.logprobs == sample.logprobs.tolist()
-            assert told.stopped == sample.stopped
+            streamed = self.samples[index]
+            assert streamed.tokens == sample.tokens
+            assert streamed.logprobs == sample.logprobs.tolist()
+            assert streamed.stopped == sample.stopped
             if sample.topk is not None:
-                assert told.topk_ids == sample.topk.token_ids
-                assert told.topk_logprobs == sample.topk.logprobs
+                assert streamed.topk_ids == sample.topk.token_ids
+                assert streamed.topk_logprobs == sample.topk.logprobs
         return True
 
 
 NARROW = [*GRPC_OPTIONS, ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64 * 1024)]
-"""A connection that takes little before somebody reads: else gRPC itself takes megabytes ahead."""
+"""Limits what a connection takes ahead of its reader, which is megabytes by default."""
 
 
 def open_stream(client: SamplerClient, request: sampler_pb2.SampleRequest) -> Any:
@@ -63,38 +63,38 @@ def open_stream(client: SamplerClient, request: sampler_pb2.SampleRequest) -> An
 
 @contextmanager
 def narrow_stream(client: SamplerClient, request: sampler_pb2.SampleRequest) -> Iterator[Any]:
-    """As `open_stream`, over a connection of its own that is `NARROW`."""
+    """Open a stream over a `NARROW` connection of its own."""
     with grpc.insecure_channel(client.report.address, options=NARROW) as channel:
         stub = sampler_pb2_grpc.SamplerStub(channel)
         yield stub.SampleStream(request, metadata=client.metadata, timeout=CALL_SECONDS)
 
 
 def gather(events: Iterable[sampler_pb2.SampleEvent]) -> Streamed:
-    """Reads a stream to its end."""
-    told: dict[int, Told] = {}
+    """Read a stream to its end."""
+    samples: dict[int, StreamedSample] = {}
     reply = None
     for event in events:
         assert reply is None, "something came after the reply"
         if event.HasField("reply"):
             reply = event.reply
         else:
-            add(told.setdefault(event.delta.index, Told()), event.delta)
+            _add(samples.setdefault(event.delta.index, StreamedSample()), event.delta)
     assert reply is not None
-    return Streamed(told, reply)
+    return Streamed(samples, reply)
 
 
-def add(told: Told, delta: sampler_pb2.SampleDelta) -> None:
-    assert told.stopped is None, "a delta came after the sample's end"
-    told.deltas += 1
+def _add(sample: StreamedSample, delta: sampler_pb2.SampleDelta) -> None:
+    assert sample.stopped is None, "a delta came after the sample's end"
+    sample.deltas += 1
     tokens = np.frombuffer(delta.tokens, "<i4").tolist()
-    told.tokens += tokens
-    told.logprobs += np.frombuffer(delta.logprobs, "<f4").tolist()
+    sample.tokens += tokens
+    sample.logprobs += np.frombuffer(delta.logprobs, "<f4").tolist()
     if delta.HasField("topk"):
         assert delta.topk.length == len(tokens)
-        told.topk_ids += delta.topk.token_ids
-        told.topk_logprobs += delta.topk.logprobs
+        sample.topk_ids += delta.topk.token_ids
+        sample.topk_logprobs += delta.topk.logprobs
     if delta.finished:
-        told.stopped = delta.stop_reason == wire.STOP_REASON_STOP
+        sample.stopped = delta.stop_reason == wire.STOP_REASON_STOP
 
 
 def stream(client: SamplerClient, prompt: list[int], **arguments: Any) -> Streamed:

@@ -1,10 +1,11 @@
-"""Speaks gRPC with a real sampler process, and publishes versions for it to load."""
+"""A gRPC client of a real sampler process, and weight versions for it to load."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import shutil
+import string
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,34 +36,39 @@ from tests.support.worker_process import (
     worker_process,
 )
 
+LENGTH = 512
+"""Of the models in `tests/component/sampler/conftest.py`."""
+EOS = 1
+PROMPT = [5, 9, 30, 41]
+CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " "
 
-def plain_logprobs(model: Path, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
-    """Logprobs [T-1] of tokens[1:] by a plain transformers forward in float32."""
+
+def text(tokens: Sequence[int]) -> str:
+    """The text of a tiny model's tokens, without the end token."""
+    return "".join(CHARACTERS[token - 3] for token in tokens if token != EOS)
+
+
+def plain_distribution(model: Path, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+    """Logprobs [T-1, vocabulary] at tokens[1:] by a plain transformers forward in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         logits = network(torch.tensor([list(tokens)])).logits[0, :-1] / temperature
-    picked = torch.tensor(list(tokens[1:])).unsqueeze(1)
-    return logits.log_softmax(-1).gather(1, picked).squeeze(1).numpy()
-
-
-def plain_distribution(model: Path, tokens: Sequence[int]) -> np.ndarray:
-    """Logprobs [T-1, vocabulary] of what stands at tokens[1:], as `plain_logprobs`."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with torch.no_grad():
-        logits = network(torch.tensor([list(tokens)])).logits[0, :-1]
     return logits.log_softmax(-1).numpy()
+
+
+def plain_logprobs(model: Path, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+    """Logprobs [T-1] of tokens[1:], as `plain_distribution`."""
+    distribution = plain_distribution(model, tokens, temperature)
+    return np.take_along_axis(distribution, np.asarray(tokens[1:])[:, None], axis=1)[:, 0]
 
 
 def publish(
     weights_of: Path, data_dir: Path, *, number: int, canary: Sequence[int] = (5, 9, 7, 20, 33, 4)
 ) -> common_pb2.WeightVersion:
-    """The weights of a model directory as a version, as a trainer with two ranks writes it."""
+    """Publish the weights of a model directory as a trainer with two ranks does."""
     from safetensors.torch import load_file, save_file
 
     name = new_version_name(run_id=RUN, number=number)
@@ -100,7 +106,7 @@ def publish_adapter(
     merged: Path,
     canary: Sequence[int] = (5, 9, 7, 20, 33, 4),
 ) -> common_pb2.WeightVersion:
-    """An adapter's directory as a version; `merged` are the plain weights that it amounts to."""
+    """Publish an adapter's directory; `merged` are the plain weights that it amounts to."""
     name = new_version_name(run_id=RUN, number=number)
     partial = PartialVersion(version_path(data_dir, name))
     partial.create()
@@ -124,7 +130,7 @@ def publish_adapter(
 
 
 def rewrite_manifest(version: common_pb2.WeightVersion, **changes: object) -> None:
-    """Changes fields of a manifest and makes its checksums those of the files that are there."""
+    """Change fields of a manifest and update its checksums."""
     path = Path(version.path)
     manifest = Manifest.model_validate_json((path / "manifest.json").read_bytes())
     files = [checksum_file(path / entry.name) for entry in manifest.files]
@@ -175,11 +181,14 @@ def decoded(reply: sampler_pb2.SampleReply) -> Sampled:
     )
 
 
-def assert_logprobs_are_those_of(weights: Path, prompt: Sequence[int], answer: Sampled) -> None:
-    """The sampled logprobs of an answer are those of a plain forward, at temperature 1."""
+def assert_computed_by(weights: Path, prompt: Sequence[int], answer: Sampled) -> None:
+    """Sampled logprobs, and those of the prompt if there are any, are those of a plain forward."""
     for sample in answer.samples:
         expected = plain_logprobs(weights, [*prompt, *sample.tokens])[len(prompt) - 1 :]
         assert np.abs(expected - sample.logprobs).max() < 1e-4
+    if answer.prompt_logprobs is not None:
+        difference = answer.prompt_logprobs[1:] - plain_logprobs(weights, prompt)
+        assert np.abs(difference).max() < 1e-4
 
 
 def tokens_of(answer: Sampled) -> list[list[int]]:
@@ -187,7 +196,7 @@ def tokens_of(answer: Sampled) -> list[list[int]]:
 
 
 def same(one: Sampled, other: Sampled) -> bool:
-    """Bit by bit: tokens, logprobs, prompt logprobs, top-k."""
+    """Whether two answers are equal bit by bit: tokens, logprobs, prompt logprobs, top-k."""
     pairs = zip(one.message.sequences, other.message.sequences, strict=True)
     return all(a == b for a, b in pairs) and (
         one.message.prompt_logprobs == other.message.prompt_logprobs
@@ -231,9 +240,9 @@ class SamplerClient(WorkerClient):
         last_n: int | None = None,
         targets: wire.Tensor | None = None,
         draws: int = 0,
-        form: sampler_pb2.StructuredOutput | None = None,
+        structured: sampler_pb2.StructuredOutput | None = None,
     ) -> sampler_pb2.SampleRequest:
-        """As the gateway makes it. `stop` None, [] or a list means what it does in the SDK."""
+        """Build a request as the gateway does. `stop` means what it means in the SDK."""
         number = next(self.numbers)
         return sampler_pb2.SampleRequest(
             operation_id=f"op-{number}",
@@ -258,15 +267,15 @@ class SamplerClient(WorkerClient):
             prompt_logprobs_last_n=last_n,
             target_prompt_tokens=b"" if targets is None else targets.SerializeToString(),
             prompt_alt_tokens_k=draws,
-            structured=form,
+            structured=structured,
         )
 
     def send(self, request: sampler_pb2.SampleRequest) -> Any:
-        """The call as a future."""
+        """Call and return a future."""
         return self.stub.Sample.future(request, metadata=self.metadata, timeout=CALL_SECONDS)
 
     def sample_all(self, requests: Sequence[sampler_pb2.SampleRequest]) -> list[Sampled]:
-        """Sends all at once and waits for all."""
+        """Send all requests at once and wait for all answers."""
         return [decoded(call.result()) for call in [self.send(each) for each in requests]]
 
     def sample(self, prompt: Sequence[int], **arguments: Any) -> Sampled:
@@ -276,6 +285,15 @@ class SamplerClient(WorkerClient):
         reply = self.send(request).result()
         assert reply.HasField("failure"), "the request was answered"
         return reply.failure
+
+    def assert_serves(self, version: common_pb2.WeightVersion, weights: Path) -> None:
+        """A version is answered by itself, with the logprobs of these weights."""
+        answer = self.sample(
+            PROMPT, version=version, seed=2, max_tokens=20, stop=[], prompt_logprobs=True
+        )
+        assert answer.version == version.name
+        assert answer.prompt_logprobs is not None
+        assert_computed_by(weights, PROMPT, answer)
 
     @property
     def resident_bytes(self) -> int:

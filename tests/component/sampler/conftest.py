@@ -13,10 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.sampler_worker import SamplerClient, sampler_process
+from tests.support.sampler_worker import LENGTH, SamplerClient, sampler_process
 from tests.support.tiny_model import write_tiny_model
-
-LENGTH = 512
 
 
 @pytest.fixture(scope="session")

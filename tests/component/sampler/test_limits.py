@@ -7,10 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from tandem.v1 import sampler_pb2
-from tests.support.sampler_worker import SamplerClient, plain_logprobs, same
+from tests.support.sampler_worker import LENGTH, SamplerClient, plain_logprobs, same
 from tests.support.tiny_model import VOCABULARY
-
-LENGTH = 512
 
 
 def prompts(count: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Adapters in a real engine: the numbers are those of the merged weights, whoever runs beside."""
+"""Adapters in a real engine: the logprobs are those of the merged weights, in any batch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from tandem.v1 import common_pb2
 from tandem.weights import Canary
 from tests.support.adapter_files import ATTENTION, EVERYTHING, write_adapter_files, write_merged
 from tests.support.sampler_worker import (
-    Sampled,
+    PROMPT,
     SamplerClient,
+    assert_computed_by,
     plain_distribution,
     plain_logprobs,
     publish,
     publish_adapter,
     rewrite_manifest,
 )
-
-PROMPT = [5, 9, 30, 41]
 
 
 @dataclass(frozen=True)
@@ -43,24 +42,9 @@ def two(model: Path, directory: Path) -> list[Published]:
     return [published(model, directory, seed=seed) for seed in (1, 2)]
 
 
-def assert_answered_by(weights: Path, prompt: list[int], answer: Sampled) -> None:
-    for sample in answer.samples:
-        expected = plain_logprobs(weights, prompt + sample.tokens)[len(prompt) - 1 :]
-        assert np.abs(expected - sample.logprobs).max() < 1e-4
-    if answer.prompt_logprobs is not None:
-        difference = answer.prompt_logprobs[1:] - plain_logprobs(weights, prompt)
-        assert np.abs(difference).max() < 1e-4
-
-
 def ask(client: SamplerClient, version: common_pb2.WeightVersion, **arguments: object):
     settings = {"max_tokens": 20, "stop": [], "prompt_logprobs": True, **arguments}
     return client.request(PROMPT, version=version, **settings)
-
-
-def assert_serves(client: SamplerClient, version: common_pb2.WeightVersion, weights: Path) -> None:
-    (answer,) = client.sample_all([ask(client, version)])
-    assert answer.version == version.name
-    assert_answered_by(weights, PROMPT, answer)
 
 
 @pytest.mark.parametrize("modules", [EVERYTHING, ATTENTION, ("lm_head",)])
@@ -73,21 +57,21 @@ def test_an_adapter_gives_the_logprobs_of_the_merged_weights(
     reply = tied_adapters.load(adapter.version)
     assert not reply.HasField("failure"), reply.failure
     assert reply.canary_difference < 1e-4
-    assert_serves(tied_adapters, adapter.version, adapter.merged)
+    tied_adapters.assert_serves(adapter.version, adapter.merged)
 
 
 def test_an_adapter_upon_an_untied_head_gives_the_logprobs_of_the_merged_weights(
     untied: SamplerClient, untied_model: Path, directory: Path
 ):
     adapter = published(untied_model, directory, seed=4)
-    assert_serves(untied, adapter.version, adapter.merged)
+    untied.assert_serves(adapter.version, adapter.merged)
 
 
 def test_an_adapter_of_a_smaller_rank_is_served(
     tied_adapters: SamplerClient, model: Path, directory: Path
 ):
     adapter = published(model, directory, seed=5, rank=1)
-    assert_serves(tied_adapters, adapter.version, adapter.merged)
+    tied_adapters.assert_serves(adapter.version, adapter.merged)
 
 
 def test_adapters_and_the_base_model_are_computed_in_one_batch_each_with_its_own_numbers(
@@ -100,7 +84,7 @@ def test_adapters_and_the_base_model_are_computed_in_one_batch_each_with_its_own
     answers = tied_adapters.sample_all([ask(tied_adapters, version, n=2) for version, _ in kinds])
     for (version, weights), answer in zip(kinds, answers, strict=True):
         assert answer.version == version.name
-        assert_answered_by(weights, PROMPT, answer)
+        assert_computed_by(weights, PROMPT, answer)
     described = tied_adapters.describe()
     assert described.version.name == "base/tiny"
     assert {a.version.name for a in two} <= set(described.adapters)
@@ -118,10 +102,10 @@ def test_more_adapters_at_once_than_are_computed_at_once_are_all_answered(
     answers = tied_adapters.sample_all([ask(tied_adapters, a.version) for a in ten])
     for adapter, answer in zip(ten, answers, strict=True):
         assert answer.version == adapter.version.name
-        assert_answered_by(adapter.merged, PROMPT, answer)
+        assert_computed_by(adapter.merged, PROMPT, answer)
     held = tied_adapters.describe().adapters
     assert len(held) == 8, "four for each that is computed at once"
-    assert_serves(tied_adapters, ten[0].version, ten[0].merged)
+    tied_adapters.assert_serves(ten[0].version, ten[0].merged)
 
 
 def test_a_hundred_adapters_that_come_and_go_leave_memory_flat(
@@ -139,7 +123,7 @@ def test_a_hundred_adapters_that_come_and_go_leave_memory_flat(
     assert tied_adapters.resident_bytes - before < 8 * 2**20
 
 
-def test_what_an_adapter_samples_does_not_depend_on_who_runs_beside_it(
+def test_samples_of_an_adapter_do_not_depend_on_the_batch(
     tied_adapters: SamplerClient, two: list[Published]
 ):
     versions = [two[0].version, tied_adapters.base, two[1].version]
@@ -171,15 +155,15 @@ def test_adapters_and_full_versions_take_turns_in_one_engine(
     tied_adapters: SamplerClient, model: Path, changed: Path, directory: Path, two: list[Published]
 ):
     full = publish(changed, directory, number=50)
-    assert_serves(tied_adapters, two[0].version, two[0].merged)
-    assert_serves(tied_adapters, full, changed)
+    tied_adapters.assert_serves(two[0].version, two[0].merged)
+    tied_adapters.assert_serves(full, changed)
     assert tied_adapters.describe().adapters == []
-    assert_serves(tied_adapters, two[0].version, two[0].merged)
-    assert_serves(tied_adapters, tied_adapters.base, model)
+    tied_adapters.assert_serves(two[0].version, two[0].merged)
+    tied_adapters.assert_serves(tied_adapters.base, model)
     kinds = [(full, changed), (two[1].version, two[1].merged), (tied_adapters.base, model)]
     answers = tied_adapters.sample_all([ask(tied_adapters, version) for version, _ in kinds])
     for (_, weights), answer in zip(kinds, answers, strict=True):
-        assert_answered_by(weights, PROMPT, answer)
+        assert_computed_by(weights, PROMPT, answer)
 
 
 def test_an_untied_head_survives_full_versions_between_adapters(
@@ -188,9 +172,9 @@ def test_an_untied_head_survives_full_versions_between_adapters(
     adapter = published(untied_model, directory, seed=6)
     full = publish(untied_changed, directory, number=51)
     for _ in range(2):
-        assert_serves(untied, full, untied_changed)
-        assert_serves(untied, adapter.version, adapter.merged)
-    assert_serves(untied, untied.base, untied_model)
+        untied.assert_serves(full, untied_changed)
+        untied.assert_serves(adapter.version, adapter.merged)
+    untied.assert_serves(untied.base, untied_model)
 
 
 def test_targets_and_topk_of_the_prompt_are_the_adapters(
@@ -223,7 +207,7 @@ def test_a_wrong_adapter_is_refused_and_the_others_go_on_serving(
     assert too_large.failure.type == "load_failed"
     assert "rank 6" in too_large.failure.message
     assert tied_adapters.load(wrong.version).failure.type == "load_failed"
-    assert_serves(tied_adapters, two[0].version, two[0].merged)
+    tied_adapters.assert_serves(two[0].version, two[0].merged)
 
 
 def test_an_adapter_as_peft_saves_it_is_served(
@@ -248,4 +232,4 @@ def test_an_adapter_as_peft_saves_it_is_served(
     merged = directory / "merged by peft"
     network.merge_and_unload().save_pretrained(merged)
     version = publish_adapter(files, directory, number=99, merged=merged)
-    assert_serves(tied_adapters, version, merged)
+    tied_adapters.assert_serves(version, merged)

@@ -9,16 +9,19 @@ import pytest
 
 from tandem.v1 import sampler_pb2
 from tandem.worker import SECRET_METADATA_KEY
-from tests.support.sampler_worker import SamplerClient, decoded, same, sampler_process
+from tests.support.sampler_worker import (
+    LENGTH,
+    PROMPT,
+    SamplerClient,
+    decoded,
+    same,
+    sampler_process,
+)
 from tests.support.tiny_model import VOCABULARY
 from tests.support.worker_process import CALL_SECONDS, SECRET
 
-LENGTH = 512
-EOS = 1
-PROMPT = [5, 9, 30, 41]
 
-
-def test_a_mistake_is_answered_and_harms_nobody_else(sampler: SamplerClient):
+def test_a_mistake_is_answered_and_affects_no_other_request(sampler: SamplerClient):
     calls = [
         sampler.send(each)
         for each in [
@@ -45,7 +48,7 @@ def test_a_call_without_the_secret_is_refused(sampler: SamplerClient):
         assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_a_caller_that_goes_away_leaves_nothing_running(sampler: SamplerClient):
+def test_a_cancelled_call_leaves_nothing_running(sampler: SamplerClient):
     call = sampler.send(sampler.request(PROMPT, n=500, max_tokens=500, stop=[]))
     while not sampler.describe().running:
         pass
@@ -76,3 +79,11 @@ def test_a_terminated_sampler_ends_before_it_is_ready_and_says_unavailable(model
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         client.process.terminate()
         assert client.process.wait(timeout=30) == 0
+
+
+def test_the_engine_reads_no_pickle_and_runs_no_code_of_a_model(model: Path):
+    from sampler_service.vllm.engine import engine_args
+    from tandem.settings import SamplerSettings
+
+    arguments = engine_args(model, SamplerSettings())
+    assert (arguments.load_format, arguments.trust_remote_code) == ("safetensors", False)

@@ -1,6 +1,5 @@
-"""What is said about the tokens of a prompt, by a real engine, against plain forwards, and what
-the prefix cache may serve meanwhile. Answers are decoded by the SDK's own code where it is
-installed beside us."""
+"""Scores of prompts by a real engine, against plain forwards, and the use of the prefix cache.
+Answers are decoded by the SDK's own code where it is installed."""
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ def test_prompt_logprobs_of_many_prompts_at_once_are_each_their_own(
         assert np.abs(answer.prompt_logprobs[1:] - plain_logprobs(model, prompt)).max() < 1e-4
 
 
-def test_the_last_n_are_those_of_the_whole_and_what_is_before_them_may_come_from_the_cache(
+def test_the_last_n_equal_those_of_the_whole_prompt_and_earlier_tokens_come_from_the_cache(
     sampler: SamplerClient,
 ):
     prompt, n = fresh(1), 10
@@ -167,9 +166,7 @@ def test_a_target_that_is_the_prompts_own_token_has_its_prompt_logprob(sampler: 
     assert (own == answer.prompt_logprobs[1:]).all()
 
 
-def test_what_lies_before_the_first_target_may_come_from_the_cache(
-    sampler: SamplerClient, model: Path
-):
+def test_tokens_before_the_first_target_come_from_the_cache(sampler: SamplerClient, model: Path):
     prompt = fresh(3)
     sampler.sample(prompt, max_tokens=1)
     ids = np.full((len(prompt) - 1, 2), -1)

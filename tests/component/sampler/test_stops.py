@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.sampler_worker import (
-    SamplerClient,
-    tokens_of,
-)
-
-LENGTH = 512
-EOS = 1
-PROMPT = [5, 9, 30, 41]
+from tests.support.sampler_worker import EOS, LENGTH, PROMPT, SamplerClient, text, tokens_of
 
 
 @pytest.fixture(scope="module")
 def long_sample(sampler: SamplerClient) -> list[int]:
-    """What seed 5 gives when nothing stops it."""
+    """The sample of seed 5 without stops."""
     return sampler.sample(PROMPT, seed=5, max_tokens=60, stop=[]).samples[0].tokens
-
-
-def text(token: int) -> str:
-    """The character of a token of the tiny tokenizer."""
-    import string
-
-    return (string.digits + string.ascii_letters + string.punctuation + " ")[token - 3]
 
 
 def test_a_stop_token_ends_the_sample_and_is_part_of_it(
@@ -41,11 +27,11 @@ def test_a_stop_string_ends_the_sample_with_the_token_that_completes_it(
     sampler: SamplerClient, long_sample: list[int]
 ):
     at = next(i for i in range(5, 58) if min(long_sample[i : i + 2]) > 2)
-    stop = text(long_sample[at]) + text(long_sample[at + 1])
+    stop = text(long_sample[at : at + 2])
     (sample,) = sampler.sample(PROMPT, seed=5, max_tokens=60, stop=[stop, "never this"]).samples
     assert sample.stopped
     assert sample.tokens == long_sample[: len(sample.tokens)]
-    assert "".join(map(text, sample.tokens[-2:])) == stop
+    assert text(sample.tokens[-2:]) == stop
     assert len(sample.logprobs) == len(sample.tokens)
 
 

@@ -1,4 +1,4 @@
-"""Streamed samples of a real engine are the unstreamed ones, told as they are drawn."""
+"""Streamed samples of a real engine equal the unstreamed ones, and arrive as they are drawn."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import pytest
 
 from tests.support.adapter_files import write_adapter_files, write_merged
 from tests.support.sampler_streams import gather, narrow_stream, open_stream, stream
-from tests.support.sampler_worker import SamplerClient, publish, publish_adapter, same
-
-PROMPT = [5, 9, 30, 41]
-LENGTH = 512
+from tests.support.sampler_worker import (
+    PROMPT,
+    SamplerClient,
+    publish,
+    publish_adapter,
+    same,
+    text,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,38 +31,36 @@ LENGTH = 512
         {"seed": 5, "max_tokens": 1},
     ],
 )
-def test_a_stream_tells_the_unstreamed_answer(sampler: SamplerClient, arguments: dict[str, Any]):
+def test_a_stream_adds_up_to_the_unstreamed_answer(
+    sampler: SamplerClient, arguments: dict[str, Any]
+):
     streamed = stream(sampler, PROMPT, **arguments)
     assert streamed.adds_up()
     assert same(streamed.answer, sampler.sample(PROMPT, **arguments))
-    assert streamed.reply.sampled_tokens == sum(len(t.tokens) for t in streamed.told.values())
+    assert streamed.reply.sampled_tokens == sum(len(t.tokens) for t in streamed.samples.values())
 
 
-def test_tokens_are_told_before_the_answer_is_there(sampler: SamplerClient):
+def test_tokens_arrive_before_the_answer(sampler: SamplerClient):
     call = open_stream(sampler, sampler.request(PROMPT, max_tokens=400, stop=[]))
     first = next(call)
     assert sampler.describe().running == 1
     rest = gather([first, *call])
     assert rest.adds_up()
-    assert rest.told[0].deltas > 1
+    assert rest.samples[0].deltas > 1
 
 
-def test_the_tokens_of_a_stop_string_are_told_with_the_last_one(sampler: SamplerClient):
-    import string
-
+def test_the_tokens_of_a_stop_string_are_streamed(sampler: SamplerClient):
     plain = sampler.sample(PROMPT, seed=5, max_tokens=60, stop=[]).samples[0].tokens
-    characters = string.digits + string.ascii_letters + string.punctuation + " "
     at = next(i for i in range(5, 58) if min(plain[i : i + 2]) > 2)
-    stop = "".join(characters[token - 3] for token in plain[at : at + 2])
+    stop = text(plain[at : at + 2])
     streamed = stream(sampler, PROMPT, seed=5, max_tokens=60, stop=[stop])
     assert streamed.adds_up()
-    assert streamed.told[0].stopped
-    told = "".join(characters[token - 3] for token in streamed.told[0].tokens[-2:])
-    assert told == stop
+    assert streamed.samples[0].stopped
+    assert text(streamed.samples[0].tokens[-2:]) == stop
     assert same(streamed.answer, sampler.sample(PROMPT, seed=5, max_tokens=60, stop=[stop]))
 
 
-def test_streams_of_other_versions_wait_their_turn_and_are_told_from_theirs(
+def test_streams_of_several_versions_wait_their_turn_and_come_from_their_own(
     sampler: SamplerClient, changed: Path, directory: Path
 ):
     new = publish(changed, directory, number=71)
@@ -108,7 +110,7 @@ def test_a_cancelled_stream_frees_the_engine(sampler: SamplerClient):
         list(call)
 
 
-def test_a_reader_that_stops_reading_holds_nobody_back(sampler: SamplerClient):
+def test_a_reader_that_stops_reading_does_not_delay_the_engine(sampler: SamplerClient):
     arguments: dict[str, Any] = {"n": 40, "max_tokens": 500, "stop": [], "seed": 8, "topk": 20}
     with narrow_stream(sampler, sampler.request(PROMPT, **arguments)) as call:
         first = next(call)
@@ -116,5 +118,5 @@ def test_a_reader_that_stops_reading_holds_nobody_back(sampler: SamplerClient):
             sampler.sample(PROMPT, max_tokens=1)
         streamed = gather([first, *call])
     assert streamed.adds_up()
-    deltas = sum(each.deltas for each in streamed.told.values())
+    deltas = sum(each.deltas for each in streamed.samples.values())
     assert deltas < 40 * 500, "what was not read in time is merged"

@@ -5,31 +5,16 @@ from __future__ import annotations
 import urllib.request
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.support.sampler_worker import (
+    PROMPT,
     SamplerClient,
-    assert_logprobs_are_those_of,
-    plain_logprobs,
+    assert_computed_by,
     publish,
     rewrite_manifest,
 )
 from tests.support.worker_process import CALL_SECONDS
-
-LENGTH = 512
-EOS = 1
-PROMPT = [5, 9, 30, 41]
-
-
-def assert_serves(client: SamplerClient, version, weights: Path) -> None:
-    answer = client.sample(
-        PROMPT, version=version, seed=2, max_tokens=20, stop=[], prompt_logprobs=True
-    )
-    assert answer.version == version.name
-    assert_logprobs_are_those_of(weights, PROMPT, answer)
-    assert answer.prompt_logprobs is not None
-    assert np.abs(answer.prompt_logprobs[1:] - plain_logprobs(weights, PROMPT)).max() < 1e-4
 
 
 def test_a_published_version_is_served_exactly_and_the_base_again_after_it(
@@ -39,16 +24,16 @@ def test_a_published_version_is_served_exactly_and_the_base_again_after_it(
     reply = sampler.load(version)
     assert not reply.HasField("failure"), reply.failure
     assert reply.canary_difference < 1e-4
-    assert_serves(sampler, version, changed)
-    assert_serves(sampler, sampler.base, model)
+    sampler.assert_serves(version, changed)
+    sampler.assert_serves(sampler.base, model)
 
 
 def test_a_published_version_is_served_exactly_without_tied_embeddings(
     untied: SamplerClient, untied_changed: Path, directory: Path
 ):
     version = publish(untied_changed, directory, number=2)
-    assert_serves(untied, version, untied_changed)
-    assert_serves(untied, untied.base, directory / "untied")
+    untied.assert_serves(version, untied_changed)
+    untied.assert_serves(untied.base, directory / "untied")
 
 
 def test_requests_for_two_versions_at_once_are_each_answered_from_their_own(
@@ -61,7 +46,7 @@ def test_requests_for_two_versions_at_once_are_each_answered_from_their_own(
     )
     for asked, answer in zip(versions, answers, strict=True):
         assert answer.version == asked.name
-        assert_logprobs_are_those_of(model if asked is sampler.base else changed, PROMPT, answer)
+        assert_computed_by(model if asked is sampler.base else changed, PROMPT, answer)
 
 
 def _remove_a_tensor(version) -> None:
@@ -96,7 +81,7 @@ def _remove_the_manifest(version) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "reason"),
     [
         (_remove_a_tensor, "lacks"),
         (_damage_a_file, "checksum"),
@@ -106,17 +91,17 @@ def _remove_the_manifest(version) -> None:
     ],
 )
 def test_a_bad_version_is_refused_and_the_old_one_goes_on_serving(
-    sampler: SamplerClient, model: Path, changed: Path, directory: Path, spoil, told: str
+    sampler: SamplerClient, model: Path, changed: Path, directory: Path, spoil, reason: str
 ):
-    assert_serves(sampler, sampler.base, model)
+    sampler.assert_serves(sampler.base, model)
     version = publish(changed, directory, number=5)
     spoil(version)
     failure = sampler.refusal(sampler.request(PROMPT, version=version))
     assert failure.type == "load_failed"
-    assert told in failure.message
+    assert reason in failure.message
     assert sampler.load(version).failure.type == "load_failed"
     assert sampler.describe().version.name == "base/tiny"
-    assert_serves(sampler, sampler.base, model)
+    sampler.assert_serves(sampler.base, model)
 
 
 def test_twenty_loads_leave_memory_flat(
@@ -129,7 +114,7 @@ def test_twenty_loads_leave_memory_flat(
     for version in versions * 10:
         assert not sampler.load(version).HasField("failure")
     assert sampler.resident_bytes - before < 8 * 2**20
-    assert_serves(sampler, versions[1], model)
+    sampler.assert_serves(versions[1], model)
 
 
 def test_metrics_count_what_was_done(sampler: SamplerClient):
@@ -137,6 +122,6 @@ def test_metrics_count_what_was_done(sampler: SamplerClient):
     url = (
         f"http://{sampler.report.address.rpartition(':')[0]}:{sampler.report.metrics_port}/metrics"
     )
-    text_ = urllib.request.urlopen(url, timeout=CALL_SECONDS).read().decode()
+    metrics = urllib.request.urlopen(url, timeout=CALL_SECONDS).read().decode()
     for name in ("requests_total", "tokens_total", "load_seconds_count", "state", "waiting"):
-        assert f"tandem_sampler_{name}" in text_
+        assert f"tandem_sampler_{name}" in metrics

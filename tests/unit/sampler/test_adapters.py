@@ -1,4 +1,4 @@
-"""Which adapters lie in an engine, when, and which are refused, with an engine that is a fake."""
+"""Which adapters an engine holds, when, and which are refused, with a fake engine."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_request_for_an_adapter_brings_the_base_weights_back_first(base: Path,
     assert bench.engine.admitted.count("canary of run/v1") == 2, "the load took the adapter out"
 
 
-def test_the_longest_unused_adapter_leaves_for_a_new_one(base: Path, tmp_path: Path):
+def test_the_least_recently_used_adapter_is_evicted_for_a_new_one(base: Path, tmp_path: Path):
     bench = Bench(base=base, rank=RANK, room=2)
     versions = [adapter(tmp_path, number) for number in range(1, 4)]
     for index in (0, 1, 0, 2):
@@ -117,7 +117,7 @@ def test_the_longest_unused_adapter_leaves_for_a_new_one(base: Path, tmp_path: P
     assert set(bench.engine.adapters) == {"run/v1", "run/v3"}
 
 
-def test_an_adapter_with_requests_never_leaves(base: Path, tmp_path: Path):
+def test_an_adapter_with_requests_is_never_evicted(base: Path, tmp_path: Path):
     bench = Bench(base=base, rank=RANK, room=2)
     versions = [adapter(tmp_path, number) for number in range(1, 6)]
     answers = [
@@ -155,7 +155,7 @@ def test_a_canary_that_differs_refuses_the_adapter_alone(base: Path, tmp_path: P
     assert set(bench.engine.adapters) == {good.name}
 
 
-def test_cancelling_all_who_wait_for_a_canary_leaves_the_scheduler_running(
+def test_cancelling_all_requests_of_an_unverified_adapter_leaves_the_scheduler_running(
     base: Path, tmp_path: Path
 ):
     bench = Bench(base=base, rank=RANK)
@@ -191,7 +191,7 @@ def test_a_damaged_adapter_is_refused_before_the_engine_sees_it(base: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    ("tensors", "config", "told"),
+    ("tensors", "config", "reason"),
     [
         (pair(LAYER, rank=8), {"r": 8}, "rank 8; this sampler was started for ranks up to 4"),
         (pair(LAYER, rank=2), {}, "rank 4 they must be"),
@@ -206,12 +206,12 @@ def test_a_damaged_adapter_is_refused_before_the_engine_sees_it(base: Path, tmp_
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(
-    base: Path, tmp_path: Path, tensors, config, told
+    base: Path, tmp_path: Path, tensors, config, reason
 ):
     bench = Bench(base=base, rank=RANK)
     refused = bench.ask(adapter(tmp_path, 1, tensors=tensors, **config), "a")
     bench.settle()
-    with pytest.raises(LoadFailed, match=told):
+    with pytest.raises(LoadFailed, match=reason):
         refused.result(0)
     assert bench.engine.adapters == {}
 

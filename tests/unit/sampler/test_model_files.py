@@ -1,4 +1,4 @@
-"""What is read from model directories without a framework, and the engine's environment."""
+"""Reading model directories without a framework, and the environment of the engine's process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_inventory_is_read_over_all_files(weights: Path):
 
 
 @pytest.mark.parametrize(
-    ("tensors", "told"),
+    ("tensors", "reason"),
     [
         ({"a": np.zeros((2, 3), np.float32)}, "lacks b"),
         ({"a": np.zeros((3, 2), np.float32), "b": np.zeros(4, np.float32)}, "shape"),
@@ -77,11 +77,11 @@ def test_an_inventory_is_read_over_all_files(weights: Path):
         ),
     ],
 )
-def test_a_version_with_other_tensors_is_refused(weights: Path, tmp_path: Path, tensors, told):
+def test_a_version_with_other_tensors_is_refused(weights: Path, tmp_path: Path, tensors, reason):
     other = tmp_path / "other"
     other.mkdir()
     save_file(tensors, other / "1.safetensors")
-    with pytest.raises(LoadFailed, match=told):
+    with pytest.raises(LoadFailed, match=reason):
         check_inventory(read_inventory(other), expected=read_inventory(weights), name="v")
 
 

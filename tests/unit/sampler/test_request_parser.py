@@ -1,4 +1,4 @@
-"""What a client may get wrong in a sample request, what stops mean, and how answers are encoded."""
+"""What a client may get wrong in a sample request, and what absent fields mean."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def delta(index: int, tokens: list[int], *, finished: bool = False) -> EngineDel
     return EngineDelta(id="op", index=index, new=new, finished=finished)
 
 
-def test_what_a_slow_reader_leaves_is_merged_by_sample_and_woken_for_once():
+def test_untaken_deltas_are_merged_by_sample_and_wake_the_reader_once():
     async def scenario() -> None:
         woken = []
         loop = asyncio.get_running_loop()
@@ -108,11 +108,11 @@ def test_what_a_slow_reader_leaves_is_merged_by_sample_and_woken_for_once():
     asyncio.run(scenario())
 
 
-def test_a_greedy_sample_is_told_for_each_of_its_copies():
+def test_a_greedy_sample_is_streamed_for_each_of_its_copies():
     async def scenario() -> None:
         buffer = StreamBuffer(topk=2, copies=3)
         buffer.add([delta(0, [5], finished=True)])
-        told = await buffer.take()
-        assert [(each.index, each.finished) for each in told] == [(0, True), (1, True), (2, True)]
+        deltas = await buffer.take()
+        assert [(each.index, each.finished) for each in deltas] == [(0, True), (1, True), (2, True)]
 
     asyncio.run(scenario())

@@ -48,7 +48,7 @@ def test_until_patience_is_over_the_loaded_version_goes_first():
     assert bench.engine.admitted == ["first", "second"]
 
 
-def test_after_patience_nothing_of_the_loaded_version_goes_before_the_waiter():
+def test_after_patience_nothing_of_the_loaded_version_is_admitted_before_the_waiter():
     bench = Bench(patience=2.0)
     bench.ask(BASE, "first", steps=4)
     new = bench.ask(NEW, "new")
@@ -85,7 +85,7 @@ def test_an_explicit_load_waits_like_a_request_and_ends_when_the_version_serves(
     assert bench.scheduler.status.version == NEW
 
 
-def test_a_load_that_its_caller_gave_up_is_not_carried_out():
+def test_a_cancelled_load_is_not_carried_out():
     bench = Bench()
     running = bench.ask(BASE, "running", steps=2)
     given_up, wanted = bench.scheduler.load(NEW), bench.scheduler.load(OTHER)
@@ -143,7 +143,7 @@ def test_touched_weights_are_replaced_by_the_old_version_before_anything_runs():
     assert old.result(0).version == BASE
 
 
-def test_without_old_or_new_weights_everything_is_refused():
+def test_everything_is_refused_when_neither_new_nor_old_weights_load():
     bench = Bench()
     bench.loader.errors = {
         "run/v1": [WeightsTouched("canary")],
@@ -189,7 +189,7 @@ def test_a_request_that_the_engine_refuses_fails_alone():
     assert good.result(0).version == BASE
 
 
-def test_an_engine_that_breaks_answers_everybody_and_ends_the_process():
+def test_an_engine_that_breaks_fails_all_requests_and_is_reported():
     bench = Bench()
     running, waiting = bench.ask(BASE, "running"), bench.ask(NEW, "waiting")
     bench.engine.broken = True

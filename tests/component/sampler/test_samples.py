@@ -11,8 +11,9 @@ import pytest
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 from tests.support.sampler_worker import (
+    PROMPT,
     SamplerClient,
-    assert_logprobs_are_those_of,
+    assert_computed_by,
     plain_distribution,
     plain_logprobs,
     same,
@@ -20,23 +21,19 @@ from tests.support.sampler_worker import (
 )
 from tests.support.tiny_model import VOCABULARY
 
-LENGTH = 512
-EOS = 1
-PROMPT = [5, 9, 30, 41]
-
 
 def test_sampled_logprobs_equal_a_plain_forward(sampler: SamplerClient, model: Path):
     answer = sampler.sample(PROMPT, n=3, max_tokens=30, seed=1, stop=[])
     assert answer.version == "base/tiny"
     assert [len(tokens) for tokens in tokens_of(answer)] == [30, 30, 30]
-    assert_logprobs_are_those_of(model, PROMPT, answer)
+    assert_computed_by(model, PROMPT, answer)
 
 
 def test_sampled_logprobs_equal_a_plain_forward_without_tied_embeddings(
     untied: SamplerClient, directory: Path
 ):
     answer = untied.sample(PROMPT, n=2, max_tokens=30, seed=1, stop=[])
-    assert_logprobs_are_those_of(directory / "untied", PROMPT, answer)
+    assert_computed_by(directory / "untied", PROMPT, answer)
 
 
 def test_sampled_logprobs_are_those_of_the_scaled_distribution(sampler: SamplerClient, model: Path):
@@ -102,7 +99,7 @@ def test_greedy_takes_the_likeliest_token_with_its_logprob_at_temperature_one(
     assert first.tokens == second.tokens
     assert first.topk is not None
     assert np.frombuffer(first.topk.token_ids, "<i4").tolist() == first.tokens
-    assert_logprobs_are_those_of(model, PROMPT, answer)
+    assert_computed_by(model, PROMPT, answer)
 
 
 def test_topk_lists_the_likeliest_and_leaves_cells_of_excluded_tokens_empty(
