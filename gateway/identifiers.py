@@ -1,4 +1,4 @@
-"""How sessions, runs, checkpoints and requests are named, and how names are read."""
+"""Builds, checks and parses the names of sessions, runs, checkpoints, requests and files."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ def sampling_session_id_of(*, session_id: str, number: int) -> str:
 
 
 def request_id_of(*, owner: str, seq_id: int) -> str:
-    """The request of a run or of a sampling session: `s-ab12:train:0:17`."""
+    """Return the id of a request to a run or a sampling session: `s-ab12:train:0:17`."""
     return f"{owner}:{seq_id}"
 
 
 def split_request_id(request_id: str) -> tuple[str, int] | None:
-    """The owner and the seq_id, or None for what was never a request id of ours."""
+    """Return the owner and the seq_id, or None for what cannot be a request id of ours."""
     owner, _, number = request_id.rpartition(":")
-    plain = number.isascii() and number.isdigit()  # of any script, a request had many names
-    if not owner or not plain or len(number) > 19:
+    # ASCII digits only: with those of other scripts, a request would have many names.
+    if not owner or not re.fullmatch(r"[0-9]{1,19}", number) or int(number) >= 2**63:
         return None
-    seq_id = int(number)
-    return (owner, seq_id) if seq_id < 2**63 else None  # what a database can be asked for
+    return owner, int(number)
 
 
 def check_name(name: str) -> str:
-    """A checkpoint's name becomes a folder's: raises `InvalidRequest` where it cannot."""
+    """Return the name of a checkpoint, which becomes part of a folder's name. Raise
+    `InvalidRequest` if it cannot."""
     if not _NAME.fullmatch(name):
         raise InvalidRequest(
             f"the name {name[:140]!r} is not allowed: 1 to 128 of A-Z a-z 0-9 . _ -, "
@@ -73,7 +73,7 @@ def check_name(name: str) -> str:
 
 
 def check_model_name(name: str) -> str:
-    """Raises `InvalidRequest` for a name that a client could not ask for."""
+    """Raise `InvalidRequest` for a name that a client could not ask for."""
     if not _MODEL_NAME.fullmatch(name):
         raise InvalidRequest(
             f"the model name {name[:210]!r} is not allowed: 1 to 200 of A-Z a-z 0-9 . _ - /"
@@ -82,10 +82,10 @@ def check_model_name(name: str) -> str:
 
 
 def split_model_name(name: str) -> tuple[str, bool]:
-    """The registered name and whether full-parameter training is asked for.
+    """Return the registered name, and whether full-parameter training is asked for.
 
-    Literal example: `"tiny:full"` gives `("tiny", True)`. Raises `UnsupportedInput` for
-    another suffix.
+    Literal example: `"tiny:full"` gives `("tiny", True)`. Raises `UnsupportedInput` for any
+    other suffix.
     """
     base, colon, suffix = name.partition(":")
     if colon and suffix != FULL_SUFFIX:
@@ -97,7 +97,7 @@ def split_model_name(name: str) -> tuple[str, bool]:
 
 
 def check_ttl(ttl_seconds: int | None) -> None:
-    """Raises `InvalidRequest` for a time to live that is too short or too long."""
+    """Raise `InvalidRequest` for a time to live that is too short or too long."""
     if ttl_seconds is not None and not SHORTEST_TTL <= ttl_seconds <= LONGEST_TTL:
         raise InvalidRequest(
             f"ttl_seconds is {ttl_seconds}; it must be from {SHORTEST_TTL} (an hour) to "
@@ -106,10 +106,11 @@ def check_ttl(ttl_seconds: int | None) -> None:
 
 
 def parse_checkpoint_path(path: str) -> CheckpointPath:
-    """Raises `InvalidRequest` for what is no such path, `UnknownWeights` for an unknown kind.
+    """Raise `InvalidRequest` for text that is not such a path, `UnknownWeights` for an unknown
+    kind.
 
-    Nothing that could lead out of a folder gets through: neither run nor name may hold a slash,
-    and neither may begin with a dot.
+    A parsed path cannot lead out of a folder: neither run nor name may contain a slash or begin
+    with a dot.
     """
     parts = path.removeprefix("tinker://").split("/")
     if not path.startswith("tinker://") or len(parts) != 3 or not all(parts):

@@ -8,21 +8,21 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import delete, insert, select
 
 from gateway.identifiers import check_model_name
 from gateway.storage.database import Database
 from gateway.storage.tables import models
 from tandem.errors import InvalidRequest, UnknownModel
 
-_LONGEST = 2**31 - 1
-"""Tokens. What a config says beyond that is no length."""
+_MAX_LENGTH = 2**31 - 1
+"""Tokens. Configs use larger numbers for "no limit"."""
 
 
 @dataclass(frozen=True)
 class BaseModelEntry:
-    """`path` is a folder in the Hugging Face layout; `max_length` is in tokens, if it says so.
-    `added_at` in seconds since 1970."""
+    """`path` is a folder in the Hugging Face layout; `max_length` is in tokens, None if unknown;
+    `added_at` is in seconds since 1970."""
 
     name: str
     path: str
@@ -37,20 +37,15 @@ class BaseModels:
 
     async def open(self) -> None:
         for row in await self._database.read(select(models).order_by(models.c.name)):
-            self._entries[row["name"]] = BaseModelEntry(
-                name=row["name"],
-                path=row["path"],
-                max_length=row["max_length"],
-                added_at=row["added_at"],
-            )
+            self._entries[row["name"]] = BaseModelEntry(**row)
 
     def all(self) -> list[BaseModelEntry]:
         return list(self._entries.values())
 
     def get(self, name: str) -> BaseModelEntry:
-        """By name, or by the path that it was registered with: a client that names the path
-        can load the tokenizer from there, where the SDK looks for one under the name alone.
-        Raises `UnknownModel`, which names those that are known."""
+        """Return a model by its name, or by the path with which it was registered: a client that
+        names the path can load the tokenizer from there, where the SDK looks for it under the
+        model's name. Raise `UnknownModel`."""
         entry = self._entries.get(name)
         if entry is None and name.startswith("/"):
             entry = next((e for e in self._entries.values() if e.path == name), None)
@@ -60,27 +55,26 @@ class BaseModels:
         return entry
 
     async def add(self, *, name: str, path: str) -> BaseModelEntry:
-        """Registers a model, or gives a registered name another path. Raises `InvalidRequest`."""
+        """Register a model, or give a registered name another path. Raise `InvalidRequest`."""
         check_model_name(name)
         max_length = await asyncio.to_thread(_read_max_length, Path(path))
-        added_at = time.time()
-        entry = BaseModelEntry(name=name, path=path, max_length=max_length, added_at=added_at)
-        row = {"path": path, "max_length": max_length, "added_at": added_at}
-        if name in self._entries:
-            await self._database.write(update(models).where(models.c.name == name).values(**row))
-        else:
-            await self._database.write(insert(models), {"name": name, **row})
+        entry = BaseModelEntry(name=name, path=path, max_length=max_length, added_at=time.time())
+        await self._database.write_together(
+            delete(models).where(models.c.name == name), insert(models).values(vars(entry))
+        )
         self._entries[name] = entry
         return entry
 
     async def remove(self, name: str) -> None:
-        """Forgets a model, named as in `get`; what runs with it goes on. Raises `UnknownModel`."""
+        """Remove a model, named as in `get`; runs that use it go on. Raise `UnknownModel`."""
         entry = self.get(name)
         del self._entries[entry.name]
         await self._database.write(delete(models).where(models.c.name == entry.name))
 
 
 def _read_max_length(path: Path) -> int | None:
+    """Return the context length that a model's config names. Raise `InvalidRequest` if the folder
+    is not a model."""
     if not path.is_absolute():
         raise InvalidRequest(f"the path of a model must be absolute, not {str(path)!r}")
     config = path / "config.json"
@@ -97,5 +91,5 @@ def _read_max_length(path: Path) -> int | None:
     nested = content.get("text_config")
     source = nested if isinstance(nested, dict) else content
     length = source.get("max_position_embeddings")
-    known = type(length) is int and 0 < length <= _LONGEST
+    known = type(length) is int and 0 < length <= _MAX_LENGTH
     return length if known else None

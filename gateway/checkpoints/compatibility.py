@@ -1,4 +1,4 @@
-"""Whether a run can take up what a checkpoint holds, and what a run made from one trains."""
+"""Whether a run can load a checkpoint, and what a run made from a checkpoint trains."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Optimizer = Literal["adamw", "dimuon"]
 def check_compatible(
     *, path: str, saved: TrainingSpec, here: TrainingSpec, optimizer: bool
 ) -> None:
-    """Raises `CheckpointMismatch` when a run that trains `here` cannot load what a run that
-    trained `saved` wrote. `optimizer`: its state is to be loaded, too."""
+    """Raise `CheckpointMismatch` if a run that trains `here` cannot load the checkpoint of a run
+    that trained `saved`. `optimizer` says that its optimizer state is to be loaded as well."""
     if saved.lora is None and here.lora is not None:
         raise CheckpointMismatch(
             f"{path!r} holds all parameters of its model, and this run trains a LoRA adapter; "
@@ -22,13 +22,13 @@ def check_compatible(
         )
     if saved.lora is not None and here.lora is None:
         raise CheckpointMismatch(
-            f"{path!r} holds a LoRA adapter of {describe(saved.lora)}, and this run trains all "
+            f"{path!r} holds a LoRA adapter of {_describe(saved.lora)}, and this run trains all "
             "parameters; make a run from it with create_training_client_from_state"
         )
     if saved.lora is not None and here.lora is not None and not _same_shape(saved.lora, here.lora):
         raise CheckpointMismatch(
-            f"{path!r} holds a LoRA adapter of {describe(saved.lora)}, and this run trains one "
-            f"of {describe(here.lora)}"
+            f"{path!r} holds a LoRA adapter of {_describe(saved.lora)}, and this run trains one "
+            f"of {_describe(here.lora)}"
         )
     if optimizer and saved.optimizer != here.optimizer:
         raise CheckpointMismatch(
@@ -40,11 +40,11 @@ def check_compatible(
 def training_from(
     *, path: str, saved: TrainingSpec, full: bool, optimizer: bool, asked: Optimizer | None
 ) -> TrainingSpec:
-    """What a new run trains that begins with a checkpoint of a run that trained `saved`.
+    """Return what a new run trains that begins with the checkpoint of a run that trained `saved`.
 
-    `optimizer`: its state is to be loaded, too; `asked`: the optimizer that the client named,
-    AdamW if none and no state is loaded. `full`: the client asked for full-parameter training.
-    Raises `CheckpointMismatch`.
+    `full` says that the client asked for full-parameter training, `optimizer` that the optimizer
+    state is to be loaded as well. `asked` is the optimizer that the client named; without one,
+    and without a state to load, it is AdamW. Raises `CheckpointMismatch`.
     """
     if optimizer and asked not in (None, saved.optimizer):
         raise CheckpointMismatch(
@@ -53,7 +53,7 @@ def training_from(
         )
     if full and saved.lora is not None:
         raise CheckpointMismatch(
-            f"{path!r} holds a LoRA adapter of {describe(saved.lora)}, from which no run of all "
+            f"{path!r} holds a LoRA adapter of {_describe(saved.lora)}, from which no run of all "
             "parameters can be made; leave the suffix of the model's name out"
         )
     return TrainingSpec(
@@ -61,7 +61,7 @@ def training_from(
     )
 
 
-def describe(lora: LoraSpec) -> str:
+def _describe(lora: LoraSpec) -> str:
     """Literal example: "rank 32 on attention, mlp and unembedding"."""
     kinds = [kind for kind in ("attention", "mlp", "unembedding") if getattr(lora, kind)]
     listed = ", ".join(kinds[:-1]) + " and " + kinds[-1] if len(kinds) > 1 else "".join(kinds)
@@ -69,5 +69,5 @@ def describe(lora: LoraSpec) -> str:
 
 
 def _same_shape(one: LoraSpec, other: LoraSpec) -> bool:
-    """Everything but the seed, which no longer matters once there are weights."""
+    """Compare everything but the seed, which no longer matters once there are weights."""
     return one.model_copy(update={"seed": other.seed}) == other

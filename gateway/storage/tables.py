@@ -1,4 +1,4 @@
-"""The tables of the gateway's database. Times are seconds since 1970; text ids are ours.
+"""The tables of the gateway's database. Times are in seconds since 1970.
 
 A change here needs a migration in `gateway/storage/migrations/versions`.
 """
@@ -31,7 +31,7 @@ models = Table(
     Column("added_at", Float, nullable=False),
 )
 
-# Who may come in. The keys themselves are not here; the local one is in no row.
+# API keys, as hashes. The local key has no row.
 keys = Table(
     "keys",
     metadata,
@@ -87,7 +87,7 @@ runs = Table(
     Index("runs_by_state", "state"),
 )
 
-# The operation log. A request's id is RUN:SEQ. `request` holds the small JSON requests; the
+# The journals of all runs. A request's id is RUN:SEQ. `request` has the small JSON requests; the
 # payload of a forward_backward is a file beside the database until the operation has ended.
 operations = Table(
     "operations",
@@ -102,7 +102,7 @@ operations = Table(
     Column("error_type", String(64), nullable=False, default=""),
     Column("error", Text, nullable=False, default=""),
     Column("media", String(16), nullable=False, default=""),  # of the result: json, protobuf
-    Column("result", LargeBinary),  # absent: in a file, if it is larger, or expired
+    Column("result", LargeBinary),  # absent if it is in a file, being large, or expired
     Index("operations_by_end", "ended_at"),
 )
 
@@ -175,7 +175,7 @@ workers = Table(
     Index("workers_by_state", "state"),
 )
 
-# What was used, added up by hour: one row for each hour, run or sampler, and kind of event.
+# Usage by hour: one row for each hour, run or sampling session, and kind of event.
 usage = Table(
     "usage",
     metadata,
@@ -193,7 +193,7 @@ usage = Table(
     Index("usage_by_session", "session_id"),
 )
 
-# Every state-changing request: who, what, on what, from where, and what came of it.
+# Every request that changes something: who, what, from where, and the outcome.
 audit = Table(
     "audit",
     metadata,

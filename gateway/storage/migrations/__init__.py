@@ -1,6 +1,6 @@
-"""The history of the database's tables (alembic), applied when the gateway starts.
+"""Migrations of the database (alembic), applied when the gateway starts.
 
-`upgrade` brings a database to the newest revision. It costs one query when it is there already.
+`upgrade` brings a database to the newest revision. For one that is up to date, it costs one query.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ HEAD = "0001"
 
 
 def upgrade(connection: Connection) -> None:
-    """Applies what is missing, in one transaction."""
+    """Apply the missing migrations in one transaction."""
     if _revision(connection) == HEAD:
         return
-    from alembic import command  # costs a third of a second: only where there is work
+    from alembic import command  # takes a third of a second to import
     from alembic.config import Config
 
     config = Config()

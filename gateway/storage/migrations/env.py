@@ -1,4 +1,4 @@
-"""What alembic runs: migrations over the connection that `upgrade` hands in."""
+"""Run by alembic: applies migrations over the connection that `upgrade` passes in."""
 
 from __future__ import annotations
 
