@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,9 @@ from tandem.cli.main import app
 from tandem.errors import InvalidRequest, NameTaken, ServerError
 from tests.component.gateway.test_checkpoints import place, step
 from tests.support.gateway.running import running_gateway, wait_for
+from tests.support.gateway.tinker_command import TinkerCommand
 
-TINKER = (sys.executable, "-m", "tinker.cli")
+BEFORE_ALL = ("--before", "2020-01-01")
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +30,16 @@ def training(gate):
         yield service.create_lora_training_client("tiny:full").result()
 
 
+@pytest.fixture(scope="module")
+def tinker_process(gate):
+    surroundings = {"TINKER_BASE_URL": gate.url, "TINKER_API_KEY": gate.settings.api_key}
+    with TinkerCommand(**surroundings) as command:
+        yield command
+
+
 @pytest.fixture
-def tinker_command(gate, monkeypatch):
-    monkeypatch.setenv("TINKER_BASE_URL", gate.url)
-    monkeypatch.setenv("TINKER_API_KEY", gate.settings.api_key)
-
-    def run(*arguments: str) -> dict:
-        # A process of its own. The command makes its client without arguments, and the SDK keeps
-        # the first one that a process made so, with the address that TINKER_BASE_URL had then: in
-        # this process it may go on asking a gateway that another test stopped long ago.
-        command = [*TINKER, "-f", "json", "checkpoint", *arguments]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        return json.loads(ended.stdout) if ended.stdout.strip() else {}
-
-    return run
+def tinker_command(tinker_process):
+    return partial(tinker_process.answer, "checkpoint")
 
 
 @pytest.fixture
@@ -82,7 +77,9 @@ def test_tinker_lists_describes_publishes_and_ages_checkpoints(training, tinker_
     assert (info["public"], info["expires_at"]) == (False, None)
 
 
-def test_tinker_deletes_by_path_and_by_run_type_and_date(gate, training, tinker_command):
+def test_tinker_deletes_by_path_and_by_run_type_and_date(
+    gate, training, tinker_process, tinker_command
+):
     states = [training.save_state(f"s{i}").result().path for i in range(3)]
     sampled = training.save_weights_for_sampler("w").result().path
     run = ("--run-id", training.model_id)
@@ -90,14 +87,8 @@ def test_tinker_deletes_by_path_and_by_run_type_and_date(gate, training, tinker_
     again = tinker_command("delete", "-y", states[0])
     assert again["deleted_count"] == 0
     assert "there is no checkpoint" in again["failed"][0]["error"]
-    missed = subprocess.run(
-        [*TINKER, "checkpoint", "delete", "-y", *run, "--before", "2020-01-01"],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert "No checkpoints found" in missed.stdout + missed.stderr
+    _status, missed = tinker_process.run("checkpoint", "delete", "-y", *run, *BEFORE_ALL)
+    assert "No checkpoints found" in missed
     tinker_command("delete", "-y", *run, "--type", "weights", "--after", "2020-01-01")
     assert paths(tinker_command("list", *run)) == {sampled}
     tinker_command("delete", "-y", *run)
