@@ -26,19 +26,10 @@ from sqlalchemy import (
     select,
 )
 from sqlalchemy.exc import IntegrityError
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from gateway.api.access import guarded
-from gateway.api.wire import (
-    caller_of,
-    gateway_of,
-    json_response,
-    note_for_audit,
-    parse,
-    read_body,
-)
+from gateway.api.dependencies import AccessDep, AuditDep, CallerDep, GatewayDep, RawBody
+from gateway.api.fields import Answer
+from gateway.api.routing import Router
 from gateway.core import Gateway
 from gateway.futures.table import Result
 from gateway.identifiers import request_id_of
@@ -46,7 +37,7 @@ from gateway.limits.quotas import Quotas
 from gateway.storage.database import Database
 from gateway.storage.tables import metadata, sessions
 from tandem.custom_losses import MAX_BYTES, read_custom_loss
-from tandem.errors import CustomLossInvalid, UnknownLoss
+from tandem.errors import CustomLossInvalid, SessionFinished, UnknownLoss, UnknownSession
 
 MAX_LOSSES = 256
 """Custom losses per session."""
@@ -156,15 +147,36 @@ class CustomLossStore:
         self._limits.check("custom_losses", used=row["of_owner"])
 
 
-async def create_custom_loss(request: Request) -> Response:
-    """Registers a traced loss. A promise of `{"loss_id"}`, which is kept already. A graph that
-    is not allowed is refused at once, so that the SDK raises its typed error at once."""
-    gateway = gateway_of(request)
-    raw = await read_body(request)
+class CustomLossAccepted(Answer):
+    """`request_id` is the loss id, too."""
+
+    request_id: str
+
+
+router = Router("/api/v1", tag="SDK")
+
+
+@router.operation(
+    "POST",
+    "/create_custom_loss",
+    role="member",
+    audit="loss_create",
+    errors=[UnknownSession, SessionFinished, CustomLossInvalid],
+    rules=["The rest of the body is the traced loss (docs/custom-losses.md)."],
+)
+async def create_custom_loss(
+    body: CreateCustomLoss,
+    raw: RawBody,
+    gateway: GatewayDep,
+    access: AccessDep,
+    caller: CallerDep,
+    audit: AuditDep,
+) -> CustomLossAccepted:
+    """Register a traced loss. One that is not allowed is refused at once, so that the SDK raises
+    its typed error at once."""
     if len(raw) > MAX_BYTES:
         raise CustomLossInvalid(f"the custom loss has {len(raw)} bytes, {MAX_BYTES} at most")
-    body = parse(CreateCustomLoss, raw)
-    session = await gateway.access.session(body.session_id, caller_of(request))
+    session = await access.session(body.session_id, caller)
     store = cast(CustomLossStore, gateway.loss_definitions["custom"])
     loss_id = await store.create(
         session_id=session.id,
@@ -172,8 +184,8 @@ async def create_custom_loss(request: Request) -> Response:
         number=body.custom_loss_seq_id,
         definition=raw,
     )
-    note_for_audit(request, target=loss_id)
-    return json_response({"request_id": loss_id})
+    audit.note(loss_id)
+    return CustomLossAccepted(request_id=loss_id)
 
 
 def provide(gateway: Gateway) -> None:
@@ -185,5 +197,4 @@ def provide(gateway: Gateway) -> None:
 
 def install(app: FastAPI) -> None:
     """Serve create_custom_loss."""
-    route = Route("/api/v1/create_custom_loss", create_custom_loss, methods=["POST"])
-    app.router.routes.extend(guarded([route]))
+    app.include_router(router)

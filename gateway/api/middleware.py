@@ -1,44 +1,52 @@
-"""What surrounds every request: who asks, the clock, the audit log, the last word on errors.
+"""What surrounds every request, as pure ASGI, since it is on the way of every one.
 
-Pure ASGI, since this is on the way of every request.
+`RequestBoundary` (outermost) authenticates, times and audits, and has the last word on errors;
+`RequestReservations` counts what an open request holds. Both take the gateway from the
+application's state: it exists only once the lifespan has begun.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api.wire import error_response
-from gateway.auth.audit import ACTIONS, NOT_AUDITED
+from gateway.api.dependencies import AuditNote
+from gateway.api.errors import ErrorResponses
+from gateway.api.routing import OPEN_ROLES, PathOperation
 from gateway.auth.identity import Caller
 from gateway.auth.listening import is_loopback
-from gateway.checkpoints.downloads import PREFIX as DOWNLOADS
 from gateway.core import Gateway
-from gateway.usage.trace_exports import PREFIX as TRACES
-from tandem.errors import InternalError, TokenRefused, Unauthenticated
+from tandem.errors import InternalError, Overloaded, TokenRefused, Unauthenticated
 from tandem.telemetry import get_log
 
-_OPEN_PATHS = frozenset({"/api/v1/healthz"})
-_LOCAL_PATHS = frozenset({"/metrics", "/openapi.json"})
 _CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+_PIECE = 256 * 2**10
+"""Bytes of an answer that are handed over at once: what the connection holds for a client that
+reads slowly."""
 
 
 class RequestBoundary:
-    """Refuses what has no valid key (X-API-Key, or Authorization: Bearer), and puts the `Caller`
-    on the rest, which it counts, times, and notes in the audit log."""
+    """Refuses requests without a valid key (X-API-Key, or Authorization: Bearer), and puts the
+    `Caller` on the rest; counts and times all of them; notes changes in the audit log."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(
+        self, app: ASGIApp, *, routes: Sequence[PathOperation], errors: ErrorResponses
+    ) -> None:
         self._app = app
+        self._routes = routes
+        self._open = [route for route in routes if route.role in OPEN_ROLES]
+        self._errors = errors
         self._log = get_log()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        gateway: Gateway = scope["app"].state.gateway
+        gateway = _gateway(scope)
         started = time.perf_counter()
         status = 0
 
@@ -49,80 +57,147 @@ class RequestBoundary:
             await send(message)
 
         try:
-            if not _is_open(scope):
+            if not self._is_open(scope):
                 state = scope.setdefault("state", {})
                 state["caller"] = gateway.identity.identify(_credential(scope))
             await self._app(scope, receive, send_and_note)
         except Unauthenticated as refusal:
             self._note_refusal(refusal, scope)
-            await _unauthenticated(refusal, scope, receive, send_and_note)
+            await self._unauthenticated(refusal, scope, receive, send_and_note)
         except Exception as error:  # noqa: BLE001 - whatever it was, the client gets a sentence
             self._log.exception("request_failed", path=scope["path"])
             if status == 0:
                 internal = InternalError(f"{type(error).__name__} in the gateway; see its log")
-                await error_response(internal, path=scope["path"])(scope, receive, send_and_note)
+                response = self._errors.response(internal, path=scope["path"])
+                await response(scope, receive, send_and_note)
         finally:
-            endpoint = scope.get("endpoint")
-            route = getattr(endpoint, "__name__", "none")
-            gateway.metrics.requests.labels(route=route, status=str(status)).inc()
-            gateway.metrics.request_seconds.labels(route=route).observe(
+            route = scope.get("route")
+            name = route.name if isinstance(route, PathOperation) else "none"
+            gateway.metrics.requests.labels(route=name, status=str(status)).inc()
+            gateway.metrics.request_seconds.labels(route=name).observe(
                 time.perf_counter() - started
             )
-            if _is_audited(scope, route=route, status=status):
-                self._audit(scope, route=route, status=status)
+            if isinstance(route, PathOperation) and _is_audited(scope, route, status=status):
+                _audit(scope, route, status=status)
+
+    def _is_open(self, scope: Scope) -> bool:
+        """Whether a request needs no key: a `local` route does without one on this machine, and
+        not for what a proxy on this machine passes on."""
+        path: str = scope["path"]
+        for route in self._open:
+            if route.path_regex.match(path):
+                return route.role != "local" or (
+                    is_loopback(_address(scope))
+                    and not any(name in _FORWARDED for name, _ in scope["headers"])
+                )
+        return False
 
     def _note_refusal(self, refusal: Unauthenticated, scope: Scope) -> None:
-        """Counted and logged; what was presented is not in either."""
-        gateway: Gateway = scope["app"].state.gateway
+        """Count and log a refused key, which itself is in neither."""
+        gateway = _gateway(scope)
         gateway.metrics.refused_keys.labels(reason=refusal.type).inc()
         self._log.warning(
             "key_refused", reason=refusal.type, address=_address(scope), path=scope["path"][:200]
         )
-        route, named = _destination(scope)
-        if route and route not in NOT_AUDITED:
-            gateway.audit.record_unknown(
-                action=ACTIONS.get(route, route),
-                target=_target(named),
-                address=_address(scope),
-                status=refusal.status,
-                reason=refusal.type,
-            )
+        if scope["method"] not in _CHANGING:
+            return
+        for route in self._routes:
+            match, found = route.matches(scope)
+            if match is Match.FULL:
+                if route.audit is not None:
+                    gateway.audit.record_unknown(
+                        action=route.audit,
+                        target=_target(found["path_params"]),
+                        address=_address(scope),
+                        status=refusal.status,
+                        reason=refusal.type,
+                    )
+                return
 
-    def _audit(self, scope: Scope, *, route: str, status: int) -> None:
-        state = scope["state"]
-        caller: Caller = state["caller"]
-        named: Mapping[str, str] = scope.get("path_params", {})
-        scope["app"].state.gateway.audit.record(
-            actor=caller.urn,
-            action=ACTIONS.get(route, route),
-            target=state.get("audit_target") or _target(named),
-            address=_address(scope),
-            status=status,
-            detail={"key": caller.key_id, **state.get("audit_detail", {})},
+    async def _unauthenticated(
+        self, refusal: Unauthenticated, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answer as RFC 6750 has it: the SDK exchanges its key again for a refused token."""
+        response = self._errors.response(refusal, path=scope["path"])
+        response.headers["WWW-Authenticate"] = (
+            'Bearer realm="tandem", error="invalid_token"'
+            if isinstance(refusal, TokenRefused)
+            else 'Bearer realm="tandem"'
         )
+        await response(scope, receive, send)
 
 
-def _is_audited(scope: Scope, *, route: str, status: int) -> bool:
-    """Whether it was a request to change something, by somebody who is known, that got to a
-    route (which has other methods, where the status is 405)."""
+class RequestReservations:
+    """Bounds the open requests of each owner, releases the memory reserved for their bodies, and
+    hands large answers over in pieces."""
+
+    def __init__(self, app: ASGIApp, *, errors: ErrorResponses) -> None:
+        self._app = app
+        self._errors = errors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        limits = _gateway(scope).limits
+        state = scope.setdefault("state", {})
+        caller = state.get("caller")
+        owner = caller.owner if caller is not None else ""
+        try:
+            open_request = limits.requests.take(owner)
+        except Overloaded as error:
+            await self._errors.response(error, path=scope["path"])(scope, receive, send)
+            return
+        body = state["body_reservation"] = limits.bodies.empty_lease(owner)
+
+        async def send_in_pieces(message: Message) -> None:
+            whole: bytes = message.get("body", b"")
+            if len(whole) <= _PIECE:
+                await send(message)
+                return
+            for start in range(0, len(whole), _PIECE):
+                end = start + _PIECE
+                more = message.get("more_body", False) or end < len(whole)
+                await send({**message, "body": whole[start:end], "more_body": more})
+
+        try:
+            await self._app(scope, receive, send_in_pieces)
+        finally:
+            body.give_back()
+            open_request.give_back()
+
+
+_FORWARDED = frozenset({b"forwarded", b"x-forwarded-for"})
+
+
+def _gateway(scope: Scope) -> Gateway:
+    return cast(Gateway, scope["app"].state.gateway)
+
+
+def _is_audited(scope: Scope, route: PathOperation, *, status: int) -> bool:
+    """Whether it was a request to change something, by a known caller, that reached a route
+    (whose path may take other methods, where the status is 405)."""
     return (
-        scope["method"] in _CHANGING
+        route.audit is not None
+        and scope["method"] in _CHANGING
         and "caller" in scope.get("state", {})
-        and "endpoint" in scope
-        and route not in NOT_AUDITED
         and status != 405
     )
 
 
-def _destination(scope: Scope) -> tuple[str, Mapping[str, str]]:
-    """The route that changes something to which a request was on its way, and what its path
-    names; "" for none."""
-    if scope["method"] in _CHANGING:
-        for route in scope["app"].routes:
-            match, found = route.matches(scope)
-            if match is Match.FULL:
-                return found["endpoint"].__name__, found["path_params"]
-    return "", {}
+def _audit(scope: Scope, route: PathOperation, *, status: int) -> None:
+    state = scope["state"]
+    caller: Caller = state["caller"]
+    note: AuditNote = state.get("audit_note") or AuditNote()
+    assert route.audit is not None
+    _gateway(scope).audit.record(
+        actor=caller.urn,
+        action=route.audit,
+        target=note.target or _target(scope.get("path_params", {})),
+        address=_address(scope),
+        status=status,
+        detail={"key": caller.key_id, **note.detail},
+    )
 
 
 def _credential(scope: Scope) -> bytes:
@@ -138,31 +213,8 @@ def _address(scope: Scope) -> str:
     return client[0] if client else ""
 
 
-async def _unauthenticated(
-    refusal: Unauthenticated, scope: Scope, receive: Receive, send: Send
-) -> None:
-    """A refused token is marked as RFC 6750 has it: the SDK then exchanges its key once more."""
-    response = error_response(refusal, path=scope["path"])
-    response.headers["WWW-Authenticate"] = (
-        'Bearer realm="tandem", error="invalid_token"'
-        if isinstance(refusal, TokenRefused)
-        else 'Bearer realm="tandem"'
-    )
-    await response(scope, receive, send)
-
-
 def _target(named: Mapping[str, str]) -> str:
-    """What a path names: `tinker://RUN/KIND/NAME` for a checkpoint, else the ids in it."""
+    """Return what a path names: `tinker://RUN/KIND/NAME` for a checkpoint, else its ids."""
     if {"run_id", "kind", "name"} <= named.keys():
         return f"tinker://{named['run_id']}/{named['kind']}/{named['name']}"
     return "/".join(named.values())
-
-
-def _is_open(scope: Scope) -> bool:
-    """Addresses of downloads and traces carry a signature of their own. Metrics and the
-    description of the routes are open to this machine, and not to what a proxy on it passes on."""
-    path: str = scope["path"]
-    if path in _LOCAL_PATHS:
-        forwarded = any(name in (b"forwarded", b"x-forwarded-for") for name, _ in scope["headers"])
-        return not forwarded and is_loopback(_address(scope))
-    return path in _OPEN_PATHS or path.startswith((DOWNLOADS, TRACES))

@@ -38,55 +38,6 @@ RESOURCES: Mapping[str, Sequence[str]] = {
 }
 """What the SDK's event types stand for: the first word of an action."""
 
-ACTIONS: Mapping[str, str] = {
-    "create_session": "session_create",
-    "finish_session": "session_finish",
-    "assign_session_project": "project_assign",
-    "create_model": "run_create",
-    "create_sampling_session": "sampler_create",
-    "create_custom_loss": "loss_create",
-    "save_weights": "checkpoint_write",
-    "save_weights_for_sampler": "checkpoint_write",
-    "save_weights_external": "checkpoint_write",
-    "load_weights": "checkpoint_read",
-    "copy_weights": "checkpoint_copy",
-    "delete_checkpoint": "checkpoint_delete",
-    "publish_checkpoint": "checkpoint_publish",
-    "unpublish_checkpoint": "checkpoint_unpublish",
-    "set_checkpoint_ttl": "checkpoint_ttl_set",
-    "delete_own_key": "apikey_delete",
-    "create_key": "apikey_create",
-    "revoke_key": "apikey_delete",
-    "add_model": "model_add",
-    "remove_model": "model_remove",
-}
-"""The action of each route that changes something, by the name of its function; one that is
-not here is called by that name."""
-
-NOT_AUDITED = frozenset(
-    {
-        # They change nothing that anybody could own.
-        "retrieve_future",
-        "retrieve_futures",
-        "session_heartbeat",
-        "client_config",
-        "dynamic_config",
-        "get_info",
-        "weights_info",
-        "telemetry",
-        "exchange_token",
-        "search_sessions",
-        "join_sampling_session",
-        # The operation log has each of them; samples change nothing.
-        "forward_backward",
-        "optim_step",
-        "asample",
-        "openai_completions",
-        "openai_chat_completions",
-        "cancel_future",
-    }
-)
-
 
 @dataclass(frozen=True)
 class Entry:

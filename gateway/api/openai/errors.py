@@ -93,23 +93,25 @@ def error_content(error: TandemError) -> dict[str, object]:
     )
 
 
-def openai_error(error: TandemError) -> Response:
-    """Return the response for an error, with `Retry-After` where a retry helps."""
-    status = status_of(error)
-    response = _response(error_content(error), status=status)
-    if isinstance(error, Overloaded):
-        response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
-    elif status == 408:  # the rest of the request would be read for nothing
-        response.headers["Connection"] = "close"
-    elif status in (503, 504):
-        response.headers["Retry-After"] = str(_RETRY_AFTER)
-    return response
+class OpenAIDialect:
+    """Writes errors as OpenAI's clients know them (see `gateway.api.errors`)."""
 
+    def refusal(self, error: TandemError) -> Response:
+        """Return the response for an error, with `Retry-After` where a retry helps."""
+        status = status_of(error)
+        response = _response(error_content(error), status=status)
+        if isinstance(error, Overloaded):
+            response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+        elif status == 408:  # the rest of the request would be read for nothing
+            response.headers["Connection"] = "close"
+        elif status in (503, 504):
+            response.headers["Retry-After"] = str(_RETRY_AFTER)
+        return response
 
-def openai_http_error(message: str, *, status: int) -> Response:
-    """Return the response for an unknown path or a wrong method."""
-    content = _content(message, status=status, param=None, code="unknown_endpoint")
-    return _response(content, status=status)
+    def router_refusal(self, sentence: str, *, status: int) -> Response:
+        """Return the response for an unknown path or a wrong method."""
+        content = _content(sentence, status=status, param=None, code="unknown_endpoint")
+        return _response(content, status=status)
 
 
 def _content(

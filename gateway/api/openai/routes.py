@@ -3,58 +3,131 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import cast
+from typing import Annotated, cast
 
 import orjson
+from fastapi import Depends
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.openai.errors import error_content
+from gateway.api.dependencies import CallerDep, caller_of
+from gateway.api.errors import json_response
+from gateway.api.fields import PathText
+from gateway.api.openai.errors import error_content, status_of
 from gateway.api.openai.schemas import (
+    ChatCompletion,
     ChatCompletionRequest,
+    Completion,
     CompletionRequest,
+    ErrorResponse,
     Json,
+    Model,
     ModelList,
     SamplingFields,
     parse_request,
 )
 from gateway.api.openai.service import ClientDisconnected, InferenceService, RunningRequest
-from gateway.api.wire import caller_of, json_response, read_body
-from tandem.errors import InternalError, TandemError
+from gateway.api.routing import Responses, Router, binary, json_content
+from tandem.errors import (
+    InternalError,
+    OperationTimedOut,
+    Overloaded,
+    SequenceTooLong,
+    TandemError,
+    UnknownModel,
+    UnknownRun,
+    UnknownWeights,
+    WorkerStartFailed,
+)
 from tandem.telemetry import get_log
 
 VERSION_HEADER = "X-Tandem-Weight-Version"
 _CLIENT_CLOSED_REQUEST = 499
 """The status in the log of a request whose client disconnected; nobody receives it."""
 
+_MODELS = (UnknownModel, UnknownWeights, UnknownRun)
+_SAMPLED: tuple[type[TandemError], ...] = (
+    *_MODELS,
+    SequenceTooLong,
+    Overloaded,
+    WorkerStartFailed,
+    OperationTimedOut,
+)
+_RULES = (
+    "A field that is unknown, or would change the result in a way that is not offered, is "
+    "refused; the sentence says which and why.",
+    "A stop string has 1 to 1024 characters, of 64 at most; a token id is one of the vocabulary.",
+)
 
-async def openai_models(request: Request) -> Response:
-    """List the base models, and what the caller's runs have saved for sampling."""
-    models = await _service_of(request).models.all(caller_of(request))
-    return json_response(ModelList(object="list", data=models).model_dump())
-
-
-async def openai_model(request: Request) -> Response:
-    """Return one model: a base model's name, a `tinker://` path, or the id of a training run."""
-    name = request.path_params["model"]
-    return json_response(
-        (await _service_of(request).models.one(name, caller_of(request))).model_dump()
-    )
-
-
-async def openai_completions(request: Request) -> Response:
-    """Continue prompts, given as text or as token ids."""
-    return await _respond(request, parse_request(CompletionRequest, await read_body(request)))
-
-
-async def openai_chat_completions(request: Request) -> Response:
-    """Answer messages, from which the model's chat template makes a prompt."""
-    return await _respond(request, parse_request(ChatCompletionRequest, await read_body(request)))
+router = Router("/v1", tag="OpenAI", refusal=ErrorResponse, status_of=status_of)
 
 
 def _service_of(request: Request) -> InferenceService:
     return cast(InferenceService, request.app.state.inference)
+
+
+async def _service(request: Request) -> InferenceService:
+    return _service_of(request)
+
+
+ServiceDep = Annotated[InferenceService, Depends(_service)]
+
+
+def _sampled(model: type[Completion] | type[ChatCompletion]) -> Responses:
+    about = "With `stream`: a line `data: JSON` for each part, the last one `data: [DONE]`"
+    stream = {"text/event-stream; charset=utf-8": {"schema": binary(about)}}
+    return {200: {"model": model, "content": stream}}
+
+
+# Raw: a refusal names the wrong field in `param`, fields that are known but not offered are told
+# apart from unknown ones, and the response is a stream or ends when its client disconnects.
+@router.operation(
+    "POST",
+    "/chat/completions",
+    role="member",
+    audit=None,
+    errors=_SAMPLED,
+    rules=[*_RULES, "The model must have a chat template that takes the messages."],
+    raw=json_content(ChatCompletionRequest),
+    responses=_sampled(ChatCompletion),
+)
+async def openai_chat_completions(request: Request) -> Response:
+    """Answer messages, from which the model's chat template makes a prompt."""
+    return await _respond(request, parse_request(ChatCompletionRequest, await request.body()))
+
+
+@router.operation(
+    "POST",
+    "/completions",
+    role="member",
+    audit=None,
+    errors=_SAMPLED,
+    rules=_RULES,
+    raw=json_content(CompletionRequest),
+    responses=_sampled(Completion),
+)
+async def openai_completions(request: Request) -> Response:
+    """Continue prompts, given as text or as token ids."""
+    return await _respond(request, parse_request(CompletionRequest, await request.body()))
+
+
+@router.operation("GET", "/models", role="reader")
+async def openai_models(service: ServiceDep, caller: CallerDep) -> ModelList:
+    """List the base models, and what the caller's runs have saved for sampling."""
+    return ModelList(object="list", data=await service.models.all(caller))
+
+
+@router.operation(
+    "GET",
+    "/models/{model:path}",
+    role="reader",
+    errors=_MODELS,
+    rules=["A `tinker://` path must be one."],
+)
+async def openai_model(model: PathText, service: ServiceDep, caller: CallerDep) -> Model:
+    """Return one model: a base model's name, a `tinker://` path, or the id of a training run."""
+    return await service.models.one(model, caller)
 
 
 async def _respond(request: Request, body: SamplingFields) -> Response:

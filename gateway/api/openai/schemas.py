@@ -12,8 +12,8 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gateway.api.json_bounds import MOST_TOKENS, FirstFault, check_json_size
 from gateway.api.openai.errors import InvalidField
+from gateway.api.request_body import MOST_TOKENS, FirstFault, check_json_size
 from tandem.errors import MalformedPayload, TandemError
 
 Json = dict[str, object]
@@ -373,3 +373,22 @@ class ChatCompletion(_Response):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None = None
+
+
+# --- Errors --------------------------------------------------------------------------------
+
+
+class ErrorDetails(ResponseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+    limit: str | None = None
+    limit_value: int | None = None
+    used: int | None = None
+    retry_after_seconds: float | None = None
+    queue_position: int | None = None
+
+
+class ErrorResponse(ResponseModel):
+    error: ErrorDetails

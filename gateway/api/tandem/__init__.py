@@ -1,0 +1,1 @@
+"""Tandem's own routes, for the command line and for scripts."""

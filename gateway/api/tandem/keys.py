@@ -1,20 +1,19 @@
-"""Keys, for admins: made, listed, revoked. The keys themselves are shown once, when made."""
+"""Keys, for admins: made, listed, revoked. A key itself is shown once, when it is made."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
-from starlette.requests import Request
-from starlette.responses import Response
+from typing import Literal
 
-from gateway.api.wire import (
-    gateway_of,
-    iso,
-    json_response,
-    note_for_audit,
-    parse,
-    read_body,
-)
+from fastapi import Response
+from pydantic import BaseModel, Field
+
+from gateway.api.dependencies import AuditDep, GatewayDep
+from gateway.api.fields import Answer, PathText, Time
+from gateway.api.routing import Router
 from gateway.auth.keys import LONGEST_LIFE, Key, KeyStore, NewKey, Role
+from tandem.errors import UnknownKey
+
+router = Router("/api/tandem/v1", tag="Tandem")
 
 
 class CreateKey(BaseModel):
@@ -26,47 +25,74 @@ class CreateKey(BaseModel):
     expires_in: float | None = Field(None, gt=0, le=LONGEST_LIFE, allow_inf_nan=False)
 
 
-async def list_keys(request: Request) -> Response:
-    """`{"keys": [{"id", "owner", "role", "name", "state", "created_at", "expires_at",
-    "revoked_at", "last_used_at", "local"}]}`; `state` is active, expired or revoked."""
-    keys = gateway_of(request).keys
-    return json_response({"keys": [described(keys, key) for key in keys.all()]})
+class KeyInfo(Answer):
+    """A key without the key itself."""
+
+    id: str
+    owner: str
+    role: Role
+    name: str
+    state: Literal["active", "expired", "revoked"]
+    created_at: Time
+    expires_at: Time | None
+    revoked_at: Time | None
+    last_used_at: Time | None
+    local: bool
 
 
-async def create_key(request: Request) -> Response:
-    """Answers with the key's description and, this once, the `key` itself."""
-    keys = gateway_of(request).keys
-    body = parse(CreateKey, await read_body(request))
-    key, secret = await keys.create(
+class NewKeyInfo(KeyInfo):
+    """With the key itself, this once."""
+
+    key: str
+
+
+class KeyList(Answer):
+    keys: list[KeyInfo]
+
+
+@router.operation("GET", "/keys", role="admin")
+async def list_keys(gateway: GatewayDep) -> KeyList:
+    """List the keys of all owners."""
+    return KeyList(keys=[described(gateway.keys, key) for key in gateway.keys.all()])
+
+
+@router.operation(
+    "POST",
+    "/keys",
+    role="admin",
+    audit="apikey_create",
+    rules=["An owner's name is of letters, digits and `._@+-`."],
+)
+async def create_key(
+    body: CreateKey, gateway: GatewayDep, audit: AuditDep, response: Response
+) -> NewKeyInfo:
+    """Make a key."""
+    key, secret = await gateway.keys.create(
         NewKey(owner=body.owner, role=body.role, name=body.name, expires_in=body.expires_in)
     )
-    note_for_audit(request, target=key.id, owner=key.owner, role=key.role)
-    response = json_response({**described(keys, key), "key": secret})
+    audit.note(key.id, owner=key.owner, role=key.role)
     response.headers["Cache-Control"] = "no-store"
-    return response
+    return NewKeyInfo(**described(gateway.keys, key).model_dump(), key=secret)
 
 
-async def revoke_key(request: Request) -> Response:
-    """DELETE keys/ID: the key's description. It and its tokens are refused from now on."""
-    keys = gateway_of(request).keys
-    key = await keys.revoke(request.path_params["key_id"])
-    return json_response(described(keys, key))
+@router.operation(
+    "DELETE", "/keys/{key_id}", role="admin", audit="apikey_delete", errors=[UnknownKey]
+)
+async def revoke_key(key_id: PathText, gateway: GatewayDep) -> KeyInfo:
+    """Revoke a key. It and its tokens are refused from now on."""
+    return described(gateway.keys, await gateway.keys.revoke(key_id))
 
 
-def described(keys: KeyStore, key: Key) -> dict[str, object]:
-    return {
-        "id": key.id,
-        "owner": key.owner,
-        "role": key.role,
-        "name": key.name,
-        "state": keys.ended(key) or "active",
-        "created_at": iso(key.created_at),
-        "expires_at": _iso(key.expires_at),
-        "revoked_at": _iso(key.revoked_at),
-        "last_used_at": _iso(keys.last_used_at(key)),
-        "local": key.local,
-    }
-
-
-def _iso(seconds: float | None) -> str | None:
-    return iso(seconds) if seconds is not None else None
+def described(keys: KeyStore, key: Key) -> KeyInfo:
+    return KeyInfo(
+        id=key.id,
+        owner=key.owner,
+        role=key.role,
+        name=key.name,
+        state=keys.ended(key) or "active",
+        created_at=key.created_at,
+        expires_at=key.expires_at,
+        revoked_at=key.revoked_at,
+        last_used_at=keys.last_used_at(key),
+        local=key.local,
+    )

@@ -1,6 +1,6 @@
-"""Tandem's own routes, under /api/tandem/v1, for the command line and for scripts.
+"""What runs, the base models, settings and version, under /api/tandem/v1; and /metrics.
 
-The key is the same as the SDK's, in X-API-Key. Errors look as they do under /api/v1.
+They are for the command line and for scripts. Times are seconds since 1970.
 """
 
 from __future__ import annotations
@@ -8,20 +8,19 @@ from __future__ import annotations
 import os
 import time
 
-from pydantic import BaseModel
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, ConfigDict, JsonValue
 
-from gateway.api.wire import (
-    caller_of,
-    gateway_of,
-    json_response,
-    note_for_audit,
-    parse,
-    read_body,
-)
+from gateway.api.dependencies import AuditDep, CallerDep, GatewayDep
+from gateway.api.fields import Answer, PathText
+from gateway.api.routing import Router, file_response
 from gateway.checkpoints.base_models import BaseModelEntry
 from tandem import __version__
+from tandem.errors import UnknownModel
+
+router = Router("/api/tandem/v1", tag="Tandem")
+metrics_router = Router(tag="Tandem")
 
 
 class AddModel(BaseModel):
@@ -29,138 +28,245 @@ class AddModel(BaseModel):
     path: str
 
 
-async def status(request: Request) -> Response:
-    """What runs: `{"gateway": {"version", "pid", "started_at", "data_dir"}, "sessions": [{"id",
-    "owner", "display_name", "created_at", "idle_seconds"}], "runs": [{"id", "session_id",
-    "base_model", "state", "reason", "worker", "step", "parameters", "ranks", "queued",
-    "under_way", "weight_version"}], "samplers": [{"session_id", "base_model", "state", "reason",
-    "worker", "weight_version", "waiting"}], "sampling_sessions": [{"id", "kind", "base_model",
-    "weight_version"}], "workers": [{"id", "kind", "session_id", "run_id", "state", "pid",
-    "address", "metrics_port", "log", "age_seconds"}]}`. Times are seconds since 1970.
+class GatewayStatus(Answer):
+    version: str
+    pid: int
+    started_at: float
+    data_dir: str
 
-    All owners' for an admin, else the caller's own, without how workers are reached."""
-    gateway, caller = gateway_of(request), caller_of(request)
+
+class SessionStatus(Answer):
+    id: str
+    owner: str
+    display_name: str | None
+    created_at: float
+    idle_seconds: float
+
+
+class RunStatus(Answer):
+    id: str
+    session_id: str
+    base_model: str
+    state: str
+    reason: str
+    worker: str
+    step: int
+    parameters: int
+    ranks: int
+    queued: int
+    under_way: int
+    weight_version: str
+
+
+class SamplerStatus(Answer):
+    session_id: str
+    base_model: str
+    state: str
+    reason: str
+    worker: str
+    weight_version: str
+    adapters: list[str]
+    max_lora_rank: int
+    waiting: int
+
+
+class SamplingSessionStatus(Answer):
+    id: str
+    kind: str
+    base_model: str
+    weight_version: str
+
+
+class WorkerStatus(Answer):
+    id: str
+    kind: str
+    session_id: str
+    run_id: str | None
+    state: str
+    pid: int
+    address: str
+    metrics_port: int
+    log: str
+    age_seconds: float
+
+
+class Status(Answer):
+    gateway: GatewayStatus
+    sessions: list[SessionStatus]
+    runs: list[RunStatus]
+    samplers: list[SamplerStatus]
+    sampling_sessions: list[SamplingSessionStatus]
+    workers: list[WorkerStatus]
+
+
+class ModelEntry(Answer):
+    """`max_length` in tokens, null where the model does not say."""
+
+    name: str
+    path: str
+    max_length: int | None
+
+
+class RegisteredModels(Answer):
+    models: list[ModelEntry]
+
+
+class Settings(Answer):
+    """The resolved settings, by name; without secrets."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, JsonValue]
+
+
+class Version(Answer):
+    version: str
+
+
+@router.operation("GET", "/status", role="reader")
+async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
+    """Return what runs: everything for an admin; for others their own, without how workers are
+    reached and where files lie."""
     now = time.time()
     mine = {session.id for session in gateway.sessions.all() if caller.may_see(session.owner)}
-    admin = caller.role == "admin"  # how workers are reached, and where files lie, is for admins
-    return json_response(
-        {
-            "gateway": {
-                "version": __version__,
-                "pid": os.getpid() if admin else 0,
-                "started_at": gateway.started_at,
-                "data_dir": str(gateway.settings.data_dir) if admin else "",
-            },
-            "sessions": [
-                {
-                    "id": session.id,
-                    "owner": session.owner,
-                    "display_name": session.display_name,
-                    "created_at": session.created_at,
-                    "idle_seconds": round(time.monotonic() - session.seen_at, 1),
-                }
-                for session in gateway.sessions.all()
-                if session.id in mine
-            ],
-            "runs": [
-                {
-                    "id": run.id,
-                    "session_id": run.session_id,
-                    "base_model": run.model.name,
-                    "state": run.state,
-                    "reason": run.error.message if run.error is not None else "",
-                    "worker": run.worker.worker_id if run.worker is not None else "",
-                    "step": run.step,
-                    "parameters": run.parameters,
-                    "ranks": run.ranks,
-                    "queued": run.dispatcher.queued,
-                    "under_way": run.dispatcher.under_way,
-                    "weight_version": run.parent,
-                }
-                for run in gateway.runs.all()
-                if run.session_id in mine
-            ],
-            "samplers": [
-                {
-                    "session_id": sampler.session_id,
-                    "base_model": sampler.model.name,
-                    "state": sampler.state,
-                    "reason": sampler.reason,
-                    "worker": sampler.worker.worker_id if sampler.worker is not None else "",
-                    "weight_version": sampler.weights,
-                    "adapters": sorted(sampler.loaded - {sampler.weights}),
-                    "max_lora_rank": sampler.max_lora_rank,
-                    "waiting": sampler.waiting,
-                }
-                for sampler in gateway.samplers.all()
-                if sampler.session_id in mine
-            ],
-            "sampling_sessions": [
-                {
-                    "id": session.id,
-                    "kind": session.kind,
-                    "base_model": session.base_model,
-                    "weight_version": session.version.name,
-                }
-                for session in gateway.sampling.all()
-                if session.session_id in mine
-            ],
-            "workers": [
-                {
-                    "id": worker.worker_id,
-                    "kind": worker.kind,
-                    "session_id": worker.session_id,
-                    "run_id": worker.run_id,
-                    "state": worker.state,
-                    "pid": worker.details.pid if admin else 0,
-                    "address": worker.worker.handle.address if worker.worker and admin else "",
-                    "metrics_port": worker.worker.handle.metrics_port
-                    if worker.worker and admin
-                    else 0,
-                    "log": str(worker.details.log_path or "") if admin else "",
-                    "age_seconds": round(now - worker.started_at, 1),
-                }
-                for worker in gateway.fleet.all()
-                if worker.session_id in mine
-            ],
-        }
+    admin = caller.role == "admin"
+    return Status(
+        gateway=GatewayStatus(
+            version=__version__,
+            pid=os.getpid() if admin else 0,
+            started_at=gateway.started_at,
+            data_dir=str(gateway.settings.data_dir) if admin else "",
+        ),
+        sessions=[
+            SessionStatus(
+                id=session.id,
+                owner=session.owner,
+                display_name=session.display_name,
+                created_at=session.created_at,
+                idle_seconds=round(time.monotonic() - session.seen_at, 1),
+            )
+            for session in gateway.sessions.all()
+            if session.id in mine
+        ],
+        runs=[
+            RunStatus(
+                id=run.id,
+                session_id=run.session_id,
+                base_model=run.model.name,
+                state=run.state,
+                reason=run.error.message if run.error is not None else "",
+                worker=run.worker.worker_id if run.worker is not None else "",
+                step=run.step,
+                parameters=run.parameters,
+                ranks=run.ranks,
+                queued=run.dispatcher.queued,
+                under_way=run.dispatcher.under_way,
+                weight_version=run.parent,
+            )
+            for run in gateway.runs.all()
+            if run.session_id in mine
+        ],
+        samplers=[
+            SamplerStatus(
+                session_id=sampler.session_id,
+                base_model=sampler.model.name,
+                state=sampler.state,
+                reason=sampler.reason,
+                worker=sampler.worker.worker_id if sampler.worker is not None else "",
+                weight_version=sampler.weights,
+                adapters=sorted(sampler.loaded - {sampler.weights}),
+                max_lora_rank=sampler.max_lora_rank,
+                waiting=sampler.waiting,
+            )
+            for sampler in gateway.samplers.all()
+            if sampler.session_id in mine
+        ],
+        sampling_sessions=[
+            SamplingSessionStatus(
+                id=session.id,
+                kind=session.kind,
+                base_model=session.base_model,
+                weight_version=session.version.name,
+            )
+            for session in gateway.sampling.all()
+            if session.session_id in mine
+        ],
+        workers=[
+            WorkerStatus(
+                id=worker.worker_id,
+                kind=worker.kind,
+                session_id=worker.session_id,
+                run_id=worker.run_id,
+                state=worker.state,
+                pid=worker.details.pid if admin else 0,
+                address=worker.worker.handle.address if worker.worker and admin else "",
+                metrics_port=worker.worker.handle.metrics_port if worker.worker and admin else 0,
+                log=str(worker.details.log_path or "") if admin else "",
+                age_seconds=round(now - worker.started_at, 1),
+            )
+            for worker in gateway.fleet.all()
+            if worker.session_id in mine
+        ],
     )
 
 
-async def list_models(request: Request) -> Response:
-    """The base models: `{"models": [{"name", "path", "max_length"}]}`; `max_length` in tokens,
-    or null."""
-    return json_response({"models": [_model(m) for m in gateway_of(request).models.all()]})
+@router.operation("GET", "/models", role="reader")
+async def list_models(gateway: GatewayDep) -> RegisteredModels:
+    """List the base models."""
+    return RegisteredModels(models=[_model(entry) for entry in gateway.models.all()])
 
 
-async def add_model(request: Request) -> Response:
-    """Registers a base model. Takes `{"name", "path"}`, the path absolute; answers with the
-    model. A name that is there already gets the new path."""
-    body = parse(AddModel, await read_body(request))
-    note_for_audit(request, target=body.name)
-    entry = await gateway_of(request).models.add(name=body.name, path=body.path)
-    return json_response(_model(entry))
+@router.operation(
+    "POST",
+    "/models",
+    role="admin",
+    audit="model_add",
+    rules=["The path must be the absolute path of a readable model."],
+)
+async def add_model(body: AddModel, gateway: GatewayDep, audit: AuditDep) -> ModelEntry:
+    """Register a base model. A name that is registered already gets the new path."""
+    audit.note(body.name)
+    return _model(await gateway.models.add(name=body.name, path=body.path))
 
 
-async def remove_model(request: Request) -> Response:
-    """Removes a base model's name. What runs with the model goes on."""
-    await gateway_of(request).models.remove(request.path_params["name"])
-    return Response(status_code=204)
+@router.operation(
+    "DELETE",
+    "/models/{name:path}",
+    role="admin",
+    audit="model_remove",
+    status=204,
+    errors=[UnknownModel],
+)
+async def remove_model(name: PathText, gateway: GatewayDep) -> None:
+    """Remove a base model's name. What runs with the model continues."""
+    await gateway.models.remove(name)
 
 
-async def config(request: Request) -> Response:
-    """The resolved settings, without the key and without a password in the database's URL."""
-    settings = gateway_of(request).settings.model_dump(mode="json", exclude={"api_key"})
+@router.operation("GET", "/config", role="admin")
+async def config(gateway: GatewayDep) -> Settings:
+    """Return the resolved settings, without the key and without the database's password."""
+    settings = gateway.settings.model_dump(mode="json", exclude={"api_key"})
     url = settings["database_url"]
     if "@" in url:
         settings["database_url"] = f"{url.partition('://')[0]}://…@{url.rpartition('@')[2]}"
-    return json_response(settings)
+    return Settings.model_validate(settings)
 
 
-async def get_version(_request: Request) -> Response:
-    """Tandem's version: `{"version": "0.1.0"}`"""
-    return json_response({"version": __version__})
+@router.operation("GET", "/version", role="reader")
+async def get_version() -> Version:
+    """Return Tandem's version."""
+    return Version(version=__version__)
 
 
-def _model(entry: BaseModelEntry) -> dict[str, object]:
-    return {"name": entry.name, "path": entry.path, "max_length": entry.max_length}
+@metrics_router.operation(
+    "GET",
+    "/metrics",
+    role="local",
+    responses={200: file_response(CONTENT_TYPE_LATEST, "Prometheus' text format")},
+)
+async def metrics(gateway: GatewayDep) -> Response:
+    """Return the gateway's metrics for Prometheus."""
+    return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _model(entry: BaseModelEntry) -> ModelEntry:
+    return ModelEntry(name=entry.name, path=entry.path, max_length=entry.max_length)

@@ -1,0 +1,1 @@
+"""The wire protocol of the `tinker` SDK, under /api/v1."""

@@ -1,16 +1,15 @@
-"""What was used, in the SDK's form. There are no prices here: costs and rates are null."""
+"""Usage, in the SDK's form. There are no prices here: costs and rates are null."""
 
 from __future__ import annotations
 
 import datetime as dt
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import Query
 
-from gateway.api.times import Moment
-from gateway.api.wire import caller_of, gateway_of, iso, json_response, parse_query
+from gateway.api.dependencies import CallerDep, GatewayDep
+from gateway.api.fields import Answer, Moment, ProjectFilter, Time, UserMetadata
+from gateway.api.routing import Router
 from gateway.auth.identity import urn_of
 from gateway.usage.meter import HOUR
 from gateway.usage.reports import UsageEvent
@@ -19,114 +18,162 @@ from tandem.errors import InvalidRequest
 _LONGEST = dt.timedelta(days=14)
 _GIGABYTE = 1e9
 
-ProjectFilter = Annotated[str | None, Field(max_length=200)]
+router = Router("/api/v1/billing/usage", tag="SDK")
 
 
-class UsageQuery(BaseModel):
-    starting_on: Moment
-    ending_before: Moment
-    project_id: ProjectFilter = None
-    session_id: ProjectFilter = None
+class TokensUsed(Answer):
+    type: Literal["training", "sampling_prefill", "sampling_sample"]
+    token_count: int
+    cached: bool | None = None
 
 
-class StorageQuery(BaseModel):
-    project_id: ProjectFilter = None
+class CheckpointsSaved(Answer):
+    type: Literal["checkpoint"]
+    count: int
 
 
-async def usage_events(request: Request) -> Response:
-    """The window's usage by hour. `accelerator_seconds` is ours: those of workers."""
-    query = parse_query(UsageQuery, request)
-    _check_window(query)
-    report = await gateway_of(request).usage_reports.events(
-        caller_of(request),
-        starting_on=round(query.starting_on.timestamp()),
-        ending_before=round(query.ending_before.timestamp()),
-        project_id=query.project_id,
-        session_id=query.session_id,
+class UsageOfHour(Answer):
+    """`accelerator_seconds` is Tandem's own: the time of workers."""
+
+    bucket_start: Time
+    bucket_end: Time
+    base_model: str
+    user_id: str
+    user_name: str
+    session_id: str
+    project_id: str | None
+    estimated_cost_usd: None
+    effective_rate_usd_per_million_tokens: None
+    effective_rate_usd_per_gigabyte_month: None
+    event_info: TokensUsed | CheckpointsSaved
+    accelerator_seconds: float
+
+
+class SessionNotes(Answer):
+    user_metadata: UserMetadata
+
+
+class UsageEvents(Answer):
+    data: list[UsageOfHour]
+    sessions: dict[str, SessionNotes]
+    cost_data_through: None
+
+
+class StorageOfProject(Answer):
+    project_id: str | None
+    org_user_urn: str
+    user_email: None
+    user_name: str
+    checkpoint_count: int
+    size_bytes: int
+    size_gigabytes: float
+    estimated_monthly_cost_usd: None
+
+
+class CheckpointStorage(Answer):
+    effective_rate_usd_per_gigabyte_month: None
+    data: list[StorageOfProject]
+
+
+@router.operation(
+    "GET",
+    "/events",
+    role="reader",
+    rules=["The window begins and ends on the hour, and has 14 days at most."],
+)
+async def usage_events(
+    gateway: GatewayDep,
+    caller: CallerDep,
+    starting_on: Annotated[Moment, Query()],
+    ending_before: Annotated[Moment, Query()],
+    project_id: Annotated[ProjectFilter, Query()] = None,
+    session_id: Annotated[ProjectFilter, Query()] = None,
+) -> UsageEvents:
+    """Return the window's usage by hour."""
+    _check_window(starting_on, ending_before)
+    report = await gateway.usage_reports.events(
+        caller,
+        starting_on=round(starting_on.timestamp()),
+        ending_before=round(ending_before.timestamp()),
+        project_id=project_id,
+        session_id=session_id,
     )
-    return json_response(
-        {
-            "data": [_event(event) for event in report.events],
-            "sessions": {
-                session_id: {"user_metadata": metadata}
-                for session_id, metadata in report.metadata.items()
-            },
-            "cost_data_through": None,
-        }
+    return UsageEvents(
+        data=[_event(event) for event in report.events],
+        sessions={
+            session_id: SessionNotes(user_metadata=metadata)
+            for session_id, metadata in report.metadata.items()
+        },
+        cost_data_through=None,
     )
 
 
-async def checkpoint_storage(request: Request) -> Response:
-    """How many checkpoints there are now, and their bytes, by project and owner."""
-    query = parse_query(StorageQuery, request)
-    items = await gateway_of(request).checkpoints.storage_use(
-        caller_of(request), project_id=query.project_id
-    )
-    return json_response(
-        {
-            "effective_rate_usd_per_gigabyte_month": None,
-            "data": [
-                {
-                    "project_id": item.project_id or None,
-                    "org_user_urn": urn_of(item.owner),
-                    "user_email": None,
-                    "user_name": item.owner,
-                    "checkpoint_count": item.count,
-                    "size_bytes": item.bytes,
-                    "size_gigabytes": item.bytes / _GIGABYTE,
-                    "estimated_monthly_cost_usd": None,
-                }
-                for item in items
-            ],
-        }
+@router.operation("GET", "/checkpoints/current", role="reader")
+async def checkpoint_storage(
+    gateway: GatewayDep, caller: CallerDep, project_id: Annotated[ProjectFilter, Query()] = None
+) -> CheckpointStorage:
+    """Return the number of checkpoints and their bytes now, by project and owner."""
+    items = await gateway.checkpoints.storage_use(caller, project_id=project_id)
+    return CheckpointStorage(
+        effective_rate_usd_per_gigabyte_month=None,
+        data=[
+            StorageOfProject(
+                project_id=item.project_id or None,
+                org_user_urn=urn_of(item.owner),
+                user_email=None,
+                user_name=item.owner,
+                checkpoint_count=item.count,
+                size_bytes=item.bytes,
+                size_gigabytes=item.bytes / _GIGABYTE,
+                estimated_monthly_cost_usd=None,
+            )
+            for item in items
+        ],
     )
 
 
-def _check_window(query: UsageQuery) -> None:
+def _check_window(starting_on: dt.datetime, ending_before: dt.datetime) -> None:
     """Raises `InvalidRequest`."""
-    for name, time in (
-        ("starting_on", query.starting_on),
-        ("ending_before", query.ending_before),
-    ):
-        if time.timestamp() % HOUR:
+    for name, moment in (("starting_on", starting_on), ("ending_before", ending_before)):
+        if moment.timestamp() % HOUR:
             raise InvalidRequest(
-                f"{name} is {time.isoformat()}; it must be on the hour (UTC), such as "
+                f"{name} is {moment.isoformat()}; it must be on the hour (UTC), such as "
                 "2026-07-13T00:00:00Z"
             )
-    if query.starting_on >= query.ending_before:
+    if starting_on >= ending_before:
         raise InvalidRequest("starting_on must be before ending_before")
-    if query.ending_before - query.starting_on > _LONGEST:
+    if ending_before - starting_on > _LONGEST:
         raise InvalidRequest("the window is longer than 14 days; ask for it in parts")
-    if query.starting_on > dt.datetime.now(dt.UTC):
+    if starting_on > dt.datetime.now(dt.UTC):
         raise InvalidRequest("starting_on is in the future; nothing was used there yet")
 
 
-def _event(event: UsageEvent) -> dict[str, object]:
-    return {
-        "bucket_start": iso(event.hour),
-        "bucket_end": iso(event.hour + HOUR),
-        "base_model": event.base_model,
-        "user_id": urn_of(event.owner),
-        "user_name": event.owner,
-        "session_id": event.session_id,
-        "project_id": event.project_id or None,
-        "estimated_cost_usd": None,
-        "effective_rate_usd_per_million_tokens": None,
-        "effective_rate_usd_per_gigabyte_month": None,
-        "event_info": _info(event),
-        "accelerator_seconds": round(event.accelerator_seconds, 6),
-    }
+def _event(event: UsageEvent) -> UsageOfHour:
+    return UsageOfHour(
+        bucket_start=event.hour,
+        bucket_end=event.hour + HOUR,
+        base_model=event.base_model,
+        user_id=urn_of(event.owner),
+        user_name=event.owner,
+        session_id=event.session_id,
+        project_id=event.project_id or None,
+        estimated_cost_usd=None,
+        effective_rate_usd_per_million_tokens=None,
+        effective_rate_usd_per_gigabyte_month=None,
+        event_info=_info(event),
+        accelerator_seconds=round(event.accelerator_seconds, 6),
+    )
 
 
-def _info(event: UsageEvent) -> dict[str, object]:
+def _info(event: UsageEvent) -> TokensUsed | CheckpointsSaved:
     match event.type:
         case "sampling_prefill" | "sampling_prefill_cached":
-            return {
-                "type": "sampling_prefill",
-                "cached": event.type == "sampling_prefill_cached",
-                "token_count": event.quantity,
-            }
+            return TokensUsed(
+                type="sampling_prefill",
+                cached=event.type == "sampling_prefill_cached",
+                token_count=event.quantity,
+            )
         case "checkpoint":
-            return {"type": "checkpoint", "count": event.quantity}
+            return CheckpointsSaved(type="checkpoint", count=event.quantity)
         case _:
-            return {"type": event.type, "token_count": event.quantity}
+            return TokensUsed(type=event.type, token_count=event.quantity)

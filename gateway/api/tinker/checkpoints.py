@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
-from starlette.requests import Request
-from starlette.responses import Response
+from typing import Annotated, Literal
 
-from gateway.api.wire import (
-    address_of,
-    caller_of,
-    gateway_of,
-    iso,
-    json_response,
-    note_for_audit,
-    parse,
-    parse_query,
-    read_body,
+from fastapi import Header, Query
+from pydantic import BaseModel, Field
+
+from gateway.api.dependencies import (
+    AccessDep,
+    AuditDep,
+    BaseUrl,
+    CallerDep,
+    GatewayDep,
+    OwnCheckpoint,
+    ReadableCheckpoint,
 )
+from gateway.api.fields import Answer, Omitted, PathText, Time, UserMetadata
+from gateway.api.routing import Router
 from gateway.checkpoints.catalog import Checkpoint
 from gateway.checkpoints.copies import CopyRequest
-from gateway.identifiers import check_ttl, checkpoint_path, run_id_of
-from tandem.errors import InvalidRequest
+from gateway.core import Gateway
+from gateway.identifiers import check_ttl, run_id_of
+from tandem.errors import (
+    CheckpointDamaged,
+    InvalidRequest,
+    SessionFinished,
+    StorageFull,
+    UnknownRun,
+    UnknownSession,
+    UnknownWeights,
+)
 
-_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+_TYPES: dict[str, Literal["training", "sampler", "external"]] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
 _LARGEST_PAGE = 10_000
+_ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+_PATH = ["The path must be that of a checkpoint."]
 
-
-class CheckpointsQuery(BaseModel):
-    """A page of more than 10,000 is one of 10,000."""
-
-    limit: int = Field(100, ge=0, lt=10**12)
-    offset: int = Field(0, ge=0, lt=10**12)
-
-
-class FilesQuery(BaseModel):
-    path: str
+router = Router("/api/v1", tag="SDK")
+own_router = Router("/api/tandem/v1", tag="Tandem")
 
 
 class TinkerPath(BaseModel):
@@ -56,114 +64,241 @@ class CopyWeights(BaseModel):
     weights_access_token: str | None = None
 
 
-async def run_checkpoints(request: Request) -> Response:
-    """The checkpoints of one run, oldest first."""
-    gateway, caller = gateway_of(request), caller_of(request)
-    run = await gateway.directory.run(request.path_params["run_id"], caller, scope="accessible")
+class CheckpointInfo(Answer):
+    checkpoint_id: str
+    checkpoint_type: Literal["training", "sampler", "external"]
+    time: Time
+    tinker_path: str
+    size_bytes: int
+    public: bool
+    user_metadata: UserMetadata
+    expires_at: Time | None
+
+
+class PageCursor(Answer):
+    offset: int
+    limit: int
+    total_count: int
+
+
+class CheckpointPage(Answer):
+    checkpoints: list[CheckpointInfo]
+    cursor: PageCursor
+
+
+class RunCheckpoints(Answer):
+    checkpoints: list[CheckpointInfo]
+
+
+class SignedUrls(Answer):
+    """Addresses by file name, which need no key until they expire."""
+
+    urls: dict[str, str]
+    expires: Time
+
+
+class OptimizerName(Answer):
+    """As the SDK has it: only Dimuon has a version."""
+
+    type: Literal["adamw", "dimuon"]
+    version: int | None = None
+
+
+class WeightsInfo(Answer):
+    """The last four only where the checkpoint is of an adapter."""
+
+    base_model: str
+    is_lora: bool
+    optimizer_config: OptimizerName
+    lora_rank: int | None = None
+    train_unembed: bool | None = None
+    train_mlp: bool | None = None
+    train_attn: bool | None = None
+
+
+class Copied(Answer):
+    tinker_path: str
+
+
+@router.operation("GET", "/training_runs/{run_id}/checkpoints", role="reader", errors=[UnknownRun])
+async def run_checkpoints(
+    run_id: PathText, gateway: GatewayDep, caller: CallerDep
+) -> RunCheckpoints:
+    """Return the checkpoints of one run, oldest first."""
+    run = await gateway.directory.run(run_id, caller, scope="accessible")
     found = await gateway.checkpoints.of_run(run.id)
-    return json_response(
-        {"checkpoints": [described(c) for c in found if c.public or caller.may_see(c.owner)]}
+    return RunCheckpoints(
+        checkpoints=[described(c) for c in found if c.public or caller.may_see(c.owner)]
     )
 
 
-async def user_checkpoints(request: Request) -> Response:
-    """A page of all checkpoints that the user has, newest first."""
-    gateway = gateway_of(request)
-    query = parse_query(CheckpointsQuery, request)
-    limit, offset = min(query.limit, _LARGEST_PAGE), query.offset
-    found, total = await gateway.checkpoints.of_owner(
-        caller_of(request).owner, limit=limit, offset=offset
+@router.operation("GET", "/checkpoints", role="reader")
+async def user_checkpoints(
+    gateway: GatewayDep,
+    caller: CallerDep,
+    limit: Annotated[int, Query(ge=0, lt=10**12)] = 100,
+    offset: Annotated[int, Query(ge=0, lt=10**12)] = 0,
+) -> CheckpointPage:
+    """Return a page of the caller's checkpoints, newest first; 10,000 at most."""
+    limit = min(limit, _LARGEST_PAGE)
+    found, total = await gateway.checkpoints.of_owner(caller.owner, limit=limit, offset=offset)
+    return CheckpointPage(
+        checkpoints=[described(c) for c in found],
+        cursor=PageCursor(offset=offset, limit=limit, total_count=total),
     )
-    return json_response(
-        {
-            "checkpoints": [described(c) for c in found],
-            "cursor": {"offset": offset, "limit": limit, "total_count": total},
-        }
-    )
 
 
-async def delete_checkpoint(request: Request) -> Response:
-    """Deletes a checkpoint and its files."""
-    checkpoint = await _named(request)
-    await gateway_of(request).checkpoints.delete(checkpoint)
-    return Response(status_code=204)
+@router.operation(
+    "DELETE",
+    _ONE,
+    role="member",
+    audit="checkpoint_delete",
+    status=204,
+    errors=[UnknownWeights],
+    rules=_PATH,
+)
+async def delete_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
+    """Delete a checkpoint and its files."""
+    await gateway.checkpoints.delete(checkpoint)
 
 
-async def publish_checkpoint(request: Request) -> Response:
-    """Lets everybody with a key read it. Also when it is published already: nothing is wrong
-    then."""
-    return await _set_public(request, public=True)
+@router.operation(
+    "POST",
+    f"{_ONE}/publish",
+    role="member",
+    audit="checkpoint_publish",
+    status=204,
+    errors=[UnknownWeights],
+    rules=_PATH,
+)
+async def publish_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
+    """Let everybody with a key read the checkpoint. Idempotent."""
+    await gateway.checkpoints.set_public(checkpoint, public=True)
 
 
-async def unpublish_checkpoint(request: Request) -> Response:
-    """Takes a published checkpoint back to its owner alone."""
-    return await _set_public(request, public=False)
+@router.operation(
+    "DELETE",
+    f"{_ONE}/publish",
+    role="member",
+    audit="checkpoint_unpublish",
+    status=204,
+    errors=[UnknownWeights],
+    rules=_PATH,
+)
+async def unpublish_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
+    """Make a published checkpoint its owner's alone again."""
+    await gateway.checkpoints.set_public(checkpoint, public=False)
 
 
-async def set_checkpoint_ttl(request: Request) -> Response:
-    """Sets when a checkpoint expires. Counted from now; null: it does not expire any more."""
-    body = parse(Ttl, await read_body(request))
+@router.operation(
+    "PUT",
+    f"{_ONE}/ttl",
+    role="member",
+    audit="checkpoint_ttl_set",
+    status=204,
+    errors=[UnknownWeights],
+    rules=["From an hour to ten years.", *_PATH],
+)
+async def set_checkpoint_ttl(body: Ttl, checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
+    """Set when a checkpoint expires, counted from now; null: never."""
     check_ttl(body.ttl_seconds)
-    checkpoint = await _named(request)
-    await gateway_of(request).checkpoints.set_ttl(checkpoint, body.ttl_seconds)
-    return Response(status_code=204)
+    await gateway.checkpoints.set_ttl(checkpoint, body.ttl_seconds)
 
 
-async def external_weights_urls(request: Request) -> Response:
-    """Signed addresses of the files of an export, which need no key for an hour."""
-    checkpoint = await _named(request, change=False)
+@router.operation(
+    "GET",
+    f"{_ONE}/external_weights_urls",
+    role="reader",
+    errors=[UnknownWeights],
+    rules=["The checkpoint must be one that was exported."],
+)
+async def external_weights_urls(
+    checkpoint: ReadableCheckpoint, gateway: GatewayDep, base_url: BaseUrl
+) -> SignedUrls:
+    """Return signed addresses of the files of an export, which need no key for an hour."""
     if checkpoint.path.kind != "external_weights":
         raise InvalidRequest(
             f"{checkpoint.path} is not for download; export the weights with "
             "save_weights_external (`tinker checkpoint download` does that for a training "
             "checkpoint)"
         )
-    return await _signed(request, checkpoint)
+    return await _signed(gateway, checkpoint, base_url)
 
 
-async def checkpoint_files(request: Request) -> Response:
-    """As `external_weights_urls`, for a checkpoint of any kind (`?path=tinker://…`)."""
-    path = parse_query(FilesQuery, request).path
-    checkpoint = await gateway_of(request).access.checkpoint(path, caller_of(request))
-    return await _signed(request, checkpoint)
+@own_router.operation(
+    "GET", "/checkpoints/files", role="reader", errors=[UnknownWeights], rules=_PATH
+)
+async def checkpoint_files(
+    path: Annotated[str, Query()],
+    gateway: GatewayDep,
+    access: AccessDep,
+    caller: CallerDep,
+    base_url: BaseUrl,
+) -> SignedUrls:
+    """Return signed addresses of the files of any checkpoint (`?path=tinker://…`)."""
+    return await _signed(gateway, await access.checkpoint(path, caller), base_url)
 
 
-async def weights_info(request: Request) -> Response:
-    """What a client has to know to load a checkpoint."""
-    gateway = gateway_of(request)
-    body = parse(TinkerPath, await read_body(request))
-    checkpoint = await gateway.access.checkpoint(body.tinker_path, caller_of(request))
+@router.operation(
+    "POST", "/weights_info", role="reader", audit=None, errors=[UnknownWeights], rules=_PATH
+)
+async def weights_info(
+    body: TinkerPath, gateway: GatewayDep, access: AccessDep, caller: CallerDep
+) -> WeightsInfo:
+    """Return what a client must know to load a checkpoint."""
+    checkpoint = await access.checkpoint(body.tinker_path, caller)
     training = (await gateway.checkpoints.origin(checkpoint.path.run_id)).training
-    lora = training.lora
-    info: dict[str, object] = {
-        "base_model": checkpoint.base_model,
-        "is_lora": lora is not None,
-        "optimizer_config": optimizer_config(training.optimizer),
-    }
-    if lora is not None:
-        info |= {
-            "lora_rank": lora.rank,
-            "train_unembed": lora.unembedding,
-            "train_mlp": lora.mlp,
-            "train_attn": lora.attention,
-        }
-    return json_response(info)
+    optimizer = optimizer_name(training.optimizer)
+    if (lora := training.lora) is None:
+        return WeightsInfo(
+            base_model=checkpoint.base_model, is_lora=False, optimizer_config=optimizer
+        )
+    return WeightsInfo(
+        base_model=checkpoint.base_model,
+        is_lora=True,
+        optimizer_config=optimizer,
+        lora_rank=lora.rank,
+        train_unembed=lora.unembedding,
+        train_mlp=lora.mlp,
+        train_attn=lora.attention,
+    )
 
 
-async def copy_weights(request: Request) -> Response:
-    """Copies a checkpoint into a project, or into a session. Answers when it is copied."""
-    gateway, caller = gateway_of(request), caller_of(request)
-    body = parse(CopyWeights, await read_body(request))
+@router.operation(
+    "POST",
+    "/copy_weights",
+    role="member",
+    audit="checkpoint_copy",
+    errors=[UnknownWeights, UnknownSession, SessionFinished, StorageFull, CheckpointDamaged],
+    rules=[
+        "A copy needs a `destination_project_id`, or a `session_id` with a `model_seq_id`.",
+        "The path must be one, and the time to live from an hour to ten years.",
+    ],
+)
+async def copy_weights(
+    body: CopyWeights,
+    gateway: GatewayDep,
+    access: AccessDep,
+    caller: CallerDep,
+    audit: AuditDep,
+    x_tinker_weights_access_token: Annotated[
+        str | Omitted, Header(description="Another key, which may read the source")
+    ] = None,
+    x_idempotency_key: Annotated[
+        str, Header(description="The same key again returns the first copy")
+    ] = "",
+) -> Copied:
+    """Copy a checkpoint into a project, or into a session. Answers when it is copied."""
     check_ttl(body.ttl_seconds)
-    token = request.headers.get("x-tinker-weights-access-token") or body.weights_access_token
-    readers = gateway.access.readers(caller, token=token)
+    token = x_tinker_weights_access_token or body.weights_access_token
+    readers = access.readers(caller, token=token)
     await gateway.checkpoints.get(body.source_path, readers=readers)
     owner, run_id, project_id = caller.owner, None, body.destination_project_id or ""
     if body.session_id is not None:
         if body.model_seq_id is None:
             raise InvalidRequest("copy_weights with a session_id needs a model_seq_id, too")
         # A copy in a session is of the session's project, and of its owner.
-        session = await gateway.access.session(body.session_id, caller)
+        session = await access.session(body.session_id, caller)
         owner, project_id = session.owner, session.project_id
         run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
     elif not project_id:
@@ -178,54 +313,34 @@ async def copy_weights(request: Request) -> Response:
             project_id=project_id,
             run_id=run_id,
             ttl_seconds=body.ttl_seconds,
-            idempotency_key=request.headers.get("x-idempotency-key", ""),
+            idempotency_key=x_idempotency_key,
         )
     )
-    note_for_audit(request, target=path, source=body.source_path)
-    return json_response({"tinker_path": path})
+    audit.note(path, source=body.source_path)
+    return Copied(tinker_path=path)
 
 
-def optimizer_config(name: str) -> dict[str, object]:
-    """As the SDK has it: Dimuon has a version."""
-    return {"type": name, "version": 1} if name == "dimuon" else {"type": name}
+def optimizer_name(name: Literal["adamw", "dimuon"]) -> OptimizerName:
+    return OptimizerName(type=name, version=1) if name == "dimuon" else OptimizerName(type=name)
 
 
-async def _named(request: Request, *, change: bool = True) -> Checkpoint:
-    """The checkpoint that the address names, and that the caller may read, or `change`. Raises
-    `UnknownWeights` or `InvalidRequest`."""
-    given = request.path_params
-    path = checkpoint_path(run_id=given["run_id"], kind=given["kind"], name=given["name"])
-    access = gateway_of(request).access
-    find = access.own_checkpoint if change else access.checkpoint
-    return await find(path, caller_of(request))
-
-
-async def _set_public(request: Request, *, public: bool) -> Response:
-    checkpoint = await _named(request)
-    await gateway_of(request).checkpoints.set_public(checkpoint, public=public)
-    return Response(status_code=204)
-
-
-async def _signed(request: Request, checkpoint: Checkpoint) -> Response:
-    signed = await gateway_of(request).downloads.sign(checkpoint.path)
-    return json_response(
-        {
-            "urls": {name: address_of(request, at) for name, at in signed.addresses.items()},
-            "expires": iso(signed.expires),
-        }
+async def _signed(gateway: Gateway, checkpoint: Checkpoint, base_url: str) -> SignedUrls:
+    signed = await gateway.downloads.sign(checkpoint.path)
+    return SignedUrls(
+        urls={name: f"{base_url}{address}" for name, address in signed.addresses.items()},
+        expires=signed.expires,
     )
 
 
-def described(checkpoint: Checkpoint) -> dict[str, object]:
+def described(checkpoint: Checkpoint) -> CheckpointInfo:
     path = checkpoint.path
-    expires_at = checkpoint.expires_at
-    return {
-        "checkpoint_id": f"{path.kind}/{path.name}",
-        "checkpoint_type": _TYPES[path.kind],
-        "time": iso(checkpoint.created_at),
-        "tinker_path": str(path),
-        "size_bytes": checkpoint.bytes,
-        "public": checkpoint.public,
-        "user_metadata": checkpoint.user_metadata,
-        "expires_at": iso(expires_at) if expires_at is not None else None,
-    }
+    return CheckpointInfo(
+        checkpoint_id=f"{path.kind}/{path.name}",
+        checkpoint_type=_TYPES[path.kind],
+        time=checkpoint.created_at,
+        tinker_path=str(path),
+        size_bytes=checkpoint.bytes,
+        public=checkpoint.public,
+        user_metadata=checkpoint.user_metadata,
+        expires_at=checkpoint.expires_at,
+    )

@@ -1,4 +1,4 @@
-"""How a training run begins: anew, or from a saved state."""
+"""Training runs begin: anew, or from a saved state."""
 
 from __future__ import annotations
 
@@ -7,31 +7,34 @@ from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import BaseModel, Field
-from starlette.requests import Request
-from starlette.responses import Response
 
-from gateway.api.wire import (
-    SMALL_BODY,
-    caller_of,
-    gateway_of,
-    note_for_audit,
-    parse,
-    promise,
-    read_body,
-)
+from gateway.api.dependencies import AccessDep, AuditDep, AuditNote, CallerDep, GatewayDep, RawBody
+from gateway.api.fields import Answer
+from gateway.api.request_body import SMALL_BODY
+from gateway.api.routing import Router
 from gateway.auth.identity import Readers
 from gateway.checkpoints.compatibility import training_from
-from gateway.identifiers import run_id_of, split_model_name
+from gateway.core import Gateway
+from gateway.identifiers import request_id_of, run_id_of, split_model_name
 from gateway.runs.operations import LoadWeights
 from gateway.sessions.metadata import Metadata
-from tandem.errors import InvalidRequest, OptimizerSetting, UnsuitableLora
+from tandem.errors import (
+    InvalidRequest,
+    OptimizerSetting,
+    SessionFinished,
+    UnknownModel,
+    UnknownSession,
+    UnsuitableLora,
+)
 from tandem.worker import LoraSpec, TrainingSpec
 
 TRAINING_KEY = "tandem_training"
 """The key of `user_metadata` that chooses the kind of training; its only value is `full`."""
 
 LORA_ALPHA = 32.0
-"""Whatever the rank: a learning rate then suits adapters of every rank about as well."""
+"""For every rank: a learning rate then suits adapters of every rank about as well."""
+
+router = Router("/api/v1", tag="SDK")
 
 
 class OptimizerConfig(BaseModel):
@@ -66,13 +69,35 @@ class CreateViaLoad(BaseModel):
     optimizer_config: OptimizerConfig | None = None
 
 
-async def create_model(request: Request) -> Response:
-    """Begins a training run. A user's mistake is answered at once, so that the SDK raises its
+class OperationAccepted(Answer):
+    """An operation in a run's journal; `retrieve_future` returns its result."""
+
+    request_id: str
+    model_id: str
+
+
+@router.operation(
+    "POST",
+    "/create_model",
+    role="member",
+    audit="run_create",
+    errors=[UnknownSession, UnknownModel, SessionFinished],
+    rules=[
+        "The optimizer must be a known one, and a LoRA configuration must train something.",
+    ],
+    body_limit=SMALL_BODY,
+)
+async def create_model(
+    body: CreateModel,
+    raw: RawBody,
+    gateway: GatewayDep,
+    access: AccessDep,
+    caller: CallerDep,
+    audit: AuditDep,
+) -> OperationAccepted:
+    """Begin a training run. A user's mistake is answered at once, so that the SDK raises its
     typed error at once."""
-    gateway = gateway_of(request)
-    raw = await read_body(request, limit=SMALL_BODY)
-    body = parse(CreateModel, raw)
-    await gateway.access.session(body.session_id, caller_of(request))
+    await access.session(body.session_id, caller)
     optimizer = known_optimizer(body.optimizer_config)
     name, full = split_model_name(body.base_model)
     model = gateway.models.get(name)
@@ -88,17 +113,21 @@ async def create_model(request: Request) -> Response:
         request=raw,
     )
     run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
-    note_for_audit(request, target=run_id, base_model=body.base_model)
-    return promise(run_id, 0, model_id=run_id)
+    audit.note(run_id, base_model=body.base_model)
+    return accepted(run_id, 0)
 
 
 async def create_via_load(
-    request: Request, raw: bytes, *, body: CreateViaLoad, load: LoadWeights, readers: Readers
-) -> Response:
-    """Begins a run with a saved state, which one of `readers` may read. `raw` is the body as it
-    is kept in the log."""
-    gateway = gateway_of(request)
-    await gateway.access.session(body.session_id, caller_of(request))
+    gateway: Gateway,
+    raw: bytes,
+    *,
+    body: CreateViaLoad,
+    load: LoadWeights,
+    readers: Readers,
+    audit: AuditNote,
+) -> OperationAccepted:
+    """Begin a run, in a session of the caller, with a saved state that one of `readers` may
+    read. `raw` is the body as it is kept in the journal."""
     asked = known_optimizer(body.optimizer_config) if body.optimizer_config else None
     checkpoint = await gateway.checkpoints.get_trainable(load.path, readers=readers)
     name, full = split_model_name(body.base_model or checkpoint.base_model)
@@ -119,8 +148,12 @@ async def create_via_load(
         request=raw,
     )
     run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
-    note_for_audit(request, target=run_id, load=load.path)
-    return promise(run_id, 0, model_id=run_id)
+    audit.note(run_id, load=load.path)
+    return accepted(run_id, 0)
+
+
+def accepted(run_id: str, seq_id: int) -> OperationAccepted:
+    return OperationAccepted(request_id=request_id_of(owner=run_id, seq_id=seq_id), model_id=run_id)
 
 
 def lora_spec(config: LoraConfig) -> LoraSpec:
@@ -140,7 +173,8 @@ def lora_spec(config: LoraConfig) -> LoraSpec:
 
 
 def wants_full_training(user_metadata: Mapping[str, object] | None) -> bool:
-    """What an unmodified client can say in metadata. Raises `InvalidRequest` for another word."""
+    """Return whether the metadata asks for full training, which an unmodified client can do only
+    there. Raises `InvalidRequest` for another word."""
     choice = (user_metadata or {}).get(TRAINING_KEY)
     if choice not in (None, "full"):
         raise InvalidRequest(f"user_metadata: {TRAINING_KEY} is {choice!r}; known: 'full'")
@@ -148,7 +182,7 @@ def wants_full_training(user_metadata: Mapping[str, object] | None) -> bool:
 
 
 def known_optimizer(config: OptimizerConfig | None) -> Literal["adamw", "dimuon"]:
-    """The optimizer asked for, AdamW if none was. Raises `OptimizerSetting`."""
+    """Return the optimizer asked for, AdamW by default. Raises `OptimizerSetting`."""
     if config is None:
         return "adamw"
     if config.type == "dimuon" and config.version in (None, 1):
@@ -157,5 +191,5 @@ def known_optimizer(config: OptimizerConfig | None) -> Literal["adamw", "dimuon"
         return "adamw"
     version = f" version {config.version}" if config.version is not None else ""
     raise OptimizerSetting(
-        f"the optimizer {config.type!r}{version} is not there; known: adamw, dimuon version 1"
+        f"the optimizer {config.type!r}{version} is unknown; known: adamw, dimuon version 1"
     )

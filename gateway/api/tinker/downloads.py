@@ -1,67 +1,77 @@
-"""The files behind signed addresses. No key is asked for: the signature is the key."""
+"""The files behind signed addresses. No key is needed: the signature is the key."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import Depends, Query
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import FileResponse
 
-from gateway.api.wire import gateway_of, parse_query
-from gateway.checkpoints.catalog import CheckpointCatalog
-from gateway.checkpoints.downloads import Address, DownloadSigner
-from gateway.identifiers import CheckpointPath
+from gateway.api.dependencies import GatewayDep
+from gateway.api.fields import PathText
+from gateway.api.routing import Router, file_response
+from gateway.checkpoints.downloads import PREFIX, Address
+from gateway.usage.trace_exports import PREFIX as TRACES
+from tandem.errors import AddressExpired, AddressForged, UnknownWeights
 
+router = Router(tag="SDK")
 
-class DownloadQuery(BaseModel):
-    folder: str = ""
-    expires: str = ""
-    signature: str = ""
-
-
-async def download(request: Request) -> Response:
-    """A file of a checkpoint, whole, or the part that a Range header asks for."""
-    gateway = gateway_of(request)
-    given, query = request.path_params, parse_query(DownloadQuery, request)
-    address = Address(
-        run_id=given["run_id"],
-        kind=given["kind"],
-        name=given["name"],
-        file=given["file"],
-        folder=query.folder,
-        expires=query.expires,
-        signature=query.signature,
-    )
-    path = gateway.downloads.check(address, method=request.method)
-    return _HeldFile(
-        address, path=path, downloads=gateway.downloads, checkpoints=gateway.checkpoints
-    )
+_REFUSED = [AddressForged, AddressExpired, UnknownWeights]
+_FILE = file_response("application/octet-stream", "The file, or the part that `Range` asks for")
 
 
-class _HeldFile(Response):
-    """Streams the file, which stays on the disk until the last byte is sent, even when its
+async def _pinned_file(
+    request: Request,
+    gateway: GatewayDep,
+    run_id: PathText,
+    kind: PathText,
+    name: PathText,
+    file: PathText,
+    folder: Annotated[str, Query()] = "",
+    expires: Annotated[str, Query()] = "",
+    signature: Annotated[str, Query()] = "",
+) -> AsyncIterator[Path]:
+    """Yield the file, which stays on the disk until the last byte is sent, even when its
     checkpoint is deleted meanwhile."""
+    address = Address(run_id, kind, name, file, folder, expires, signature)
+    path = gateway.downloads.check(address, method=request.method)
+    async with gateway.checkpoints.reading_unchecked(path) as checkpoint:
+        yield await gateway.downloads.find(address, checkpoint)
 
-    def __init__(
-        self,
-        address: Address,
-        *,
-        path: CheckpointPath,
-        downloads: DownloadSigner,
-        checkpoints: CheckpointCatalog,
-    ) -> None:
-        self._address = address
-        self._path = path
-        self._downloads = downloads
-        self._checkpoints = checkpoints
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._checkpoints.reading_unchecked(self._path) as checkpoint:
-            file = await self._downloads.find(self._address, checkpoint)
-            response = FileResponse(
-                file,
-                media_type="application/octet-stream",
-                filename=file.name,
-                headers={"Cache-Control": "private, no-store", "X-Content-Type-Options": "nosniff"},
-            )
-            await response(scope, receive, send)
+@router.operation(
+    "GET",
+    PREFIX + "{run_id}/{kind}/{name}/{file}",
+    role="signature",
+    errors=_REFUSED,
+    responses={200: _FILE, 206: _FILE},
+)
+async def download(file: Annotated[Path, Depends(_pinned_file)]) -> FileResponse:
+    """Return a file of a checkpoint, whole, or the part that a Range header asks for."""
+    return FileResponse(
+        file,
+        media_type="application/octet-stream",
+        filename=file.name,
+        headers={"Cache-Control": "private, no-store", "X-Content-Type-Options": "nosniff"},
+    )
+
+
+@router.operation(
+    "GET",
+    TRACES + "{file}",
+    role="signature",
+    errors=_REFUSED,
+    responses={200: file_response("application/json", "A trace, as the Chrome trace viewer reads")},
+)
+async def trace_file(
+    gateway: GatewayDep,
+    file: PathText,
+    expires: Annotated[str, Query()] = "",
+    signature: Annotated[str, Query()] = "",
+) -> FileResponse:
+    """Return an exported trace."""
+    path = gateway.traces.find(file=file, expires=expires, signature=signature)
+    return FileResponse(path, media_type="application/json", filename=path.name)

@@ -1,4 +1,4 @@
-"""What became of accepted requests: by long poll, one by one or all of a client's samples."""
+"""Results of accepted requests: long polls for one, or for all samples of a client."""
 
 from __future__ import annotations
 
@@ -7,22 +7,16 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
-from gateway.api.file_answer import FileAnswer
-from gateway.api.wire import (
-    JSON,
-    PROTOBUF,
-    caller_of,
-    gateway_of,
-    json_response,
-    parse,
-    read_body,
-)
-from gateway.futures.completion_feed import Completion, Target
-from gateway.futures.table import Future, Outcome, Waiting
+from gateway.api.dependencies import AccessDep, CallerDep, GatewayDep, caller_of, gateway_of
+from gateway.api.fields import Answer
+from gateway.api.request_body import JSON, PROTOBUF, parse
+from gateway.api.routing import Router, binary, json_content, model_response
+from gateway.futures.completion_feed import Target
+from gateway.futures.table import Future, Outcome
 from gateway.identifiers import split_request_id
-from tandem.errors import InvalidRequest, TandemError, UnknownRequest
+from tandem.errors import InvalidRequest, TandemError, UnknownRequest, UnknownSampler
 
 WEIGHT_VERSION_HEADER = "X-Tandem-Weight-Version"
 
@@ -30,6 +24,8 @@ INLINE_BYTES = 2**20
 """The largest result that is sent at once to a client that would rather hear its size first.
 The SDK holds 50 MiB of results at once: fifty small ones more do no harm, and a question for
 each of them would cost a round trip each."""
+
+router = Router("/api/v1", tag="SDK")
 
 
 class Retrieve(BaseModel):
@@ -54,14 +50,129 @@ class Cancel(BaseModel):
     request_id: str
 
 
-async def retrieve_future(request: Request) -> Response:
-    """What became of an accepted request. 200 with the result, or with `{"error", "category",
-    "type"}` where the operation failed; 408 while it has not ended; 410 for a sample that is to
-    be asked for again; 404 else.
+class FailedOperation(Answer):
+    """An accepted operation that failed: 200, since the question was answered."""
 
-    A large result is answered with its size alone where the client allows that."""
+    error: str
+    type: str
+    category: Literal["user", "server"]
+
+
+class ResultSize(Answer):
+    """Of a large result, to a client that asked to hear its size first."""
+
+    request_id: str
+    status: Literal["complete_metadata"] = "complete_metadata"
+    response_payload_size: int
+
+
+class RunCreated(Answer):
+    type: Literal["create_model"]
+    model_id: str
+
+
+class Stepped(Answer):
+    type: Literal["optim_step"]
+    metrics: dict[str, float | None]
+
+
+class StateSaved(Answer):
+    type: Literal["save_weights"]
+    path: str
+
+
+class SavedForSampler(Answer):
+    """Either the path of a named checkpoint, or the sampling session of an ephemeral one."""
+
+    type: Literal["save_weights_for_sampler"]
+    path: str | None = None
+    sampling_session_id: str | None = None
+
+
+class Exported(Answer):
+    type: Literal["save_weights_external"]
+    path: str
+    size_bytes: int
+
+
+class StateLoaded(Answer):
+    type: Literal["load_weights"]
+    path: str
+    model_id: str
+
+
+class CustomLossCreated(Answer):
+    type: Literal["create_custom_loss"]
+    loss_id: str
+
+
+class TryAgain(Answer):
+    """Not finished yet."""
+
+    type: Literal["try_again"] = "try_again"
+    request_id: str
+    queue_state: Literal["active", "paused_capacity"]
+    queue_state_reason: str | None
+
+
+class Finished(Answer):
+    state: Literal["finished"] = "finished"
+    request_id: str
+    response_payload_uncompressed_size: int
+
+
+class Failed(Answer):
+    state: Literal["failed"] = "failed"
+    request_id: str
+
+
+class FinishedSamples(Answer):
+    completions: list[Finished | Failed]
+    cursor: int = Field(ge=0)
+
+
+Result = (
+    FailedOperation
+    | ResultSize
+    | RunCreated
+    | Stepped
+    | StateSaved
+    | SavedForSampler
+    | Exported
+    | StateLoaded
+    | CustomLossCreated
+)
+_RESULT_BYTES = binary(
+    "ForwardBackwardOutput or SampleResponse of protos/tandem/wire/v1/tinker.proto"
+)
+
+
+@router.operation(
+    "POST",
+    "/retrieve_future",
+    role="reader",
+    audit=None,
+    errors=[UnknownRequest],
+    raw=json_content(Retrieve),
+    responses={
+        200: {
+            "model": Result,
+            "description": "The result, by the kind of the operation, or why there is none.",
+            "content": {PROTOBUF: {"schema": _RESULT_BYTES}},
+        },
+        408: {"model": TryAgain, "description": "Not finished; ask again."},
+        410: {"model": FailedOperation, "description": "A sample to be asked for again."},
+    },
+)
+async def retrieve_future(request: Request) -> Response:
+    """Return the result of an accepted request.
+
+    200 with the result, or with `{"error", "category", "type"}` where the operation failed; 408
+    while it has not finished; 410 for a sample that is to be asked for again; 404 otherwise. A
+    large result is answered with its size alone where the client allows that.
+    """
     gateway, caller = gateway_of(request), caller_of(request)
-    body = parse(Retrieve, await read_body(request))
+    body = parse(Retrieve, await request.body())
     request_id = body.request_id
     await gateway.access.request(request_id, caller)
     future = gateway.futures.get(request_id)
@@ -72,27 +183,35 @@ async def retrieve_future(request: Request) -> Response:
         if body.allow_metadata_only and not isinstance(outcome, TandemError):
             size = outcome.size
             if size > INLINE_BYTES:
-                metadata = {"status": "complete_metadata", "response_payload_size": size}
-                return json_response({"request_id": request_id, **metadata})
+                return model_response(ResultSize(request_id=request_id, response_payload_size=size))
         if caller.may_change:  # what only a reader has seen must still be there for its owner
             future.fetched_at = time.monotonic()
-        return _answer(outcome)
+        return _result(outcome)
     recalled = await gateway.recall(request_id)
     if recalled is not None and not isinstance(recalled, UnknownRequest):
-        return _answer(recalled)
+        return _result(recalled)
     owner = split_request_id(request_id)
     if owner is not None and ":sample:" in owner[0] and await gateway.sampling.known(owner[0]):
         return _gone(f"the sample {request_id} is no longer here; ask for it again")
     raise recalled or UnknownRequest(f"there is no request {request_id!r} on this server")
 
 
-async def retrieve_futures(request: Request) -> Response:
-    """Which samples of a client have ended since its last poll. 410 when the cursor is of an
-    earlier gateway: what the client waits for is not known here."""
-    gateway = gateway_of(request)
-    body = parse(RetrieveMany, await read_body(request))
+@router.operation(
+    "POST",
+    "/retrieve_futures",
+    role="member",  # it also says which samples are not needed any more
+    audit=None,
+    errors=[UnknownSampler],
+    response_model=FinishedSamples,
+    responses={410: {"model": FailedOperation, "description": "A cursor of an earlier gateway."}},
+)
+async def retrieve_futures(
+    body: RetrieveMany, gateway: GatewayDep, access: AccessDep, caller: CallerDep
+) -> FinishedSamples | Response:
+    """Return which samples of a client have finished since its last poll. 410 when the cursor is
+    of an earlier gateway: what the client waits for is not known here."""
     target = body.target
-    await gateway.access.past_sampling_session(target.sampling_session_id, caller_of(request))
+    await access.past_sampling_session(target.sampling_session_id, caller)
     longest = gateway.settings.long_poll
     polled = await gateway.completions.poll(
         Target(target.sampling_session_id, target.cloned_sampler_id),
@@ -102,21 +221,37 @@ async def retrieve_futures(request: Request) -> Response:
     )
     if polled is None:
         return _gone("the gateway restarted, and the samples waited for are gone; ask again")
-    return json_response(
-        {
-            "completions": [_completion(done) for done in polled.completions],
-            "cursor": polled.cursor,
-        }
+    return FinishedSamples(
+        completions=[
+            Failed(state="failed", request_id=done.request_id)
+            if done.size is None
+            else Finished(
+                state="finished",
+                request_id=done.request_id,
+                response_payload_uncompressed_size=done.size,
+            )
+            for done in polled.completions
+        ],
+        cursor=polled.cursor,
     )
 
 
-async def cancel_future(request: Request) -> Response:
-    """Gives up a sample, here and in its engine. 204 also for one that has ended, or that
-    nobody knows any more: asking twice does no harm. Operations of a run cannot be given up,
-    since what comes after them counts on them."""
-    gateway = gateway_of(request)
-    request_id = parse(Cancel, await read_body(request)).request_id
-    await gateway.access.request(request_id, caller_of(request))
+@router.operation(
+    "POST",
+    "/cancel_future",
+    role="member",
+    audit=None,
+    status=204,
+    errors=[UnknownRequest],
+    rules=["Only samples can be cancelled."],
+)
+async def cancel_future(
+    body: Cancel, gateway: GatewayDep, access: AccessDep, caller: CallerDep
+) -> None:
+    """Cancel a sample, here and in its engine. Idempotent: 204 also for one that has finished or
+    is not known any more. Operations of a run cannot be cancelled: later ones build on them."""
+    request_id = body.request_id
+    await access.request(request_id, caller)
     owner = split_request_id(request_id)
     if owner is None:
         raise UnknownRequest(f"there is no request {request_id!r} on this server")
@@ -125,49 +260,37 @@ async def cancel_future(request: Request) -> Response:
             f"{request_id} is an operation of a run; only samples can be cancelled"
         )
     gateway.samplers.cancel(request_id)
-    return Response(status_code=204)
 
 
 def _gone(sentence: str) -> Response:
-    body = {"error": sentence, "type": UnknownRequest.type, "category": "server"}
-    return json_response(body, status=410)
+    gone = FailedOperation(error=sentence, type=UnknownRequest.type, category="server")
+    return model_response(gone, status=410)
 
 
-def _completion(done: Completion) -> dict[str, object]:
-    if done.size is None:
-        return {"state": "failed", "request_id": done.request_id}
-    return {
-        "state": "finished",
-        "request_id": done.request_id,
-        "response_payload_uncompressed_size": done.size,
-    }
-
-
-def _answer(outcome: Outcome) -> Response:
+def _result(outcome: Outcome) -> Response:
     if isinstance(outcome, TandemError):
         # The SDK shows its user the sentence alone, so that the type is part of it.
-        return json_response(
-            {
-                "error": f"{outcome.type}: {outcome.message}",
-                "type": outcome.type,
-                "category": outcome.category,
-            }
+        return model_response(
+            FailedOperation(
+                error=f"{outcome.type}: {outcome.message}",
+                type=outcome.type,
+                category=outcome.category,
+            )
         )
     headers = {WEIGHT_VERSION_HEADER: outcome.weight_version} if outcome.weight_version else None
     media = PROTOBUF if outcome.media == "protobuf" else JSON
     if outcome.file is not None:
-        return FileAnswer(outcome.file, size=outcome.file_bytes, media_type=media, headers=headers)
+        return FileResponse(outcome.file, media_type=media, headers=headers)
     return Response(outcome.body, media_type=media, headers=headers)
 
 
 def _try_again(future: Future) -> Response:
-    waiting: Waiting = future.describe()
-    return json_response(
-        {
-            "type": "try_again",
-            "request_id": future.request_id,
-            "queue_state": "paused_capacity" if waiting.paused else "active",
-            "queue_state_reason": waiting.reason,
-        },
+    waiting = future.describe()
+    return model_response(
+        TryAgain(
+            request_id=future.request_id,
+            queue_state="paused_capacity" if waiting.paused else "active",
+            queue_state_reason=waiting.reason,
+        ),
         status=408,
     )

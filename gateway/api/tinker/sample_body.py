@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
-from gateway.api.json_bounds import FirstFault
+from gateway.api.request_body import FirstFault
 from tandem.errors import EmptyBatch, InvalidRequest, TokenOutOfVocabulary, UnsupportedInput
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.json_bounds import MOST_TOKENS
-from gateway.api.tinker.sample_body import Sample, sample_request
-from gateway.api.wire import (
+from gateway.api.dependencies import (
+    AccessDep,
+    AuditDep,
+    CallerDep,
+    GatewayDep,
+    OwnSamplingSession,
     caller_of,
     gateway_of,
-    json_response,
-    note_for_audit,
-    parse,
-    promise,
-    read_body,
 )
+from gateway.api.fields import Answer
+from gateway.api.request_body import MOST_TOKENS, parse
+from gateway.api.routing import Router, json_content, model_response
+from gateway.api.tinker.sample_body import Sample, sample_request
 from gateway.core import Gateway
 from gateway.futures.table import Future
 from gateway.identifiers import request_id_of
 from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import SamplingSession
-from tandem.errors import InvalidRequest
+from tandem.errors import (
+    InvalidRequest,
+    Overloaded,
+    SessionFinished,
+    StorageFull,
+    UnknownModel,
+    UnknownSampler,
+    UnknownSession,
+    UnknownWeights,
+)
+
+router = Router("/api/v1", tag="SDK")
 
 
 class CreateSamplingSession(BaseModel):
@@ -36,54 +51,55 @@ class Join(BaseModel):
     sampling_session_id: str
 
 
-async def create_sampling_session(request: Request) -> Response:
-    """Begins to sample from a base model or a checkpoint."""
-    gateway, caller = gateway_of(request), caller_of(request)
-    body = parse(CreateSamplingSession, await read_body(request))
-    await gateway.access.session(body.session_id, caller)
-    session = await gateway.sampling.create(
-        session_id=body.session_id,
-        number=body.sampling_session_seq_id,
-        base_model=body.base_model,
-        model_path=body.model_path,
-        readers=gateway.access.readers(caller),
-    )
-    await gateway.access.session(body.session_id, caller)  # it may have ended meanwhile
-    _sampler_of(gateway, session)
-    note_for_audit(request, target=session.id)
-    return json_response({"type": "create_sampling_session", "sampling_session_id": session.id})
+class SampleAccepted(Answer):
+    """`sample_sequence_ids`: one for each sample to come."""
+
+    request_id: str
+    sample_sequence_ids: list[str]
 
 
-async def join_sampling_session(request: Request) -> Response:
-    """A number for one more client of a sampling session, such as one that was unpickled
-    elsewhere."""
-    gateway = gateway_of(request)
-    body = parse(Join, await read_body(request))
-    await gateway.access.sampling_session(body.sampling_session_id, caller_of(request))
-    number = await gateway.sampling.join(body.sampling_session_id)
-    return json_response({"type": "join_sampling_session", "client_counter": number})
+class CreatedSamplingSession(Answer):
+    type: Literal["create_sampling_session"]
+    sampling_session_id: str
 
 
-async def get_sampler(request: Request) -> Response:
-    """What a sampling session samples from."""
-    session = await gateway_of(request).access.sampling_session(
-        request.path_params["sampler_id"], caller_of(request)
-    )
-    return json_response(
-        {
-            "sampler_id": session.id,
-            "base_model": session.base_model,
-            "model_path": session.model_path or None,
-        }
-    )
+class Joined(Answer):
+    type: Literal["join_sampling_session"]
+    client_counter: int
 
 
+class SamplerInfo(Answer):
+    sampler_id: str
+    base_model: str
+    model_path: str | None
+
+
+@router.operation(
+    "POST",
+    "/asample",
+    role="member",
+    audit=None,
+    errors=[
+        UnknownSampler,
+        SessionFinished,
+        UnknownModel,
+        UnknownWeights,
+        Overloaded,
+        StorageFull,
+    ],
+    rules=[
+        "Either a `sampling_session_id` with a `seq_id`, or a `base_model`, or a `model_path`.",
+        "The prompt is text alone, with at least one token; every token is a token id.",
+    ],
+    raw=json_content(Sample),
+    responses={200: {"model": SampleAccepted}},
+)
 async def asample(request: Request) -> Response:
-    """Asks for samples. A place asked for again gives the request of then. 429 when too many
-    samples wait."""
+    """Ask for samples. Idempotent: a repeated seq_id returns the original request_id. 429 when
+    too many samples wait."""
     gateway = gateway_of(request)
-    body = parse(Sample, await read_body(request), most_values=MOST_TOKENS)
-    session, seq_id = await _place(request, body)
+    body = parse(Sample, await request.body(), most_values=MOST_TOKENS)
+    session, seq_id = await _session_and_seq_id(request, body)
     request_id = request_id_of(owner=session.id, seq_id=seq_id)
     if gateway.futures.get(request_id) is None:
         sampler = _sampler_of(gateway, session)
@@ -103,16 +119,69 @@ async def asample(request: Request) -> Response:
         gateway.samplers.submit(sampler, future=future, version=version, request=message)
         gateway.futures.add(future)
         gateway.completions.watch(future)
-    return promise(
-        session.id,
-        seq_id,
-        # The SDK wants one identity for each sample before there is one.
-        sample_sequence_ids=[f"{request_id}:{i}" for i in range(body.num_samples)],
+    return model_response(
+        SampleAccepted(
+            request_id=request_id,
+            # The SDK wants one identity for each sample before there is one.
+            sample_sequence_ids=[f"{request_id}:{i}" for i in range(body.num_samples)],
+        )
     )
 
 
-async def _place(request: Request, body: Sample) -> tuple[SamplingSession, int]:
-    """The sampling session, and the place in it."""
+@router.operation(
+    "POST",
+    "/create_sampling_session",
+    role="member",
+    audit="sampler_create",
+    errors=[UnknownSession, SessionFinished, UnknownModel, UnknownWeights],
+    rules=["Either `base_model` or `model_path` is needed, and the path must be one."],
+)
+async def create_sampling_session(
+    body: CreateSamplingSession,
+    gateway: GatewayDep,
+    access: AccessDep,
+    caller: CallerDep,
+    audit: AuditDep,
+) -> CreatedSamplingSession:
+    """Begin to sample from a base model or a checkpoint."""
+    await access.session(body.session_id, caller)
+    session = await gateway.sampling.create(
+        session_id=body.session_id,
+        number=body.sampling_session_seq_id,
+        base_model=body.base_model,
+        model_path=body.model_path,
+        readers=access.readers(caller),
+    )
+    await access.session(body.session_id, caller)  # it may have ended meanwhile
+    _sampler_of(gateway, session)
+    audit.note(session.id)
+    return CreatedSamplingSession(type="create_sampling_session", sampling_session_id=session.id)
+
+
+@router.operation(
+    "POST", "/join_sampling_session", role="member", audit=None, errors=[UnknownSampler]
+)
+async def join_sampling_session(
+    body: Join, gateway: GatewayDep, access: AccessDep, caller: CallerDep
+) -> Joined:
+    """Return a number for one more client of a sampling session, such as one that was unpickled
+    elsewhere."""
+    await access.sampling_session(body.sampling_session_id, caller)
+    number = await gateway.sampling.join(body.sampling_session_id)
+    return Joined(type="join_sampling_session", client_counter=number)
+
+
+@router.operation("GET", "/samplers/{sampler_id}", role="reader", errors=[UnknownSampler])
+async def get_sampler(session: OwnSamplingSession) -> SamplerInfo:
+    """Return what a sampling session samples from."""
+    return SamplerInfo(
+        sampler_id=session.id,
+        base_model=session.base_model,
+        model_path=session.model_path or None,
+    )
+
+
+async def _session_and_seq_id(request: Request, body: Sample) -> tuple[SamplingSession, int]:
     gateway, caller = gateway_of(request), caller_of(request)
     if body.sampling_session_id is None:
         session = await gateway.implicit_sessions.create(
@@ -131,7 +200,8 @@ async def _place(request: Request, body: Sample) -> tuple[SamplingSession, int]:
 
 
 def _sampler_of(gateway: Gateway, session: SamplingSession) -> Sampler:
-    """One that runs goes on when its model's name is no longer registered."""
+    """Return the session's sampler, started if needed. One that runs continues when its model's
+    name is no longer registered."""
     sampler = gateway.samplers.get(
         session_id=session.session_id, model_name=session.base_model, rank=session.rank
     )

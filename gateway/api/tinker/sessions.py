@@ -1,49 +1,67 @@
-"""Sessions: lists, search, projects, traces."""
+"""Sessions: their life, lists, search, projects, traces."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated, Literal
 
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.requests import Request
-from starlette.responses import FileResponse, Response
 
-from gateway.api.times import Moment
-from gateway.api.wire import (
-    address_of,
-    caller_of,
-    gateway_of,
-    iso,
-    json_response,
-    note_for_audit,
-    parse,
-    parse_query,
-    read_body,
+from gateway.api.dependencies import (
+    AccessDep,
+    AuditDep,
+    BaseUrl,
+    CallerDep,
+    GatewayDep,
+    PastSession,
 )
+from gateway.api.fields import Answer, Limit, Moment, Offset, PathText, Time, UserMetadata
+from gateway.api.request_body import SMALL_BODY
+from gateway.api.routing import Router
+from gateway.api.tinker.sdk_version import check_sdk_version
+from gateway.api.tinker.service import SDK_VERSION
 from gateway.auth.identity import Scope, urn_of
 from gateway.runs.queries import SessionRecord, Storage
+from gateway.sessions.metadata import Metadata
+from gateway.sessions.registry import NewSession
 from gateway.sessions.search import Cursor, Filters, Status
+from tandem.errors import SessionFinished, UnknownSession
 
-ProjectId = Annotated[str, Field(min_length=1, max_length=200)]
+_LONGEST_DETAIL = 4000
+"""Characters. Every operation that the end of a session fails repeats them."""
 
-
-class PageQuery(BaseModel):
-    limit: int = Field(20, ge=0, le=1000)
-    offset: int = Field(0, ge=0, le=2**53)
-    access_scope: Scope = "owned"
+router = Router("/api/v1", tag="SDK")
 
 
-class ScopeQuery(BaseModel):
-    access_scope: Scope = "owned"
+class CreateSession(BaseModel):
+    user_metadata: Metadata | None = None
+    display_name: str | None = Field(None, max_length=500)
+    project_id: str | None = Field(None, max_length=200)
+    tags: list[Annotated[str, Field(max_length=200)]] = Field(default_factory=list, max_length=100)
+    sdk_version: str = Field("", max_length=64)
 
 
-class TraceQuery(BaseModel):
-    expires: str = ""
-    signature: str = ""
+class Heartbeat(BaseModel):
+    session_id: str
+
+
+EndReason = Literal["success", "errored", "interrupted"]
+
+
+class FinishReason(BaseModel):
+    type: EndReason
+
+
+class Finish(BaseModel):
+    """Of a longer `detail`, such as a whole traceback, the end is not kept."""
+
+    reason: FinishReason
+    detail: str | None = None
 
 
 class Project(BaseModel):
-    project_id: ProjectId
+    project_id: Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class _Strict(BaseModel):
@@ -57,12 +75,10 @@ class OwnerFilter(_Strict):
 
 class StatusFilter(_Strict):
     type: Literal["active", "cancelled", "failed", "client_finished"]
-    reasons: Annotated[
-        list[Literal["success", "errored", "interrupted"]] | None, Field(min_length=1)
-    ] = None
+    reasons: Annotated[list[EndReason] | None, Field(min_length=1)] = None
 
 
-class CursorFields(_Strict):
+class SearchCursor(_Strict):
     last_created_at: Moment
     last_session_id: str
 
@@ -77,7 +93,7 @@ class Search(_Strict):
     owner: OwnerFilter = OwnerFilter()
     statuses: Annotated[list[StatusFilter] | None, Field(min_length=1, max_length=10)] = None
     limit: int = Field(50, ge=1, le=200)
-    cursor: CursorFields | None = None
+    cursor: SearchCursor | None = None
 
     def filters(self) -> Filters:
         return Filters(
@@ -96,35 +112,162 @@ class Search(_Strict):
         )
 
 
-async def list_sessions(request: Request) -> Response:
-    """A page of session ids, newest first."""
-    query = parse_query(PageQuery, request)
-    found = await gateway_of(request).directory.session_ids(
-        caller_of(request), scope=query.access_scope, limit=query.limit, offset=query.offset
+class CreatedSession(Answer):
+    type: Literal["create_session"]
+    session_id: str
+    warning_message: str | None
+
+
+class Beat(Answer):
+    type: Literal["session_heartbeat"]
+
+
+class SessionIds(Answer):
+    sessions: list[str]
+
+
+class SessionContents(Answer):
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: UserMetadata
+    display_name: str | None
+
+
+class Ended(Answer):
+    type: EndReason
+
+
+class SessionState(Answer):
+    type: Literal["active", "client_finished"]
+    reason: Ended | None = None
+    detail: str | None = None
+
+
+class SessionSummary(Answer):
+    """The status is null for a session that expired: it neither finished nor runs."""
+
+    session_id: str
+    created_at: Time
+    owner: str
+    project_id: str | None
+    status: SessionState | None
+    checkpoints_count: int
+    display_name: str | None
+    user_metadata: UserMetadata
+    checkpoint_storage_bytes: int
+
+
+class NextPage(Answer):
+    last_created_at: Time
+    last_session_id: str
+
+
+class SessionPage(Answer):
+    sessions: list[SessionSummary]
+    next_cursor: NextPage | None
+
+
+class TraceExport(Answer):
+    """The address needs no key."""
+
+    status: Literal["pending", "ready", "failed"]
+    url: str | None
+    error: str | None
+
+
+@router.operation(
+    "POST",
+    "/session_heartbeat",
+    role="member",
+    audit=None,
+    errors=[UnknownSession, SessionFinished],
+)
+async def session_heartbeat(body: Heartbeat, access: AccessDep, caller: CallerDep) -> Beat:
+    """Keep a session alive. 410 for one that has ended, which stops the SDK's loop."""
+    await access.session(body.session_id, caller)
+    return Beat(type="session_heartbeat")
+
+
+@router.operation(
+    "POST",
+    "/create_session",
+    role="member",
+    audit="session_create",
+    rules=SDK_VERSION,
+    body_limit=SMALL_BODY,
+)
+async def create_session(
+    body: CreateSession, gateway: GatewayDep, caller: CallerDep, audit: AuditDep
+) -> CreatedSession:
+    """Begin a session. An SDK that is too old is refused; one that was not tested gets a warning
+    for its log."""
+    warning = check_sdk_version(body.sdk_version)
+    session = await gateway.sessions.create(
+        NewSession(
+            owner=caller.owner,
+            project_id=body.project_id or "",
+            display_name=body.display_name,
+            user_metadata=body.user_metadata,
+            tags=body.tags,
+            sdk_version=body.sdk_version,
+        )
     )
-    return json_response({"sessions": found})
+    audit.note(session.id)
+    return CreatedSession(type="create_session", session_id=session.id, warning_message=warning)
 
 
-async def get_session(request: Request) -> Response:
-    """What a session has: its runs, its samplers, its metadata."""
-    query = parse_query(ScopeQuery, request)
-    found = await gateway_of(request).directory.contents(
-        request.path_params["session_id"], caller_of(request), scope=query.access_scope
+@router.operation(
+    "POST",
+    "/sessions/{session_id}/finish",
+    role="member",
+    audit="session_finish",
+    status=204,
+    errors=[UnknownSession],
+)
+async def finish_session(
+    session_id: PathText,
+    body: Finish,
+    gateway: GatewayDep,
+    access: AccessDep,
+    caller: CallerDep,
+    audit: AuditDep,
+) -> None:
+    """End a session. Answers when its workers are stopped; the first reason counts."""
+    audit.note(session_id, reason=body.reason.type)
+    with suppress(SessionFinished):  # the first reason counts; this only waits for the end
+        await access.session(session_id, caller)
+    await gateway.end_session(
+        session_id=session_id,
+        state="finished",
+        reason=body.reason.type,
+        detail=(body.detail or "")[:_LONGEST_DETAIL],
     )
-    return json_response(
-        {
-            "training_run_ids": found.run_ids,
-            "sampler_ids": found.sampler_ids,
-            "user_metadata": found.session.user_metadata,
-            "display_name": found.session.display_name,
-        }
+
+
+@router.operation("GET", "/sessions", role="reader")
+async def list_sessions(
+    gateway: GatewayDep,
+    caller: CallerDep,
+    limit: Limit = 20,
+    offset: Offset = 0,
+    access_scope: Annotated[Scope, Query()] = "owned",
+) -> SessionIds:
+    """Return a page of session ids, newest first."""
+    found = await gateway.directory.session_ids(
+        caller, scope=access_scope, limit=limit, offset=offset
     )
+    return SessionIds(sessions=list(found))
 
 
-async def search_sessions(request: Request) -> Response:
-    """A page of summaries, newest first, and the cursor of the next one."""
-    gateway, caller = gateway_of(request), caller_of(request)
-    body = parse(Search, await read_body(request))
+@router.operation(
+    "POST",
+    "/sessions/search",
+    role="reader",
+    audit=None,
+    rules=["A cursor must be that of a page before, for the same filters."],
+)
+async def search_sessions(body: Search, gateway: GatewayDep, caller: CallerDep) -> SessionPage:
+    """Return a page of summaries, newest first, and the cursor of the next one."""
     cursor = None
     if body.cursor is not None:
         cursor = Cursor(
@@ -134,80 +277,83 @@ async def search_sessions(request: Request) -> Response:
     page = await gateway.search.page(body.filters(), caller, limit=body.limit, cursor=cursor)
     storage = await gateway.directory.storage_of([session.id for session in page.sessions])
     following = page.next_cursor
-    return json_response(
-        {
-            "sessions": [_summary(s, storage.get(s.id, Storage())) for s in page.sessions],
-            "next_cursor": {
-                "last_created_at": following.last_created_at,
-                "last_session_id": following.last_session_id,
-            }
-            if following is not None
-            else None,
-        }
+    return SessionPage(
+        sessions=[_summary(s, storage.get(s.id, Storage())) for s in page.sessions],
+        next_cursor=NextPage(
+            last_created_at=following.last_created_at, last_session_id=following.last_session_id
+        )
+        if following is not None
+        else None,
     )
 
 
-async def assign_session_project(request: Request) -> Response:
-    """Moves the session, its runs and what they used into a project. 204."""
-    gateway = gateway_of(request)
-    session_id = request.path_params["session_id"]
-    body = parse(Project, await read_body(request))
-    session = await gateway.directory.session(session_id, caller_of(request))
-    note_for_audit(
-        request, target=session_id, project_id=body.project_id, before=session.project_id
-    )
-    await gateway.sessions.assign_project(session_id=session_id, project_id=body.project_id)
-    return Response(status_code=204)
-
-
-async def trace_export(request: Request) -> Response:
-    """Begins an export, or says where it stands. The address in the answer needs no key."""
-    gateway = gateway_of(request)
-    session_id = request.path_params["session_id"]
-    await gateway.directory.session(session_id, caller_of(request))
-    export = await gateway.traces.ask(session_id)
-    return json_response(
-        {
-            "status": export.status,
-            "url": address_of(request, export.address) if export.address else None,
-            "error": export.error or None,
-        }
+@router.operation("GET", "/sessions/{session_id}", role="reader", errors=[UnknownSession])
+async def get_session(
+    session_id: PathText,
+    gateway: GatewayDep,
+    caller: CallerDep,
+    access_scope: Annotated[Scope, Query()] = "owned",
+) -> SessionContents:
+    """Return what a session has: its runs, its samplers, its metadata."""
+    found = await gateway.directory.contents(session_id, caller, scope=access_scope)
+    return SessionContents(
+        training_run_ids=list(found.run_ids),
+        sampler_ids=list(found.sampler_ids),
+        user_metadata=found.session.user_metadata,
+        display_name=found.session.display_name,
     )
 
 
-async def trace_file(request: Request) -> Response:
-    """An exported trace. The signature of its address is the key."""
-    query = parse_query(TraceQuery, request)
-    path = gateway_of(request).traces.find(
-        file=request.path_params["file"],
-        expires=query.expires,
-        signature=query.signature,
+@router.operation(
+    "PUT",
+    "/sessions/{session_id}/project",
+    role="member",
+    audit="project_assign",
+    status=204,
+    errors=[UnknownSession],
+)
+async def assign_session_project(
+    body: Project, session: PastSession, gateway: GatewayDep, audit: AuditDep
+) -> None:
+    """Move the session, its runs and what they used into a project."""
+    audit.note(session.id, project_id=body.project_id, before=session.project_id)
+    await gateway.sessions.assign_project(session_id=session.id, project_id=body.project_id)
+
+
+@router.operation(
+    "GET", "/sessions/{session_id}/trace_export", role="reader", errors=[UnknownSession]
+)
+async def trace_export(session: PastSession, gateway: GatewayDep, base_url: BaseUrl) -> TraceExport:
+    """Begin an export of the session's trace, or return where it stands."""
+    export = await gateway.traces.ask(session.id)
+    return TraceExport(
+        status=export.status,
+        url=f"{base_url}{export.address}" if export.address else None,
+        error=export.error or None,
     )
-    return FileResponse(path, media_type="application/json", filename=path.name)
 
 
-def _summary(session: SessionRecord, storage: Storage) -> dict[str, object]:
-    return {
-        "session_id": session.id,
-        "created_at": iso(session.created_at),
-        "owner": urn_of(session.owner),
-        "project_id": session.project_id,
-        "status": _status(session),
-        "checkpoints_count": storage.count,
-        "display_name": session.display_name,
-        "user_metadata": session.user_metadata,
-        "checkpoint_storage_bytes": storage.bytes,
-    }
+def _summary(session: SessionRecord, storage: Storage) -> SessionSummary:
+    return SessionSummary(
+        session_id=session.id,
+        created_at=session.created_at,
+        owner=urn_of(session.owner),
+        project_id=session.project_id,
+        status=_status(session),
+        checkpoints_count=storage.count,
+        display_name=session.display_name,
+        user_metadata=session.user_metadata,
+        checkpoint_storage_bytes=storage.bytes,
+    )
 
 
-def _status(session: SessionRecord) -> dict[str, object] | None:
-    """None for one that expired: it neither finished nor runs."""
+def _status(session: SessionRecord) -> SessionState | None:
     if session.state == "active":
-        return {"type": "active"}
+        return SessionState(type="active")
     if session.state == "finished":
-        return {
-            "type": "client_finished",
-            "reason": {"type": session.reason},
-            "detail": session.detail or None,
-        }
+        return SessionState(
+            type="client_finished",
+            reason=Ended(type=session.reason),
+            detail=session.detail or None,
+        )
     return None

@@ -1,36 +1,57 @@
-"""The operations of a run's log, and what a run trains."""
+"""The operations of a run's journal, and what a run trains.
+
+A body that names its run and its sequence number but is wrong otherwise is accepted, takes that
+number, and fails at its turn, so that the operations after it do not wait for it.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from fastapi import Depends
 from google.protobuf.message import DecodeError
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.tinker.checkpoints import optimizer_config
+from gateway.api.access import Access
+from gateway.api.dependencies import (
+    AccessDep,
+    AuditDep,
+    AuditNote,
+    CallerDep,
+    GatewayDep,
+    RawBody,
+    caller_of,
+    gateway_of,
+)
+from gateway.api.fields import Answer
+from gateway.api.request_body import (
+    JSON,
+    PREFIX_BYTES,
+    PROTOBUF,
+    SMALL_BODY,
+    BodyTooLarge,
+    fault,
+    parse_json,
+    validate,
+)
+from gateway.api.routing import Router, binary, model_response
+from gateway.api.tinker.checkpoints import OptimizerName, optimizer_name
 from gateway.api.tinker.create_model import (
     CreateViaLoad,
+    OperationAccepted,
     OptimizerConfig,
+    accepted,
     create_via_load,
     known_optimizer,
 )
-from gateway.api.tinker.routing_prefix import read_routing_prefix
 from gateway.api.tinker.sdk_version import json_refused
-from gateway.api.wire import (
-    JSON,
-    SMALL_BODY,
-    BodyTooLarge,
-    caller_of,
-    gateway_of,
-    json_response,
-    note_for_audit,
-    parse,
-    promise,
-    read_body,
-)
+from gateway.auth.identity import Caller
+from gateway.core import Gateway
 from gateway.runs.operations import (
     AdamParams,
     Body,
@@ -47,28 +68,45 @@ from gateway.runs.operations import (
 from tandem.errors import (
     MalformedPayload,
     OptimizerSetting,
+    Overloaded,
     PayloadTooLarge,
+    SessionFinished,
+    UnknownModel,
     UnknownRun,
+    UnknownSession,
+    UnknownWeights,
     UserError,
 )
 from tandem.wire.v1 import tinker_pb2
 
+PROTO = "protos/tandem/wire/v1/tinker.proto"
+_ERRORS = [UnknownRun, SessionFinished, Overloaded]
+_LATER = (
+    "A body that names its run and its sequence number but is wrong otherwise is accepted, takes "
+    "that number in the run's journal, and fails there: `retrieve_future` says why."
+)
 
-class Addressing(BaseModel):
-    session_id: str | None = None
+router = Router("/api/v1", tag="SDK")
 
 
-class Lent(BaseModel):
-    """A key or token of the owner of a checkpoint, who lets others load it."""
+class Addressed(BaseModel):
+    """A request with a sequence number in a run's journal. The other fields are read later."""
 
-    weights_access_token: str | None = None
-
-
-class Place(BaseModel):
-    """Which run, and which place in its log."""
+    model_config = ConfigDict(extra="allow")
 
     model_id: str
     seq_id: int = Field(ge=1, le=2**53)
+
+
+class AddressedOrNew(BaseModel):
+    """Either a run and a sequence number in its journal, or the session of a new run."""
+
+    model_config = ConfigDict(extra="allow")
+
+    session_id: str | None = None
+    weights_access_token: str | None = Field(
+        None, description="A key or token of the checkpoint's owner, who lends it"
+    )
 
 
 class OptimStepFields(BaseModel):
@@ -80,14 +118,96 @@ class ModelId(BaseModel):
     model_id: str
 
 
+class ModelData(Answer):
+    arch: str | None
+    model_name: str
+    tokenizer_id: str
+
+
+class TrainingInfo(Answer):
+    type: Literal["get_info"]
+    model_id: str
+    model_name: str
+    is_lora: bool
+    lora_rank: int | None
+    model_data: ModelData
+    optimizer_config: OptimizerName
+
+
+@dataclass(frozen=True)
+class Submitter:
+    """Puts an operation of the caller into its run's journal."""
+
+    gateway: Gateway
+    access: Access
+    caller: Caller
+    audit: AuditNote
+    raw: bytes
+
+    async def submit(
+        self,
+        addressed: Addressed,
+        kind: Kind,
+        read: Callable[[dict[str, object]], Body],
+        *,
+        raw: bytes | None = None,
+    ) -> OperationAccepted:
+        """Accept the operation, or, where `read` refuses its fields, its failure.
+
+        `raw` is what the journal keeps of the body, where that is not all of it.
+        """
+        raw = self.raw if raw is None else raw
+        await self.access.run(addressed.model_id, self.caller)
+        body: Body | None = None
+        refused: UserError | None = None
+        try:
+            check_small(raw)
+            body = read(addressed.model_extra or {})
+            check_body(body)
+            self.audit.note(_target(addressed.model_id, body))
+        except UserError as error:
+            refused = error
+        await self.gateway.runs.submit(
+            run_id=addressed.model_id,
+            seq_id=addressed.seq_id,
+            kind=kind,
+            body=body,
+            request=b"" if isinstance(refused, PayloadTooLarge) else raw,
+            refused=refused,
+        )
+        return accepted(addressed.model_id, addressed.seq_id)
+
+
+async def _submitter(
+    gateway: GatewayDep, access: AccessDep, caller: CallerDep, audit: AuditDep, raw: RawBody
+) -> Submitter:
+    return Submitter(gateway, access, caller, audit, raw)
+
+
+SubmitterDep = Annotated[Submitter, Depends(_submitter)]
+
+
+# Raw: the payload goes into the journal as it came; the gateway decodes the routing fields only.
+# (See the table of measurements in `docs/benchmarks.md`.)
+@router.operation(
+    "POST",
+    "/forward_backward",
+    role="member",
+    audit=None,
+    errors=_ERRORS,
+    rules=[_LATER, "The body must name a run and a sequence number of at least 1."],
+    raw={
+        PROTOBUF: {"schema": binary("ForwardBackwardRequest of protos/tandem/wire/v1/tinker.proto")}
+    },
+    responses={200: {"model": OperationAccepted}},
+)
 async def forward_backward(request: Request) -> Response:
-    """Computes a batch's loss, and its gradients unless `forward_only` is set. The body goes
-    into the log as it is; the gateway reads the routing fields alone."""
+    """Compute a batch's loss, and its gradients unless `forward_only` is set."""
     gateway = gateway_of(request)
     if request.headers.get("content-type", "").startswith(JSON):
         raise json_refused("forward_backward")
     try:
-        payload = await read_body(request)
+        payload = await request.body()
     except BodyTooLarge as error:
         return await _refuse(request, error.prefix, error)
     try:
@@ -95,7 +215,7 @@ async def forward_backward(request: Request) -> Response:
     except DecodeError:
         return await _refuse(
             request,
-            payload[:4096],
+            payload[:PREFIX_BYTES],
             MalformedPayload("the body is not a protobuf ForwardBackwardRequest"),
         )
     if not routing.model_id or routing.seq_id < 1:
@@ -110,133 +230,153 @@ async def forward_backward(request: Request) -> Response:
         body=_loss_reference(routing),
         payload=payload,
     )
-    return promise(routing.model_id, routing.seq_id, model_id=routing.model_id)
+    return model_response(accepted(routing.model_id, routing.seq_id))
 
 
-async def optim_step(request: Request) -> Response:
-    """Applies the gradients since the last step."""
-    return await _submit(request, "optim_step", _optim_step_body)
+@router.operation(
+    "POST",
+    "/optim_step",
+    role="member",
+    audit=None,
+    errors=_ERRORS,
+    rules=[_LATER, "A step takes either `adam_params` or `optimizer_params`."],
+    body_schema=OptimStepFields,
+)
+async def optim_step(body: Addressed, submitter: SubmitterDep) -> OperationAccepted:
+    """Apply the gradients since the last step."""
+    return await submitter.submit(body, "optim_step", _optim_step)
 
 
-async def save_weights(request: Request) -> Response:
-    """Saves a run's state, to resume from, under a name."""
-    return await _submit(request, "save_weights", lambda raw: parse(SaveWeights, raw))
-
-
-async def save_weights_for_sampler(request: Request) -> Response:
-    """Publishes a run's weights for sampling: under a name, or ephemeral."""
-    return await _submit(
-        request, "save_weights_for_sampler", lambda raw: parse(SaveWeightsForSampler, raw)
+@router.operation(
+    "POST",
+    "/save_weights",
+    role="member",
+    audit="checkpoint_write",
+    errors=_ERRORS,
+    rules=[_LATER],
+    body_schema=SaveWeights,
+)
+async def save_weights(body: Addressed, submitter: SubmitterDep) -> OperationAccepted:
+    """Save a run's state, to resume from, under a name."""
+    return await submitter.submit(
+        body, "save_weights", lambda fields: validate(SaveWeights, fields)
     )
 
 
-async def save_weights_external(request: Request) -> Response:
-    """Exports a run's weights for download."""
-    return await _submit(
-        request, "save_weights_external", lambda raw: parse(SaveWeightsExternal, raw)
+@router.operation(
+    "POST",
+    "/save_weights_for_sampler",
+    role="member",
+    audit="checkpoint_write",
+    errors=_ERRORS,
+    rules=[_LATER],
+    body_schema=SaveWeightsForSampler,
+)
+async def save_weights_for_sampler(body: Addressed, submitter: SubmitterDep) -> OperationAccepted:
+    """Publish a run's weights for sampling: under a name, or ephemeral."""
+    return await submitter.submit(
+        body, "save_weights_for_sampler", lambda fields: validate(SaveWeightsForSampler, fields)
     )
 
 
-async def load_weights(request: Request) -> Response:
-    """Loads a saved state into a new run (`session_id`, `model_seq_id`), or into one that is
-    there (`model_id`)."""
-    raw, token = _without_token(await read_body(request))
-    gateway, caller = gateway_of(request), caller_of(request)
-    readers = gateway.access.readers(caller, token=token)
-    if parse(Addressing, raw).session_id is None:
-        return await _submit(
-            request,
-            "load_weights",
-            lambda body: parse(LoadWeights, body).on_behalf_of(readers),
-            raw=raw,
-        )
-    _check_small(raw)
+@router.operation(
+    "POST",
+    "/save_weights_external",
+    role="member",
+    audit="checkpoint_write",
+    errors=_ERRORS,
+    rules=[_LATER],
+    body_schema=SaveWeightsExternal,
+)
+async def save_weights_external(body: Addressed, submitter: SubmitterDep) -> OperationAccepted:
+    """Export a run's weights for download."""
+    return await submitter.submit(
+        body, "save_weights_external", lambda fields: validate(SaveWeightsExternal, fields)
+    )
+
+
+@router.operation(
+    "POST",
+    "/load_weights",
+    role="member",
+    audit="checkpoint_read",
+    errors=[*_ERRORS, UnknownSession, UnknownModel, UnknownWeights],
+    rules=[
+        _LATER,
+        "Without a `session_id`, a run (`model_id`) and a sequence number (`seq_id`) are needed. "
+        "A new run is made where `session_id` is given; its path must be that of a training "
+        "checkpoint that fits the model and the training asked for.",
+    ],
+    body_schema=LoadWeights,
+)
+async def load_weights(body: AddressedOrNew, submitter: SubmitterDep) -> OperationAccepted:
+    """Load a saved state into a new run (`session_id`, `model_seq_id`), or into an existing one
+    (`model_id`)."""
+    readers = submitter.access.readers(submitter.caller, token=body.weights_access_token)
+    raw, fields = _without_token(submitter.raw)
+
+    def read(fields: dict[str, object]) -> LoadWeights:
+        return validate(LoadWeights, fields).on_behalf_of(readers)
+
+    if body.session_id is None:
+        return await submitter.submit(validate(Addressed, fields), "load_weights", read, raw=raw)
+    check_small(raw)
+    new, load = validate(CreateViaLoad, fields), read(fields)
+    await submitter.access.session(new.session_id, submitter.caller)
     return await create_via_load(
-        request,
-        raw,
-        body=parse(CreateViaLoad, raw),
-        load=parse(LoadWeights, raw).on_behalf_of(readers),
-        readers=readers,
+        submitter.gateway, raw, body=new, load=load, readers=readers, audit=submitter.audit
     )
 
 
-async def get_info(request: Request) -> Response:
-    """What a run trains. Also once the run has ended, as long as its session is active."""
-    gateway = gateway_of(request)
-    body = parse(ModelId, await read_body(request))
-    await gateway.access.run(body.model_id, caller_of(request))
+@router.operation(
+    "POST", "/get_info", role="reader", audit=None, errors=[UnknownRun, SessionFinished]
+)
+async def get_info(
+    body: ModelId, gateway: GatewayDep, access: AccessDep, caller: CallerDep
+) -> TrainingInfo:
+    """Return what a run trains; also once it has ended, while its session is active."""
+    await access.run(body.model_id, caller)
     run = gateway.runs.get(body.model_id)
     if run is None:
         raise UnknownRun(f"training run {body.model_id!r} does not run on this server")
     lora = run.training.lora
-    return json_response(
-        {
-            "type": "get_info",
-            "model_id": run.id,
-            "model_name": run.model.name,
-            "is_lora": lora is not None,
-            "lora_rank": lora.rank if lora is not None else None,
-            "model_data": {
-                "arch": run.architecture or None,
-                "model_name": run.model.name,
-                # The SDK takes it as it is, where it would cut a name or a path in pieces.
-                "tokenizer_id": run.model.path,
-            },
-            "optimizer_config": optimizer_config(run.training.optimizer),
-        }
+    return TrainingInfo(
+        type="get_info",
+        model_id=run.id,
+        model_name=run.model.name,
+        is_lora=lora is not None,
+        lora_rank=lora.rank if lora is not None else None,
+        model_data=ModelData(
+            arch=run.architecture or None,
+            model_name=run.model.name,
+            # The SDK takes it as it is, where it would cut a name or a path in pieces.
+            tokenizer_id=run.model.path,
+        ),
+        optimizer_config=optimizer_name(run.training.optimizer),
     )
 
 
-def _without_token(raw: bytes) -> tuple[bytes, str | None]:
-    """The body as it is kept in the log, and the key or token in it, which is not."""
-    token = parse(Lent, raw).weights_access_token
-    fields = json.loads(raw)  # which takes what pydantic takes: NaN, and numbers of any size
-    if "weights_access_token" not in fields:
-        return raw, None
-    del fields["weights_access_token"]  # however often it is there: the last one counts, for both
-    return json.dumps(fields).encode(), token
-
-
-async def _submit(
-    request: Request, kind: Kind, read: Callable[[bytes], Body], *, raw: bytes | None = None
-) -> Response:
-    """A body with wrong fields still takes its place in the log, and fails at its turn.
-
-    `raw` is the body where it was read already: it can be read only once.
-    """
-    gateway = gateway_of(request)
-    if raw is None:
-        raw = await read_body(request)
-    place = parse(Place, raw)
-    await gateway.access.run(place.model_id, caller_of(request))
-    body: Body | None = None
-    refused: UserError | None = None
-    try:
-        _check_small(raw)
-        body = read(raw)
-        check_body(body)
-        note_for_audit(request, target=_target(place.model_id, body))
-    except UserError as error:
-        refused = error
-    await gateway.runs.submit(
-        run_id=place.model_id,
-        seq_id=place.seq_id,
-        kind=kind,
-        body=body,
-        request=b"" if isinstance(refused, PayloadTooLarge) else raw,
-        refused=refused,
-    )
-    return promise(place.model_id, place.seq_id, model_id=place.model_id)
-
-
-def _check_small(raw: bytes) -> None:
-    """Of what memory and the log hold until its turn. Raises `PayloadTooLarge`."""
+def check_small(raw: bytes) -> None:
+    """Bound what memory and the journal hold until its turn. Raises `PayloadTooLarge`."""
     if len(raw) > SMALL_BODY:
         raise PayloadTooLarge(f"the request has {len(raw)} bytes, {SMALL_BODY} at most")
 
 
+def _without_token(raw: bytes) -> tuple[bytes, dict[str, object]]:
+    """Return the body as the journal keeps it, without the key or token in it, and its fields.
+
+    The token is removed however often it occurs and however its name is escaped.
+    """
+    fields = parse_json(raw)
+    assert isinstance(fields, dict)
+    if "weights_access_token" in fields:
+        del fields["weights_access_token"]
+        raw = json.dumps(fields).encode()  # which writes what pydantic reads: NaN, large numbers
+    return raw, fields
+
+
 def _target(run_id: str, body: Body) -> str:
-    """What the audit log calls the thing that is saved or loaded."""
+    """Return what the audit log calls the thing that is saved or loaded."""
     match body:
         case LoadWeights():
             return body.path
@@ -250,9 +390,35 @@ def _target(run_id: str, body: Body) -> str:
             return run_id
 
 
+def _optim_step(fields: dict[str, object]) -> OptimStep:
+    """The SDK sends `adam_params`, or `optimizer_params` with the type of another optimizer."""
+    step = validate(OptimStepFields, fields)
+    if (step.adam_params is None) == (step.optimizer_params is None):
+        raise OptimizerSetting("a step takes either adam_params or optimizer_params")
+    try:
+        if step.adam_params is not None:
+            where = "adam_params"
+            return OptimStep(params=AdamParams.model_validate(step.adam_params))
+        where = "optimizer_params"
+        assert step.optimizer_params is not None
+        known_optimizer(OptimizerConfig.model_validate(step.optimizer_params))
+        if step.optimizer_params.get("type") == "dimuon":
+            return OptimStep(params=DimuonParams.model_validate(step.optimizer_params))
+        return OptimStep(params=AdamParams.model_validate(step.optimizer_params))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        raise OptimizerSetting(f"{where}: {fault(first['loc'], first['msg'])}") from error
+
+
+def _loss_reference(routing: tinker_pb2.ForwardBackwardRouting) -> LossReference | None:
+    """Return which registered loss is meant, if any; the trainer refuses a missing id."""
+    value = routing.loss_fn_config_v2.get("loss_id")
+    return None if value is None else LossReference(loss_fn=routing.loss_fn, loss_id=value.text)
+
+
 async def _refuse(request: Request, prefix: bytes, error: UserError) -> Response:
-    """Refuses a forward_backward whose body cannot be taken. Where its first bytes say which
-    place in the log it has, it takes that place, so that those behind it do not wait."""
+    """Refuse a forward_backward whose body cannot be taken. Where its first bytes name its
+    sequence number, it takes that, so that the operations after it do not wait."""
     routing = read_routing_prefix(prefix)
     if routing is None:
         raise error
@@ -264,31 +430,44 @@ async def _refuse(request: Request, prefix: bytes, error: UserError) -> Response
     raise error
 
 
-def _loss_reference(routing: tinker_pb2.ForwardBackwardRouting) -> LossReference | None:
-    """Return which registered loss is meant, if any; the trainer refuses a missing id."""
-    value = routing.loss_fn_config_v2.get("loss_id")
-    return None if value is None else LossReference(loss_fn=routing.loss_fn, loss_id=value.text)
+_MODEL_ID_TAG = (1 << 3) | 2  # field 1, length-delimited
+_SEQ_ID_TAG = (2 << 3) | 0  # field 2, varint
 
 
-def _optim_step_body(raw: bytes) -> OptimStep:
-    """The SDK sends `adam_params`, or `optimizer_params` with the type of another optimizer."""
-    fields = parse(OptimStepFields, raw)
-    if (fields.adam_params is None) == (fields.optimizer_params is None):
-        raise OptimizerSetting("a step takes either adam_params or optimizer_params")
+@dataclass(frozen=True)
+class RoutingPrefix:
+    run_id: str
+    seq_id: int
+
+
+def read_routing_prefix(prefix: bytes) -> RoutingPrefix | None:
+    """Read the run id and the seq_id from the first bytes of a message that cannot be parsed;
+    None where it does not begin with them. Protobuf writers put fields in the order of their
+    numbers, and these are the first two.
+
+    Literal example: `b"\\n\\x03run\\x10\\x05"` gives `RoutingPrefix(run_id="run", seq_id=5)`.
+    """
+    if len(prefix) < 2 or prefix[0] != _MODEL_ID_TAG:
+        return None
+    length, start = _varint(prefix, 1)
+    end = start + length
+    if length < 1 or end >= len(prefix) or prefix[end] != _SEQ_ID_TAG:
+        return None
+    seq_id, after = _varint(prefix, end + 1)
+    if seq_id < 1 or after <= end + 1:
+        return None
     try:
-        if fields.adam_params is not None:
-            where = "adam_params"
-            return OptimStep(params=AdamParams.model_validate(fields.adam_params))
-        where = "optimizer_params"
-        assert fields.optimizer_params is not None
-        known_optimizer(OptimizerConfig.model_validate(fields.optimizer_params))
-        if fields.optimizer_params.get("type") == "dimuon":
-            return OptimStep(params=DimuonParams.model_validate(fields.optimizer_params))
-        return OptimStep(params=AdamParams.model_validate(fields.optimizer_params))
-    except ValidationError as error:
-        raise OptimizerSetting(f"{where}: {_first_line(error)}") from error
+        return RoutingPrefix(run_id=prefix[start:end].decode(), seq_id=seq_id)
+    except UnicodeDecodeError:
+        return None
 
 
-def _first_line(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_context=False)[0]
-    return ": ".join([".".join(str(part) for part in first["loc"]), first["msg"]])
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the number and the index after it; (0, `at`) where there is none of at most 5
+    bytes."""
+    value = 0
+    for index, byte in enumerate(data[at : at + 5]):
+        value |= (byte & 0x7F) << (7 * index)
+        if byte < 0x80:
+            return value, at + index + 1
+    return 0, at

@@ -2,51 +2,70 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-from starlette.requests import Request
-from starlette.responses import Response
+from typing import Annotated
 
-from gateway.api.tinker.checkpoints import described
-from gateway.api.tinker.sessions import PageQuery, ScopeQuery
-from gateway.api.wire import caller_of, gateway_of, iso, json_response, parse_query
-from gateway.auth.identity import Caller
+from fastapi import Query
+
+from gateway.api.dependencies import CallerDep, GatewayDep
+from gateway.api.fields import Answer, Limit, Offset, PathText, ProjectFilter, Time, UserMetadata
+from gateway.api.routing import Router
+from gateway.api.tinker.checkpoints import CheckpointInfo, PageCursor, described
+from gateway.auth.identity import Caller, Scope
 from gateway.runs.queries import RunRecord
+from tandem.errors import UnknownRun
+
+router = Router("/api/v1", tag="SDK")
 
 
-class RunsQuery(PageQuery):
-    project_id: str | None = Field(None, max_length=200)
+class RunInfo(Answer):
+    training_run_id: str
+    base_model: str
+    model_owner: str
+    is_lora: bool
+    lora_rank: int | None
+    corrupted: bool
+    last_request_time: Time
+    last_checkpoint: CheckpointInfo | None
+    last_sampler_checkpoint: CheckpointInfo | None
+    user_metadata: UserMetadata
 
 
-async def training_runs(request: Request) -> Response:
-    """A page of runs, newest first."""
-    query = parse_query(RunsQuery, request)
-    caller = caller_of(request)
-    page = await gateway_of(request).directory.runs(
-        caller,
-        scope=query.access_scope,
-        project_id=query.project_id,
-        limit=query.limit,
-        offset=query.offset,
+class RunPage(Answer):
+    training_runs: list[RunInfo]
+    cursor: PageCursor
+
+
+@router.operation("GET", "/training_runs", role="reader")
+async def training_runs(
+    gateway: GatewayDep,
+    caller: CallerDep,
+    limit: Limit = 20,
+    offset: Offset = 0,
+    access_scope: Annotated[Scope, Query()] = "owned",
+    project_id: Annotated[ProjectFilter, Query()] = None,
+) -> RunPage:
+    """Return a page of runs, newest first."""
+    page = await gateway.directory.runs(
+        caller, scope=access_scope, project_id=project_id, limit=limit, offset=offset
     )
-    return json_response(
-        {
-            "training_runs": [_run(run, caller) for run in page.runs],
-            "cursor": {"offset": query.offset, "limit": query.limit, "total_count": page.total},
-        }
+    return RunPage(
+        training_runs=[_run(run, caller) for run in page.runs],
+        cursor=PageCursor(offset=offset, limit=limit, total_count=page.total),
     )
 
 
-async def training_run(request: Request) -> Response:
-    """A run, also long after it has ended."""
-    query = parse_query(ScopeQuery, request)
-    caller = caller_of(request)
-    run = await gateway_of(request).directory.run(
-        request.path_params["run_id"], caller, scope=query.access_scope
-    )
-    return json_response(_run(run, caller))
+@router.operation("GET", "/training_runs/{run_id}", role="reader", errors=[UnknownRun])
+async def training_run(
+    run_id: PathText,
+    gateway: GatewayDep,
+    caller: CallerDep,
+    access_scope: Annotated[Scope, Query()] = "owned",
+) -> RunInfo:
+    """Describe a run, also long after it has ended."""
+    return _run(await gateway.directory.run(run_id, caller, scope=access_scope), caller)
 
 
-def _run(run: RunRecord, caller: Caller) -> dict[str, object]:
+def _run(run: RunRecord, caller: Caller) -> RunInfo:
     """Of another owner's run, which has a published checkpoint, only what goes with that."""
     lora = run.training.lora
     own = caller.may_see(run.owner)
@@ -54,15 +73,15 @@ def _run(run: RunRecord, caller: Caller) -> dict[str, object]:
         described(last) if last is not None and (own or last.public) else None
         for last in (run.last_training, run.last_sampler)
     )
-    return {
-        "training_run_id": run.id,
-        "base_model": run.base_model,
-        "model_owner": run.owner,
-        "is_lora": lora is not None,
-        "lora_rank": lora.rank if lora is not None else None,
-        "corrupted": run.failed,
-        "last_request_time": iso(run.last_request_at),
-        "last_checkpoint": training,
-        "last_sampler_checkpoint": sampler,
-        "user_metadata": run.user_metadata if own else None,
-    }
+    return RunInfo(
+        training_run_id=run.id,
+        base_model=run.base_model,
+        model_owner=run.owner,
+        is_lora=lora is not None,
+        lora_rank=lora.rank if lora is not None else None,
+        corrupted=run.failed,
+        last_request_time=run.last_request_at,
+        last_checkpoint=training,
+        last_sampler_checkpoint=sampler,
+        user_metadata=run.user_metadata if own else None,
+    )

@@ -1,1 +1,0 @@
-"""What every route takes, answers and refuses: served as /openapi.json, printed as docs/api.md."""

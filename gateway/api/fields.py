@@ -1,0 +1,90 @@
+"""Base classes and field types of the request and response models."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from typing import Annotated, Literal
+
+from fastapi import Query
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+)
+from pydantic.json_schema import SkipJsonSchema
+
+_DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+
+
+class Answer(BaseModel):
+    """Base of the response models: they have the fields that are declared, and no others. Fields
+    that a route leaves unset are left out of its answer."""
+
+    model_config = ConfigDict(extra="forbid", from_attributes=True, protected_namespaces=())
+
+
+def iso(seconds: object) -> object:
+    """Return seconds since 1970 (in UTC), or a moment, as ISO 8601 text; leave text as it is."""
+    if isinstance(seconds, int | float):
+        return dt.datetime.fromtimestamp(seconds, tz=dt.UTC).isoformat()
+    return seconds.isoformat() if isinstance(seconds, dt.datetime) else seconds
+
+
+def _written_day(value: object) -> object:
+    if isinstance(value, str) and not _DAY.fullmatch(value):
+        raise ValueError("a day is written as in 2026-07-13")
+    return value
+
+
+def _written_moment(value: object) -> object:
+    if not isinstance(value, dt.datetime) and not (
+        isinstance(value, str) and _DAY.match(value.strip())
+    ):
+        raise ValueError("a moment is written as in 2026-07-13T00:00:00Z")
+    return value
+
+
+Time = Annotated[
+    str, BeforeValidator(iso), WithJsonSchema({"type": "string", "format": "date-time"})
+]
+"""A moment in an answer: built from seconds since 1970, written as ISO 8601."""
+
+Day = Annotated[dt.date, BeforeValidator(_written_day)]
+"""A day in a request: ISO 8601 only, never a number of seconds."""
+
+Moment = Annotated[AwareDatetime, BeforeValidator(_written_moment)]
+"""A moment in a request: ISO 8601 with a time zone, never a number of seconds."""
+
+Omitted = SkipJsonSchema[None]
+"""The value of a query parameter that was left out; a query has no way to write null."""
+
+PathText = Annotated[str, StringConstraints(min_length=1)]
+UserMetadata = dict[str, str] | None
+Limit = Annotated[int, Query(ge=0, le=1000)]
+Offset = Annotated[int, Query(ge=0, le=2**53)]
+ProjectFilter = Annotated[str | Omitted, Field(max_length=200)]
+
+
+class Refusal(Answer):
+    """A request that was refused. `error` is a sentence for people, `type` a word for programs;
+    the category says whether the request was wrong or the platform failed it."""
+
+    error: str
+    type: Annotated[str, Field(pattern="^[a-z_]+$")]
+    category: Literal["user", "server"]
+    limit: str | None = Field(None, description="Of a limit: which one.")
+    limit_value: int | None = Field(None, description="Of a limit: its value.")
+    used: int | None = Field(None, description="Of a limit: how much is used.")
+    retry_after_seconds: float | None = Field(None, description="Of 429: when to try again.")
+    queue_position: int | None = Field(None, description="Of 429: the position in the queue.")
+
+
+class AuthRefusal(Refusal):
+    """`detail` repeats the sentence, for the `tinker` command."""
+
+    detail: str

@@ -1,0 +1,282 @@
+"""Routers whose path operations state what a request needs and leaves behind.
+
+`Router.operation` registers a path operation with its role, its action in the audit log and the
+errors that it raises; without a role it cannot be registered. The three are kept in the OpenAPI
+operation (`x-tandem-…`), where the middleware, the documentation and the tests read them.
+
+The role is checked, and the body read within its limits, before FastAPI does anything: FastAPI
+reads bodies before it resolves dependencies, and a request that will be refused for its role
+must not make the gateway hold a body.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from types import EllipsisType, NoneType
+from typing import Any, Literal, TypeVar, cast, get_type_hints
+
+from fastapi import APIRouter
+from fastapi.datastructures import Default
+from fastapi.params import Query
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.api.fields import Refusal
+from gateway.api.request_body import JSON, BoundedRequest
+from gateway.auth.identity import Caller
+from tandem.errors import (
+    InvalidRequest,
+    LimitExceeded,
+    MalformedPayload,
+    Overloaded,
+    PayloadTooLarge,
+    PermissionDenied,
+    RequestTimedOut,
+    TandemError,
+    TokenRefused,
+    Unauthenticated,
+)
+
+Role = Literal["none", "local", "signature", "reader", "member", "admin"]
+"""What a request needs: no key; no key from this machine, any key from elsewhere; a signed
+address; or a key of at least this role."""
+OPEN_ROLES = frozenset({"none", "local", "signature"})
+
+ROLE, AUDIT, RULES = "x-tandem-role", "x-tandem-audit", "x-tandem-rules"
+_RAW, _BODY_LIMIT = "x-tandem-raw", "x-tandem-body-limit"
+
+Method = Literal["GET", "POST", "PUT", "DELETE"]
+Responses = dict[int | str, dict[str, Any]]
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Awaitable[object]])
+
+
+class PathOperation(APIRoute):
+    """A path operation with a role. See `Router.operation`."""
+
+    @property
+    def role(self) -> Role:
+        return cast(Role, self._facts[ROLE])
+
+    @property
+    def audit(self) -> str | None:
+        """The action that its requests are in the audit log; None: they are not there."""
+        return cast(str | None, self._facts.get(AUDIT))
+
+    @property
+    def _facts(self) -> Mapping[str, object]:
+        return self.openapi_extra or {}
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[object, object, Response]]:
+        """Called by FastAPI at registration. Raises `TypeError` for a route without a role."""
+        if ROLE not in self._facts:
+            raise TypeError(f"the route {self.name} ({self.path}) states no role")
+        if "GET" in self.methods:
+            self.methods.add("HEAD")
+        role, raw = self.role, _RAW in self._facts
+        limit = cast(int | None, self._facts.get(_BODY_LIMIT))
+        handle = cast(
+            Callable[[Request], Coroutine[object, object, Response]],
+            self.endpoint if raw else super().get_route_handler(),
+        )
+        body = self.body_field
+        required = body is not None and body.field_info.is_required()
+
+        async def checked(request: Request) -> Response:
+            if role not in OPEN_ROLES:
+                check_role(request.state.caller, role)
+            bounded = BoundedRequest(request.scope, request.receive, body_limit=limit)
+            if body is not None:
+                _take_any_content_type(bounded)
+                if await bounded.body() or required:
+                    await bounded.json()
+            return await handle(bounded)
+
+        return checked
+
+
+class Router(APIRouter):
+    """`refusal` is the form of its errors, `status_of` their status (the SDK's by default)."""
+
+    def __init__(
+        self,
+        prefix: str = "",
+        *,
+        tag: str,
+        refusal: type[BaseModel] = Refusal,
+        status_of: Callable[[TandemError], int] = lambda error: error.status,
+    ) -> None:
+        super().__init__(
+            prefix=prefix, tags=[tag], route_class=PathOperation, strict_content_type=False
+        )
+        self._refusal = refusal
+        self._status_of = status_of
+
+    def operation(
+        self,
+        method: Method,
+        path: str,
+        *,
+        role: Role,
+        audit: str | EllipsisType | None = ...,
+        errors: Sequence[type[TandemError]] = (),
+        rules: Sequence[str] = (),
+        status: int = 200,
+        response_model: object = ...,
+        responses: Responses | None = None,
+        body_limit: int | None = None,
+        body_schema: type[BaseModel] | None = None,
+        raw: Mapping[str, object] | None = None,
+    ) -> Callable[[Endpoint], Endpoint]:
+        """Register a path operation.
+
+        Args:
+            role: what a request needs.
+            audit: the action in the audit log (RESOURCE_VERB), or None for one that changes
+                nothing that anybody owns; must be stated for every method but GET.
+            errors: what it raises beside what every route refuses.
+            rules: what the request must be and a schema cannot say; only where there are any
+                may a request that fits the schema be refused with 400.
+            response_model: where it differs from the return annotation.
+            responses: further responses, as FastAPI takes them.
+            body_limit: bytes, where fewer than `max_payload_bytes`.
+            body_schema: the fields of the body that the endpoint validates itself.
+            raw: the OpenAPI content of the request of an endpoint that takes the `Request` and
+                returns the `Response` itself, past FastAPI's parsing and serialising. Each one
+                has the measurement beside it that asks for that.
+        """
+        if audit is ... and method != "GET":
+            raise TypeError(f"the route {method} {path} must state its action in the audit log")
+        facts: dict[str, object] = {ROLE: role}
+        if isinstance(audit, str):
+            facts[AUDIT] = audit
+        if rules:
+            facts[RULES] = list(rules)
+        if body_limit is not None:
+            facts[_BODY_LIMIT] = body_limit
+        if raw is not None:
+            facts[_RAW] = True
+            facts["requestBody"] = {"required": True, "content": raw}
+        if body_schema is not None:
+            facts["requestBody"] = {
+                "content": {JSON: {"schema": {"allOf": [_schema(body_schema)]}}}
+            }
+        if role not in OPEN_ROLES:
+            facts["security"] = [{"ApiKey": []}, {"Bearer": []}]
+
+        def register(endpoint: Endpoint) -> Endpoint:
+            hints = get_type_hints(endpoint, include_extras=True)
+            answered = hints.pop("return")
+            common = [*_common_errors(role), *_input_errors(hints.values(), raw=raw is not None)]
+            if rules:
+                common.append(InvalidRequest)
+            if response_model is not ...:
+                answered = response_model
+            plain = answered in (None, NoneType) or _is_class(answered, Response)
+            self.add_api_route(
+                path,
+                endpoint,
+                methods=[method],
+                status_code=status,
+                response_model=None if plain else answered,
+                response_model_exclude_unset=True,
+                response_class=Response if plain else Default(JSONResponse),
+                responses=self._responses([*common, *errors], path, responses or {}),
+                operation_id=endpoint.__name__,
+                openapi_extra=facts,
+            )
+            return endpoint
+
+        return register
+
+    def _responses(
+        self, errors: Iterable[type[TandemError]], path: str, others: Responses
+    ) -> Responses:
+        """Return the responses with one for each status that an error is refused with."""
+        types: dict[int, set[str]] = defaultdict(set)
+        for error in errors:
+            types[self._status_of(error(""))].add(error.type)
+        if "{" in path:
+            types[404].add("unknown_endpoint")
+        found: Responses = dict(others)
+        for status, names in types.items():
+            refused = f"Refused: {', '.join(sorted(names))}."
+            other = others.get(status, {})
+            model = other.get("model")
+            found[status] = {
+                "description": f"{other.get('description', '')} {refused}".strip(),
+                "model": self._refusal if model is None else model | self._refusal,
+                "headers": _HEADERS.get(status, {}),
+            }
+        return found
+
+
+def check_role(caller: Caller, role: Role) -> None:
+    """Raise `PermissionDenied`, which names the role that is needed."""
+    suffices = {"reader": True, "member": caller.may_change, "admin": caller.role == "admin"}
+    if not suffices[role]:
+        raise PermissionDenied(
+            f"this needs a key with the role {role}; {caller.key_id} is a key with the "
+            f"role {caller.role} (an admin makes keys with `tandem keys create`)"
+        )
+
+
+def file_response(media_type: str, description: str) -> dict[str, Any]:
+    """Return the OpenAPI response of a file or a message that is no JSON."""
+    return {"content": {media_type: {"schema": binary(description)}}}
+
+
+def json_content(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the OpenAPI content of the JSON body of a `raw` endpoint."""
+    return {JSON: {"schema": _schema(model)}}
+
+
+def model_response(model: BaseModel, *, status: int = 200) -> Response:
+    """Return the answer of a `raw` endpoint."""
+    return Response(model.model_dump_json(), status_code=status, media_type=JSON)
+
+
+def binary(description: str) -> dict[str, object]:
+    return {"type": "string", "format": "binary", "description": description}
+
+
+_HEADERS: Mapping[int, dict[str, object]] = {
+    401: {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}},
+    429: {"Retry-After": {"required": True, "schema": {"type": "string"}}},
+}
+
+
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    """Return a reference to the model's schema, with its definitions (see `openapi.py`)."""
+    reference = "#/components/schemas/{model}"
+    schema = model.model_json_schema(ref_template=reference)
+    definitions = schema.pop("$defs", {})
+    name = model.__name__
+    return {"$ref": reference.format(model=name), "$defs": {name: schema, **definitions}}
+
+
+def _common_errors(role: Role) -> Iterable[type[TandemError]]:
+    if role not in OPEN_ROLES:
+        yield from (Unauthenticated, TokenRefused, Overloaded)
+    if role in ("member", "admin"):
+        yield from (PermissionDenied, LimitExceeded)
+
+
+def _input_errors(hints: Iterable[object], *, raw: bool) -> Iterable[type[TandemError]]:
+    """Return what is refused while the body and the query are read."""
+    if raw or any(_is_class(hint, BaseModel) for hint in hints):
+        yield from (MalformedPayload, InvalidRequest, PayloadTooLarge, RequestTimedOut)
+    if any(isinstance(fact, Query) for hint in hints for fact in getattr(hint, "__metadata__", ())):
+        yield InvalidRequest
+
+
+def _is_class(hint: object, of: type) -> bool:
+    return isinstance(hint, type) and issubclass(hint, of)
+
+
+def _take_any_content_type(request: Request) -> None:
+    """Let FastAPI parse the body as JSON, whatever its Content-Type says."""
+    headers = request.scope["headers"]
+    request.scope["headers"] = [header for header in headers if header[0] != b"content-type"]
