@@ -103,13 +103,13 @@ def create_app(
     errors = ErrorResponses({PREFIX: OpenAIDialect()})
     errors.register(app)
     app.add_middleware(RequestReservations, errors=errors)
-    app.add_middleware(RequestBoundary, routes=operations(app), errors=errors)
+    app.add_middleware(RequestBoundary, routes=path_operations(app), errors=errors)
     return app
 
 
-def operations(app: FastAPI) -> list[PathOperation]:
+def path_operations(app: FastAPI) -> list[PathOperation]:
     """Return every route. Raises `TypeError` for one that was registered without a role."""
     found = [route for route in app.routes if isinstance(route, PathOperation)]
     if len(found) != len(app.routes):
-        raise TypeError(f"routes without a role: {set(app.routes) - set(found)}")
+        raise TypeError("a route was registered without a role; use `gateway.api.routing.Router`")
     return found

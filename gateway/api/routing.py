@@ -61,6 +61,10 @@ class PathOperation(APIRoute):
         return cast(Role, self._facts[ROLE])
 
     @property
+    def method(self) -> str:
+        return next(iter(self.methods - {"HEAD"}))
+
+    @property
     def audit(self) -> str | None:
         """The action that its requests are in the audit log; None: they are not there."""
         return cast(str | None, self._facts.get(AUDIT))
@@ -90,8 +94,8 @@ class PathOperation(APIRoute):
             bounded = BoundedRequest(request.scope, request.receive, body_limit=limit)
             if body is not None:
                 _take_any_content_type(bounded)
-                if await bounded.body() or required:
-                    await bounded.json()
+                if (await bounded.body() or required) and await bounded.json() is None:
+                    raise InvalidRequest("the body is null")  # FastAPI takes null for no body
             return await handle(bounded)
 
         return checked

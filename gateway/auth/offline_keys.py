@@ -18,7 +18,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from gateway.api.tandem.keys import CreateKey, described
-from gateway.auth.audit import ACTIONS, AuditLog
+from gateway.auth.audit import AuditLog
 from gateway.auth.identity import urn_of
 from gateway.auth.keys import LOCAL_OWNER, KeyStore, NewKey
 from gateway.storage.data_directory import locked_data_directory
@@ -55,10 +55,10 @@ async def _carry_out(request: Request, keys: KeyStore) -> dict[str, object]:
         key, secret = await keys.create(
             NewKey(owner=new.owner, role=new.role, name=new.name, expires_in=new.expires_in)
         )
-        return {**described(keys, key), "key": secret}
+        return {**described(keys, key).model_dump(), "key": secret}
     if request.action == "revoke":
-        return described(keys, await keys.revoke(request.key_id))
-    return {"keys": [described(keys, key) for key in keys.all()]}
+        return described(keys, await keys.revoke(request.key_id)).model_dump()
+    return {"keys": [described(keys, key).model_dump() for key in keys.all()]}
 
 
 def _record(audit: AuditLog, request: Request, said: Mapping[str, object]) -> None:
@@ -67,7 +67,7 @@ def _record(audit: AuditLog, request: Request, said: Mapping[str, object]) -> No
         return
     audit.record(
         actor=urn_of(LOCAL_OWNER),
-        action=ACTIONS[f"{request.action}_key"],
+        action={"create": "apikey_create", "revoke": "apikey_delete"}[request.action],
         target=str(said["id"]),
         address="",
         status=200,

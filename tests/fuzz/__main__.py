@@ -16,7 +16,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from gateway.api.description.served import described_operations
+from gateway.app import path_operations
 from tandem.telemetry import configure_logging
 from tests.fuzz.cases import Case, Cases
 from tests.fuzz.memory import resident_bytes
@@ -89,7 +89,7 @@ class Run:
             long_poll=0.5,
         ) as gate:
             self.watch.know(gate.gateway.signing_key)
-            operations = described_operations(gate.server.config.app)
+            operations = path_operations(gate.server.config.app)
             cases = Cases(operations, seed=self._seed, losses=self._checked.losses)
             world = World(gate, operations, self.watch)
             for text in sorted(REGRESSIONS.glob("*.json")):

@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode
 
 import zstandard
 
-from gateway.api.description.document import Operation
+from gateway.api.routing import PathOperation
 from tandem.wire.v1 import tinker_pb2
 from tests.fuzz import json_bodies, protobuf
 from tests.fuzz.seeds import RUN, SESSION, protobuf_seeds
@@ -112,19 +112,25 @@ class Case:
         return cls(**{**fields, "body": base64.b64decode(fields["body"])})
 
 
+def has_body(operation: PathOperation) -> bool:
+    return operation.body_field is not None or "requestBody" in (operation.openapi_extra or {})
+
+
 class Cases:
     """`losses`: the names of those that a forward_backward may ask for."""
 
-    def __init__(self, operations: Sequence[Operation], *, seed: int, losses: list[str]) -> None:
+    def __init__(
+        self, operations: Sequence[PathOperation], *, seed: int, losses: list[str]
+    ) -> None:
         self._seed = seed
         self._protobuf = protobuf_seeds(losses)
         self._json: dict[str, list[object]] = defaultdict(list)
         for name, body in json_seeds():
             self._json[name].append(body)
-        self._batch = next(o for o in operations if o.described.takes_binary is not None)
+        self._batch = next(o for o in operations if o.name == "forward_backward")
         self._others = [o for o in operations if o is not self._batch]
-        bodies = [o for o in self._others if o.has_body]
-        missing = {o.handler.__name__ for o in bodies} - self._json.keys()
+        bodies = [o for o in self._others if has_body(o)]
+        missing = {o.name for o in bodies} - self._json.keys()
         assert not missing, f"routes without a seed in seeds_json.py: {sorted(missing)}"
         self._weighted = [*self._others, *bodies, *bodies]
 
@@ -142,7 +148,7 @@ class Cases:
         message.CopyFrom(self._protobuf[0])
         message.seq_id = 1
         return Case(
-            operation=self._batch.handler.__name__,
+            operation=self._batch.name,
             method="POST",
             target=self._batch.path,
             body=message.SerializeToString(),
@@ -155,21 +161,21 @@ class Cases:
         other.CopyFrom(rng.choice(self._protobuf))
         seed.seq_id = other.seq_id = seq_id
         return Case(
-            operation=self._batch.handler.__name__,
+            operation=self._batch.name,
             method="POST",
             target=self._batch.path,
             body=protobuf.mutate(rng, seed, other),
             headers={"Content-Type": _PROTOBUF},
         )
 
-    def _other(self, rng: Random, operation: Operation, seq_id: int) -> Case:
-        name = operation.handler.__name__
-        parts = {part: self._part(rng, name, part) for part in operation.parameters}
-        target = operation.path.format(**parts)
-        if operation.described.queries or rng.random() < 0.1:
+    def _other(self, rng: Random, operation: PathOperation, seq_id: int) -> Case:
+        name = operation.name
+        parts = {part: self._part(rng, name, part) for part in operation.param_convertors}
+        target = operation.path_format.format(**parts)
+        if operation.dependant.query_params or rng.random() < 0.1:
             target += self._query(rng)
         body = b""
-        if operation.has_body:
+        if has_body(operation):
             body = json_bodies.mutate(rng, rng.choice(self._json[name]))
             body = body.replace(str(SEQ).encode(), str(seq_id).encode())
         return Case(

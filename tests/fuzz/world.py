@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from gateway.api.description.document import Operation
+from gateway.api.routing import PathOperation
 from tandem.errors import UserError
 from tandem.v1 import trainer_pb2
 from tandem.wire.v1 import tinker_pb2
@@ -66,9 +66,9 @@ class World:
     """A session with a run, a sampler and checkpoints, whose ids stand in for the placeholders.
     `close` ends the session."""
 
-    def __init__(self, gate: Gate, operations: Sequence[Operation], watch: Watch) -> None:
+    def __init__(self, gate: Gate, operations: Sequence[PathOperation], watch: Watch) -> None:
         self._gate = gate
-        self._operations = {o.handler.__name__: o for o in operations}
+        self._operations = {o.name: o for o in operations}
         self._watch = watch
         self._connection = http.client.HTTPConnection(urlsplit(gate.url).netloc, timeout=DEADLINE)
         self.session_id = gate.session_id()
@@ -126,7 +126,7 @@ class World:
     def close(self) -> None:
         self.settle()
         body = b'{"reason":{"type":"success"}}'
-        path = self._operations["finish_session"].path.format(session_id=self.session_id)
+        path = self._operations["finish_session"].path_format.format(session_id=self.session_id)
         headers = {"Content-Type": "application/json"}
         answer = self.send(Case("finish_session", "POST", path, body, headers))
         assert answer.status == 204, answer

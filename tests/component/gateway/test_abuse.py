@@ -11,11 +11,10 @@ import zstandard
 from pydantic import ValidationError
 from sqlalchemy import select
 
-from gateway.api.json_bounds import MOST_TOKENS, MOST_VALUES
 from gateway.api.openai.schemas import ChatCompletionRequest, CompletionRequest, parse_request
+from gateway.api.request_body import MOST_TOKENS, MOST_VALUES, parse
 from gateway.api.tinker.sample_body import Sample
 from gateway.api.tinker.service import TelemetryBatch
-from gateway.api.wire import parse
 from gateway.futures.completion_feed import _MOST_TARGETS, CompletionFeed, Target
 from gateway.futures.result_store import ResultStore
 from gateway.futures.table import FutureTable

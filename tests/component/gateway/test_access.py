@@ -6,11 +6,11 @@ import time
 
 import pytest
 import tinker
+from fastapi import FastAPI
 from sqlalchemy import select
-from starlette.responses import Response
-from starlette.routing import Route
 
-from gateway.api.access import NEEDS, guarded
+from gateway.api.routing import Router
+from gateway.app import path_operations
 from gateway.storage.tables import audit, checkpoints, operations, runs, sessions, usage
 from tests.support.gateway.access_world import API, Call, World
 from tests.support.gateway.running import KEY, running_gateway
@@ -49,13 +49,19 @@ def rows(world: World, table) -> list:
     return world.gate.run(read())
 
 
-def test_a_route_without_a_row_is_not_served():
-    async def brand_new(_request) -> Response:
-        return Response()
+def test_a_route_without_a_role_or_an_unstated_audit_cannot_be_registered():
+    router = Router("/api/v1", tag="SDK")
 
-    with pytest.raises(AssertionError, match="no row for the route brand_new"):
-        guarded([Route("/new", brand_new)])
-    assert set(NEEDS.values()) == {"nothing", "signature", "look", "change", "admin"}
+    async def brand_new() -> None: ...
+
+    with pytest.raises(TypeError, match="states no role"):
+        router.get("/new")(brand_new)
+    with pytest.raises(TypeError, match="must state its action in the audit log"):
+        router.operation("POST", "/new", role="member")(brand_new)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.get("/new")(brand_new)
+    with pytest.raises(TypeError, match="without a role"):
+        path_operations(app)
 
 
 def test_another_owners_checkpoint_cannot_be_loaded_sampled_or_copied(world, ben, bens_run):

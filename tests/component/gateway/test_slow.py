@@ -8,7 +8,8 @@ import socket
 
 import pytest
 
-from gateway.api.admission_middleware import RequestReservations
+from gateway.api.errors import ErrorResponses
+from gateway.api.middleware import RequestReservations
 from gateway.workers.clients import TrainerClient
 from tandem.v1 import trainer_pb2
 from tandem.wire.v1 import tinker_pb2
@@ -116,7 +117,7 @@ def test_a_large_answer_is_handed_over_in_pieces_that_make_up_the_whole(gate):
     async def send(message):
         sent.append(message)
 
-    reception = RequestReservations(app)
+    reception = RequestReservations(app, errors=ErrorResponses({}))
     scope = {"type": "http", "path": "/", "state": {}, "app": gate.server.config.app}
     asyncio.run(reception(scope, None, send))
     pieces = sent[1:]
