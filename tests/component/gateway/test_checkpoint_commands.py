@@ -11,23 +11,11 @@ from typer.testing import CliRunner
 
 from tandem.cli.main import app
 from tandem.errors import InvalidRequest, NameTaken, ServerError
-from tests.component.gateway.test_checkpoints import place, step
-from tests.support.gateway.running import running_gateway, wait_for
+from tests.support.gateway.checkpoints import place, step
+from tests.support.gateway.running import wait_for
 from tests.support.gateway.tinker_command import TinkerCommand
 
 BEFORE_ALL = ("--before", "2020-01-01")
-
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("commands"), session_ttl=600) as gate:
-        yield gate
-
-
-@pytest.fixture
-def training(gate):
-    with gate.service() as service:
-        yield service.create_lora_training_client("tiny:full").result()
 
 
 @pytest.fixture(scope="module")

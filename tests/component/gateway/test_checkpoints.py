@@ -3,71 +3,18 @@
 from __future__ import annotations
 
 import datetime as dt
-import warnings
-from pathlib import Path
 
 import pytest
 import tinker
-from sqlalchemy import update
 from tinker import types
 
-from gateway.storage.tables import checkpoints
-from tests.support.gateway.running import running_gateway, wait_for
+from tests.support.gateway.checkpoints import error_of, expire, listed, place, step
+from tests.support.gateway.running import wait_for
 
 HOUR = 3600
 
 
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("checkpoints"), session_ttl=600) as gate:
-        yield gate
-
-
-@pytest.fixture
-def service(gate):
-    with warnings.catch_warnings(), gate.service() as service:
-        warnings.simplefilter("ignore", FutureWarning)  # deprecated, and still part of the SDK
-        yield service
-
-
-@pytest.fixture
-def training(service):
-    return service.create_lora_training_client("tiny:full").result()
-
-
-@pytest.fixture
-def rest(service):
-    return service.create_rest_client()
-
-
-def step(training, times: int = 1) -> None:
-    for _ in range(times):
-        training.optim_step(types.AdamParams()).result()
-
-
-def place(gate, run_id: str, root: str = "checkpoints") -> list[Path]:
-    """What lies on the disk for a run."""
-    folder = gate.settings.data_dir / root / run_id.replace(":", "_")
-    return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
-def expire(gate, path: str) -> None:
-    """As if its time were over."""
-    gate.run(
-        gate.gateway.database.write(
-            update(checkpoints).where(checkpoints.c.path == path).values(expires_at=1.0)
-        )
-    )
-
-
-def listed(rest, run_id: str) -> dict[str, tinker.types.Checkpoint]:
-    return {c.tinker_path: c for c in rest.list_checkpoints(run_id).result().checkpoints}
-
-
-def error_of(future) -> str:
-    with pytest.raises(tinker.RequestFailedError) as caught:
-        future.result()
-    return str(caught.value)
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # deprecated methods, too
 
 
 def test_a_saved_state_is_listed_with_what_was_said_of_it(training, rest):

@@ -8,14 +8,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import tinker
 
-from tests.support.gateway.running import KEY, datum, running_gateway
+from tests.support.gateway.running import KEY, datum
 from tests.support.gateway.tinker_command import TinkerCommand
-
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("cli"), session_ttl=600) as gate:
-        yield gate
 
 
 @pytest.fixture(scope="module")

@@ -10,30 +10,8 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.component.gateway.test_checkpoints import listed, place, step
-from tests.support.gateway.running import KEY, running_gateway, wait_for
-
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("copies"), session_ttl=600) as gate:
-        yield gate
-
-
-@pytest.fixture
-def service(gate):
-    with gate.service() as service:
-        yield service
-
-
-@pytest.fixture
-def training(service):
-    return service.create_lora_training_client("tiny:full").result()
-
-
-@pytest.fixture
-def rest(service):
-    return service.create_rest_client()
+from tests.support.gateway.checkpoints import listed, place, step
+from tests.support.gateway.running import KEY, wait_for
 
 
 def run_of(path: str) -> str:

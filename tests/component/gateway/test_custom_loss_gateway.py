@@ -11,7 +11,7 @@ from tinker import types
 
 from tandem.wire.v1 import tinker_pb2
 from tests.support.custom_losses import request_body, traced
-from tests.support.gateway.running import datum, forward_backward_bytes, running_gateway
+from tests.support.gateway.running import datum, forward_backward_bytes
 
 PROTO = {"Content-Type": "application/x-protobuf"}
 
@@ -23,12 +23,6 @@ def scaled(logprobs, weights):
 
 def halved(logprobs):
     return logprobs.sum() / 2, {}
-
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("losses"), session_ttl=600) as gate:
-        yield gate
 
 
 def create(client, body: bytes):

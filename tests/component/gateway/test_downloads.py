@@ -15,25 +15,8 @@ import tinker
 from gateway.auth.signing import sign
 from tandem.settings import GatewaySettings
 from tandem.weights import Manifest
-from tests.component.gateway.test_checkpoints import error_of, expire, listed, place, step
+from tests.support.gateway.checkpoints import error_of, expire, listed, place, step
 from tests.support.gateway.running import running_gateway, wait_for
-
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("downloads"), session_ttl=600) as gate:
-        yield gate
-
-
-@pytest.fixture
-def training(gate):
-    with gate.service() as service:
-        yield service.create_lora_training_client("tiny:full").result()
-
-
-@pytest.fixture
-def rest(gate):
-    return tinker.RestClient(base_url=gate.url, api_key=gate.settings.api_key)
 
 
 def get(url: str, **headers: str) -> httpx.Response:

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import jwt
-import pytest
 import tinker
 
 from gateway.auth.keys import digest_of, id_of
-from tests.support.gateway.running import KEY, running_gateway
+from tests.support.gateway.running import KEY
 
 KEY_ID = id_of(digest_of(KEY.encode()))
-
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("identity")) as gate:
-        yield gate
 
 
 def test_whoami_names_the_owner_of_the_key(gate):

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from tinker import types
 
-from tests.support.gateway.running import datum, running_gateway
-
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("loop"), session_ttl=600) as gate:
-        yield gate
+from tests.support.gateway.running import datum
 
 
 def test_the_sdk_trains_publishes_and_samples(gate):

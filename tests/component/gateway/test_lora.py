@@ -17,12 +17,6 @@ PROMPT = types.ModelInput.from_ints([1, 2, 3])
 PARAMS = types.SamplingParams(max_tokens=3)
 
 
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("lora"), session_ttl=600) as gate:
-        yield gate
-
-
 def engines(gate, session_id: str) -> list[int]:
     """The largest ranks of the session's engines, in the order of their starts."""
     return [

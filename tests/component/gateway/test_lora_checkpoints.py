@@ -14,29 +14,11 @@ from gateway.checkpoints.compatibility import check_compatible, training_from
 from tandem.cli.main import app
 from tandem.errors import CheckpointMismatch
 from tandem.worker import LoraSpec, TrainingSpec
-from tests.component.gateway.test_checkpoints import error_of, step
-from tests.support.gateway.running import running_gateway
+from tests.support.gateway.checkpoints import error_of, step
 
 PATH = "tinker://s-1:train:0/weights/a"
 FULL = TrainingSpec()
 LORA = TrainingSpec(lora=LoraSpec(rank=8, seed=1, unembedding=False))
-
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("lora"), session_ttl=600) as gate:
-        yield gate
-
-
-@pytest.fixture
-def service(gate):
-    with gate.service() as service:
-        yield service
-
-
-@pytest.fixture
-def rest(gate):
-    return tinker.RestClient(base_url=gate.url, api_key=gate.settings.api_key)
 
 
 @pytest.fixture

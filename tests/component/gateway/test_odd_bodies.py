@@ -6,13 +6,7 @@ import json
 
 import pytest
 
-from tests.support.gateway.running import KEY, running_gateway
-
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("odd"), session_ttl=600) as gate:
-        yield gate
+from tests.support.gateway.running import KEY
 
 
 def saved_run(gate, client) -> tuple[str, str]:

@@ -6,13 +6,6 @@ import pytest
 
 from gateway.api.tinker.sdk_version import check_sdk_version
 from tandem.errors import SdkTooOld
-from tests.support.gateway.running import running_gateway
-
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("old")) as gate:
-        yield gate
 
 
 def test_releases_before_protobuf_are_refused_and_later_ones_are_not():

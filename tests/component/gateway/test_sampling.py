@@ -19,18 +19,6 @@ PROMPT = types.ModelInput.from_ints(TOKENS)
 PARAMS = types.SamplingParams(max_tokens=3)
 
 
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("sampling"), session_ttl=600) as gate:
-        yield gate
-
-
-@pytest.fixture
-def service(gate):
-    with gate.service() as service:
-        yield service
-
-
 @pytest.fixture
 def sampling(service):
     return service.create_sampling_client(base_model="tiny").result()

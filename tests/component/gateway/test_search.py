@@ -9,18 +9,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.support.gateway.running import KEY, datum, running_gateway
-
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("search"), session_ttl=600) as gate:
-        yield gate
-
-
-@pytest.fixture
-def rest(gate):
-    return tinker.RestClient(base_url=gate.url, api_key=KEY)
+from tests.support.gateway.running import KEY, datum
 
 
 @pytest.fixture

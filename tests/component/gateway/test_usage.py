@@ -8,15 +8,9 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.support.gateway.running import KEY, datum, running_gateway
+from tests.support.gateway.running import KEY, datum
 
 HOUR = timedelta(hours=1)
-
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("usage"), session_ttl=600) as gate:
-        yield gate
 
 
 @pytest.fixture

@@ -1,0 +1,30 @@
+"""A gateway with fake workers for each test module, and the SDK's clients of it."""
+
+from __future__ import annotations
+
+import pytest
+import tinker
+
+from tests.support.gateway.running import running_gateway
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory):
+    with running_gateway(tmp_path_factory.mktemp("gateway"), session_ttl=600) as gate:
+        yield gate
+
+
+@pytest.fixture
+def service(gate):
+    with gate.service() as service:
+        yield service
+
+
+@pytest.fixture
+def training(service):
+    return service.create_lora_training_client("tiny:full").result()
+
+
+@pytest.fixture
+def rest(gate):
+    return tinker.RestClient(base_url=gate.url, api_key=gate.settings.api_key)
