@@ -8,18 +8,16 @@ role are always those of the key, whatever the token says.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import jwt
 from sqlalchemy import ColumnElement, true
 
-from gateway.auth.keys import LOCAL_OWNER, KeyStore, Role
+from gateway.auth.keys import KeyStore, Role
 from tandem.errors import TokenRefused, Unauthenticated
-
-__all__ = ["LOCAL_OWNER", "ORGANIZATION", "USER_URN", "Caller", "Identity", "Readers", "Role"]
 
 ORGANIZATION = "tandem"
 USER_URN = "tml:organization_user:"
@@ -28,8 +26,7 @@ USER_URN = "tml:organization_user:"
 _ALGORITHM = "HS256"
 _ISSUER = "tandem-gateway"
 _REMEMBERED = 1024
-"""Tokens whose signature is remembered as checked, so that not every request checks it."""
-
+"""Tokens whose signature is remembered as checked: a check takes some 90 µs."""
 
 Scope = Literal["owned", "accessible"]
 """What the caller owns, or what the caller may see: for an admin, everything."""
@@ -90,7 +87,7 @@ class Identity:
         self._signing_key = signing_key
         self._token_ttl = token_ttl
         self._clock = clock
-        self._checked: OrderedDict[bytes, _Token] = OrderedDict()
+        self._read = lru_cache(maxsize=_REMEMBERED)(self._verify)
 
     def identify(self, credential: bytes) -> Caller:
         """Raise `TokenRefused` for a token that is not valid, `Unauthenticated` for anything else
@@ -131,13 +128,8 @@ class Identity:
         return jwt.encode(claims, self._signing_key, algorithm=_ALGORITHM)
 
     def _of_token(self, credential: bytes) -> Caller:
-        token = self._checked.get(credential)
-        if token is None:
-            token = self._checked[credential] = self._read(credential)
-            if len(self._checked) > _REMEMBERED:
-                self._checked.popitem(last=False)
+        token = self._read(credential)
         if token.expires_at <= self._clock():
-            del self._checked[credential]
             raise TokenRefused("the token has expired; exchange the key for a new one")
         key = self._keys.get(token.key_id)
         if key is None or self._keys.ended(key) is not None:
@@ -145,7 +137,7 @@ class Identity:
         self._keys.note_use(key)
         return Caller(owner=key.owner, key_id=key.id, role=key.role, expires_at=token.expires_at)
 
-    def _read(self, token: bytes) -> _Token:
+    def _verify(self, token: bytes) -> _Token:
         try:
             claims = jwt.decode(
                 token,

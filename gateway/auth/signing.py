@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import time
+
+from tandem.errors import AddressExpired, AddressForged
 
 
 def sign(key: bytes, *parts: str | int) -> str:
@@ -24,3 +27,19 @@ def sign(key: bytes, *parts: str | int) -> str:
 def is_signed(key: bytes, signature: str, *parts: str | int) -> bool:
     """Return whether `signature` is that of the parts, compared in constant time."""
     return hmac.compare_digest(sign(key, *parts).encode(), signature.encode())
+
+
+def sign_address(key: bytes, *parts: str, expires: int) -> dict[str, str]:
+    """Return the query of an address that is valid until `expires` (seconds since 1970)."""
+    return {"expires": str(expires), "signature": sign(key, *parts, expires)}
+
+
+def check_address(
+    key: bytes, *parts: str, expires: str, signature: str, what: str, renew: str
+) -> None:
+    """Raise `AddressForged` for an address that `sign_address` did not sign, `AddressExpired` for
+    one that is no longer valid. The messages name `what` it is and how to `renew` it."""
+    if not is_signed(key, signature, *parts, expires):
+        raise AddressForged(f"{what} was not signed here, or was altered; {renew}")
+    if time.time() >= int(expires):
+        raise AddressExpired(f"{what} has expired; {renew}")

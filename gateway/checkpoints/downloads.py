@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
-from gateway.auth.signing import is_signed, sign
+from gateway.auth.signing import check_address, sign_address
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
 from gateway.checkpoints.versions import VersionStore
 from gateway.identifiers import CheckpointPath, checkpoint_path
-from tandem.errors import AddressExpired, AddressForged, UnknownWeights
+from tandem.errors import UnknownWeights
 
 PREFIX = "/api/v1/downloads/"
 LIFETIME = 3600
 """Seconds. The `tinker` command asks for new ones when five minutes are left."""
 
 _PURPOSE = "download"
-_METHOD = "GET"
 
 
 @dataclass(frozen=True)
@@ -38,19 +37,7 @@ class Address:
     file: str
     folder: str
     expires: str
-    signature: str = ""
-
-    def signed_parts(self, method: str) -> tuple[str, ...]:
-        return (
-            _PURPOSE,
-            method,
-            self.run_id,
-            self.kind,
-            self.name,
-            self.folder,
-            self.file,
-            self.expires,
-        )
+    signature: str
 
 
 @dataclass(frozen=True)
@@ -82,16 +69,20 @@ class DownloadSigner:
     def check(self, address: Address, *, method: str) -> CheckpointPath:
         """Return the path of the checkpoint. Raise `AddressForged`, or `AddressExpired` for an
         address that was good."""
-        if not is_signed(self._key, address.signature, *address.signed_parts(method)):
-            raise AddressForged(
-                "this download address was not signed here, or was altered; ask for a new one "
-                "with get_external_weights_urls"
-            )
-        if time.time() >= int(address.expires):
-            raise AddressExpired(
-                "this download address has expired; ask for a new one with "
-                "get_external_weights_urls"
-            )
+        check_address(
+            self._key,
+            _PURPOSE,
+            method,
+            address.run_id,
+            address.kind,
+            address.name,
+            address.folder,
+            address.file,
+            expires=address.expires,
+            signature=address.signature,
+            what="this download address",
+            renew="ask for a new one with get_external_weights_urls",
+        )
         return checkpoint_path(run_id=address.run_id, kind=address.kind, name=address.name)
 
     async def find(self, address: Address, checkpoint: Checkpoint) -> Path:
@@ -102,19 +93,8 @@ class DownloadSigner:
         return file
 
     def _address(self, checkpoint: Checkpoint, file: str, expires: int) -> str:
-        address = Address(
-            run_id=checkpoint.path.run_id,
-            kind=checkpoint.path.kind,
-            name=checkpoint.path.name,
-            file=file,
-            folder=checkpoint.relative_folder,
-            expires=str(expires),
-        )
-        query = {
-            "folder": address.folder,
-            "expires": address.expires,
-            "signature": sign(self._key, *address.signed_parts(_METHOD)),
-        }
-        parts = (address.run_id, address.kind, address.name, file)
-        where = "/".join(quote(part, safe=":") for part in parts)
-        return f"{PREFIX}{where}?{urlencode(query, safe='/')}"
+        path, folder = checkpoint.path, checkpoint.relative_folder
+        parts = (path.run_id, path.kind, path.name)
+        where = "/".join(quote(part, safe=":") for part in (*parts, file))
+        query = sign_address(self._key, _PURPOSE, "GET", *parts, folder, file, expires=expires)
+        return f"{PREFIX}{where}?{urlencode({'folder': folder, **query}, safe='/')}"

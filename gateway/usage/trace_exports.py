@@ -26,11 +26,11 @@ from urllib.parse import urlencode
 import orjson
 from sqlalchemy import RowMapping, select
 
-from gateway.auth.signing import is_signed, sign
+from gateway.auth.signing import check_address, sign_address
 from gateway.storage.database import Database
 from gateway.storage.tables import operations, runs, sessions, workers
 from gateway.usage.samples import RecentSamples, SampleSpan
-from tandem.errors import AddressExpired, AddressForged, UnknownWeights
+from tandem.errors import UnknownWeights
 from tandem.telemetry import get_log
 
 PREFIX = "/api/v1/trace_files/"
@@ -126,12 +126,15 @@ class TraceExporter:
     def find(self, *, file: str, expires: str, signature: str) -> Path:
         """Return the file behind a signed address. Raise `AddressForged`, `AddressExpired`, or
         `UnknownWeights` for a file that is gone."""
-        if not is_signed(self._key, signature, _PURPOSE, file, expires):
-            raise AddressForged(
-                "this address of a trace was not signed here, or was altered; export it again"
-            )
-        if time.time() >= int(expires):
-            raise AddressExpired("this address of a trace has expired; export it again")
+        check_address(
+            self._key,
+            _PURPOSE,
+            file,
+            expires=expires,
+            signature=signature,
+            what="this address of a trace",
+            renew="export it again",
+        )
         path = self._folder / file
         if not _FILE.fullmatch(file) or path.is_symlink() or not path.is_file():
             raise UnknownWeights("the file of this trace is gone; export it again")
@@ -216,9 +219,8 @@ class TraceExporter:
         return Track(name="workers", category="worker", slices=slices)
 
     def _address(self, file: str) -> str:
-        expires = str(int(time.time() + self._ttl))
-        signature = sign(self._key, _PURPOSE, file, expires)
-        return f"{PREFIX}{file}?{urlencode({'expires': expires, 'signature': signature})}"
+        query = sign_address(self._key, _PURPOSE, file, expires=int(time.time() + self._ttl))
+        return f"{PREFIX}{file}?{urlencode(query)}"
 
 
 def encode(tracks: Iterable[Track], *, about: dict[str, object]) -> bytes:

@@ -55,7 +55,7 @@ def test_the_sdk_replaces_a_token_that_the_gateway_refuses(gate):
     rest = tinker.RestClient(base_url=gate.url, api_key=KEY + "")
     assert rest.whoami().result()
     gate.run(lambda: setattr(gate.gateway.identity, "_signing_key", b"n" * 32))
-    gate.run(lambda: gate.gateway.identity._checked.clear())
+    gate.run(lambda: gate.gateway.identity._read.cache_clear())
     assert rest.list_sessions().result() is not None
 
 
