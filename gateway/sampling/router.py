@@ -1,8 +1,8 @@
-"""The samplers of all sessions: which engine serves what, and how many samples may wait.
+"""Routes samples to engines, and bounds how many may wait.
 
-A session has one engine for each base model and largest rank of adapters. What can be served
-by an engine that is there gets no engine of its own: engines are slow to start, and each takes
-a share of the device.
+A session has one engine for each base model and largest rank of adapters. An engine that can
+serve what is asked for is reused: engines are slow to start, and each takes a share of the
+device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gateway.futures.table import Future
 from gateway.limits.ledger import wait_for_room
 from gateway.limits.quotas import Quotas, give_back
 from gateway.metrics import Metrics
-from gateway.sampling.sampler import Sampler
+from gateway.sampling.sampler import Sample, Sampler
 from gateway.sampling.sessions import SamplingSession, SamplingSessionRegistry
 from gateway.sessions.registry import SessionRegistry
 from gateway.usage.samples import EngineMeter, RecentSamples
@@ -33,8 +33,6 @@ _LARGEST_RANK = 512
 
 
 class SamplerRouter:
-    """All samplers of this gateway."""
-
     def __init__(
         self,
         *,
@@ -62,8 +60,8 @@ class SamplerRouter:
         return list(self._samplers.values())
 
     def get(self, *, session_id: str, model_name: str, rank: int) -> Sampler | None:
-        """The session's sampler that serves adapters of this rank (0: none are needed) with
-        the least room to spare."""
+        """Return the session's sampler with the smallest rank that can serve adapters of `rank`
+        (0: no adapters)."""
         found = [
             (largest, sampler)
             for (session, model, largest), sampler in self._samplers.items()
@@ -72,8 +70,8 @@ class SamplerRouter:
         return min(found, key=lambda pair: pair[0])[1] if found else None
 
     def ensure(self, *, session_id: str, model: BaseModelEntry, rank: int) -> Sampler:
-        """As `get`; where there is none, the engine of a new one begins to start. Raises
-        `LimitExceeded` where that is one too many of its owner, and `SessionFinished`."""
+        """As `get`, but start a new sampler if there is none. Raises `LimitExceeded` if the owner
+        may not have another one, and `SessionFinished`."""
         sampler = self.get(session_id=session_id, model_name=model.name, rank=rank)
         if sampler is None:
             owner = self._sessions.require(session_id).owner
@@ -116,14 +114,12 @@ class SamplerRouter:
         sampler: Sampler,
         *,
         future: Future,
-        version: WeightVersion,
         request: sampler_pb2.SampleRequest,
         tell: Tell | None = None,
     ) -> None:
-        """Takes a sample, which is sent when it is its owner's turn; `tell` is given its tokens
-        as they are drawn. Raises `Overloaded` when
-        too many wait already, at this sampler, of this owner or in all: the SDK then comes back
-        a little later with fewer at once."""
+        """Take a sample, which starts when it is its owner's turn; `tell` is given its tokens as
+        they are drawn. Raises `Overloaded` if too many samples wait already, at this sampler, of
+        this owner or in all: the SDK then sends it again later, and fewer at once."""
         waiting = sampler.waiting
         if waiting >= self._settings.max_waiting_samples:
             self._limits.note_refusal("sampler_samples")
@@ -137,29 +133,30 @@ class SamplerRouter:
             )
         leases = self._limits.take_sample(future.owner, size=request.ByteSize())
         future.on_end(lambda _outcome: give_back(leases))
-        start = sampler.submit(future=future, version=version, request=request, tell=tell)
-        self._starter.put(future.owner, start)
+        sample = Sample(future=future, request=request, tell=tell)
+        sampler.add(sample)
+        self._starter.put(future.owner, lambda: sampler.start(sample))
 
     def cancel(self, request_id: str) -> bool:
-        """Gives up a sample. False: it is not here, or has ended."""
+        """Cancel a sample; return False if it is unknown or has ended."""
         return any(sampler.cancel(request_id) for sampler in self._samplers.values())
 
     async def end_session(self, session_id: str, error: TandemError | None = None) -> None:
-        """Stops the session's samplers."""
+        """Stop the session's samplers."""
         keys = [key for key in self._samplers if key[0] == session_id]
         samplers = [self._samplers.pop(key) for key in keys]
         reason = error or SessionFinished(f"session {session_id} has ended")
         await asyncio.gather(*(sampler.stop(reason) for sampler in samplers))
 
     async def close(self) -> None:
-        """The gateway stops: what waits is told nothing, and asks the next one."""
+        """Cancel everything without an outcome: clients ask the next gateway."""
         self._starter.clear()
         samplers, self._samplers = list(self._samplers.values()), {}
         await asyncio.gather(*(sampler.abandon() for sampler in samplers))
 
     def _largest_rank(self, rank: int) -> int:
-        """Rounded up to a power of two, as engines reserve room anyway, so that runs of like
-        ranks share one."""
+        """Round up to a power of two, as engines reserve memory anyway, so that runs of similar
+        ranks share an engine."""
         if rank == 0:
             return 0
         largest = max(rank, self._settings.sampler.max_lora_rank, _SMALLEST_RANK)

@@ -1,16 +1,15 @@
-"""One sampler: brings samples and loads to its engine.
+"""One sampler: sends samples and loads to its engine.
 
-A sample that was under way when the engine died is sent once more to the next one (sampling
-changes nothing, and its seed comes from the client); when that one dies, too, the sample fails
-with `worker_died`.
+A sample that was under way when the engine died is sent once more, to the next engine: sampling
+changes nothing, and the client chose the seed. If that one dies too, the sample fails with
+`worker_died`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.pins import Pins
@@ -34,18 +33,20 @@ from tandem.v1 import sampler_pb2
 
 
 @dataclass(eq=False)
-class _Sample:
-    """One that has not ended."""
+class Sample:
+    """A sample that has not ended. `tell` is given the tokens as they are drawn, before the whole
+    answer; while it waits, so do they."""
 
     future: Future
-    version: WeightVersion
+    request: sampler_pb2.SampleRequest
+    tell: Tell | None = None
     task: asyncio.Task[None] | None = None
-    since: float = field(default_factory=time.monotonic)
 
 
 class Sampler:
-    """Serves the base model, versions of all weights one after the other, and, with a
-    `max_lora_rank` above 0, adapters up to that rank side by side."""
+    """Serves the base model, versions of all weights one after the other, and, if `max_lora_rank`
+    is above 0, adapters up to that rank side by side. `max_adapters` bounds what `loaded` lists;
+    `operation_timeout` in seconds."""
 
     def __init__(
         self,
@@ -67,17 +68,17 @@ class Sampler:
         self._meter = meter
         self._pins = pins
         self._max_adapters = max_adapters
-        self._weights = ""  # the base model's
+        self._weights = ""  # those of the base model
         self._adapters: dict[str, None] = {}
-        self._samples: dict[str, _Sample] = {}
-        self._ends = Rate()
+        self._samples: dict[str, Sample] = {}
+        self._completions = Rate()
         self._engine = EngineSupervisor(
             session_id=session_id,
             model=model,
             fleet=fleet,
             max_lora_rank=max_lora_rank,
             operation_timeout=operation_timeout,
-            on_exit=self._nothing_loaded,
+            on_exit=self._note_exit,
         )
         self._log = get_log(session_id=session_id)
 
@@ -87,7 +88,7 @@ class Sampler:
 
     @property
     def reason(self) -> str:
-        """Why the engine ended or did not start, last."""
+        """Why the engine last ended or did not start."""
         return self._engine.reason
 
     @property
@@ -101,56 +102,44 @@ class Sampler:
 
     @property
     def rate(self) -> float:
-        """Samples that end in a second, of late."""
-        return self._ends.per_second()
+        """Recent completions per second."""
+        return self._completions.per_second()
 
     @property
     def weights(self) -> str:
-        """The version of all weights that is in the engine, `base/NAME` for the base model's."""
+        """The full weights in the engine: a version, or `base/NAME` for the base model."""
         return self._weights or f"base/{self.model.name}"
 
     @property
     def loaded(self) -> set[str]:
-        """What was served last: the weights, and the newest of the adapters beside them. For the
-        status alone: every load and every sample names its version, and the engine knows best
-        what it has to load for it."""
+        """The full weights and the adapters that were served last. For the status only: every
+        load and every sample names its version, and the engine loads what it needs for it."""
         return {self.weights, *self._adapters}
 
-    def submit(
-        self,
-        *,
-        future: Future,
-        version: WeightVersion,
-        request: sampler_pb2.SampleRequest,
-        tell: Tell | None = None,
-    ) -> Callable[[], None]:
-        """Takes a sample, and returns what sends it on its way. `tell` is given the tokens as
-        they are drawn, before the whole answer; where it waits, so do they."""
-        sample = _Sample(future=future, version=version)
-        self._pins.pin(relative_version_folder(version.name))
-        self._samples[future.request_id] = sample
+    def add(self, sample: Sample) -> None:
+        """Take a sample, which waits until `start`. Its weight version is pinned meanwhile."""
+        self._pins.pin(relative_version_folder(sample.request.version.name))
+        self._samples[sample.future.request_id] = sample
 
-        def start() -> None:
-            if future.ended:  # cancelled, or its session has ended
-                return
-            sample.task = asyncio.create_task(self._answer(sample, request, tell))
-            # Not within the task: one that is cancelled before it begins does nothing at all.
-            sample.task.add_done_callback(lambda _: self._forget(sample))
-
-        return start
+    def start(self, sample: Sample) -> None:
+        if sample.future.ended:  # cancelled, or its session has ended
+            return
+        sample.task = asyncio.create_task(self._answer(sample))
+        # Not within the task: a task that is cancelled before it begins runs none of its code.
+        sample.task.add_done_callback(lambda _: self._forget(sample))
 
     def cancel(self, request_id: str) -> bool:
-        """Gives up a sample, here and in the engine. False: it is not here, or has ended."""
+        """Cancel a sample, here and in the engine; return False if it is not here or has ended."""
         sample = self._samples.get(request_id)
         if sample is None or sample.future.ended:
             return False
         sample.future.resolve(SampleCancelled("the sample was cancelled by its client"))
-        self._give_up(sample)
+        self._discard(sample)
         self._metrics.samples.labels(outcome=SampleCancelled.type).inc()
         return True
 
     def describe(self, request_id: str) -> Waiting:
-        """What a sample is waiting for, in words for its client."""
+        """Say what a sample is waiting for."""
         before = 0
         for other in self._samples:
             if other == request_id:
@@ -159,7 +148,7 @@ class Sampler:
         sample = self._samples.get(request_id)
         place = f"{before} sample{'' if before == 1 else 's'} before this one"
         if sample is not None:
-            place += f", which has waited {time.monotonic() - sample.since:.0f} s"
+            place += f", which has waited {time.monotonic() - sample.future.accepted_at:.0f} s"
         if self.state != "ready":
             age = time.monotonic() - self._engine.state_since
             why = f"; it failed before: {self.reason}" if self.reason else ""
@@ -167,8 +156,8 @@ class Sampler:
         return Waiting(f"the sampler is at work; {place}")
 
     async def load(self, version: WeightVersion) -> None:
-        """Returns when the engine serves the version. Raises `LoadFailed` and its like; then
-        the engine goes on serving what it served before."""
+        """Return when the engine serves the version. Raises `LoadFailed` and the like; the engine
+        then still serves what it served before."""
         request = sampler_pb2.LoadRequest(version=version.to_proto())
         with self._pins.pinned(relative_version_folder(version.name)):
             reply = await self._engine.call(lambda client: client.load(request), during="a load")
@@ -184,26 +173,24 @@ class Sampler:
         )
 
     async def stop(self, error: TandemError) -> None:
-        """Ends the engine; what waits fails with the error."""
+        """End the engine, and fail all samples with the error."""
         for sample in list(self._samples.values()):
             sample.future.resolve(error)
-            self._give_up(sample)
+            self._discard(sample)
         await self._engine.stop(error)
         self._set_weights("")
 
     async def abandon(self) -> None:
-        """Stops without telling anybody. The fleet ends the engine."""
+        """Cancel everything without an outcome. The fleet ends the engine."""
         tasks = [s.task for s in self._samples.values() if s.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(self._engine.abandon(), *tasks, return_exceptions=True)
 
-    async def _answer(
-        self, sample: _Sample, request: sampler_pb2.SampleRequest, tell: Tell | None
-    ) -> None:
+    async def _answer(self, sample: Sample) -> None:
         outcome: Outcome
         try:
-            outcome = await self._sample(request, tell)
+            outcome = await self._draw(sample)
         except TandemError as error:
             outcome = error
         except Exception as error:  # noqa: BLE001 - a fault of ours must not hang the client
@@ -215,24 +202,25 @@ class Sampler:
         self._forget(sample)
         sample.future.resolve(outcome)
 
-    def _give_up(self, sample: _Sample) -> None:
+    def _discard(self, sample: Sample) -> None:
         if sample.task is not None:
             sample.task.cancel()
         else:
             self._forget(sample)
 
-    def _forget(self, sample: _Sample) -> None:
+    def _forget(self, sample: Sample) -> None:
         if self._samples.get(sample.future.request_id) is sample:
             del self._samples[sample.future.request_id]
-            self._ends.note()
-            self._pins.unpin(relative_version_folder(sample.version.name))
+            self._completions.note()
+            self._pins.unpin(relative_version_folder(sample.request.version.name))
 
-    async def _sample(self, request: sampler_pb2.SampleRequest, tell: Tell | None) -> Outcome:
+    async def _draw(self, sample: Sample) -> Outcome:
+        request = sample.request
         await self._engine.ready()  # start-up time is not billed
-        if tell is None:
+        if sample.tell is None:
             answer = self._engine.call(lambda client: client.sample(request), during="this sample")
         else:
-            answer = self._stream(request, tell)
+            answer = self._stream(request, sample.tell)
         reply = await self._meter.measure(request, answer)
         if reply.HasField("failure"):
             return from_failure(reply.failure)
@@ -243,8 +231,8 @@ class Sampler:
     async def _stream(
         self, request: sampler_pb2.SampleRequest, tell: Tell
     ) -> sampler_pb2.SampleReply:
-        """A stream is begun again only while nothing was told: a sample without a seed would
-        go on as another."""
+        """Stream a sample. It is sent to the next engine only if no token was told before the
+        engine died, because without a seed the next one draws other tokens."""
         told = False
 
         async def tell_and_note(delta: sampler_pb2.SampleDelta) -> None:
@@ -268,12 +256,12 @@ class Sampler:
         if len(self._adapters) > self._max_adapters:
             del self._adapters[next(iter(self._adapters))]
 
-    def _nothing_loaded(self) -> None:
+    def _note_exit(self) -> None:
         self._set_weights("")
         self._adapters.clear()
 
     def _set_weights(self, name: str) -> None:
-        """Pins the weights that a failed load goes back to, as long as the engine has them."""
+        """Note what the engine has, and pin it: a failed load goes back to it."""
         if name and self.state != "stopped":
             self._pins.pin(relative_version_folder(name))
         else:

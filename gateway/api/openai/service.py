@@ -259,7 +259,6 @@ class Generation:
         self._samplers.submit(
             sampler,
             future=future,
-            version=self._version,
             request=request,
             tell=put_delta if stream else None,
         )

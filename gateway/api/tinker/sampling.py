@@ -116,7 +116,7 @@ async def asample(request: Request) -> Response:
             owner=gateway.sessions.owner_of(session.session_id),
             describe=lambda: sampler.describe(request_id),
         )
-        gateway.samplers.submit(sampler, future=future, version=version, request=message)
+        gateway.samplers.submit(sampler, future=future, request=message)
         gateway.futures.add(future)
         gateway.completions.watch(future)
     return model_response(

@@ -6,7 +6,6 @@ Counted in dispatches: how many of the others went before it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from sqlalchemy import insert, select
 
@@ -160,18 +159,13 @@ def _owner(gate, name: str) -> tuple[str, str, str, str]:
 
 def _note_starts(monkeypatch, started: list[str]) -> None:
     """Notes whose sample goes to its engine, when it does."""
-    submit = Sampler.submit
+    start = Sampler.start
 
-    def noted(self, *, future: Future, **more) -> Callable[[], None]:
-        start = submit(self, future=future, **more)
+    def note_and_start(self, sample) -> None:
+        started.append(sample.future.owner)
+        start(self, sample)
 
-        def note_and_start() -> None:
-            started.append(future.owner)
-            start()
-
-        return note_and_start
-
-    monkeypatch.setattr(Sampler, "submit", noted)
+    monkeypatch.setattr(Sampler, "start", note_and_start)
 
 
 class _Noted(list):
@@ -213,7 +207,7 @@ def _sample(gateway, sampler_id: str, seq_id: int) -> None:
         prompt_tokens=bytes(12),
         version=session.version.to_proto(),
     )
-    gateway.samplers.submit(sampler, future=future, version=session.version, request=request)
+    gateway.samplers.submit(sampler, future=future, request=request)
 
 
 def test_large_payloads_do_not_fill_the_window_of_a_trainer(tmp_path):

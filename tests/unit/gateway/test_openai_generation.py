@@ -28,7 +28,7 @@ class FakeSamplers:
         self.taken = []
         self.cancelled = []
 
-    def submit(self, _sampler, *, future, version, request, tell):
+    def submit(self, _sampler, *, future, request, tell):
         self.taken.append(SimpleNamespace(future=future, request=request, tell=tell))
 
     def cancel(self, request_id):
