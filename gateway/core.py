@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from gateway.api.access import Access
+from gateway.access import Access
 from gateway.auth.audit import AuditLog
 from gateway.auth.identity import Identity
 from gateway.auth.keys import KeyStore
@@ -27,12 +27,13 @@ from gateway.limits.quotas import Quotas
 from gateway.metrics import Metrics
 from gateway.runs.journal import Journal
 from gateway.runs.operations import LossDefinitions
-from gateway.runs.queries import Queries
+from gateway.runs.queries import RunQueries
 from gateway.runs.registry import RunRegistry
 from gateway.runs.runner import RunnerTools
 from gateway.sampling.implicit_sessions import ImplicitSessions
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import SamplingSessionRegistry
+from gateway.sessions.queries import SessionQueries
 from gateway.sessions.registry import SessionRegistry, why_ended
 from gateway.sessions.search import SessionSearch
 from gateway.storage.data_directory import (
@@ -126,7 +127,8 @@ class Gateway:
             database=database, limits=self.limits, ttl=settings.session_ttl
         )
         self.search = SessionSearch(database=database, key=signing_key)
-        self.directory = Queries(database=database)
+        self.session_queries = SessionQueries(database=database)
+        self.run_queries = RunQueries(database=database)
         self.usage = UsageMeter(database=database, sessions=self.sessions)
         self.usage_reports = BillingReports(database=database, usage=self.usage)
         self.samples = RecentSamples(usage=self.usage)
@@ -228,7 +230,7 @@ class Gateway:
             metrics=metrics,
             sessions=self.sessions,
             sampling=self.sampling,
-            directory=self.directory,
+            session_queries=self.session_queries,
             checkpoints=self.checkpoints,
         )
         self._ending: dict[str, asyncio.Task[None]] = {}

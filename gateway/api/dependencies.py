@@ -12,14 +12,14 @@ from typing import Annotated, cast
 from fastapi import Depends
 from starlette.requests import Request
 
-from gateway.api.access import Access
+from gateway.access import Access
 from gateway.api.fields import PathText
 from gateway.auth.identity import Caller
 from gateway.checkpoints.catalog import Checkpoint
 from gateway.core import Gateway
 from gateway.identifiers import CheckpointPath, checkpoint_path
-from gateway.runs.queries import SessionRecord
 from gateway.sampling.sessions import SamplingSession
+from gateway.sessions.queries import SessionRecord
 
 
 @dataclass
@@ -90,7 +90,7 @@ async def _sampling_session(
 async def _past_session(
     session_id: PathText, gateway: GatewayDep, caller: CallerDep
 ) -> SessionRecord:
-    return await gateway.directory.session(session_id, caller)
+    return await gateway.session_queries.session(session_id, caller)
 
 
 async def _path(run_id: PathText, kind: PathText, name: PathText) -> CheckpointPath:

@@ -19,7 +19,7 @@ from sqlalchemy import select, tuple_
 
 from gateway.auth.identity import USER_URN, Caller, Scope, visible
 from gateway.auth.signing import is_signed, sign
-from gateway.runs.queries import SessionRecord, session_of
+from gateway.sessions.queries import SessionRecord, session_of
 from gateway.storage.database import Database
 from gateway.storage.tables import sessions
 from tandem.errors import InvalidRequest

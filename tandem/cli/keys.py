@@ -137,7 +137,7 @@ def _offline(directory: Path, request: Mapping[str, object]) -> dict[str, object
     """In a process of its own: the command itself has no part of the gateway."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "gateway.auth.offline_keys"],
+            [sys.executable, "-m", "gateway.offline_keys"],
             input=orjson.dumps(request),
             capture_output=True,
             env={**os.environ, "TANDEM_DATA_DIR": str(directory)},

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from gateway.api.access import Access
+from gateway.access import Access
 from gateway.api.openai.schemas import Model
 from gateway.auth.identity import Caller
 from gateway.checkpoints.base_models import BaseModelEntry, BaseModels

@@ -125,7 +125,7 @@ async def run_checkpoints(
     run_id: PathText, gateway: GatewayDep, caller: CallerDep
 ) -> RunCheckpoints:
     """Return the checkpoints of one run, oldest first."""
-    run = await gateway.directory.run(run_id, caller, scope="accessible")
+    run = await gateway.run_queries.run(run_id, caller, scope="accessible")
     found = await gateway.checkpoints.of_run(run.id)
     return RunCheckpoints(
         checkpoints=[described(c) for c in found if c.public or caller.may_see(c.owner)]

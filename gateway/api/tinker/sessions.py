@@ -22,8 +22,9 @@ from gateway.api.routing import Router
 from gateway.api.tinker.sdk_version import check_sdk_version
 from gateway.api.tinker.service import SDK_VERSION
 from gateway.auth.identity import Scope, urn_of
-from gateway.runs.queries import SessionRecord, Storage
+from gateway.runs.queries import Storage
 from gateway.sessions.metadata import Metadata
+from gateway.sessions.queries import SessionRecord
 from gateway.sessions.registry import NewSession
 from gateway.sessions.search import Cursor, Filters, Status
 from tandem.errors import SessionFinished, UnknownSession
@@ -253,7 +254,7 @@ async def list_sessions(
     access_scope: Annotated[Scope, Query()] = "owned",
 ) -> SessionIds:
     """Return a page of session ids, newest first."""
-    found = await gateway.directory.session_ids(
+    found = await gateway.session_queries.session_ids(
         caller, scope=access_scope, limit=limit, offset=offset
     )
     return SessionIds(sessions=list(found))
@@ -275,7 +276,7 @@ async def search_sessions(body: Search, gateway: GatewayDep, caller: CallerDep) 
             last_session_id=body.cursor.last_session_id,
         )
     page = await gateway.search.page(body.filters(), caller, limit=body.limit, cursor=cursor)
-    storage = await gateway.directory.storage_of([session.id for session in page.sessions])
+    storage = await gateway.run_queries.storage_of([session.id for session in page.sessions])
     following = page.next_cursor
     return SessionPage(
         sessions=[_summary(s, storage.get(s.id, Storage())) for s in page.sessions],
@@ -295,7 +296,7 @@ async def get_session(
     access_scope: Annotated[Scope, Query()] = "owned",
 ) -> SessionContents:
     """Return what a session has: its runs, its samplers, its metadata."""
-    found = await gateway.directory.contents(session_id, caller, scope=access_scope)
+    found = await gateway.session_queries.contents(session_id, caller, scope=access_scope)
     return SessionContents(
         training_run_ids=list(found.run_ids),
         sampler_ids=list(found.sampler_ids),

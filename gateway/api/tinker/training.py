@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.access import Access
+from gateway.access import Access
 from gateway.api.dependencies import (
     AccessDep,
     AuditDep,

@@ -45,7 +45,7 @@ async def training_runs(
     project_id: Annotated[ProjectFilter, Query()] = None,
 ) -> RunPage:
     """Return a page of runs, newest first."""
-    page = await gateway.directory.runs(
+    page = await gateway.run_queries.runs(
         caller, scope=access_scope, project_id=project_id, limit=limit, offset=offset
     )
     return RunPage(
@@ -62,7 +62,7 @@ async def training_run(
     access_scope: Annotated[Scope, Query()] = "owned",
 ) -> RunInfo:
     """Describe a run, also long after it has ended."""
-    return _run(await gateway.directory.run(run_id, caller, scope=access_scope), caller)
+    return _run(await gateway.run_queries.run(run_id, caller, scope=access_scope), caller)
 
 
 def _run(run: RunRecord, caller: Caller) -> RunInfo:

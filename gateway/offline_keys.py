@@ -1,8 +1,8 @@
-"""Keys of a data directory that no gateway uses now: `python -m gateway.auth.offline_keys`.
+"""Keys of a data directory that no gateway uses now: `python -m gateway.offline_keys`.
 
 The `tandem keys` command starts it, and asks the gateway instead where one runs. A request comes
 as JSON on standard input, so that nothing of it is in an argument, and the answer is JSON on
-standard output: what the routes of `routes/keys.py` answer, or `{"error"}` with exit status 1.
+standard output: what the routes of `api/tandem/keys.py` answer, or `{"error"}` with exit status 1.
 What changes something leaves its line in the audit log, as it does there.
 """
 

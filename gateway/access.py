@@ -2,7 +2,7 @@
 
 `Access` hands a route the thing that its caller named, or raises what it would raise for a thing
 that does not exist: an id says nothing about whether another owner has it. Roles are checked
-before, where the route is (`routing.py`).
+before, where the route is (`api/routing.py`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from gateway.auth.identity import Caller, Identity, Readers
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog, unknown_checkpoint
 from gateway.identifiers import CheckpointPath, parse_checkpoint_path
 from gateway.metrics import Metrics
-from gateway.runs.queries import Queries
 from gateway.sampling.sessions import SamplingSession, SamplingSessionRegistry
+from gateway.sessions.queries import SessionQueries
 from gateway.sessions.registry import Session, SessionRegistry, why_ended
 from tandem.errors import (
     PermissionDenied,
@@ -35,14 +35,14 @@ class Access:
         metrics: Metrics,
         sessions: SessionRegistry,
         sampling: SamplingSessionRegistry,
-        directory: Queries,
+        session_queries: SessionQueries,
         checkpoints: CheckpointCatalog,
     ) -> None:
         self._identity = identity
         self._metrics = metrics
         self._sessions = sessions
         self._sampling = sampling
-        self._directory = directory
+        self._session_queries = session_queries
         self._checkpoints = checkpoints
 
     async def session(self, session_id: str, caller: Caller) -> Session:
@@ -53,7 +53,7 @@ class Access:
             if caller.may_change:
                 self._sessions.touch(session_id)
             return session
-        ended = await self._directory.session(session_id, caller)
+        ended = await self._session_queries.session(session_id, caller)
         raise SessionFinished(why_ended(session_id, reason=ended.reason, detail=ended.detail))
 
     async def run(self, run_id: str, caller: Caller) -> Session:
@@ -120,7 +120,7 @@ class Access:
         if session is not None and caller.may_see(session.owner):
             return True
         try:
-            await self._directory.session(session_id, caller)
+            await self._session_queries.session(session_id, caller)
         except UnknownSession:
             return False
         return True

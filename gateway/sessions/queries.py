@@ -1,0 +1,106 @@
+"""Queries of sessions, active or ended: whose they are, and what they hold.
+
+`owned` is what belongs to the caller; `accessible` is what the caller may see (everything, for an
+admin). A session that the caller may not see is reported as if it did not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import RowMapping, select
+
+from gateway.auth.identity import Caller, Scope, visible
+from gateway.sessions.metadata import text_metadata
+from gateway.storage.database import Database
+from gateway.storage.tables import runs, sampling_sessions, sessions
+from tandem.errors import UnknownSession
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    """A row of `sessions`. Times are seconds since 1970."""
+
+    id: str
+    state: str
+    reason: str
+    detail: str
+    display_name: str | None
+    user_metadata: Mapping[str, str] | None
+    project_id: str
+    owner: str
+    created_at: float
+
+
+@dataclass(frozen=True)
+class SessionContents:
+    session: SessionRecord
+    run_ids: Sequence[str]
+    sampler_ids: Sequence[str]
+
+
+class SessionQueries:
+    def __init__(self, *, database: Database) -> None:
+        self._database = database
+
+    async def session(
+        self, session_id: str, caller: Caller, *, scope: Scope = "accessible"
+    ) -> SessionRecord:
+        """Raises `UnknownSession`."""
+        row = await self._database.read_one(
+            select(sessions).where(
+                sessions.c.id == session_id, visible(sessions.c.owner, caller, scope)
+            )
+        )
+        if row is None:
+            raise UnknownSession(f"there is no session {session_id!r} on this server")
+        return session_of(row)
+
+    async def contents(self, session_id: str, caller: Caller, *, scope: Scope) -> SessionContents:
+        """The session with its runs and sampling sessions, in the order of their creation.
+        Raises `UnknownSession`."""
+        session = await self.session(session_id, caller, scope=scope)
+        await self._database.flush()
+        found_runs = await self._database.read(
+            select(runs.c.id)
+            .where(runs.c.session_id == session_id)
+            .order_by(runs.c.created_at, runs.c.id)
+        )
+        samplers = await self._database.read(
+            select(sampling_sessions.c.id)
+            .where(sampling_sessions.c.session_id == session_id)
+            .order_by(sampling_sessions.c.created_at, sampling_sessions.c.id)
+        )
+        return SessionContents(
+            session=session,
+            run_ids=[row["id"] for row in found_runs],
+            sampler_ids=[row["id"] for row in samplers],
+        )
+
+    async def session_ids(
+        self, caller: Caller, *, scope: Scope, limit: int, offset: int
+    ) -> list[str]:
+        """A page of sessions, newest first."""
+        rows = await self._database.read(
+            select(sessions.c.id)
+            .where(visible(sessions.c.owner, caller, scope))
+            .order_by(sessions.c.created_at.desc(), sessions.c.id.desc())
+            .limit(limit)
+            .offset(offset)
+        )
+        return [row["id"] for row in rows]
+
+
+def session_of(row: RowMapping) -> SessionRecord:
+    return SessionRecord(
+        id=row["id"],
+        state=row["state"],
+        reason=row["reason"],
+        detail=row["detail"],
+        display_name=row["display_name"],
+        user_metadata=text_metadata(row["user_metadata"]),
+        project_id=row["project_id"],
+        owner=row["owner"],
+        created_at=row["created_at"],
+    )
