@@ -1,4 +1,4 @@
-"""`tandem checkpoints`: what runs have saved, on the disk of the running gateway."""
+"""`tandem checkpoints`: list, delete and export what training runs have saved."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ _PATH = typer.Argument(help="Such as tinker://RUN/sampler_weights/NAME.")
 
 @app.command("list")
 def list_checkpoints(
-    run: Annotated[str | None, typer.Option("--run", help="Those of this run alone.")] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="At most so many.")] = 50,
+    run: Annotated[
+        str | None, typer.Option("--run", help="Only those of this training run.")
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="At most this many.")] = 50,
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Lists checkpoints, newest first."""
+    """List checkpoints, newest first."""
     where = (
         f"training_runs/{quote(run, safe=':')}/checkpoints" if run is not None else "checkpoints"
     )
@@ -59,11 +61,11 @@ def list_checkpoints(
 @app.command("delete")
 def delete(
     paths: Annotated[list[str], _PATH],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Deletes checkpoints. Their files go when nothing uses them any more."""
+    """Delete checkpoints. Their files are removed once nothing uses them."""
     for path in paths:
         _split(path)
     if not yes and not typer.confirm(f"Delete {', '.join(paths)}?"):
@@ -81,22 +83,22 @@ def delete(
 @app.command("export")
 def export(
     path: Annotated[str, _PATH],
-    directory: Annotated[Path, typer.Argument(help="Where to; it must not exist yet.")],
+    directory: Annotated[Path, typer.Argument(help="A directory that does not exist yet.")],
     merged: Annotated[
         bool,
-        typer.Option("--merged", help="A LoRA adapter added into its base model, as a whole."),
+        typer.Option("--merged", help="Merge a LoRA adapter into its base model."),
     ] = False,
     base: Annotated[
         Path | None,
-        typer.Option("--base", help="The base model for --merged; else as it is registered."),
+        typer.Option("--base", help="Base model for --merged. Default: the registered one."),
     ] = None,
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Copies the files of a checkpoint into a directory.
+    """Copy the files of a checkpoint into a directory.
 
-    What save_weights_for_sampler and save_weights_external wrote loads there in transformers
-    (or in PEFT, of a LoRA run); what save_state wrote is a trainer's state, for a backup.
+    transformers, or PEFT for a LoRA run, loads what save_weights_for_sampler and
+    save_weights_external wrote. What save_state wrote is a trainer's state, for backups.
     """
     _split(path)
     if directory.exists():
@@ -104,9 +106,7 @@ def export(
     answer = call(data_dir, "GET", f"checkpoints/files?path={quote(path, safe=':/')}")
     urls = cast(dict[str, dict[str, str]], answer)["urls"]
     if merged and "adapter_config.json" not in urls:
-        raise InvalidRequest(
-            f"{path} holds no LoRA adapter that could be merged; export it without --merged"
-        )
+        raise InvalidRequest(f"{path} holds no LoRA adapter to merge; export it without --merged")
     if odd := [name for name in urls if name != Path(name).name or name == ".."]:
         raise ServerError(f"the gateway names a file {odd[0]!r}, which is no plain name")
     partial = directory.with_name(f".{directory.name}.partial")
@@ -138,7 +138,7 @@ def _split(path: str) -> tuple[str, str, str]:
 
 
 def _download(url: str, target: Path) -> int:
-    """Streams one file; returns its bytes. Raises `UserError` or `ServerError`."""
+    """Download one file; return its size in bytes. Raises `UserError` or `ServerError`."""
     size = 0
     try:
         with httpx.stream("GET", url, timeout=60) as answer, target.open("xb") as file:
@@ -163,7 +163,7 @@ def _registered_base(data_dir: Path | None, path: str) -> Path:
 
 
 def _merge(*, adapter: Path, base: Path, target: Path) -> None:
-    """In a process of its own, since it needs torch. Raises `ServerError`."""
+    """Merge in a process of its own, since that needs torch. Raises `ServerError`."""
     command = [sys.executable, "-m", "trainer_service.lora.merge", adapter, base, target]
     try:
         done = subprocess.run(

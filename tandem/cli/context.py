@@ -1,4 +1,4 @@
-"""What the commands share: consoles, JSON output, and the gateway they talk to."""
+"""What the commands share: consoles, JSON output and calls to the gateway."""
 
 from __future__ import annotations
 
@@ -29,19 +29,22 @@ DataDir = Annotated[
 
 
 def fail(sentence: str) -> None:
+    """Print an error on standard error."""
     err.print(f"[red]error:[/] {sentence}", soft_wrap=True)
 
 
 def print_json(value: object) -> None:
+    """Print what `--json` promises, on standard output."""
     print(orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode())
 
 
 def resolve_data_dir(data_dir: Path | None) -> Path:
+    """Return the data directory of the option, else that of the settings."""
     return data_dir if data_dir is not None else GatewaySettings().data_dir
 
 
 def running_gateway(data_dir: Path | None) -> Endpoint:
-    """The gateway of this data directory. Raises `ServerError` when none runs."""
+    """Return the endpoint of the running gateway. Raises `ServerError` when none runs."""
     directory = resolve_data_dir(data_dir)
     endpoint = read_endpoint(directory)
     if endpoint is None:
@@ -59,8 +62,10 @@ def call(
     body: Mapping[str, object] | None = None,
     api: str = OWN_API,
 ) -> object:
-    """Calls the gateway's API, its own or the SDK's, and returns the JSON; an error answer
-    becomes `ServerError`."""
+    """Call the gateway and return the JSON of its answer.
+
+    `api` chooses between its own API and the SDK's. Raises `ServerError` for an error answer.
+    """
     endpoint = running_gateway(data_dir)
     try:
         answer = httpx.request(

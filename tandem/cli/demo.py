@@ -1,4 +1,4 @@
-"""`tandem demo`: the main job, on a model small enough for two cores."""
+"""`tandem demo`: reinforcement learning of a model small enough for two cores."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from tandem.cli.up import interrupt
 from tandem.demo.configuration import DemoConfiguration, Reinforcement
 
 LOSS_OF = {"reward": "importance_sampling", "grpo": "ppo"}
-"""Advantages of both signs need the clipped ratio: without it, pushing answers down goes on
-without a bound over the 48 updates of a step."""
+"""Negative advantages need the clipped ratio: without it, the 48 updates of a step push the
+probabilities of bad answers down without bound."""
 
 
 def demo(
     out_dir: Annotated[
         Path | None, typer.Option("--out", help="Run directory. Default: runs/demo-….")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Decides model, data and samples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of model, data and samples.")] = 0,
     ranks: Annotated[int, typer.Option(min=1, max=64, help="Trainer processes.")] = 2,
     algorithm: Annotated[
-        str, typer.Option(help="Advantages: reward, or grpo (with the clipped loss ppo).")
+        str, typer.Option(help="Advantages: reward, or grpo (with the clipped loss, ppo).")
     ] = "reward",
     data_dir: Annotated[
         Path, typer.Option("--data-dir", help="Where models and the warm-up are kept.")
     ] = Path(".tandem/demo"),
 ) -> None:
-    """Trains a tiny policy by reinforcement learning and draws its reward."""
+    """Train a tiny policy by reinforcement learning and plot its reward."""
     from tandem.demo.run import default_out, run_demo
 
     if algorithm not in ("reward", "grpo"):
@@ -47,5 +47,5 @@ def demo(
     try:
         run_demo(configuration, console=out)
     except KeyboardInterrupt:
-        err.print("\nInterrupted. Everything is stopped; a finished warm-up is kept.")
+        err.print("\nInterrupted. Everything is stopped; a completed warm-up is kept.")
         raise typer.Exit(130) from None

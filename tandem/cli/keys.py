@@ -1,4 +1,4 @@
-"""`tandem keys`: who may use the gateway, and as what."""
+"""`tandem keys`: create, list and revoke the keys of the gateway."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tandem.cli.context import DataDir, JsonFlag, call, out, print_json, resolve
 from tandem.errors import ServerError, UserError
 from tandem.stack import read_endpoint
 
-app = typer.Typer(help="API keys: make, list and revoke.", no_args_is_help=True)
+app = typer.Typer(help="API keys: create, list and revoke.", no_args_is_help=True)
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _OFFLINE_SECONDS = 60
@@ -34,7 +34,7 @@ _COLUMNS = {
     "expires_at": "expires",
     "last_used_at": "last used",
 }
-"""What is shown of a key, and its heading."""
+"""The fields of a key that are shown, and their headings."""
 
 Rows = list[dict[str, object]]
 
@@ -47,21 +47,19 @@ class RoleName(StrEnum):
 
 @app.command("create")
 def create(
-    owner: Annotated[str, typer.Option(help="Whose key it is, such as a name or a team.")],
+    owner: Annotated[str, typer.Option(help="Who owns it, such as a person or a team.")],
     role: Annotated[
         RoleName,
-        typer.Option(
-            help="admin: everything; member: everything of its owner; reader: only to look."
-        ),
+        typer.Option(help="admin: everything; member: everything of its owner; reader: read only."),
     ] = RoleName.member,
-    name: Annotated[str, typer.Option(help="What it is for, to tell it from others.")] = "",
+    name: Annotated[str, typer.Option(help="What it is for.")] = "",
     expires: Annotated[
-        str, typer.Option(help="How long it is good, such as 12h, 30d or 8w; else without end.")
+        str, typer.Option(help="Lifetime, such as 12h, 30d or 8w. Default: unlimited.")
     ] = "",
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Makes a key and shows it, this once."""
+    """Create a key and show it, this once."""
     body: dict[str, object] = {"owner": owner, "role": role.value, "name": name}
     if expires:
         body["expires_in"] = parse_duration(expires)
@@ -69,14 +67,16 @@ def create(
     if as_json:
         print_json(answer)
         return
-    out.print(f"Key {answer['id']} of {escape(owner)}, role {role.value}. It is shown this once:\n")
+    out.print(
+        f"Key {answer['id']} of {escape(owner)}, role {role.value}. It is shown only this once:\n"
+    )
     out.print(f"  export TINKER_API_KEY={answer['key']}\n", soft_wrap=True, markup=False)
-    out.print(f"`tandem keys revoke {answer['id']}` ends it.")
+    out.print(f"`tandem keys revoke {answer['id']}` revokes it.")
 
 
 @app.command("list")
 def list_keys(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
-    """Lists the keys, also those that have ended; none is shown itself."""
+    """List all keys, also expired and revoked ones, without showing them."""
     answer = _ask(data_dir, "list")
     if as_json:
         print_json(answer)
@@ -96,7 +96,7 @@ def revoke(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Ends a key, at once and for good, with all tokens that were exchanged for it."""
+    """Revoke a key at once, with all tokens issued for it."""
     answer = _ask(data_dir, "revoke", key_id=key_id)
     if as_json:
         print_json(answer)
@@ -105,10 +105,10 @@ def revoke(
 
 
 def parse_duration(text: str) -> int:
-    """Seconds. Literal example: `30d` gives 2592000. Raises `UserError`."""
+    """Return seconds. Literal example: `30d` gives 2592000. Raises `UserError`."""
     found = re.fullmatch(r"(\d{1,6})([smhdw])", text)
     if found is None or int(found[1]) == 0:
-        raise UserError(f"{text[:40]!r} is no duration; it looks like 12h, 30d or 8w")
+        raise UserError(f"{text[:40]!r} is not a duration such as 12h, 30d or 8w")
     return int(found[1]) * _UNITS[found[2]]
 
 
@@ -119,7 +119,7 @@ def _ask(
     body: Mapping[str, object] | None = None,
     key_id: str = "",
 ) -> dict[str, object]:
-    """Asks the gateway of this data directory, or does it there where none runs."""
+    """Ask the gateway of this data directory, or change its database where none runs."""
     directory = resolve_data_dir(data_dir)
     if read_endpoint(directory) is None:
         return _offline(directory, {"action": action, "create": body, "key_id": key_id})
@@ -134,7 +134,7 @@ def _ask(
 
 
 def _offline(directory: Path, request: Mapping[str, object]) -> dict[str, object]:
-    """In a process of its own: the command itself has no part of the gateway."""
+    """Run in a process of its own: the command line must not import the gateway."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "gateway.offline_keys"],
@@ -159,6 +159,6 @@ def _offline(directory: Path, request: Mapping[str, object]) -> dict[str, object
 
 
 def _cell(value: object) -> str:
-    """Times to the minute, UTC."""
+    """Return a cell's text; times to the minute, in UTC."""
     text = "" if value is None else str(value)
     return f"{text[:10]} {text[11:16]}" if re.match(r"\d{4}-\d\d-\d\dT", text) else text

@@ -1,4 +1,4 @@
-"""Puts the commands together and turns our errors into one sentence and an exit status."""
+"""The command line's entry: registers the commands, prints an error as one sentence."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ app.add_typer(checkpoints.app, name="checkpoints")
 
 
 def main() -> None:
+    """Run the command line; exit with status 1 on an error."""
     try:
         app()
     except (TandemError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""`tandem models`: the base models that sessions may ask for."""
+"""`tandem models`: the base models of the gateway."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ app = typer.Typer(help="Base models: add and list.", no_args_is_help=True)
 
 @app.command("add")
 def add(
-    name: Annotated[str, typer.Argument(help="The name clients use, such as Qwen/Qwen3-8B.")],
+    name: Annotated[str, typer.Argument(help="The name that clients use, such as Qwen/Qwen3-8B.")],
     path: Annotated[Path, typer.Argument(help="A directory in the Hugging Face layout.")],
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Registers a base model with the running gateway."""
+    """Register a base model with the running gateway."""
     body = {"name": name, "path": str(path.resolve())}
     answer = call(data_dir, "POST", "models", body=body)
     if as_json:
@@ -31,7 +31,7 @@ def add(
 
 @app.command("list")
 def list_models(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
-    """Lists the registered base models."""
+    """List the registered base models."""
     answer = cast(dict[str, list[dict[str, object]]], call(data_dir, "GET", "models"))
     if as_json:
         print_json(answer)

@@ -1,4 +1,4 @@
-"""`tandem status`, `logs`, `config`, `version`: looking, without changing anything."""
+"""`tandem status`, `logs`, `config` and `version`: commands that only show."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TABLES: dict[str, tuple[str, ...]] = {
 
 
 def status(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
-    """Shows sessions, training runs, samplers, workers and their queues."""
+    """Show sessions, training runs, samplers, workers and their queues."""
     answer = cast(dict[str, Rows], call(data_dir, "GET", "status"))
     if as_json:
         print_json(answer)
@@ -51,13 +51,15 @@ def _cell(value: object) -> str:
 
 def logs(
     worker: Annotated[
-        str | None, typer.Argument(help="A worker id, or `gateway`. None: list them.")
+        str | None, typer.Argument(help="A worker id, or `gateway`. Default: list them.")
     ] = None,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many lines.")] = 50,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for more.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing what is added.")
+    ] = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Prints the end of a worker's log, which outlives the worker."""
+    """Print the end of a log. A worker's log outlives the worker."""
     directory = resolve_data_dir(data_dir) / "logs"
     if worker is None:
         for path in sorted(directory.glob("*.log")):
@@ -65,7 +67,7 @@ def logs(
         return
     path = directory / f"{worker}.log"
     if os.sep in worker or not path.is_file():
-        raise UserError(f"there is no log of {worker!r}; `tandem logs` lists them")
+        raise UserError(f"there is no log of {worker!r}; `tandem logs` lists the logs")
     _print_tail(path, lines=lines, follow=follow)
 
 
@@ -85,7 +87,7 @@ def _print_tail(path: Path, *, lines: int, follow: bool) -> None:
 
 
 def config(as_json: JsonFlag = False) -> None:
-    """Prints the resolved settings; secrets are left out."""
+    """Print the resolved settings, without secrets."""
     values = GatewaySettings().model_dump(mode="json", exclude={"api_key"})
     if as_json:
         print_json(values)
@@ -105,7 +107,7 @@ def _groups(values: dict[str, object]) -> list[tuple[str, dict[str, object]]]:
 
 
 def version(as_json: JsonFlag = False) -> None:
-    """Prints the versions of Tandem and of what it stands on."""
+    """Print the versions of Tandem and of the libraries below it."""
     from tandem.demo.run import versions
 
     found = versions()

@@ -1,4 +1,4 @@
-"""`tandem up`: a gateway in the foreground, until Ctrl-C."""
+"""`tandem up`: run a gateway in the foreground until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.stack import Stack
 
 def up(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
     data_dir: DataDir = None,
     model: Annotated[
         list[str] | None,
@@ -24,7 +24,7 @@ def up(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Starts the gateway and prints its URL and a ready-made key. Ctrl-C stops everything."""
+    """Start the gateway; print its URL and a key. Ctrl-C stops everything."""
     models = [parse_model(text) for text in model or []]
     directory = resolve_data_dir(data_dir)
     signal.signal(signal.SIGTERM, interrupt)
@@ -40,8 +40,8 @@ def up(
             out.print(f"  export TINKER_BASE_URL={endpoint.url}", soft_wrap=True)
             out.print(f"  export TINKER_API_KEY={endpoint.api_key}\n", soft_wrap=True)
             out.print(
-                "That is the local key, an admin's, which stays on this machine; `tandem keys "
-                "create --owner NAME` makes keys for others."
+                "This is the local admin key, which should stay on this machine; create keys for "
+                "others with `tandem keys create --owner NAME`."
             )
             out.print("`tandem status` shows what runs. Ctrl-C stops everything.")
         try:
@@ -55,11 +55,12 @@ def up(
 
 
 def interrupt(_signal: int, _frame: FrameType | None) -> None:
+    """Handle SIGTERM like Ctrl-C."""
     raise KeyboardInterrupt
 
 
 def parse_model(text: str) -> tuple[str, Path]:
-    """`NAME=PATH` as a name and an existing directory."""
+    """Split `NAME=PATH` into a name and an existing directory."""
     name, equals, path = text.partition("=")
     if not equals or not name or not path:
         raise typer.BadParameter(f"{text!r} is not NAME=PATH")

@@ -8,7 +8,7 @@ from typing import Protocol
 
 REFUSAL = "?"
 MAX_ANSWER_TOKENS = 4
-"""Two digits and the end-of-sequence token fit, and one token too many can be seen."""
+"""Room for two digits, the end-of-sequence token, and one token too many."""
 
 
 class Tokenizer(Protocol):
@@ -31,20 +31,20 @@ class Problem:
 
 
 def all_problems() -> list[Problem]:
-    """The hundred sums of two digits, in order."""
+    """Return the hundred sums of two digits, in order."""
     return [Problem(left, right) for left in range(10) for right in range(10)]
 
 
 def reward(problem: Problem, *, text: str, ended: bool) -> float:
-    """1 for exactly the right digits followed by the end of the sequence, otherwise 0."""
+    """Return 1 for exactly the right digits followed by the end of the sequence, otherwise 0."""
     return 1.0 if ended and text == problem.answer else 0.0
 
 
 def imperfect_label(problem: Problem, rng: random.Random) -> str:
-    """What the warm-up shows: half right, a quarter refusals, a quarter off by one.
+    """Return a label for the warm-up: half are right, a quarter refuse, a quarter are off by one.
 
-    A policy that has learned this samples the right answer about half of the time, and
-    still prefers it to every other one.
+    A policy that has learned this samples the right answer about half of the time, and still
+    prefers it to any other.
     """
     draw = rng.random()
     if draw < 0.5:

@@ -1,4 +1,4 @@
-"""Everything that the demo can be told, with the values that are known to work."""
+"""The configuration of the demo, with defaults that are known to work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class WarmUp(BaseModel):
 
 
 class Reinforcement(BaseModel):
-    """The main job. `learning_rate` halves in the first step and decays linearly to a tenth."""
+    """Reinforcement learning. `learning_rate` is halved in the first step and decays linearly to a
+    tenth."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -44,7 +45,7 @@ class Reinforcement(BaseModel):
 
 
 class DemoConfiguration(BaseModel):
-    """What `config.json` in the run directory holds: the resolved configuration."""
+    """The resolved configuration, kept as `config.json` in the run directory."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -65,6 +66,6 @@ class DemoConfiguration(BaseModel):
 
     @property
     def warm_up_name(self) -> str:
-        """Names the checkpoint by everything that decides what is in it."""
+        """Name the checkpoint by everything that its content depends on."""
         decisive = f"{__version__} {self.seed} {self.warm_up.model_dump_json()}"
         return f"warm-up-{hashlib.sha256(decisive.encode()).hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""From texts and samples to the datums that go over the wire."""
+"""Turn labels and samples into the datums of the tinker SDK."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Rollout:
 
 
 def supervised_datum(prompt: list[int], label: list[int], *, weight: float) -> types.Datum:
-    """A datum for cross_entropy: the label's tokens weigh `weight`, the prompt's nothing."""
+    """Return a datum for cross_entropy; the label's tokens weigh `weight`, the prompt's 0."""
     from tinker import types
 
     inputs, targets = _shift(prompt, label)
@@ -39,7 +39,7 @@ def supervised_datum(prompt: list[int], label: list[int], *, weight: float) -> t
 
 
 def policy_datum(rollout: Rollout, *, advantage: float) -> types.Datum:
-    """A datum for a policy loss: every sampled token has the advantage, the prompt has none."""
+    """Return a datum for a policy loss; every sampled token gets the advantage, the prompt 0."""
     from tinker import types
 
     inputs, targets = _shift(rollout.prompt, rollout.tokens)

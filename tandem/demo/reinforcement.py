@@ -1,4 +1,4 @@
-"""The main job: sample from the newest weights, score, train, publish, and again."""
+"""The loop: sample from the newest weights, score, train, publish, repeat."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StepResult:
 
 
 class Loop:
-    """Reinforcement learning on the hundred sums, over the public SDK alone."""
+    """Reinforcement learning on the hundred sums, through the public SDK only."""
 
     def __init__(
         self,
@@ -63,6 +63,7 @@ class Loop:
         self.sampler: tinker.SamplingClient = client.save_weights_and_get_sampling_client().result()
 
     def steps(self) -> Iterator[StepResult]:
+        """Carry out the configured steps, yielding each one's result."""
         for step in range(1, self._configuration.steps + 1):
             yield self._step(step)
 
@@ -101,7 +102,7 @@ class Loop:
         )
 
     def sample(self, *, samples: int, temperature: float, round_: int) -> list[list[Rollout]]:
-        """`samples` answers to each problem, in the order of the problems."""
+        """Return `samples` answers to each problem, in the order of the problems."""
         from tinker import types
 
         futures = [
@@ -144,7 +145,7 @@ class Loop:
         advantage: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
         rate: float,
     ) -> float:
-        """Several epochs of shuffled minibatches, all submitted ahead. Returns the summed loss."""
+        """Train epochs of shuffled minibatches, all submitted ahead; return the summed loss."""
         from tinker import types
 
         configuration = self._configuration

@@ -1,4 +1,4 @@
-"""What a person sees and keeps of the demo: a live table, a chart and four files."""
+"""What the demo prints and keeps: a live table, a chart and four files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLUMNS = ("step", "reward", "loss", "tokens/s", "sample s", "train s", "sync s
 
 
 class LiveTable:
-    """A table that grows by a row a step: redrawn on a terminal, plain lines elsewhere."""
+    """A table with a row for each step: redrawn on a terminal, plain lines elsewhere."""
 
     def __init__(self, *, console: Console, title: str) -> None:
         self._console = console
@@ -83,7 +83,7 @@ class RunDirectory:
         (self.path / "summary.json").write_text(json.dumps(summary, indent=1))
 
     def draw_rewards(self, rewards: Sequence[float], *, title: str) -> None:
-        """Mean reward against step, as `reward.png`."""
+        """Plot the mean reward against the step, as `reward.png`."""
         import matplotlib
 
         matplotlib.use("Agg")

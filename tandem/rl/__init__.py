@@ -1,6 +1,8 @@
-"""The client-side library for loops: advantages and batches, in plain Python and numpy.
+"""The client-side library for training loops: advantages, selection and schedules in numpy.
 
-It knows nothing of servers; what it returns goes into `tinker.types.Datum`.
+It knows nothing of servers; what it returns goes into `tinker.types.Datum`. To add an estimator of
+advantages, write a function in `advantages` with its formula and paper, and list it in
+`ALGORITHMS`.
 """
 
 from tandem.rl.advantages import (

@@ -1,6 +1,6 @@
-"""Advantages by token, from rewards by token: returns to go, whitening and GAE.
+"""Advantages of tokens from rewards of tokens: returns to go, whitening and GAE.
 
-Arrays are [sequences, tokens] with a `mask` of the same shape, 1 for tokens that count.
+Arrays are [sequences, tokens]; `mask` has the same shape and is 1 for tokens that count.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Floats = NDArray[np.float64]
 
 
 def returns_to_go(rewards: Floats, mask: Floats, *, discount: float = 1.0) -> Floats:
-    """G_t = r_t + discount · G_{t+1} over the tokens that count; 0 for others.
+    """Return G_t = r_t + discount · G_{t+1} for tokens that count, 0 for others.
 
     Literal example: rewards [[0, 0, 1]] with discount 0.5 give [[0.25, 0.5, 1]].
     """
@@ -27,9 +27,9 @@ def returns_to_go(rewards: Floats, mask: Floats, *, discount: float = 1.0) -> Fl
 
 
 def whitened(values: Floats, mask: Floats, *, ddof: int = 0, eps: float = 1e-8) -> Floats:
-    """(x - mean) / sqrt(variance + eps) over all tokens of the batch that count; 0 for others.
+    """Return (x - mean) / sqrt(variance + eps) over all tokens that count, 0 for others.
 
-    `ddof` 0 divides the squares by their number, 1 by one less (verl).
+    The variance is divided by the number of tokens minus `ddof`, which is 1 in verl.
     """
     count = mask.sum()
     if count <= ddof:
@@ -49,15 +49,15 @@ def reinforce_plus_plus(
     ddof: int = 0,
     eps: float = 1e-8,
 ) -> Floats:
-    """Advantages [sequences, tokens] of one reward per sequence [sequences], given at its end.
+    """Return advantages [sequences, tokens] of rewards [sequences], given at the last token.
 
     Returns to go, whitened over all tokens of the batch (REINFORCE++, arXiv 2501.03262). With
-    `group`, the number of answers to a prompt, which must lie one after the other, the mean of
-    each group is taken off first (its "-baseline" form). `ddof` as in `whitened`.
+    `group`, the number of answers to a prompt, which must be adjacent, the mean of each group is
+    subtracted first (the "-baseline" form). `ddof` as in `whitened`.
     """
     if group is not None:
         if len(rewards) % group:
-            raise ValueError(f"{len(rewards)} sequences are not groups of {group}")
+            raise ValueError(f"{len(rewards)} sequences do not divide into groups of {group}")
         by_group = rewards.reshape(-1, group)
         rewards = (by_group - by_group.mean(axis=1, keepdims=True)).reshape(-1)
     by_token = np.zeros(mask.shape)
@@ -71,7 +71,7 @@ def reinforce_plus_plus(
 def gae(
     rewards: Floats, values: Floats, *, discount: float = 0.99, decay: float = 0.95
 ) -> tuple[Floats, Floats]:
-    """Advantages and returns [tokens] of one sequence (GAE, Schulman et al., arXiv 1506.02438).
+    """Return advantages and returns [tokens] of a sequence (GAE, arXiv 1506.02438).
 
     A_t = δ_t + discount·decay·A_{t+1} with δ_t = r_t + discount·V_{t+1} - V_t, and V = 0 after
     the end. The return that a value function is fitted to is A + V. Nothing is whitened.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def linear_decay(*, step: int, steps: int, peak: float, final: float, first: float = 1.0) -> float:
-    """The rate of step 1…`steps`: `peak` falling linearly to `final * peak` at the last step.
+    """Return the rate of a step of 1…`steps`: from `peak` linearly down to `final * peak`.
 
     The first step, whose optimizer moments are empty, is multiplied by `first`.
     Literal example: `linear_decay(step=10, steps=10, peak=5e-4, final=0.1)` is `5e-5`.

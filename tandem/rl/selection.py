@@ -1,4 +1,4 @@
-"""Which samples to learn from, and what a long one costs (DAPO, arXiv 2503.14476)."""
+"""Selection of samples, and penalties for long ones (DAPO, arXiv 2503.14476)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Booleans = NDArray[np.bool_]
 
 
 def soft_overlong(lengths: NDArray[np.int64], *, longest: int, buffer: int) -> Floats:
-    """What is added to the rewards of answers of these lengths, in tokens: 0 to -1.
+    """Return what to add to the rewards of answers of these lengths, in tokens: 0 to -1.
 
-    0 up to `longest - buffer`, then falling in a line to -1 at `longest`, and -1 beyond.
+    0 up to `longest - buffer`, then linearly down to -1 at `longest`, and -1 beyond.
     Literal example: with longest 20480 and buffer 4096 a length of 18432 gives -0.5.
     """
     slope = (longest - buffer - lengths) / buffer
@@ -21,19 +21,19 @@ def soft_overlong(lengths: NDArray[np.int64], *, longest: int, buffer: int) -> F
 
 
 def overlong_mask(truncated: Booleans, mask: Floats) -> Floats:
-    """`mask` [sequences, tokens] without the sequences that were cut off [sequences].
+    """Return `mask` [sequences, tokens] with 0 for the truncated sequences [sequences].
 
-    Whether an answer that was cut off is wrong is not known, so nothing is learned from it.
+    Whether a truncated answer would have been right is unknown, so nothing is learned from it.
     """
     kept: Floats = mask * ~truncated[:, None]
     return kept
 
 
 def dynamic_sampling(correct: Booleans) -> Booleans:
-    """Which groups to keep [groups], of answers right or wrong [groups, samples].
+    """Return which groups to keep [groups], given which answers are right [groups, samples].
 
-    A group all right or all wrong has no advantage to teach with: keep 0 < #right < samples,
-    and sample other prompts for the rest.
+    A group that is all right or all wrong has no advantages: keep 0 < #right < samples, and
+    sample other prompts for the rest.
     """
     right = correct.sum(axis=1)
     kept: Booleans = (right > 0) & (right < correct.shape[1])

@@ -1,8 +1,8 @@
 """Weight versions: immutable, checksummed directories of safetensors that a run publishes.
 
-A version is written into a partial directory by every rank at once, gets its manifest last
-and its final name by one rename; a reader verifies it before use; collection removes those
-that nothing names. Torch-free: tensors are the business of the two services.
+All ranks write into a partial directory at once; the manifest is written last, and one rename
+gives the version its name. A reader verifies a version before use (`open_version`), and collection
+removes those that nothing references. The module is torch-free: only the services handle tensors.
 """
 
 from tandem.weights.manifest import Canary, FileEntry, Manifest, checksum_file

@@ -1,4 +1,4 @@
-"""What a weight version says about itself: `manifest.json`, written last."""
+"""The manifest of a weight version: `manifest.json`, written last."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ _BLOCK_BYTES = 8 * 2**20
 
 
 class FileEntry(BaseModel):
-    """One file of a version. `checksum` is XXH3-128 in hexadecimal: it finds damage, quickly;
-    it is no defence against forgery."""
+    """One file of a version.
+
+    `checksum` is XXH3-128 in hexadecimal: fast, against damage and not against forgery.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -23,7 +25,7 @@ class FileEntry(BaseModel):
 
 
 class Canary(BaseModel):
-    """What the trainer computed with these weights, for an engine to compute again.
+    """Logprobs that the trainer computed with these weights, for an engine to reproduce.
 
     `tokens` [T] and `logprobs` [T-1], where `logprobs[i]` belongs to `tokens[i + 1]`; at
     temperature 1, in float32 from the trainer's compute type.
@@ -61,7 +63,7 @@ class Manifest(BaseModel):
 
 
 def checksum_file(path: Path) -> FileEntry:
-    """Reads the file once and says its size and checksum."""
+    """Read the file once; return its size and checksum."""
     digest = xxhash.xxh3_128()
     size = 0
     with path.open("rb") as file:

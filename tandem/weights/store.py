@@ -1,9 +1,9 @@
-"""The directory of weight versions: how one comes to be, is read, and goes.
+"""The directory of weight versions: publish, verify and remove them.
 
 Layout under a data directory: `weights/RUN/vNNNNNN-RANDOM/` for a version, where RUN is the
-run id with `:` replaced by `_`, and `weights/RUN/.partial-vNNNNNN-RANDOM/` for one in the
-making. A version's name is `RUN_ID/vNNNNNN-RANDOM`. Names are never used twice, since an
-NFS client may show a replaced file 30 s late; nothing here polls or lists for the newest.
+run id with `:` replaced by `_`, and `weights/RUN/.partial-vNNNNNN-RANDOM/` while it is being
+written. A version's name is `RUN_ID/vNNNNNN-RANDOM`. Names are never reused, since an NFS client
+may show a replaced file 30 s late; nothing here polls or lists for the newest.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _PARTIAL_PREFIX = ".partial-"
 
 
 def new_version_name(*, run_id: str, number: int) -> str:
-    """A name never used before, such as `s-ab12:train:0/v000003-9f2c41d0`."""
+    """Return a new name, such as `s-ab12:train:0/v000003-9f2c41d0`."""
     return f"{run_id}/v{number:06d}-{secrets.token_hex(4)}"
 
 
 def version_path(data_dir: Path, name: str) -> Path:
-    """Where the version of this name lies: `DATA/weights/s-ab12_train_0/v000003-9f2c41d0`."""
+    """Return a version's directory: `DATA/weights/s-ab12_train_0/v000003-9f2c41d0`."""
     run_id, _, leaf = name.rpartition("/")
     return data_dir / "weights" / run_id.replace(":", "_") / leaf
 
 
 def fsync_path(path: Path) -> None:
-    """Makes a file's or a directory's content survive a power cut."""
+    """Make the content of a file or directory survive a power failure."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -44,7 +44,7 @@ def fsync_path(path: Path) -> None:
 
 
 class PartialVersion:
-    """A version in the making. Every rank may write files into `path`; one rank commits.
+    """A version being written. Every rank may write files into `path`; one rank commits.
 
     Literal use: `partial = PartialVersion(final); partial.create(); …write into
     partial.path…; partial.commit(manifest)`. On any failure call `discard()`.
@@ -58,7 +58,7 @@ class PartialVersion:
         self.path.mkdir(parents=True, exist_ok=False)
 
     def commit(self, manifest: Manifest) -> None:
-        """Writes the manifest, makes everything durable and gives the version its name.
+        """Write the manifest, make everything durable and give the version its name.
 
         Writers fsync their own files; the manifest, the directory and the rename are synced here.
         """
@@ -76,9 +76,11 @@ class PartialVersion:
 
 
 def check_own_file(folder: Path, name: str) -> Path:
-    """The file of a folder that we wrote. Raises `OSError` where the name leads elsewhere, the
-    folder or the file is a link, or the file is no plain file: we never write such, so somebody
-    else did."""
+    """Return the path of a file that we wrote into a folder.
+
+    Raises `OSError` if the name leads out of the folder, if the folder or the file is a link, or
+    if the file is not a regular file: we never write such, so somebody else did.
+    """
     file = folder / name
     if not name or name != Path(name).name or name == ".." or "\0" in name:
         raise OSError(f"{name[:100]!r} is not the name of a file")
@@ -88,10 +90,10 @@ def check_own_file(folder: Path, name: str) -> Path:
 
 
 def open_version(path: Path, *, name: str = "", checksums: bool = True) -> Manifest:
-    """Reads and verifies a version before anything is loaded from it.
+    """Read and verify a version before anything is loaded from it.
 
-    Raises `LoadFailed` when the manifest is missing, is of another version than `name`, or
-    when a file is missing, of another size or (unless `checksums` is off) damaged.
+    Raises `LoadFailed` when the manifest is missing or of another version than `name`, or when a
+    file is missing, of another size or (unless `checksums` is off) damaged.
     """
     try:
         manifest = Manifest.model_validate_json((path / MANIFEST_NAME).read_bytes())
@@ -117,7 +119,7 @@ def open_version(path: Path, *, name: str = "", checksums: bool = True) -> Manif
 
 
 def collect(data_dir: Path, *, run_id: str, keep: Collection[str]) -> list[str]:
-    """Removes the versions of a run that `keep` does not name; returns their names."""
+    """Remove the versions of a run that `keep` does not name; return their names."""
     directory = version_path(data_dir, f"{run_id}/x").parent
     if not directory.is_dir():
         return []
@@ -132,7 +134,10 @@ def collect(data_dir: Path, *, run_id: str, keep: Collection[str]) -> list[str]:
 
 
 def sweep_partials(data_dir: Path, *, run_id: str) -> int:
-    """Removes what an interrupted publish left behind. Only when the run's trainer is gone."""
+    """Remove what interrupted publishes left behind; return how many.
+
+    Call it only when the run's trainer is gone.
+    """
     directory = version_path(data_dir, f"{run_id}/x").parent
     partials = list(directory.glob(f"{_PARTIAL_PREFIX}*")) if directory.is_dir() else []
     for partial in partials:

@@ -106,7 +106,7 @@ def test_durations_are_read_as_they_are_meant():
         1, 120, 43_200, 2_592_000, 4_838_400,
     ]  # fmt: skip
     for text in ("", "30", "d", "0d", "-1d", "1y", "1.5d", "99999999d"):
-        with pytest.raises(UserError, match="no duration"):
+        with pytest.raises(UserError, match="not a duration"):
             parse_duration(text)
 
 
