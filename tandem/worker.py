@@ -164,14 +164,6 @@ class PipeLink:
             line = line[os.write(self._report_fd, line) :]
 
 
-def read_spec() -> WorkerSpec:
-    return PipeLink(report_fd=-1).read_spec()
-
-
-def send_report(fd: int, report: WorkerReport) -> None:
-    PipeLink(report_fd=fd).report(report)
-
-
 def hold_lifeline(fd: int = 0) -> None:
     """Kill the whole process group once the other end of the pipe `fd` has closed.
 

@@ -1,12 +1,11 @@
-"""`python -m trainer_service --report-fd N`: rank 0 of a trainer, as a launcher starts it.
+"""`python -m trainer_service`: rank 0 of a trainer, as a launcher starts it (`tandem.worker`).
 
-Imports of torch and transformers happen late, in the engine thread, so that the address is
-reported at once.
+torch and transformers are imported late, in the engine thread, so that the address is reported
+at once.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import faulthandler
 import os
@@ -14,45 +13,31 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from tandem.errors import TandemError, WorkerDied, WorkerStartFailed
 from tandem.settings import TrainerSettings
-from tandem.telemetry import configure_logging, get_log, serve_metrics
+from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import trainer_pb2_grpc
-from tandem.worker import (
-    GRPC_OPTIONS,
-    WorkerReport,
-    WorkerSpec,
-    hold_lifeline,
-    read_spec,
-    send_report,
-)
-from tandem.worker_access import SecretInterceptor
+from tandem.worker import LauncherLink, WorkerReport, WorkerSpec, launcher_link
+from tandem.worker_server import WorkerServer
 from trainer_service.service.rank_processes import RankProcesses
 from trainer_service.service.servicer import EngineThread, TrainerMetrics, TrainerServicer, first_of
 
 if TYPE_CHECKING:
     from trainer_service.service.operations import Operations
 
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m trainer_service")
-    parser.add_argument("--report-fd", type=int, required=True)
-    report_fd: int = parser.parse_args().report_fd
-    spec = read_spec()
-    hold_lifeline()
+    link = launcher_link()
+    spec = link.read_spec()
+    link.hold_lifeline()
     faulthandler.enable()  # a crash in native code leaves its stacks in the log
     configure_logging(service="trainer", level=spec.log_level)
     # OpenMP threads that wait must sleep: spinning ones take the cores from the gateway, the
     # sampler and each other. Read when torch is first imported, by the other ranks, too.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    code = asyncio.run(_Worker(spec, report_fd).run())
+    code = asyncio.run(_Worker(spec, link).run())
     sys.stdout.flush()
     sys.stderr.flush()
     # Not a normal exit: the engine thread may sit in a collective that will never end.
@@ -60,9 +45,9 @@ def main() -> None:
 
 
 class _Worker:
-    def __init__(self, spec: WorkerSpec, report_fd: int) -> None:
+    def __init__(self, spec: WorkerSpec, link: LauncherLink) -> None:
         self._spec = spec
-        self._report_fd = report_fd
+        self._link = link
         self._settings = spec.trainer or TrainerSettings()
         self._log = get_log(worker_id=spec.worker_id, session_id=spec.session_id)
 
@@ -87,12 +72,7 @@ class _Worker:
             heartbeat=self._settings.collective_timeout / 3,
             on_broken=lambda error: break_with(_sentence(error, ranks)),
         )
-        server = grpc.aio.server(
-            options=GRPC_OPTIONS, interceptors=[SecretInterceptor(self._spec.secret)]
-        )
-        health_servicer = health.aio.HealthServicer()
-        await health_servicer.set("", _NOT_SERVING)
-        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+        server = WorkerServer(self._spec)
         servicer = TrainerServicer(
             engine=engine,
             operation_timeout=self._settings.operation_timeout,
@@ -100,18 +80,10 @@ class _Worker:
             log=self._log,
             broken=broken,
         )
-        trainer_pb2_grpc.add_TrainerServicer_to_server(servicer, server)
-        port = server.add_insecure_port(f"{self._spec.host}:0")
-        await server.start()
-        self._report(
-            WorkerReport(
-                address=f"{self._spec.host}:{port}",
-                metrics_port=serve_metrics(registry, host=self._spec.host),
-                pid=os.getpid(),
-            )
-        )
+        trainer_pb2_grpc.add_TrainerServicer_to_server(servicer, server.grpc)
+        self._report(await server.listen(registry))
         engine.run()
-        code = await self._live(engine, health_servicer, stop=stop, broken=broken)
+        code = await self._live(engine, server, stop=stop, broken=broken)
         # What was aborted a moment ago still has to reach its caller.
         await server.stop(0.5 if code else 0.0)
         ranks.kill()
@@ -120,7 +92,7 @@ class _Worker:
     async def _live(
         self,
         engine: EngineThread,
-        health_servicer: health.aio.HealthServicer,
+        server: WorkerServer,
         *,
         stop: asyncio.Event,
         broken: asyncio.Future[str],
@@ -138,10 +110,10 @@ class _Worker:
             if isinstance(error, TandemError):
                 return self._fail(error)
             return self._fail(WorkerStartFailed(f"{type(error).__name__}: {error}"))
-        await health_servicer.set("", _SERVING)
+        await server.set_serving(True)
         self._log.info("ready", ranks=self._settings.ranks)
         await first_of(stopping, broken)
-        await health_servicer.set("", _NOT_SERVING)
+        await server.set_serving(False)
         if broken.done():
             return self._fail(WorkerDied(broken.result()))
         return 0
@@ -153,7 +125,7 @@ class _Worker:
 
     def _report(self, report: WorkerReport) -> None:
         try:
-            send_report(self._report_fd, report)
+            self._link.report(report)
         except BrokenPipeError:
             self._log.warning("report_unread", error=report.error)
 

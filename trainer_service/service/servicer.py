@@ -200,7 +200,7 @@ class OperationSequence:
 class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     """Answers every call with ABORTED and the sentence of `broken` once that is set, since the
     process group is then of no use. Callers are authenticated before
-    (`tandem/worker_access.py`)."""
+    (`tandem/worker_server.py`)."""
 
     def __init__(
         self,

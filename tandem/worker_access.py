@@ -1,3 +1,0 @@
-from tandem.worker_server import SecretInterceptor
-
-__all__ = ["SecretInterceptor"]
