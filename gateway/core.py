@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 from gateway.access import Access
 from gateway.auth.audit import AuditLog
 from gateway.auth.identity import Identity
-from gateway.auth.keys import KeyStore
-from gateway.auth.listening import check_listening
+from gateway.auth.keys import KeyStore, check_listening
 from gateway.checkpoints.base_models import BaseModels
 from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.checkpoints.collector import GarbageCollector

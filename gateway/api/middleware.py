@@ -18,7 +18,7 @@ from gateway.api.dependencies import AuditNote
 from gateway.api.errors import ErrorResponses
 from gateway.api.routing import OPEN_ROLES, PathOperation
 from gateway.auth.identity import Caller
-from gateway.auth.listening import is_loopback
+from gateway.auth.keys import is_loopback
 from gateway.core import Gateway
 from tandem.errors import InternalError, Overloaded, TokenRefused, Unauthenticated
 from tandem.telemetry import get_log

@@ -1,10 +1,10 @@
-"""The audit log: who changed what, from where, and what came of it.
+"""The audit log: who changed what, from where, and with which outcome.
 
-Each request that changes something leaves a row when it has been answered, refused ones too.
-Rows hold names, never bodies: no key, no prompt, no weight. An attempt without a good key has
-the actor `unknown`, and there are no more rows of these than `UNKNOWN_ROWS` a minute, so that
-nobody fills the disk who may do nothing else. The steps of training and samples
-are not here; a run's operation log has each of its operations.
+Each request that changes something leaves a row when it has been answered, even if it was
+refused. Rows contain names, never bodies: no key, no prompt, no weight. An attempt without a
+valid key has the actor `unknown`; of these, only `UNKNOWN_ROWS` a minute leave rows, so that
+strangers cannot fill the disk. Samples and the steps of training are not here; a run's journal
+has each of its operations.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from gateway.storage.tables import audit
 from tandem.telemetry import without_credentials
 
 _INSERT = insert(audit)
-_MOST_ENTRIES = 10_000
-"""Of one answer, newest kept: what a busy day can have must not fill the gateway's memory."""
+_MAX_ENTRIES = 10_000
+"""The newest of a day that one answer has, so that a busy day does not fill the memory."""
 
 UNKNOWN = "unknown"
-"""The actor of an attempt without a good key."""
+"""The actor of an attempt without a valid key."""
 UNKNOWN_ROWS = 120
-"""Such attempts that a minute leaves rows of; what is more is counted in the metrics alone."""
+"""Such attempts that leave rows in a minute; the metrics count all of them."""
 
 RESOURCES: Mapping[str, Sequence[str]] = {
     "checkpoints": ("checkpoint",),
@@ -36,12 +36,12 @@ RESOURCES: Mapping[str, Sequence[str]] = {
     "teams": ("team",),
     "organizations": ("organization", "apikey", "model"),
 }
-"""What the SDK's event types stand for: the first word of an action."""
+"""The SDK's event types, with the first words of the actions that belong to them."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """`at` in seconds since 1970; `action` is RESOURCE_VERB; `target` a path or an id."""
+    """`at` is in seconds since 1970; `action` is RESOURCE_VERB; `target` is a path or an id."""
 
     at: float
     actor: str
@@ -62,7 +62,7 @@ class AuditLog:
     def record_unknown(
         self, *, action: str, target: str, address: str, status: int, reason: str
     ) -> None:
-        """As `record`, for an attempt by nobody who is known."""
+        """As `record`, for an attempt without a valid key."""
         minute = int(self._clock() // 60)
         if minute != self._minute:
             self._minute, self._unknown = minute, 0
@@ -87,7 +87,7 @@ class AuditLog:
         status: int,
         detail: Mapping[str, str],
     ) -> None:
-        """Writes a row, behind the request that it tells of."""
+        """Queue a row for writing; the request does not wait for it."""
         self._database.write_soon(
             _INSERT,
             {
@@ -102,32 +102,22 @@ class AuditLog:
         )
 
     async def of_day(self, *, day: dt.date, event_type: str) -> list[Entry]:
-        """The day's entries (midnight to midnight UTC), oldest first; `event_type` "all" or a
-        key of `RESOURCES`."""
+        """Return the day's entries (midnight to midnight UTC), oldest first. `event_type` is
+        "all" or a key of `RESOURCES`."""
         await self._database.flush()
         start = dt.datetime.combine(day, dt.time(), tzinfo=dt.UTC).timestamp()
         wanted: list[ColumnElement[bool]] = [audit.c.at >= start, audit.c.at < start + 86_400]
         if event_type != "all":
-            wanted.append(
-                or_(
-                    *(
-                        audit.c.action.startswith(f"{resource}_", autoescape=True)
-                        for resource in RESOURCES[event_type]
-                    )
-                )
-            )
+            prefixes = [f"{resource}_" for resource in RESOURCES[event_type]]
+            wanted.append(or_(*(audit.c.action.startswith(p, autoescape=True) for p in prefixes)))
         rows = await self._database.read(
-            select(audit).where(*wanted).order_by(audit.c.id.desc()).limit(_MOST_ENTRIES)
+            select(audit).where(*wanted).order_by(audit.c.id.desc()).limit(_MAX_ENTRIES)
         )
         return [
             Entry(
-                at=row["at"],
-                actor=row["actor"],
-                action=row["action"],
-                target=row["target"],
-                address=row["address"],
+                **{name: row[name] for name in ("at", "actor", "action", "target", "address")},
                 status=row["status"],
-                detail=orjson.loads(row["detail"]) if row["detail"] else {},
+                detail=orjson.loads(row["detail"] or "{}"),
             )
             for row in reversed(rows)
         ]

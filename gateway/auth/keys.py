@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from ipaddress import ip_address
 from typing import Literal
 
 from sqlalchemy import bindparam, insert, select, update
@@ -23,6 +24,7 @@ from sqlalchemy import bindparam, insert, select, update
 from gateway.storage.database import Database
 from gateway.storage.tables import keys
 from tandem.errors import InvalidRequest, UnknownKey
+from tandem.settings import GatewaySettings
 
 Role = Literal["admin", "member", "reader"]
 
@@ -187,6 +189,25 @@ class KeyStore:
                 _NOTE_USE,
                 *({"this_key": key_id, "this_time": self._used[key_id]} for key_id in changed),
             )
+
+
+def check_listening(settings: GatewaySettings, *, keys: KeyStore) -> None:
+    """Raise `InvalidRequest` if other machines could reach a gateway that has only the local key,
+    which is meant for this machine."""
+    if is_loopback(settings.host) or keys.any_given_out():
+        return
+    raise InvalidRequest(
+        f"the gateway would listen on {settings.host}, where others reach it, and has no key but "
+        "the local one; make one first: tandem keys create --owner NAME --role admin "
+        f"--data-dir {settings.data_dir}"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def digest_of(secret: bytes) -> bytes:

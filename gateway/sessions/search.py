@@ -10,11 +10,12 @@ a cursor of another search is refused.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select, tuple_
 
 from gateway.auth.identity import USER_URN, Caller, Scope, visible
@@ -24,32 +25,40 @@ from gateway.storage.database import Database
 from gateway.storage.tables import sessions
 from tandem.errors import InvalidRequest
 
-StatusType = Literal["active", "cancelled", "failed", "client_finished"]
+EndReason = Literal["success", "errored", "interrupted"]
 
 _CHUNK = 500
 _PURPOSE = "session_search"
 
 
-@dataclass(frozen=True)
-class Status:
-    """`reasons` selects among the sessions that their client finished; None selects all."""
+class _Strict(BaseModel):
+    """An unknown field is refused: a search without that filter would find too much."""
 
-    type: StatusType
-    reasons: tuple[str, ...] | None = None
+    model_config = ConfigDict(extra="forbid")
 
 
-@dataclass(frozen=True)
-class Filters:
+class OwnerFilter(_Strict):
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: list[str] = Field(default_factory=list, max_length=10)
+
+
+class StatusFilter(_Strict):
+    """`reasons` selects among the sessions that their client finished; null selects all."""
+
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: Annotated[list[EndReason] | None, Field(min_length=1)] = None
+
+
+class SessionFilters(_Strict):
     """What to search for; an absent filter matches everything. If both an id and a name are
     given, a session matches either."""
 
     session_id: str | None = None
-    project_ids: tuple[str, ...] | None = None
-    user_metadata: Mapping[str, str] = field(default_factory=dict)
-    display_name: str | None = None
-    owner: Literal["own", "accessible", "user"] = "own"
-    owner_urns: tuple[str, ...] = ()
-    statuses: tuple[Status, ...] | None = None
+    project_ids: Annotated[list[str] | None, Field(max_length=1000)] = None
+    user_metadata: dict[str, str] = Field(default_factory=dict, max_length=100)
+    display_name: Annotated[str | None, Field(min_length=1)] = None
+    owner: OwnerFilter = OwnerFilter()
+    statuses: Annotated[list[StatusFilter] | None, Field(min_length=1, max_length=10)] = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ class SessionSearch:
         self._key = key
 
     async def page(
-        self, filters: Filters, caller: Caller, *, limit: int, cursor: Cursor | None
+        self, filters: SessionFilters, caller: Caller, *, limit: int, cursor: Cursor | None
     ) -> Page:
         """Raise `InvalidRequest` for a cursor that was not issued for this search."""
         after = await self._read_cursor(filters, caller, cursor) if cursor else None
@@ -89,12 +98,12 @@ class SessionSearch:
         return Page(sessions=page, next_cursor=self._cursor(filters, caller, page[-1]))
 
     async def _candidates(
-        self, filters: Filters, caller: Caller, after: SessionRecord | None
+        self, filters: SessionFilters, caller: Caller, after: SessionRecord | None
     ) -> AsyncIterator[SessionRecord]:
-        scope: Scope = "owned" if filters.owner == "own" else "accessible"
+        scope: Scope = "owned" if filters.owner.type == "own" else "accessible"
         wanted = [visible(sessions.c.owner, caller, scope)]
-        if filters.owner == "user":
-            owners = [urn.removeprefix(USER_URN) for urn in filters.owner_urns]
+        if filters.owner.type == "user":
+            owners = [urn.removeprefix(USER_URN) for urn in filters.owner.owner_urns]
             wanted.append(sessions.c.owner.in_(owners))
         if filters.project_ids is not None:
             wanted.append(sessions.c.project_id.in_(filters.project_ids))
@@ -118,12 +127,14 @@ class SessionSearch:
             if len(rows) < _CHUNK:
                 return
 
-    def _cursor(self, filters: Filters, caller: Caller, last: SessionRecord) -> Cursor:
+    def _cursor(self, filters: SessionFilters, caller: Caller, last: SessionRecord) -> Cursor:
         when = dt.datetime.fromtimestamp(last.created_at, tz=dt.UTC)
         signature = sign(self._key, *_signed(filters, caller, when, last.id))
         return Cursor(last_created_at=when, last_session_id=f"{last.id}.{signature}")
 
-    async def _read_cursor(self, filters: Filters, caller: Caller, cursor: Cursor) -> SessionRecord:
+    async def _read_cursor(
+        self, filters: SessionFilters, caller: Caller, cursor: Cursor
+    ) -> SessionRecord:
         session_id, _, signature = cursor.last_session_id.rpartition(".")
         try:
             when = cursor.last_created_at.astimezone(dt.UTC)
@@ -142,13 +153,14 @@ class SessionSearch:
 
 
 def _signed(
-    filters: Filters, caller: Caller, when: dt.datetime, session_id: str
+    filters: SessionFilters, caller: Caller, when: dt.datetime, session_id: str
 ) -> tuple[str, ...]:
-    search = orjson.dumps(filters, option=orjson.OPT_SORT_KEYS).decode()
+    content = filters.model_dump(include=set(SessionFilters.model_fields))
+    search = orjson.dumps(content, option=orjson.OPT_SORT_KEYS).decode()
     return (_PURPOSE, caller.owner, search, when.isoformat(timespec="microseconds"), session_id)
 
 
-def _matches(session: SessionRecord, filters: Filters) -> bool:
+def _matches(session: SessionRecord, filters: SessionFilters) -> bool:
     if filters.display_name is not None:
         name = (session.display_name or "").casefold()
         named = all(word in name for word in filters.display_name.casefold().split())
@@ -160,7 +172,7 @@ def _matches(session: SessionRecord, filters: Filters) -> bool:
     return filters.statuses is None or any(_has(session, s) for s in filters.statuses)
 
 
-def _has(session: SessionRecord, status: Status) -> bool:
+def _has(session: SessionRecord, status: StatusFilter) -> bool:
     """No session is "failed" or "cancelled" here: a run or a request fails alone. A session is
     finished by its client or expires, for which the SDK has no status."""
     if status.type == "client_finished":

@@ -26,7 +26,7 @@ from gateway.runs.queries import Storage
 from gateway.sessions.metadata import Metadata
 from gateway.sessions.queries import SessionRecord
 from gateway.sessions.registry import NewSession
-from gateway.sessions.search import Cursor, Filters, Status
+from gateway.sessions.search import Cursor, EndReason, SessionFilters
 from tandem.errors import SessionFinished, UnknownSession
 
 _LONGEST_DETAIL = 4000
@@ -47,9 +47,6 @@ class Heartbeat(BaseModel):
     session_id: str
 
 
-EndReason = Literal["success", "errored", "interrupted"]
-
-
 class FinishReason(BaseModel):
     type: EndReason
 
@@ -65,52 +62,18 @@ class Project(BaseModel):
     project_id: Annotated[str, Field(min_length=1, max_length=200)]
 
 
-class _Strict(BaseModel):
+class SearchCursor(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-
-class OwnerFilter(_Strict):
-    type: Literal["own", "accessible", "user"] = "own"
-    owner_urns: list[str] = Field(default_factory=list, max_length=10)
-
-
-class StatusFilter(_Strict):
-    type: Literal["active", "cancelled", "failed", "client_finished"]
-    reasons: Annotated[list[EndReason] | None, Field(min_length=1)] = None
-
-
-class SearchCursor(_Strict):
     last_created_at: Moment
     last_session_id: str
 
 
-class Search(_Strict):
+class Search(SessionFilters):
     """An unknown field is refused: a filter that is not applied would show what was not meant."""
 
-    session_id: str | None = None
-    project_ids: Annotated[list[str] | None, Field(max_length=1000)] = None
-    user_metadata: dict[str, str] = Field(default_factory=dict, max_length=100)
-    display_name: Annotated[str | None, Field(min_length=1)] = None
-    owner: OwnerFilter = OwnerFilter()
-    statuses: Annotated[list[StatusFilter] | None, Field(min_length=1, max_length=10)] = None
     limit: int = Field(50, ge=1, le=200)
     cursor: SearchCursor | None = None
-
-    def filters(self) -> Filters:
-        return Filters(
-            session_id=self.session_id,
-            project_ids=tuple(self.project_ids) if self.project_ids is not None else None,
-            user_metadata=self.user_metadata,
-            display_name=self.display_name,
-            owner=self.owner.type,
-            owner_urns=tuple(self.owner.owner_urns),
-            statuses=tuple(
-                Status(type=s.type, reasons=tuple(s.reasons) if s.reasons else None)
-                for s in self.statuses
-            )
-            if self.statuses is not None
-            else None,
-        )
 
 
 class CreatedSession(Answer):
@@ -269,13 +232,8 @@ async def list_sessions(
 )
 async def search_sessions(body: Search, gateway: GatewayDep, caller: CallerDep) -> SessionPage:
     """Return a page of summaries, newest first, and the cursor of the next one."""
-    cursor = None
-    if body.cursor is not None:
-        cursor = Cursor(
-            last_created_at=body.cursor.last_created_at,
-            last_session_id=body.cursor.last_session_id,
-        )
-    page = await gateway.search.page(body.filters(), caller, limit=body.limit, cursor=cursor)
+    cursor = Cursor(**body.cursor.model_dump()) if body.cursor is not None else None
+    page = await gateway.search.page(body, caller, limit=body.limit, cursor=cursor)
     storage = await gateway.run_queries.storage_of([session.id for session in page.sessions])
     following = page.next_cursor
     return SessionPage(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import select
 
-from gateway.auth.keys import KeyStore, NewKey, digest_of, id_of
-from gateway.auth.listening import is_loopback
+from gateway.auth.keys import KeyStore, NewKey, digest_of, id_of, is_loopback
 from gateway.storage.database import Database
 from gateway.storage.tables import keys as table
 from tandem.cli.keys import parse_duration
