@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from tandem.settings import TrainerSettings
 from tandem.v1 import common_pb2, trainer_pb2
@@ -112,6 +113,11 @@ def logprobs(operations: Operations, data: Sequence[wire.Datum]) -> np.ndarray:
     """Of all targets of all datums, one after the other."""
     output = forward_backward(operations, data, forward_only=True)
     return np.concatenate([one.reshape(-1) for one in logprobs_of(output)])
+
+
+def plain(path: Path) -> torch.nn.Module:
+    """The model that transformers alone loads from a directory."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 def logprobs_of_model(model: torch.nn.Module, data: Sequence[wire.Datum]) -> np.ndarray:

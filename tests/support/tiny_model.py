@@ -8,6 +8,7 @@ from typing import Literal
 
 Architecture = Literal["qwen3", "llama", "gpt_neox", "qwen3_moe"]
 
+ARCHITECTURES: tuple[Architecture, ...] = ("qwen3", "llama", "gpt_neox", "qwen3_moe")
 VOCABULARY = 96
 MAX_LENGTH = 64
 

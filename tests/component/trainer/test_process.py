@@ -21,18 +21,10 @@ from transformers import AutoModelForCausalLM
 from gateway.workers.launchers.process import group_members
 from tandem.v1 import trainer_pb2
 from tandem.weights import open_version
-from tests.support.tiny_model import VOCABULARY, write_tiny_model
+from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import TrainerClient, datum, logprobs_of, request, trainer_process
 from tests.support.worker_process import CALL_SECONDS
 from trainer_service.service.servicer import KEPT_RESULTS
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {
-        name: write_tiny_model(root / name, architecture=name) for name in ("qwen3", "qwen3_moe")
-    }
 
 
 @pytest.fixture(scope="module")

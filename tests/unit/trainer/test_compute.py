@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -12,19 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.local_trainer import gradients, make_rank, output_of
 from tests.support.losses.batches import REQUESTS, mixed_data, mixed_request
-from tests.support.tiny_model import write_tiny_model
+from tests.support.tiny_model import ARCHITECTURES
 from tests.support.trainer_worker import datum, logprobs_of, request
 from trainer_service.compute.trainer import RankTrainer
 from trainer_service.models.huggingface import find_blocks, group_blocks
 from trainer_service.optimizers import AdamWSettings
-
-ARCHITECTURES = ("qwen3", "llama", "gpt_neox", "qwen3_moe")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {name: write_tiny_model(root / name, architecture=name) for name in ARCHITECTURES}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from tandem.errors import UnsuitableLora
-from tandem.worker import LoraSpec, TrainingSpec
+from tandem.worker import LoraSpec
 from tests.support.local_trainer import (
     SPEC,
     data_of,
@@ -23,8 +22,7 @@ from tests.support.local_trainer import (
     train,
     weights,
 )
-from tests.support.tiny_model import write_tiny_model
-from tests.support.trainer_worker import request, trainer_process
+from tests.support.tiny_model import ARCHITECTURES
 from trainer_service.lora.adapters import (
     LoraLinear,
     chosen_layers,
@@ -33,14 +31,6 @@ from trainer_service.lora.adapters import (
     target_names,
 )
 from trainer_service.models.huggingface import empty_model
-
-ARCHITECTURES = ("qwen3", "llama", "gpt_neox", "qwen3_moe")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {name: write_tiny_model(root / name, architecture=name) for name in ARCHITECTURES}
 
 
 def only(**kinds: bool) -> LoraSpec:
@@ -167,24 +157,6 @@ def test_training_lowers_the_loss(models):
         step(trainer)
         last = forward_backward(trainer, data).metrics["loss:sum"]
     assert last < 0.5 * first
-
-
-def test_adapters_are_float32_where_the_model_computes_in_bfloat16(models, tmp_path):
-    with trainer_process(
-        models["qwen3"], tmp_path, training=TrainingSpec(lora=SPEC), dtype="bfloat16"
-    ) as client:
-        facts = client.describe()
-        losses = []
-        for _ in range(10):
-            losses.append(client.output(request(data_of())).metrics["loss:sum"])
-            assert not client.optim_step(lr=1e-2).HasField("failure")
-        reply, path = client.publish(tmp_path)
-    assert facts.dtype == "bfloat16"
-    assert losses[-1] < 0.8 * losses[0]
-    assert not reply.HasField("failure"), reply.failure
-    tensors = load_file(path / "adapter_model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    assert any((t != t.bfloat16().float()).any() for t in tensors.values())
 
 
 def test_what_is_trained_is_told(models):

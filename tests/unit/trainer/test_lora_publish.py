@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,32 +14,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.errors import InvalidRequest, LoadFailed, NameTaken
 from tandem.weights import open_version
-from tandem.worker import LoraSpec, TrainingSpec
+from tandem.worker import LoraSpec
 from tests.support.local_trainer import (
-    SPEC,
     data_of,
     logprobs,
     logprobs_of_model,
     make,
+    plain,
     publish,
     train,
     weights,
 )
-from tests.support.tiny_model import write_tiny_model
-from tests.support.trainer_worker import logprobs_of, request, trainer_process
+from tests.support.tiny_model import ARCHITECTURES, write_tiny_model
 from trainer_service.lora.merge import merge
-
-ARCHITECTURES = ("qwen3", "llama", "gpt_neox", "qwen3_moe")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {name: write_tiny_model(root / name, architecture=name) for name in ARCHITECTURES}
-
-
-def plain(path: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 def compare_with_canary(model: torch.nn.Module, version: Path) -> None:
@@ -118,28 +103,6 @@ def test_transformers_loads_an_adapter_directory_when_the_base_is_where_it_says(
     )
 
 
-def test_vllms_loader_takes_every_tensor_of_an_adapter(models, tmp_path):
-    pytest.importorskip("vllm")
-    from vllm.config.lora import LoRAConfig
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.peft_helper import PEFTHelper
-
-    trainer = make(models["qwen3"])
-    train(trainer, 1)
-    publish(trainer, tmp_path / "v1")
-    helper = PEFTHelper.from_local_dir(str(tmp_path / "v1"), max_position_embeddings=64)
-    helper.validate_legal(LoRAConfig(max_lora_rank=8))
-    assert helper.vllm_lora_scaling_factor == 8.0
-    expected = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    loaded = LoRAModel.from_local_checkpoint(
-        str(tmp_path / "v1"), {*expected, "lm_head"}, helper, device="cpu", model_vocab_size=96
-    )
-    here = {n.rpartition(".")[0] for n in weights(trainer) if ".lora_" in n}
-    assert set(loaded.loras) == here
-    head = loaded.loras["lm_head"]
-    assert torch.equal(head.lora_b, weights(trainer)["lm_head.lora_B"])
-
-
 # --- The merged model ------------------------------------------------------------------------
 
 
@@ -196,56 +159,6 @@ def test_merged_is_no_matter_to_a_run_of_all_parameters(models, tmp_path):
     publish(trainer, tmp_path / "v2")
     one, two = (load_file(tmp_path / v / "model.safetensors") for v in ("v1", "v2"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-
-
-# --- Ranks -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("group", [1, 16_000_000])
-def test_two_ranks_train_and_publish_what_one_does(models, tmp_path, group):
-    one = make(models["qwen3"])
-    losses = []
-    with trainer_process(
-        models["qwen3"],
-        tmp_path,
-        training=TrainingSpec(lora=SPEC),
-        ranks=2,
-        shard_group_parameters=group,
-    ) as two:
-        for seed in range(3):
-            losses.append(two.output(request(data_of(seed))).metrics["loss:sum"])
-            assert not two.optim_step(lr=1e-2).HasField("failure")
-        score = two.output(request(data_of(9), forward_only=True))
-        reply, adapter = two.publish(tmp_path)
-        assert not reply.HasField("failure"), reply.failure
-        reply, whole = two.publish(tmp_path, 2, merged=True)
-        assert not reply.HasField("failure"), reply.failure
-    data = data_of(9)
-    theirs = np.concatenate([part.reshape(-1) for part in logprobs_of(score)])
-    by_peft = PeftModel.from_pretrained(plain(models["qwen3"]), adapter)
-    np.testing.assert_allclose(logprobs_of_model(by_peft, data), theirs, atol=1e-5)
-    np.testing.assert_allclose(logprobs_of_model(plain(whole), data), theirs, atol=1e-5)
-    assert train(one, 3) == pytest.approx(losses, rel=1e-3)
-    np.testing.assert_allclose(logprobs(one, data), theirs, atol=2e-2)
-
-
-def test_ranks_do_not_matter_to_a_new_adapter(models, tmp_path):
-    publish(make(models["qwen3"]), tmp_path / "one")
-    with trainer_process(
-        models["qwen3"], tmp_path, training=TrainingSpec(lora=SPEC), ranks=2
-    ) as two:
-        _, path = two.publish(tmp_path)
-    one, other = (load_file(p / "adapter_model.safetensors") for p in (tmp_path / "one", path))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-def test_a_rank_too_large_ends_the_start_with_its_own_error(models, tmp_path):
-    spec = TrainingSpec(lora=LoraSpec(rank=64))
-    with trainer_process(models["qwen3"], tmp_path, training=spec, ranks=2, wait=False) as client:
-        report = client.next_report()
-    assert report.error_type == "unsuitable_lora"
-    assert "rank 64 is too large" in report.error
 
 
 # --- Merging without a trainer ---------------------------------------------------------------
@@ -317,14 +230,3 @@ def test_a_damaged_adapter_is_not_merged(models, published, tmp_path):
     save_file({name: t + 1 for name, t in load_file(file).items()}, file)
     with pytest.raises(LoadFailed, match=r"damaged|bytes"):
         merge(tmp_path / "adapter", models["llama"], tmp_path / "out")
-
-
-def test_the_command_merges_and_says_what_it_made(models, published, tmp_path):
-    command = [sys.executable, "-m", "trainer_service.lora.merge"]
-    arguments = [published["llama"], models["llama"], tmp_path / "out"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["path"] == str(tmp_path / "out")
-    again = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
-    assert again.returncode == 1
-    assert again.stderr.strip() == "out exists already; name a directory that does not"

@@ -10,15 +10,7 @@ import torch
 from tandem.v1 import trainer_pb2
 from tandem.worker import LoraSpec
 from tests.support import local_trainer as lora
-from tests.support.tiny_model import write_tiny_model
 from trainer_service.service.operations import Operations
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    write_tiny_model(path)
-    return path
 
 
 def step(operations: Operations) -> trainer_pb2.OptimStepReply:

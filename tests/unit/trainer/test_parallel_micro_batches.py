@@ -10,15 +10,10 @@ import torch
 from tandem.wire.v1 import tinker_pb2 as wire
 from tests.support.local_trainer import compute, gradients, make_rank
 from tests.support.losses.batches import REQUESTS, mixed_request
-from tests.support.tiny_model import VOCABULARY, write_tiny_model
+from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import datum, request
 from trainer_service.backends.base import add_gradients
 from trainer_service.compute.trainer import Computed, ParallelMicroBatches, RankTrainer
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), architecture="qwen3")
 
 
 def one_rank(path: Path, *, parallel: int = 0) -> RankTrainer:

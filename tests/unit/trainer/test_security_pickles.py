@@ -6,8 +6,6 @@ import ast
 import json
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tandem.errors import CheckpointDamaged, LoadFailed
 from tandem.weights import Manifest, PartialVersion, checksum_file, open_version
 from tests.support.local_trainer import load, make_rank, save, train
-from tests.support.tiny_model import write_tiny_model
 from trainer_service.checkpoints.restricted_reader import CheckpointReader, read_layout
 from trainer_service.models.huggingface import load_model
 from trainer_service.service.operations import Operations
@@ -109,11 +106,6 @@ def test_the_walk_sees_what_it_is_for(code):
 
 
 # --- A trainer's state ---------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -274,9 +266,7 @@ def test_a_base_model_with_pickled_weights_alone_is_refused(model, tmp_path):
 
 
 def test_the_evil_object_would_have_done_harm(tmp_path):
-    """Else the tests above prove nothing. In a process of its own."""
+    """Else the tests above prove nothing."""
     mark = tmp_path / "called"
-    code = "import pickle, sys; pickle.load(sys.stdin.buffer)"
-    payload = pickle.dumps(Evil(mark))
-    subprocess.run([sys.executable, "-c", code], input=payload, timeout=30, check=True)
+    pickle.loads(pickle.dumps(Evil(mark)))
     assert mark.exists()

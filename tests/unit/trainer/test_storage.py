@@ -16,18 +16,11 @@ from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import open_version
 from tests.support.local_trainer import load, make_rank, train
 from tests.support.losses.batches import mixed_data
-from tests.support.tiny_model import write_tiny_model
-from tests.support.trainer_worker import datum, request, trainer_process
+from tests.support.trainer_worker import request
 from tests.support.worker_process import RUN
 from trainer_service.checkpoints import publish, storage
 from trainer_service.compute.trainer import ControlGroup
 from trainer_service.service.operations import Operations
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {name: write_tiny_model(root / name, architecture=name) for name in ("qwen3", "llama")}
 
 
 def publish_to(operations: Operations, path: Path) -> trainer_pb2.PublishReply:
@@ -101,17 +94,6 @@ def test_the_failure_of_another_rank_reaches_rank_0(tmp_path):
         storage.agree(control, lambda: [], what="v1", path=tmp_path, needed=1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_published_type_is_the_compute_type(models, tmp_path, ranks):
-    with trainer_process(models["llama"], tmp_path, dtype="bfloat16", ranks=ranks) as client:
-        client.output(request([datum([5, 6, 7])]))
-        assert not client.optim_step().HasField("failure")
-        reply, path = client.publish(tmp_path)
-    assert not reply.HasField("failure"), reply.failure
-    assert open_version(path).dtype == "bfloat16"
-    assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
-
-
 # --- Checkpoints -----------------------------------------------------------------------------
 
 
@@ -159,26 +141,6 @@ def test_loading_drops_the_gradients_held(models, tmp_path):
     load(operations, tmp_path / "a")
     step = operations.optim_step(trainer_pb2.OptimStepRequest())
     assert step.failure.type == "no_gradients"
-
-
-def test_a_checkpoint_of_two_ranks_loads_into_one_and_back(models, tmp_path):
-    one = make_rank(models["qwen3"])
-    with trainer_process(models["qwen3"], tmp_path, ranks=2, shard_group_parameters=1) as two:
-        for seed in range(2):
-            two.output(request(mixed_data(seed=seed)))
-            two.optim_step()
-        assert two.save(tmp_path / "a").step == 2
-        load(Operations(one), tmp_path / "a")
-        train(Operations(one), 2, lr=1e-3)
-        save_to(Operations(one), tmp_path / "b")
-        for seed in range(2):
-            two.output(request(mixed_data(seed=seed)))
-            two.optim_step()
-        score = request(mixed_data(seed=9), forward_only=True)
-        went_on = two.output(score).metrics["loss:sum"]
-        assert two.load(tmp_path / "b", optimizer=True).step == 4
-        loaded = two.output(score).metrics["loss:sum"]
-    assert went_on == pytest.approx(loaded, rel=1e-3)
 
 
 def test_a_damaged_checkpoint_changes_nothing(models, tmp_path):

@@ -1,0 +1,27 @@
+"""Tiny models, written once for all tests of this folder, which must not change them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.tiny_model import ARCHITECTURES, write_tiny_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Threads that wait for each other in every small operation are slower than one."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: write_tiny_model(root / name, architecture=name) for name in ARCHITECTURES}
+
+
+@pytest.fixture(scope="session")
+def model(models) -> Path:
+    return models["qwen3"]
