@@ -98,7 +98,7 @@ def create_app(
     app.state.start_error = ""
     for router in ROUTERS:
         app.include_router(router)
-    custom_losses.install(app)
+    app.include_router(custom_losses.router)
     app.openapi = partial(openapi.document, app)  # type: ignore[method-assign]
     errors = ErrorResponses({PREFIX: OpenAIDialect()})
     errors.register(app)

@@ -1,6 +1,6 @@
 """Custom losses: clients register traced graphs; trainers receive them with the request.
 
-A plug-in: `install` serves `create_custom_loss`, and `provide` adds the definitions of the loss
+A plug-in: `router` serves `create_custom_loss`, and `provide` adds the definitions of the loss
 "custom" to a gateway (`Gateway.loss_definitions`). Graphs are data here; only a trainer computes
 them (`tandem.custom_losses.interpreter`).
 """
@@ -11,7 +11,6 @@ import time
 from typing import cast
 
 import orjson
-from fastapi import FastAPI
 from pydantic import BaseModel, Field
 from sqlalchemy import (
     Column,
@@ -36,7 +35,7 @@ from gateway.identifiers import request_id_of
 from gateway.limits.quotas import Quotas
 from gateway.storage.database import Database
 from gateway.storage.tables import metadata, sessions
-from tandem.custom_losses import MAX_BYTES, read_custom_loss
+from tandem.custom_losses import read_custom_loss
 from tandem.errors import CustomLossInvalid, SessionFinished, UnknownLoss, UnknownSession
 
 MAX_LOSSES = 256
@@ -174,8 +173,6 @@ async def create_custom_loss(
 ) -> CustomLossAccepted:
     """Register a traced loss. One that is not allowed is refused at once, so that the SDK raises
     its typed error at once."""
-    if len(raw) > MAX_BYTES:
-        raise CustomLossInvalid(f"the custom loss has {len(raw)} bytes, {MAX_BYTES} at most")
     session = await access.session(body.session_id, caller)
     store = cast(CustomLossStore, gateway.loss_definitions["custom"])
     loss_id = await store.create(
@@ -193,8 +190,3 @@ def provide(gateway: Gateway) -> None:
     gateway.loss_definitions["custom"] = CustomLossStore(
         database=gateway.database, limits=gateway.limits
     )
-
-
-def install(app: FastAPI) -> None:
-    """Serve create_custom_loss."""
-    app.include_router(router)

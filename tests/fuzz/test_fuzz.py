@@ -17,8 +17,7 @@ from tests.fuzz.memory import resident_bytes
 from tests.fuzz.secrets import SecretFound, Watch
 from tests.fuzz.seeds import custom_loss_body, protobuf_seeds
 from tests.fuzz.trainer import Checked, bounded_memory
-from trainer_service.losses import LOSSES
-from trainer_service.losses.source import losses_for
+from trainer_service.losses import find_loss
 
 ROOT = Path(__file__).parents[2]
 REQUESTS = 5000
@@ -64,11 +63,11 @@ def test_the_trainer_refuses_damaged_custom_losses_with_nothing_but_its_own_erro
         for number in range(3000):
             body = json_bodies.mutate(Random(f"loss:{number}"), seed)
             try:
-                losses_for(registry=LOSSES, definition=body)
+                find_loss("custom", definition=body)
                 found.add("ok")
             except UserError as error:
                 found.add(error.type)
-    assert found == {"ok", "malformed_payload", "custom_loss_invalid"}
+    assert found == {"ok", "malformed_payload", "custom_loss_invalid", "unknown_loss"}
 
 
 def test_the_seeds_are_good_and_their_mutations_the_same_every_time():

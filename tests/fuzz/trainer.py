@@ -12,7 +12,6 @@ from tandem.errors import UserError
 from tests.fuzz.seeds import custom_loss_body
 from trainer_service.batches.validation import BatchLimits, parse, validate
 from trainer_service.losses import LOSSES
-from trainer_service.losses.source import losses_for
 
 LIMITS = BatchLimits(vocabulary=151_936, max_length=4096)
 DEADLINE = 2.0
@@ -24,7 +23,7 @@ class Checked:
     """What the trainer makes of a body: the type of its error, or `ok`."""
 
     def __init__(self) -> None:
-        self._losses = losses_for(registry=LOSSES, definition=custom_loss_body())
+        self._definition = custom_loss_body()
 
     @property
     def losses(self) -> list[str]:
@@ -35,7 +34,7 @@ class Checked:
         """Raises whatever is no `UserError`, and `AssertionError` for one that took too long."""
         began = time.perf_counter()
         try:
-            validate(parse(body), losses=self._losses, limits=LIMITS)
+            validate(parse(body), limits=LIMITS, definition=self._definition)
             return "ok"
         except UserError as error:
             assert len(error.message) < LONGEST_SENTENCE, f"{error.type} has a very long sentence"

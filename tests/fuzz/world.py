@@ -23,8 +23,6 @@ from tests.fuzz.trainer import LIMITS
 from tests.support.gateway.fake_trainer import FakeTrainer
 from tests.support.gateway.running import KEY, Gate
 from trainer_service.batches.validation import parse, validate
-from trainer_service.losses import LOSSES
-from trainer_service.losses.source import losses_for
 
 DEADLINE = 15.0
 """Seconds for every answer, and for every operation to end."""
@@ -40,8 +38,7 @@ class CheckingTrainer(FakeTrainer):
         error = await self._admit(context, request.header)
         await self._apply("forward_backward", request)
         try:
-            losses = losses_for(registry=LOSSES, definition=request.loss_definition)
-            validate(parse(request.payload), losses=losses, limits=LIMITS)
+            validate(parse(request.payload), limits=LIMITS, definition=request.loss_definition)
         except UserError as refused:
             error = refused
         if error is not None:

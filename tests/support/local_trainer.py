@@ -25,7 +25,6 @@ from trainer_service.compute.trainer import (
     ParallelMicroBatches,
     RankTrainer,
 )
-from trainer_service.losses import LOSSES
 from trainer_service.service.operations import Operations, encode_output
 
 SPEC = LoraSpec(rank=4, seed=5)
@@ -83,7 +82,7 @@ def output_of(
 def batch_of(trainer: RankTrainer, message: wire.ForwardBackwardRequest) -> Batch:
     facts = trainer.backend.facts
     limits = BatchLimits(vocabulary=facts.vocabulary, max_length=facts.max_length)
-    return validate(parse(message.SerializeToString()), losses=LOSSES, limits=limits)
+    return validate(parse(message.SerializeToString()), limits=limits)
 
 
 def gradients(trainer: RankTrainer) -> dict[str, torch.Tensor]:

@@ -27,7 +27,6 @@ from tandem.errors import (
     MalformedPayload,
     SequenceTooLong,
     TokenOutOfVocabulary,
-    UnknownLoss,
     UnsupportedInput,
 )
 from tandem.wire.v1 import tinker_pb2 as wire
@@ -47,8 +46,8 @@ from trainer_service.batches.loss_inputs import (
     starts_of,
     type_name,
 )
+from trainer_service.losses import find_loss
 from trainer_service.losses.base import Loss, Settings, Totals
-from trainer_service.losses.custom import CUSTOM
 
 
 @dataclass(frozen=True)
@@ -104,19 +103,13 @@ class BatchLimits:
 
 
 def validate(
-    message: wire.ForwardBackwardRequest, *, losses: Mapping[str, Loss], limits: BatchLimits
+    message: wire.ForwardBackwardRequest, *, limits: BatchLimits, definition: bytes = b""
 ) -> Batch:
-    """Raises the `UserError` that fits best; returns a batch of which nothing needs checking."""
-    loss = losses.get(message.loss_fn)
-    if loss is None:
-        if message.loss_fn == CUSTOM:
-            raise UnknownLoss(
-                "the loss 'custom' came without its definition: create one with "
-                "ServiceClient.create_custom_loss and pass its handle to forward_backward_custom"
-            )
-        raise UnknownLoss(
-            f"unknown loss {message.loss_fn[:100]!r}; known: {', '.join(sorted(losses))}"
-        )
+    """Return a batch of which nothing needs checking. Raises the `UserError` that fits best.
+
+    `definition` is that of `find_loss`.
+    """
+    loss = find_loss(message.loss_fn, definition=definition)
     settings = read_settings(message, loss)
     if not message.data:
         raise EmptyBatch("the batch has no datum")

@@ -197,6 +197,18 @@ class Loss:
         return Settings({each.name: each.default for each in self.settings})
 
 
+@dataclass(frozen=True)
+class DefinedLoss:
+    """A loss that is made for each request from a definition that its session registered.
+
+    `define` gets the definition, empty if the request came without one, and raises a `UserError`
+    for what is wrong with it.
+    """
+
+    name: str
+    define: Callable[[bytes], Loss]
+
+
 AGGREGATIONS = ("token_sum", "token_mean", "seq_mean_token_mean", "constant")
 AGGREGATION_SETTINGS = (
     Setting("aggregation", "token_sum", "how token losses become one number", choices=AGGREGATIONS),

@@ -17,14 +17,20 @@ import torch
 from tandem.custom_losses import read_custom_loss
 from tandem.custom_losses.interpreter import Interpreter, Limits, Result
 from tandem.errors import CustomLossFailed, UnknownLoss
-from trainer_service.losses.base import Input, Layout, Loss, LossResult, Setting, Settings
+from trainer_service.losses.base import (
+    DefinedLoss,
+    Input,
+    Layout,
+    Loss,
+    LossResult,
+    Setting,
+    Settings,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tandem.custom_losses import Graph
-
-CUSTOM = "custom"
 
 _COUNT = "datums"
 _FAILED = "failed"
@@ -45,7 +51,7 @@ def custom_loss(definition: bytes, limits: Limits | None = None) -> Loss:
     graph = read_custom_loss(definition)
     request = _Request(graph, limits or Limits())
     return Loss(
-        name=CUSTOM,
+        name="custom",
         compute=request.compute,
         inputs=tuple(
             Input(
@@ -150,3 +156,6 @@ class _Request:
                 "square root, a logarithm or a division at 0 behind a where"
             )
         return gradient
+
+
+LOSS = DefinedLoss("custom", custom_loss)

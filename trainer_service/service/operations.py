@@ -27,7 +27,6 @@ from trainer_service.batches.validation import Batch, BatchLimits, parse, valida
 from trainer_service.checkpoints import training_state
 from trainer_service.checkpoints.publish import VersionRequest, prepare_publish, publish
 from trainer_service.compute.trainer import Op, RankTrainer
-from trainer_service.losses import LOSSES, losses_for
 from trainer_service.optimizers import step_settings
 
 
@@ -205,8 +204,8 @@ def _read_batch(
     facts = trainer.backend.facts
     return validate(
         message,
-        losses=losses_for(registry=LOSSES, definition=request.loss_definition),
         limits=BatchLimits(vocabulary=facts.vocabulary, max_length=facts.max_length),
+        definition=request.loss_definition,
     )
 
 

@@ -17,7 +17,7 @@ LIMITS = BatchLimits(vocabulary=50, max_length=8)
 
 
 def check(message: wire.ForwardBackwardRequest) -> Batch:
-    return validate(parse(message.SerializeToString()), losses=LOSSES, limits=LIMITS)
+    return validate(parse(message.SerializeToString()), limits=LIMITS)
 
 
 def policy_datum(tokens=(4, 5, 6), **changes):
@@ -154,7 +154,7 @@ def test_what_the_sdk_makes_of_a_sparse_matrix_is_read_as_the_dense_one():
             forward_backward_input=types.ForwardBackwardInput(data=[made], loss_fn="cross_entropy"),
         )
     )
-    batch = validate(parse(sent.SerializeToString()), losses=LOSSES, limits=LIMITS)
+    batch = validate(parse(sent.SerializeToString()), limits=LIMITS)
     assert batch.targets.tolist() == targets.flatten().tolist()
     assert batch.inputs["weights"].tolist() == weights.flatten().tolist()
     assert (batch.widths.tolist(), batch.totals.active) == ([12], 3)
@@ -493,7 +493,7 @@ def test_spans_of_the_sdk_are_read():
     sent = forward_backward_request_to_proto(
         types.ForwardBackwardRequest(model_id="run", seq_id=1, forward_backward_input=body)
     )
-    batch = validate(parse(sent.SerializeToString()), losses=LOSSES, limits=LIMITS)
+    batch = validate(parse(sent.SerializeToString()), limits=LIMITS)
     assert batch.sequences is not None
     assert batch.sequences.tolist() == [-1, 0, 0]
     assert batch.settings.number("kl_coeff") == 0.05
@@ -524,7 +524,7 @@ def test_lists_that_the_sdk_knows_are_read_as_inputs_of_gspo():
             ),
         )
     )
-    batch = validate(parse(sent.SerializeToString()), losses=LOSSES, limits=LIMITS)
+    batch = validate(parse(sent.SerializeToString()), limits=LIMITS)
     assert batch.inputs["sequence_ratio_mask"].tolist() == [0.0, 1.0]
     expected = np.array([[0.9, 0.9], [1.1, 1.3]], np.float32)
     assert batch.inputs["clip_low_threshold"].tolist() == expected[0].tolist()
