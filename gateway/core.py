@@ -19,7 +19,6 @@ from gateway.checkpoints.downloads import DownloadSigner
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import VersionStore
 from gateway.futures.completion_feed import CompletionFeed
-from gateway.futures.result_store import ResultStore
 from gateway.futures.table import FutureTable, Outcome
 from gateway.gauges import watch_parts
 from gateway.limits.quotas import Quotas
@@ -138,13 +137,13 @@ class Gateway:
             key=signing_key,
             ttl=settings.trace_ttl,
         )
-        self.results = ResultStore(
+        self.futures = FutureTable(
             folder=settings.data_dir / "results" / "samples",
+            result_ttl=settings.result_ttl,
             bytes_in_memory=settings.limit.result_bytes,
-            most_samples=settings.limit.results,
+            max_samples=settings.limit.results,
             metrics=metrics,
         )
-        self.futures = FutureTable(result_ttl=settings.result_ttl, keeper=self.results)
         self.completions = CompletionFeed(futures=self.futures, idle_ttl=settings.result_ttl)
         self.models = BaseModels(database=database)
         self.pins = Pins()
@@ -242,12 +241,11 @@ class Gateway:
             samplers=self.samplers,
             futures=self.futures,
             limits=self.limits,
-            results=self.results,
         )
 
     async def _restore(self) -> None:
         """Takes over from an earlier gateway: its workers, and with them its runs, are gone."""
-        await self.results.open()
+        await self.futures.open()
         await self.models.open()
         await self.fleet.open()
         lost = await self.journal.abandon()
@@ -266,7 +264,7 @@ class Gateway:
         await self.fleet.close()
         await self.copies.close()
         await self.traces.close()
-        await self.results.close()
+        await self.futures.close()
         self.usage.write()
         self.keys.write_uses()
 

@@ -1,4 +1,4 @@
-"""Turns between owners: one of each, then the next of each, whoever came first."""
+"""Round robin between owners: one item of each, then the next of each."""
 
 from __future__ import annotations
 
@@ -8,56 +8,56 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
-Thing = TypeVar("Thing")
+Item = TypeVar("Item")
 
-_SLICE = 16
-"""Things that are started in one go, before the event loop gets to anything else."""
+_CALLS_AT_ONCE = 16
+"""Calls that are made before the event loop gets to anything else."""
 
 
-class FairQueue(Generic[Thing]):
-    """First come, first served for each owner; owners take turns.
+class FairQueue(Generic[Item]):
+    """First in, first out for each owner; owners take turns.
 
     Literal example: a1, a2, a3 of one owner and then b1 of another come out as a1, b1, a2, a3.
     """
 
     def __init__(self) -> None:
-        self._lanes: OrderedDict[str, deque[Thing]] = OrderedDict()
+        self._queues: OrderedDict[str, deque[Item]] = OrderedDict()
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
-    def put(self, owner: str, thing: Thing) -> None:
-        self._lanes.setdefault(owner, deque()).append(thing)
+    def put(self, owner: str, item: Item) -> None:
+        self._queues.setdefault(owner, deque()).append(item)
         self._size += 1
 
-    def take(self) -> Thing:
-        """The next in turn. There must be one."""
-        owner, lane = next(iter(self._lanes.items()))
-        thing = lane.popleft()
+    def take(self) -> Item:
+        """Remove and return the next item. The queue must not be empty."""
+        owner, queue = next(iter(self._queues.items()))
+        item = queue.popleft()
         self._size -= 1
-        if lane:
-            self._lanes.move_to_end(owner)
+        if queue:
+            self._queues.move_to_end(owner)
         else:
-            del self._lanes[owner]
-        return thing
+            del self._queues[owner]
+        return item
 
     def clear(self) -> None:
-        self._lanes.clear()
+        self._queues.clear()
         self._size = 0
 
 
 class FairStarter:
-    """Calls what it is given, in turns between owners and a few at a time: the event loop gets
-    to what others ask for in between, and what came late may go before what came early."""
+    """Makes the calls that it is given a few at a time, in turns between owners. The event loop
+    serves other requests in between, whose calls may overtake those of a busy owner."""
 
-    def __init__(self, *, slice_size: int = _SLICE) -> None:
-        self._slice = slice_size
+    def __init__(self, *, calls_at_once: int = _CALLS_AT_ONCE) -> None:
+        self._calls_at_once = calls_at_once
         self._queue: FairQueue[Callable[[], None]] = FairQueue()
         self._scheduled = False
 
-    def put(self, owner: str, start: Callable[[], None]) -> None:
-        self._queue.put(owner, start)
+    def put(self, owner: str, call: Callable[[], None]) -> None:
+        self._queue.put(owner, call)
         self._schedule()
 
     def clear(self) -> None:
@@ -66,18 +66,18 @@ class FairStarter:
     def _schedule(self) -> None:
         if not self._scheduled:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._start_some)
+            asyncio.get_running_loop().call_soon(self._call_some)
 
-    def _start_some(self) -> None:
+    def _call_some(self) -> None:
         self._scheduled = False
-        for _ in range(min(self._slice, len(self._queue))):
+        for _ in range(min(self._calls_at_once, len(self._queue))):
             self._queue.take()()
         if self._queue:
             self._schedule()
 
 
 class FairSemaphore:
-    """At most `slots` at once, and turns between the owners of those who wait."""
+    """Lets at most `slots` in at once; the owners of those who wait take turns."""
 
     def __init__(self, *, slots: int) -> None:
         self._free = slots

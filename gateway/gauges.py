@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway.futures.result_store import ResultStore
 from gateway.futures.table import FutureTable
 from gateway.limits.quotas import Quotas
 from gateway.metrics import Metrics
@@ -23,7 +22,6 @@ def watch_parts(
     samplers: SamplerRouter,
     futures: FutureTable,
     limits: Quotas,
-    results: ResultStore,
 ) -> None:
     """Adds a gauge for each count of things in these parts."""
     gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (
@@ -64,7 +62,7 @@ def watch_parts(
         (
             "result_bytes",
             "Results in memory that nobody has fetched yet.",
-            lambda: results.bytes_held,
+            lambda: futures.bytes_held,
         ),
     )
     for name, help_text, value in gauges:

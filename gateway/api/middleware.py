@@ -144,11 +144,11 @@ class RequestReservations:
         caller = state.get("caller")
         owner = caller.owner if caller is not None else ""
         try:
-            open_request = limits.requests.take(owner)
+            open_request = limits.requests.reserve(owner)
         except Overloaded as error:
             await self._errors.response(error, path=scope["path"])(scope, receive, send)
             return
-        body = state["body_reservation"] = limits.bodies.empty_lease(owner)
+        body = state["body_reservation"] = limits.bodies.empty_reservation(owner)
 
         async def send_in_pieces(message: Message) -> None:
             whole: bytes = message.get("body", b"")
@@ -163,8 +163,8 @@ class RequestReservations:
         try:
             await self._app(scope, receive, send_in_pieces)
         finally:
-            body.give_back()
-            open_request.give_back()
+            body.release()
+            open_request.release()
 
 
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for"})

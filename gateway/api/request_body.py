@@ -101,7 +101,7 @@ class BoundedRequest(Request):
             body = _decompress(raw, self._limit)
         else:
             body = await asyncio.to_thread(_decompress, raw, self._limit)
-        reservation.more(len(body))
+        reservation.extend(len(body))
         return body
 
     async def _receive_all(self, reservation: Reservation) -> bytes:
@@ -111,7 +111,7 @@ class BoundedRequest(Request):
         announced = self.headers.get("content-length", "")
         size = int(announced) if announced.isascii() and announced.isdigit() else 0
         if size <= limit:
-            reservation.more(size)
+            reservation.extend(size)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + cast(Gateway, self.app.state.gateway).settings.http.body_timeout
         chunks: list[bytes] = []
@@ -122,7 +122,7 @@ class BoundedRequest(Request):
             chunks.append(chunk)
             read += len(chunk)
             if reservation.amount < read <= limit:  # of a body that announced no length
-                reservation.more(len(chunk))
+                reservation.extend(len(chunk))
             if read > limit or (size > limit and read >= PREFIX_BYTES):
                 break
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)

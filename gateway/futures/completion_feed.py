@@ -1,10 +1,10 @@
-"""Which samples of a client have ended, for clients that ask for all of theirs with one poll.
+"""Which samples of a client have ended, for clients that poll for all of theirs at once.
 
-A target is one client of a sampling session: clients number their requests in blocks of a
-thousand million, so that the block names the client. Nothing is kept for a target before its
-first poll, nor longer than `idle_ttl` seconds after its last. Cursors grow, over restarts of
-the gateway, too, which is how a client that polls for what an earlier gateway knew is found
-out: it must be told so, since what it waits for would never be reported.
+A target is one client of a sampling session: clients number their requests in blocks of 10⁹, so
+that the block names the client. Nothing is kept for a target before its first poll, nor longer
+than `idle_ttl` seconds after its last. Cursors grow across restarts of the gateway, so that a
+client that polls with the cursor of an earlier gateway is recognized. It is told so, because the
+samples that it waits for would never be reported.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tandem.errors import TandemError
 
 CLIENT_BLOCK = 1_000_000_000
 _MOST_TARGETS = 16_384
-"""What a client calls itself is its own to say, and each name has a queue. Those that were
-polled last are kept; a client whose queue is gone is told of all of its samples again."""
+"""Targets with a queue. Clients choose their own number, so that this must be bounded. Those that
+were polled last are kept; a client whose queue is gone is told of all its samples again."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Completion:
-    """`size` in bytes of the result; None: it failed, and its future says why."""
+    """`size` is the bytes of the result, or None if the sample failed."""
 
     cursor: int
     request_id: str
@@ -66,7 +66,7 @@ class CompletionFeed:
         self._queues: OrderedDict[Target, _Queue] = OrderedDict()
 
     def watch(self, future: Future) -> None:
-        """A sample has been accepted. Costs nothing where its client does not poll."""
+        """Report the end of a sample that was accepted, if its client polls."""
         target = target_of(future.request_id)
         if target is not None and target in self._queues:
             self._report_end(target, future)
@@ -74,9 +74,9 @@ class CompletionFeed:
     async def poll(
         self, target: Target, *, after: int, timeout: float, retrieved: Sequence[str]
     ) -> Polled | None:
-        """What has ended after the cursor `after` (0: from the beginning), as soon as there is
-        something, at most `timeout` seconds later. None: the cursor is of an earlier gateway.
-        The results of `retrieved` are no longer needed."""
+        """Return what has ended after the cursor `after` (0: everything), as soon as there is
+        something and at most `timeout` seconds later; None if the cursor is of an earlier
+        gateway. The results of `retrieved` are dropped."""
         if 0 < after < self._started:
             return None
         queue = self._queues.get(target) or self._open(target)
@@ -96,7 +96,7 @@ class CompletionFeed:
         return Polled(completions=tuple(queue.waiting), cursor=queue.last)
 
     def sweep(self) -> None:
-        """Forgets the targets that nobody polls any more."""
+        """Forget the targets that nobody polls any more."""
         now = time.monotonic()
         over = [
             target
@@ -118,8 +118,8 @@ class CompletionFeed:
         return queue
 
     def _now(self) -> int:
-        """Microseconds since 1970: a queue never reports a million ends in a second, so that
-        the cursors of one that is opened later are higher than all of those before."""
+        """Return microseconds since 1970, where cursors begin. No queue reports a million
+        samples per second, so that the cursors of a later queue are higher than all before."""
         return int(self._clock() * 1e6)
 
     def _report_end(self, target: Target, future: Future) -> None:
@@ -138,8 +138,8 @@ class CompletionFeed:
 
 
 def target_of(request_id: str) -> Target | None:
-    """None for what is no sample. Literal example: `s-ab12:sample:0:2000000007` is of the
-    second client that joined `s-ab12:sample:0`."""
+    """Return the target of a sample, or None for other requests. Literal example:
+    `s-ab12:sample:0:2000000007` is of the second client that joined `s-ab12:sample:0`."""
     parts = split_request_id(request_id)
     if parts is None or ":sample:" not in parts[0]:
         return None

@@ -1,34 +1,43 @@
-"""Promises: what a client has been given a request_id for, and what came of it.
+"""Futures: what a client has a request_id for, and the results that nobody has fetched yet.
 
-A future lives in memory from its acceptance until its result has been fetched (and a little
-longer, since the answer may be lost on its way). Operations can be recalled from the operation
-log after that; samples cannot, and the SDK asks for those again.
+A future lives in memory from its acceptance until its result has been fetched, and a little
+longer, since the answer may be lost on its way. After that the journal has the result of an
+operation; a sample is gone, and the SDK asks for it again.
+
+Memory for results is bounded. Each owner's share has its newest results. Older ones leave it: a
+sample's result goes to a file, an operation's is dropped, since the journal has it. An owner
+keeps a bounded number of unfetched samples; older ones are dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import shutil
 import time
-from collections.abc import Callable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal
 
+from gateway.metrics import Metrics
 from tandem.errors import TandemError
+from tandem.telemetry import get_log
 
 Media = Literal["json", "protobuf"]
 Source = Literal["operation", "sample"]
 
 FETCHED_GRACE = 30.0
 """Seconds for which a fetched result can be fetched again."""
+_SMALL = 2**10
+"""Bytes of a result that is not worth a file; only the number of such results is bounded."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The body of a successful answer. `weight_version` is that of a sample.
-
-    A large one that is not in memory lies in a `file` of `file_bytes`, and `body` is empty.
-    """
+    """The body of a successful answer; `weight_version` is that of a sample. A result that is
+    not in memory is a `file` of `file_bytes`, and `body` is empty."""
 
     media: Media
     body: bytes = b""
@@ -38,7 +47,7 @@ class Result:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Bytes."""
         return len(self.body) if self.file is None else self.file_bytes
 
 
@@ -54,7 +63,7 @@ class Waiting:
 
 
 class Future:
-    """One promise. `describe` says what it is waiting for, `owner` whose it is."""
+    """The outcome of one request, now or later. `describe` says what it is waiting for."""
 
     def __init__(
         self,
@@ -92,13 +101,13 @@ class Future:
             self._ended.set_result(None)
 
     def move_to(self, file: Path) -> None:
-        """The body of its result lies in a file from now on."""
+        """Replace the body of the result by a file."""
         assert isinstance(self._outcome, Result)
         size = self._outcome.size
         self._outcome = replace(self._outcome, body=b"", file=file, file_bytes=size)
 
     def on_end(self, tell: Callable[[Outcome], None]) -> None:
-        """Tells of the outcome once it is there; soon, if it is there already."""
+        """Call `tell` with the outcome once it is there; soon, if it is there already."""
 
         def ended(_done: asyncio.Future[None]) -> None:
             assert self._outcome is not None
@@ -109,7 +118,7 @@ class Future:
     async def wait(
         self, *, timeout: float, closing: asyncio.Future[None] | None = None
     ) -> Outcome | None:
-        """The outcome, or None when it has not come within `timeout` seconds, or before
+        """Return the outcome, or None if it is not there within `timeout` seconds or before
         `closing` is done."""
         if not self._ended.done():
             either = [self._ended] if closing is None else [self._ended, closing]
@@ -117,68 +126,91 @@ class Future:
         return self._outcome
 
 
-class ResultKeeper(Protocol):
-    """Sees to it that results that nobody fetches do not fill the memory."""
-
-    def keep(self, future: Future, /) -> list[Future]:
-        """One that has ended; returns those that are to be dropped for it."""
-
-    def forget(self, future: Future, /) -> None:
-        """One that is not needed any more."""
-
-
 class FutureTable:
-    """All promises of this gateway, by request_id."""
+    """All futures of this gateway, by request_id. `folder` is for results that leave memory;
+    `bytes_in_memory` and `max_samples` are for each owner; `result_ttl` in seconds."""
 
-    def __init__(self, *, result_ttl: float, keeper: ResultKeeper) -> None:
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        result_ttl: float,
+        bytes_in_memory: int,
+        max_samples: int,
+        metrics: Metrics,
+    ) -> None:
+        self._folder = folder
         self._result_ttl = result_ttl
-        self._keeper = keeper
+        self._bytes_in_memory = bytes_in_memory
+        self._max_samples = max_samples
+        self._metrics = metrics
         self._futures: dict[str, Future] = {}
         self._closing: asyncio.Future[None] | None = None
+        # Of those that have ended, by owner, oldest first:
+        self._large: defaultdict[str, OrderedDict[str, Future]] = defaultdict(OrderedDict)
+        self._bytes: defaultdict[str, int] = defaultdict(int)
+        self._samples: defaultdict[str, OrderedDict[str, Future]] = defaultdict(OrderedDict)
+        self._file_work: set[asyncio.Task[None]] = set()
+        self._log = get_log()
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of results in memory, of all owners."""
+        return sum(self._bytes.values())
+
+    async def open(self) -> None:
+        """Remove the results that an earlier gateway left; their samples are gone."""
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._file_work, return_exceptions=True)
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def add(self, future: Future) -> Future:
         self._futures[future.request_id] = future
-        future.on_end(lambda _outcome: self._keep(future))
+        future.on_end(lambda _outcome: self._keep_result(future))
         return future
 
     def get(self, request_id: str) -> Future | None:
         return self._futures.get(request_id)
 
-    def __len__(self) -> int:
-        return len(self._futures)
-
     def all(self) -> list[Future]:
         return list(self._futures.values())
 
     def forget(self, request_id: str) -> None:
-        """The result of a sample is not needed any more. What has not ended stays, and so does
-        an operation, which the sweep reports to the log."""
+        """Drop the result of a sample. A sample that has not ended stays, and so does an
+        operation, which the sweep reports to the journal."""
         future = self._futures.get(request_id)
         if future is not None and future.ended and future.source == "sample":
             self._drop(future)
 
+    def sweep(self) -> list[Future]:
+        """Drop what was fetched, or was not fetched within `result_ttl`; return it."""
+        now = time.monotonic()
+        over = [f for f in self._futures.values() if self._is_over(f, now)]
+        for future in over:
+            self._drop(future)
+        return over
+
+    # --- Waiting ------------------------------------------------------------------------------
+
     async def wait(self, future: Future, *, timeout: float) -> Outcome | None:
-        """As `Future.wait`, and cut short when the gateway shuts down. Whoever hands the whole
-        outcome to its client notes that in `fetched_at`."""
+        """As `Future.wait`, but return early when the gateway shuts down. Whoever hands the
+        whole outcome to its client sets `fetched_at`."""
         return await future.wait(timeout=timeout, closing=self._until_closing())
 
     async def wait_for_event(self, event: asyncio.Event, *, timeout: float) -> None:
-        """Returns when the event is set, after `timeout` seconds, or when the gateway closes."""
-
-        async def until_set() -> None:
-            await event.wait()
-
-        waiting = asyncio.create_task(until_set())
-        either: list[asyncio.Future[None]] = [waiting, self._until_closing()]
+        """Return when the event is set, after `timeout` seconds, or when the gateway shuts
+        down."""
+        waiting = asyncio.ensure_future(event.wait())
+        either: list[asyncio.Future[Any]] = [waiting, self._until_closing()]
         try:
             await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         finally:
             waiting.cancel()
-
-    def _until_closing(self) -> asyncio.Future[None]:
-        if self._closing is None:
-            self._closing = asyncio.get_running_loop().create_future()
-        return self._closing
 
     @property
     def closing(self) -> bool:
@@ -186,32 +218,86 @@ class FutureTable:
         return self._closing is not None and self._closing.done()
 
     def release_waiters(self) -> None:
-        """Ends all long polls: the gateway is shutting down."""
+        """End all long polls, because the gateway is shutting down."""
         if not self._until_closing().done():
             self._until_closing().set_result(None)
 
-    def sweep(self) -> list[Future]:
-        """Forgets what was fetched, or has not been for `result_ttl`; returns what it forgot."""
-        now = time.monotonic()
-        gone = [f for f in self._futures.values() if self._is_over(f, now)]
-        for future in gone:
-            self._drop(future)
-        return gone
+    def _until_closing(self) -> asyncio.Future[None]:
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_future()
+        return self._closing
 
-    def _keep(self, future: Future) -> None:
-        for over in self._keeper.keep(future):
-            self._drop(over)
+    # --- Results ------------------------------------------------------------------------------
+
+    def _keep_result(self, future: Future) -> None:
+        """Count the result of a future that has ended, and make room for it."""
+        owner = future.owner
+        if future.source == "sample":
+            self._samples[owner][future.request_id] = future
+            if len(self._samples[owner]) > self._max_samples:
+                self._drop(next(iter(self._samples[owner].values())))
+                self._metrics.results_given_up.inc()
+        if isinstance(future.outcome, Result) and future.outcome.size > _SMALL:
+            self._large[owner][future.request_id] = future
+            self._bytes[owner] += future.outcome.size
+            while self._bytes[owner] > self._bytes_in_memory and self._large[owner]:
+                oldest = next(iter(self._large[owner].values()))
+                self._uncount(oldest)
+                if oldest.source == "operation":
+                    self._drop(oldest)
+                else:
+                    self._in_background(self._move_to_file(oldest))
 
     def _drop(self, future: Future) -> None:
         if self._futures.get(future.request_id) is future:
             del self._futures[future.request_id]
-        self._keeper.forget(future)
+        self._samples[future.owner].pop(future.request_id, None)
+        self._uncount(future)
+        if isinstance(future.outcome, Result) and future.outcome.file is not None:
+            self._in_background(_remove(future.outcome.file))
+        for kept in (self._samples, self._large, self._bytes):
+            if not kept.get(future.owner):
+                kept.pop(future.owner, None)
+
+    def _uncount(self, future: Future) -> None:
+        found = self._large[future.owner].pop(future.request_id, None)
+        if found is not None and isinstance(found.outcome, Result):
+            self._bytes[future.owner] -= found.outcome.size
+
+    async def _move_to_file(self, future: Future) -> None:
+        assert isinstance(future.outcome, Result)
+        body = future.outcome.body
+        name = hashlib.sha256(future.request_id.encode()).hexdigest()
+        file = self._folder / name[:2] / name
+
+        def write() -> None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(body)
+
+        try:
+            await asyncio.to_thread(write)
+        except OSError as error:  # it stays in memory, which is better than losing it
+            self._log.error("result_not_written", reason=str(error))
+            return
+        self._metrics.spilled_bytes.inc(len(body))
+        future.move_to(file)
+        if future.request_id not in self._samples.get(future.owner, ()):  # dropped meanwhile
+            self._in_background(_remove(file))
+
+    def _in_background(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._file_work.add(task)
+        task.add_done_callback(self._file_work.discard)
 
     def _is_over(self, future: Future, now: float) -> bool:
         if future.ended_at is None:
             return False
         if future.fetched_at is not None:
             return now - future.fetched_at > FETCHED_GRACE
-        # The log has the results of operations, so that memory need not.
+        # The journal has the results of operations, so that memory need not.
         limit = FETCHED_GRACE if future.source == "operation" else self._result_ttl
         return now - future.ended_at > limit
+
+
+async def _remove(file: Path) -> None:
+    await asyncio.to_thread(file.unlink, missing_ok=True)

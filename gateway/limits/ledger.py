@@ -1,4 +1,4 @@
-"""Who holds how much of something that is bounded, for each owner and in all."""
+"""Bounded amounts: how much of something each owner holds, and all owners together."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from dataclasses import dataclass
 
 from tandem.errors import Overloaded
 
-_SHORTEST_WAIT = 1.0
-_LONGEST_WAIT = 10.0
-"""Seconds that a client is asked to wait. Well below `sequence_gap_timeout`, so that an
-operation that was sent away comes back before those behind it are given up."""
-_MEMORY = 30.0
+_MIN_RETRY_AFTER = 1.0
+_MAX_RETRY_AFTER = 10.0
+"""Seconds. Well below `sequence_gap_timeout`, so that a refused operation comes back before those
+behind it are given up."""
+_RATE_WINDOW = 30.0
 """Seconds over which a rate is measured."""
-_SUPPOSED = 10.0
-_ROOM = 10
-"""A client is asked to come back when a tenth of the queue has been worked off."""
+_ASSUMED_RATE = 10.0
+"""Completions per second where none was measured."""
 
 
 class Rate:
-    """How many things end in a second, of late. A thing of `_MEMORY` seconds ago counts 1/e."""
+    """Recent completions per second. One of `_RATE_WINDOW` seconds ago counts 1/e."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -30,38 +29,38 @@ class Rate:
         self._at = clock()
 
     def note(self, count: int = 1) -> None:
-        self._value = self.per_second() + count / _MEMORY
+        self._value = self.per_second() + count / _RATE_WINDOW
         self._at = self._clock()
 
     def per_second(self) -> float:
-        return self._value * math.exp((self._at - self._clock()) / _MEMORY)
+        return self._value * math.exp((self._at - self._clock()) / _RATE_WINDOW)
 
 
 @dataclass
 class Reservation:
-    """What was taken. Give it back once; a second time does nothing."""
+    """What an owner holds of a ledger, until `release`."""
 
     ledger: Ledger
     owner: str
     amount: int
 
-    def more(self, amount: int) -> None:
-        """Takes more. Raises `Overloaded`; then what was taken before is still held."""
+    def extend(self, amount: int) -> None:
+        """Reserve more. Raises `Overloaded`, and keeps what was reserved before."""
         self.ledger.check(self.owner, amount, held=self.amount)
         self.ledger.add(self.owner, amount)
         self.amount += amount
 
-    def give_back(self) -> None:
+    def release(self) -> None:
+        """Return the amount. Does nothing the second time."""
         if self.amount:
             self.ledger.remove(self.owner, self.amount)
             self.amount = 0
 
 
 class Ledger:
-    """`what` is what is counted, in words; `limit` its name in the settings and in answers.
+    """`what` says what is counted, for messages; `limit` is its name in the settings.
 
-    Who holds nothing is always let in by its own bound, so that one thing larger than the
-    bound is not refused for ever.
+    An owner that holds nothing always passes its own limit, so that one oversized item can pass.
     """
 
     def __init__(
@@ -92,15 +91,15 @@ class Ledger:
     def held_by(self, owner: str) -> int:
         return self._held[owner]
 
-    def take(self, owner: str, amount: int = 1, *, forced: bool = False) -> Reservation:
-        """Raises `Overloaded`. `forced`: whatever the bounds say."""
+    def reserve(self, owner: str, amount: int = 1, *, forced: bool = False) -> Reservation:
+        """Raises `Overloaded`, unless `forced`."""
         if not forced:
             self.check(owner, amount)
         self.add(owner, amount)
         return Reservation(ledger=self, owner=owner, amount=amount)
 
-    def empty_lease(self, owner: str) -> Reservation:
-        """One that takes its amounts later."""
+    def empty_reservation(self, owner: str) -> Reservation:
+        """Return a reservation of nothing, to be extended."""
         return Reservation(ledger=self, owner=owner, amount=0)
 
     def has_room(self, owner: str, amount: int) -> bool:
@@ -109,7 +108,7 @@ class Ledger:
         )
 
     def check(self, owner: str, amount: int, *, held: int = 0) -> None:
-        """Raises `Overloaded`. `held`: what the same request has taken already."""
+        """Raises `Overloaded`. `held` is what the same request holds already."""
         mine = self._held[owner]
         if mine > held and mine + amount > self._per_owner:
             raise self._overloaded(
@@ -131,7 +130,6 @@ class Ledger:
         self._total += amount
 
     def remove(self, owner: str, amount: int) -> None:
-        """What was held has ended."""
         self._held[owner] -= amount
         self._total -= amount
         self._rate.note(amount)
@@ -142,7 +140,7 @@ class Ledger:
 
     def _overloaded(self, sentence: str, *, rate: Rate | None, waiting: int) -> Overloaded:
         self._refused(self.limit)
-        seconds = wait_for_room(rate.per_second() if rate is not None else 0.0, waiting=waiting)
+        seconds = retry_after(rate.per_second() if rate is not None else 0.0, waiting=waiting)
         return Overloaded(
             f"{sentence}; ask again in {seconds:g} s",
             limit=self.limit,
@@ -151,11 +149,10 @@ class Ledger:
         )
 
 
-def wait_for_room(per_second: float, *, waiting: int) -> float:
-    """Whole seconds until a tenth of what waits has ended, at this rate; between 1 and 10.
-    Where nothing has ended of late, ten ends in a second are supposed.
+def retry_after(per_second: float, *, waiting: int) -> float:
+    """Return the whole seconds, from 1 to 10, in which a tenth of what waits completes.
 
-    Literal example: 1000 wait and 20 end in a second: 5 seconds.
+    Literal example: 1000 wait and 20 complete per second: 5 seconds.
     """
-    seconds = waiting / _ROOM / (per_second if per_second > 0 else _SUPPOSED)
-    return float(math.ceil(min(max(seconds, _SHORTEST_WAIT), _LONGEST_WAIT)))
+    seconds = waiting / 10 / (per_second if per_second > 0 else _ASSUMED_RATE)
+    return float(math.ceil(min(max(seconds, _MIN_RETRY_AFTER), _MAX_RETRY_AFTER)))

@@ -1,15 +1,17 @@
-"""The limits of owners: what one may have at once, and what it is told when it has that much.
+"""The limits of owners: what an owner may have at once, and what it is told beyond that.
 
-Two kinds. What waiting will not mend (runs, checkpoints, …) is `LimitExceeded`, a 403, which
-the SDK raises at once. What will pass (queues, bodies on their way) is `Overloaded`, a 429 that
-says when to come back; its bounds are the ledgers.
+There are two kinds. What does not pass by waiting (runs, checkpoints, …) is `LimitExceeded`, a
+403, which the SDK raises at once: whoever owns the things counts them, and calls `check`. What
+passes (queues, bodies on their way) is `Overloaded`, a 429 with the time to retry after: the
+ledgers count it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
-from gateway.limits.ledger import Ledger, Reservation
+from gateway.limits.ledger import Ledger
 from gateway.metrics import Metrics
 from tandem.errors import LimitExceeded
 from tandem.settings import LimitSettings
@@ -73,36 +75,40 @@ class Quotas:
             raise self._exceeded(what, limit=limit, used=used)
 
     def check_checkpoint_bytes(self, *, used: int, expected: int, replaced: int = 0) -> None:
-        """Raises `LimitExceeded` where an owner's checkpoints would take too many bytes, when one
-        of `expected` bytes is added in place of one of `replaced`. Saves that run at the same
-        time do not count each other, so that several runs can each exceed the limit once."""
+        """Raise `LimitExceeded` if a checkpoint of `expected` bytes, in place of one of
+        `replaced`, is too much for an owner that uses so many bytes.
+
+        Saves that run at the same time do not count each other, so that several runs can each
+        exceed the limit once."""
         limit = self._settings.checkpoint_bytes
         if used - replaced + expected > limit:
             raise self._exceeded(
                 "checkpoint_bytes", limit=limit, used=used, more=f", and {expected} are to come"
             )
 
-    def take_operation(
+    def reserve_operation(
         self, owner: str, *, size: int, held: int, forced: bool
-    ) -> list[Reservation]:
-        """A place in the queue for an operation of `size` bytes, of which memory holds `held`.
-        Raises `Overloaded`, unless it is `forced` in."""
+    ) -> ExitStack[None]:
+        """Reserve room in the queue for an operation of `size` bytes, of which memory holds
+        `held`; closing the result releases it. Raises `Overloaded`, unless `forced`."""
         amounts = ((self.operations, 1), (self.operation_bytes, size), (self.held, held))
-        return self._take(owner, amounts, forced=forced)
+        return self._reserve(owner, amounts, forced=forced)
 
-    def take_sample(self, owner: str, *, size: int) -> list[Reservation]:
-        """A place among the samples that wait, for a request of `size` bytes in memory. Raises
-        `Overloaded`."""
-        return self._take(owner, ((self.samples, 1), (self.held, size)), forced=False)
+    def reserve_sample(self, owner: str, *, size: int) -> ExitStack[None]:
+        """As `reserve_operation`, for a sample whose request has `size` bytes in memory."""
+        return self._reserve(owner, ((self.samples, 1), (self.held, size)), forced=False)
 
-    def _take(
+    def _reserve(
         self, owner: str, amounts: Sequence[tuple[Ledger, int]], *, forced: bool
-    ) -> list[Reservation]:
-        """All of it or nothing."""
+    ) -> ExitStack[None]:
+        """Reserve everything or nothing."""
         if not forced:
             for ledger, amount in amounts:
                 ledger.check(owner, amount)
-        return [ledger.take(owner, amount, forced=True) for ledger, amount in amounts]
+        reserved: ExitStack[None] = ExitStack()
+        for ledger, amount in amounts:
+            reserved.callback(ledger.reserve(owner, amount, forced=True).release)
+        return reserved
 
     def note_refusal(self, limit: str) -> None:
         self._metrics.refusals.labels(limit=limit).inc()
@@ -122,8 +128,3 @@ class Quotas:
         return Ledger(
             limit=limit, what=what, per_owner=per_owner, in_all=in_all, refused=self.note_refusal
         )
-
-
-def give_back(leases: list[Reservation]) -> None:
-    for lease in leases:
-        lease.give_back()

@@ -18,8 +18,8 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.futures.table import Future, Outcome
 from gateway.identifiers import relative_version_folder, request_id_of, run_id_of
-from gateway.limits.ledger import wait_for_room
-from gateway.limits.quotas import Quotas, give_back
+from gateway.limits.ledger import retry_after
+from gateway.limits.quotas import Quotas
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.journal import Journal
 from gateway.runs.operations import (
@@ -265,7 +265,7 @@ class RunRegistry:
         in_memory = payload is None or (
             size <= _SMALL_PAYLOAD and self._limits.held.has_room(run.owner, size)
         )
-        reservations = self._limits.take_operation(
+        reserved = self._limits.reserve_operation(
             run.owner, size=size, held=size if in_memory else 0, forced=forced
         )
         operation = Operation(
@@ -285,16 +285,13 @@ class RunRegistry:
             size=size,
             refused=refused,
         )
-        operation.future.on_end(lambda _outcome: give_back(reservations))
-        with run.arriving(seq_id):
+        with reserved, run.arriving(seq_id):
             try:
                 await self._journal.accept(operation, request=request, payload=payload)
             except IntegrityError:  # the journal has this seq_id; memory has forgotten it
-                give_back(reservations)
                 return request_id
-            except BaseException:
-                give_back(reservations)
-                raise
+            release = reserved.pop_all().close  # not at the end of the block, but of the operation
+        operation.future.on_end(lambda _outcome: release())
         run.dispatcher.put(operation)
         return request_id
 
@@ -302,7 +299,7 @@ class RunRegistry:
         queued, limit = run.dispatcher.queued, self._settings.max_queued_operations
         if queued >= limit:
             self._limits.note_refusal("run_operations")
-            seconds = wait_for_room(run.dispatcher.rate, waiting=queued)
+            seconds = retry_after(run.dispatcher.rate, waiting=queued)
             raise Overloaded(
                 f"{queued} operations of this run wait already, {limit} at most "
                 f"(TANDEM_MAX_QUEUED_OPERATIONS); ask again in {seconds:g} s",

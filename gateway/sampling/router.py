@@ -15,8 +15,8 @@ from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import WeightVersion
 from gateway.fair_queue import FairStarter
 from gateway.futures.table import Future
-from gateway.limits.ledger import wait_for_room
-from gateway.limits.quotas import Quotas, give_back
+from gateway.limits.ledger import retry_after
+from gateway.limits.quotas import Quotas
 from gateway.metrics import Metrics
 from gateway.sampling.sampler import Sample, Sampler
 from gateway.sampling.sessions import SamplingSession, SamplingSessionRegistry
@@ -123,7 +123,7 @@ class SamplerRouter:
         waiting = sampler.waiting
         if waiting >= self._settings.max_waiting_samples:
             self._limits.note_refusal("sampler_samples")
-            seconds = wait_for_room(sampler.rate, waiting=waiting)
+            seconds = retry_after(sampler.rate, waiting=waiting)
             raise Overloaded(
                 f"{waiting} samples wait at this sampler already "
                 f"(TANDEM_MAX_WAITING_SAMPLES); ask again in {seconds:g} s",
@@ -131,8 +131,8 @@ class SamplerRouter:
                 retry_after=seconds,
                 position=waiting + 1,
             )
-        leases = self._limits.take_sample(future.owner, size=request.ByteSize())
-        future.on_end(lambda _outcome: give_back(leases))
+        reserved = self._limits.reserve_sample(future.owner, size=request.ByteSize())
+        future.on_end(lambda _outcome: reserved.close())
         sample = Sample(future=future, request=request, tell=tell)
         sampler.add(sample)
         self._starter.put(future.owner, lambda: sampler.start(sample))

@@ -109,7 +109,7 @@ class Run:
                 if number > first and (number - first) % _TOLD_EVERY == 0:
                     print(f"{number - first} of {requests} requests", file=sys.stderr, flush=True)
             self._change(world, cases)
-            wait_for(lambda: gate.gateway.results.bytes_held == 0)  # unfetched ones are given up
+            wait_for(lambda: gate.gateway.futures.bytes_held == 0)  # unfetched ones are given up
             self.growth = resident_bytes() - warm
             if self.growth > GROWTH:
                 self._fault(f"memory grew by {self.growth / 2**20:.0f} MiB")

@@ -16,12 +16,12 @@ from gateway.api.request_body import MOST_TOKENS, MOST_VALUES, parse
 from gateway.api.tinker.sample_body import Sample
 from gateway.api.tinker.service import TelemetryBatch
 from gateway.futures.completion_feed import _MOST_TARGETS, CompletionFeed, Target
-from gateway.futures.result_store import ResultStore
 from gateway.futures.table import FutureTable
+from gateway.metrics import Metrics
 from gateway.sessions.registry import NewSession
 from gateway.storage.tables import operations
 from tandem.errors import LimitExceeded, PayloadTooLarge
-from tests.support.gateway.running import KEY, make_model, no_counts, running_gateway
+from tests.support.gateway.running import KEY, make_model, running_gateway
 
 
 @pytest.fixture(scope="module")
@@ -205,10 +205,10 @@ def test_an_old_export_of_a_session_gives_way(gate):
 
 
 async def test_clients_that_call_themselves_ever_new_names_hold_a_bounded_memory(tmp_path):
-    results = ResultStore(
-        folder=tmp_path, bytes_in_memory=1, most_samples=1, metrics=no_counts()._metrics
+    futures = FutureTable(
+        folder=tmp_path, result_ttl=60, bytes_in_memory=1, max_samples=1, metrics=Metrics()
     )
-    completions = CompletionFeed(futures=FutureTable(result_ttl=60, keeper=results), idle_ttl=3600)
+    completions = CompletionFeed(futures=futures, idle_ttl=3600)
     for client in range(_MOST_TARGETS + 10):
         target = Target("s:sample:0", client)
         assert await completions.poll(target, after=0, timeout=0, retrieved=())

@@ -35,7 +35,7 @@ def test_owners_take_turns_and_each_is_served_in_its_own_order():
 
 def test_a_start_of_another_owner_comes_within_one_round_of_a_flood():
     async def starts() -> list[str]:
-        starter, order = FairStarter(slice_size=4), []
+        starter, order = FairStarter(calls_at_once=4), []
         for n in range(FLOOD):
             starter.put("ann", lambda n=n: order.append(f"ann {n}"))
         for _ in range(3):

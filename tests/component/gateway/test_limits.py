@@ -9,7 +9,7 @@ import tinker
 from tinker import types
 
 from gateway.auth.keys import NewKey
-from gateway.limits.ledger import Ledger, Rate, wait_for_room
+from gateway.limits.ledger import Ledger, Rate, retry_after
 from tandem.errors import Overloaded
 from tests.support.custom_losses import request_body, traced
 from tests.support.gateway.running import (
@@ -325,7 +325,7 @@ def test_samples_that_nobody_fetches_leave_memory_and_can_still_be_fetched(tmp_p
         futures = gate.gateway.futures
         wait_for(lambda: all(futures.get(each).ended for each in ids))
         wait_for(lambda: sum(futures.get(each).outcome.file is not None for each in ids) >= 17)
-        assert gate.gateway.results.bytes_held <= 50_000
+        assert gate.gateway.futures.bytes_held <= 50_000
         folder = gate.settings.data_dir / "results" / "samples"
         assert sum(len(futures.get(each).outcome.body) for each in ids) <= 50_000
         fetched = [gate.retrieve(each) for each in ids]
@@ -357,7 +357,7 @@ def test_results_of_operations_leave_memory_for_the_log(tmp_path):
                 message += _datum_bytes(100)
             client.post("/api/v1/forward_backward", content=message, headers=PROTO)
         wait_for(lambda: gate.gateway.limits.operations.total == 0)
-        wait_for(lambda: gate.gateway.results.bytes_held <= 5000)
+        wait_for(lambda: gate.gateway.futures.bytes_held <= 5000)
         bodies = [gate.retrieve(f"{run_id}:{seq}").content for seq in range(1, 11)]
         assert len(set(bodies)) == 1
         assert len(bodies[0]) > 16_000
@@ -382,31 +382,31 @@ def ledger(**bounds) -> Ledger:
 
 def test_a_ledger_bounds_each_owner_and_all_together():
     things = ledger(per_owner=3, in_all=5)
-    leases = [things.take("ann") for _ in range(3)]
+    reserved = [things.reserve("ann") for _ in range(3)]
     with pytest.raises(Overloaded, match="of this owner"):
-        things.take("ann")
-    things.take("bea", 2)
+        things.reserve("ann")
+    things.reserve("bea", 2)
     with pytest.raises(Overloaded, match="of all owners"):
-        things.take("cia")
-    leases[0].give_back()
-    leases[0].give_back()
+        things.reserve("cia")
+    reserved[0].release()
+    reserved[0].release()
     assert (things.held_by("ann"), things.total) == (2, 4)
-    things.take("cia")
+    things.reserve("cia")
 
 
 def test_one_thing_that_is_larger_than_the_bound_is_let_in_alone():
     things = ledger(per_owner=3, in_all=3)
-    lease = things.take("ann", 10)
+    reservation = things.reserve("ann", 10)
     with pytest.raises(Overloaded):
-        things.take("ann", 1)
-    lease.give_back()
+        things.reserve("ann", 1)
+    reservation.release()
     assert things.total == 0
 
 
 def test_the_time_to_wait_follows_the_measured_rate_and_is_bounded():
-    assert wait_for_room(20, waiting=1000) == 5
-    assert wait_for_room(1000, waiting=10) == 1
-    assert wait_for_room(0.001, waiting=1000) == 10
+    assert retry_after(20, waiting=1000) == 5
+    assert retry_after(1000, waiting=10) == 1
+    assert retry_after(0.001, waiting=1000) == 10
     now = [0.0]
     rate = Rate(clock=lambda: now[0])
     for _ in range(3000):
