@@ -11,19 +11,8 @@ import time
 from typing import cast
 
 import orjson
+import sqlalchemy as sa
 from pydantic import BaseModel, Field
-from sqlalchemy import (
-    Column,
-    Float,
-    Index,
-    LargeBinary,
-    String,
-    Table,
-    delete,
-    func,
-    insert,
-    select,
-)
 from sqlalchemy.exc import IntegrityError
 
 from gateway.api.dependencies import AccessDep, AuditDep, CallerDep, GatewayDep, RawBody
@@ -41,15 +30,15 @@ from tandem.errors import CustomLossInvalid, SessionFinished, UnknownLoss, Unkno
 MAX_LOSSES = 256
 """Custom losses per session."""
 
-_losses = Table(
+_losses = sa.Table(
     "custom_losses",
     metadata,
-    Column("id", String(100), primary_key=True),  # SESSION:loss:NUMBER
-    Column("session_id", String(64), nullable=False),
-    Column("name", String(200), nullable=False),
-    Column("definition", LargeBinary, nullable=False),  # the body of create_custom_loss
-    Column("created_at", Float, nullable=False),
-    Index("custom_losses_by_session", "session_id"),
+    sa.Column("id", sa.String(100), primary_key=True),  # SESSION:loss:NUMBER
+    sa.Column("session_id", sa.String(64), nullable=False),
+    sa.Column("name", sa.String(200), nullable=False),
+    sa.Column("definition", sa.LargeBinary, nullable=False),  # the body of create_custom_loss
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Index("custom_losses_by_session", "session_id"),
 )
 
 
@@ -90,7 +79,7 @@ class CustomLossStore:
                 "created_at": time.time(),
             }
             try:
-                await self._database.write(insert(_losses), row)
+                await self._database.write(sa.insert(_losses), row)
                 return loss_id
             except IntegrityError:  # the same request arrived twice at once
                 stored = await self._find(loss_id)
@@ -125,18 +114,18 @@ class CustomLossStore:
 
     async def end_session(self, session_id: str) -> None:
         """Delete the session's losses."""
-        await self._database.write(delete(_losses).where(_losses.c.session_id == session_id))
+        await self._database.write(sa.delete(_losses).where(_losses.c.session_id == session_id))
 
     async def _find(self, loss_id: str) -> bytes | None:
         row = await self._database.read_one(
-            select(_losses.c.definition).where(_losses.c.id == loss_id)
+            sa.select(_losses.c.definition).where(_losses.c.id == loss_id)
         )
         return None if row is None else bytes(row["definition"])
 
     async def _check_limits(self, session_id: str, *, owner: str) -> None:
-        of_session = func.count().filter(_losses.c.session_id == session_id)
+        of_session = sa.func.count().filter(_losses.c.session_id == session_id)
         row = await self._database.read_one(
-            select(func.count().label("of_owner"), of_session.label("of_session"))
+            sa.select(sa.func.count().label("of_owner"), of_session.label("of_session"))
             .select_from(_losses.join(sessions, sessions.c.id == _losses.c.session_id))
             .where(sessions.c.owner == owner, sessions.c.state == "active")
         )

@@ -26,7 +26,8 @@ def cross_entropy(
     """-Σ w·p, where p is the log probability of the target token and w its weight.
 
     `logprobs` and `weights` are [E]: one entry for each of a datum's [N] or [N, K] targets.
-    The SDK's custom losses send w = -dC/dp through here, so weights may be of either sign.
+    A loss C that the SDK differentiates on the client arrives as w = -dC/dp, so that weights may be
+    of either sign.
     With `aggregation` "token_mean" it is the mean over entries whose weight is not 0.
     """
     weights = inputs["weights"]

@@ -73,7 +73,7 @@ class Operations:
             batch = _read_batch(message, request, trainer)
             trainer.control.broadcast(Op.FORWARD_BACKWARD, request.SerializeToString())
             self._held = self._held or not forward_only
-            computed = trainer.forward_backward(batch)  # a custom loss may fail on its datums
+            computed = trainer.forward_backward(batch)  # a loss may fail on its datums
         except UserError as error:
             if not forward_only:
                 self._refused = error.message

@@ -8,13 +8,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.support.gateway.running import KEY, datum, make_model, running_gateway
-
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("audit"), session_ttl=600) as gate:
-        yield gate
+from tests.support.gateway.running import KEY, datum, make_model
 
 
 @pytest.fixture

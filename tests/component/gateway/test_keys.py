@@ -23,12 +23,6 @@ from tests.support.gateway.running import KEY, running_gateway, settings_for, wa
 OWN = "/api/tandem/v1"
 
 
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("keys"), session_ttl=600) as gate:
-        yield gate
-
-
 def new(role: str = "member", **about) -> NewKey:
     return NewKey(owner="ann", role=role, **about)
 
