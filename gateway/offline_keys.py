@@ -1,9 +1,9 @@
-"""Keys of a data directory that no gateway uses now: `python -m gateway.offline_keys`.
+"""Manages the keys of a data directory that no gateway uses: `python -m gateway.offline_keys`.
 
-The `tandem keys` command starts it, and asks the gateway instead where one runs. A request comes
-as JSON on standard input, so that nothing of it is in an argument, and the answer is JSON on
-standard output: what the routes of `api/tandem/keys.py` answer, or `{"error"}` with exit status 1.
-What changes something leaves its line in the audit log, as it does there.
+The `tandem keys` command starts it when no gateway runs. It reads one request as JSON from
+standard input, so that no argument shows any of it, and writes as JSON to standard output what the
+routes of `api/tandem/keys.py` answer, or `{"error"}` with exit status 1. Changes are recorded in
+the audit log, as they are there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from gateway.api.tandem.keys import CreateKey, described
+from gateway.api.tandem.keys import described
 from gateway.auth.audit import AuditLog
 from gateway.auth.identity import urn_of
 from gateway.auth.keys import LOCAL_OWNER, KeyStore, NewKey
@@ -30,12 +30,12 @@ from tandem.telemetry import configure_logging
 
 class Request(BaseModel):
     action: Literal["create", "list", "revoke"]
-    create: CreateKey | None = None
+    create: NewKey | None = None
     key_id: str = ""
 
 
 async def answer(request: Request, settings: GatewaySettings) -> dict[str, object]:
-    """Raises a `TandemError`: also where a gateway uses the directory after all."""
+    """Raise a `TandemError`, also if a gateway uses the directory after all."""
     with locked_data_directory(settings.data_dir):
         database = Database.at(url=settings.database_url, data_dir=settings.data_dir)
         try:
@@ -51,10 +51,7 @@ async def answer(request: Request, settings: GatewaySettings) -> dict[str, objec
 
 async def _carry_out(request: Request, keys: KeyStore) -> dict[str, object]:
     if request.create is not None:
-        new = request.create
-        key, secret = await keys.create(
-            NewKey(owner=new.owner, role=new.role, name=new.name, expires_in=new.expires_in)
-        )
+        key, secret = await keys.create(request.create)
         return {**described(keys, key).model_dump(), "key": secret}
     if request.action == "revoke":
         return described(keys, await keys.revoke(request.key_id)).model_dump()
@@ -62,7 +59,7 @@ async def _carry_out(request: Request, keys: KeyStore) -> dict[str, object]:
 
 
 def _record(audit: AuditLog, request: Request, said: Mapping[str, object]) -> None:
-    """Who may do this is this machine's admin. Nothing came over a connection: no address."""
+    """Record a change as one by this machine's admin, without an address."""
     if request.action == "list":
         return
     audit.record(
@@ -77,7 +74,7 @@ def _record(audit: AuditLog, request: Request, said: Mapping[str, object]) -> No
 
 def main() -> int:
     configure_logging(service="gateway", level="warning")
-    os.umask(0o077)  # as the gateway itself: it may be the first to make these files
+    os.umask(0o077)  # as in the gateway: this may be the first process to make these files
     settings = GatewaySettings()
     settings = settings.model_copy(update={"data_dir": settings.data_dir.resolve()})
     try:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import orjson
 from sqlalchemy import ColumnElement, delete, insert, or_, select
 
-from gateway.storage.database import Database
+from gateway.storage.database import Database, from_row
 from gateway.storage.tables import audit
 from tandem.telemetry import without_credentials
 
@@ -114,11 +114,7 @@ class AuditLog:
             select(audit).where(*wanted).order_by(audit.c.id.desc()).limit(_MAX_ENTRIES)
         )
         return [
-            Entry(
-                **{name: row[name] for name in ("at", "actor", "action", "target", "address")},
-                status=row["status"],
-                detail=orjson.loads(row["detail"] or "{}"),
-            )
+            from_row(Entry, row, detail=orjson.loads(row["detail"] or "{}"))
             for row in reversed(rows)
         ]
 

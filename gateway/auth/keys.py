@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import re
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from ipaddress import ip_address
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import AfterValidator, BaseModel, Field
 from sqlalchemy import bindparam, insert, select, update
 
-from gateway.storage.database import Database
+from gateway.storage.database import Database, from_row
 from gateway.storage.tables import keys
 from tandem.errors import InvalidRequest, UnknownKey
 from tandem.settings import GatewaySettings
@@ -32,7 +32,6 @@ LOCAL_OWNER = "local"
 LONGEST_LIFE = 10 * 366 * 86_400.0
 """Seconds until a key expires, at most."""
 
-_OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
 _SECRET_BYTES = 32
 _NO_DIGEST = bytes(32)
 
@@ -67,14 +66,19 @@ class Key:
 _STORED = [field.name for field in fields(Key) if field.name in keys.c]
 
 
-@dataclass(frozen=True)
-class NewKey:
-    """A key to create. `expires_in` is in seconds; None for a key that does not expire."""
+def _printable(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError("the name of a key has printable characters only")
+    return name
 
-    owner: str
+
+class NewKey(BaseModel):
+    """A key to make. `expires_in` is in seconds; without it, the key does not expire."""
+
+    owner: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}$")
     role: Role
-    name: str = ""
-    expires_in: float | None = None
+    name: Annotated[str, Field(max_length=100), AfterValidator(_printable)] = ""
+    expires_in: float | None = Field(None, gt=0, le=LONGEST_LIFE, allow_inf_nan=False)
 
 
 class KeyStore:
@@ -87,7 +91,7 @@ class KeyStore:
 
     async def open(self) -> None:
         for row in await self._database.read(select(keys)):
-            self._keys[row["id"]] = Key(**{name: row[name] for name in _STORED})
+            self._keys[row["id"]] = from_row(Key, row)
             if row["last_used_at"] is not None:
                 self._used[row["id"]] = row["last_used_at"]
 
@@ -138,8 +142,7 @@ class KeyStore:
         return any(not key.local and self.ended(key) is None for key in self._keys.values())
 
     async def create(self, new: NewKey) -> tuple[Key, str]:
-        """Return the new key and its secret, which is not kept. Raise `InvalidRequest`."""
-        _check(new)
+        """Return the new key and its secret, which is not kept."""
         secret = f"tml-{secrets.token_urlsafe(_SECRET_BYTES)}"
         digest = digest_of(secret.encode())
         now = self._clock()
@@ -217,18 +220,3 @@ def digest_of(secret: bytes) -> bytes:
 def id_of(digest: bytes) -> str:
     """Literal example: `k-9f86d081884c`."""
     return f"k-{digest[:6].hex()}"
-
-
-def _check(new: NewKey) -> None:
-    if not _OWNER.fullmatch(new.owner):
-        raise InvalidRequest(
-            f"the owner {new.owner[:80]!r} is not allowed: 1 to 64 of A-Z a-z 0-9 . _ @ + -, "
-            "with a letter or digit in front"
-        )
-    if len(new.name) > 100 or not new.name.isprintable():
-        raise InvalidRequest("the name of a key has 100 printable characters at most")
-    if new.expires_in is not None and not 0 < new.expires_in <= LONGEST_LIFE:
-        raise InvalidRequest(
-            f"a key cannot expire after {new.expires_in:g} s; it lives for more than 0 and at "
-            f"most {LONGEST_LIFE:.0f} s (ten years)"
-        )

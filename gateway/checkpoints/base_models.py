@@ -11,7 +11,7 @@ from pathlib import Path
 from sqlalchemy import delete, insert, select
 
 from gateway.identifiers import check_model_name
-from gateway.storage.database import Database
+from gateway.storage.database import Database, from_row
 from gateway.storage.tables import models
 from tandem.errors import InvalidRequest, UnknownModel
 
@@ -37,7 +37,7 @@ class BaseModels:
 
     async def open(self) -> None:
         for row in await self._database.read(select(models).order_by(models.c.name)):
-            self._entries[row["name"]] = BaseModelEntry(**row)
+            self._entries[row["name"]] = from_row(BaseModelEntry, row)
 
     def all(self) -> list[BaseModelEntry]:
         return list(self._entries.values())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sqlalchemy import (
@@ -36,7 +36,7 @@ from gateway.identifiers import (
     relative_version_folder,
 )
 from gateway.limits.quotas import Quotas
-from gateway.storage.database import Database
+from gateway.storage.database import Database, from_row
 from gateway.storage.tables import checkpoints, runs
 from tandem.errors import UnknownWeights
 from tandem.worker import TrainingSpec
@@ -208,22 +208,14 @@ class CheckpointCatalog:
         group = (runs.c.project_id, checkpoints.c.owner)
         rows = await self._database.read(
             select(
-                *group, func.count().label("found"), func.sum(checkpoints.c.bytes).label("bytes")
+                *group, func.count().label("count"), func.sum(checkpoints.c.bytes).label("bytes")
             )
             .join(runs, runs.c.id == checkpoints.c.run_id)
             .where(*wanted)
             .group_by(*group)
             .order_by(*group)
         )
-        return [
-            StorageUse(
-                project_id=row["project_id"],
-                owner=row["owner"],
-                count=row["found"],
-                bytes=int(row["bytes"]),
-            )
-            for row in rows
-        ]
+        return [from_row(StorageUse, row, bytes=int(row["bytes"])) for row in rows]
 
     async def set_public(self, checkpoint: Checkpoint, *, public: bool) -> None:
         await self._update(checkpoint, public=public)
@@ -283,8 +275,7 @@ def insert_row(checkpoint: Checkpoint) -> Insert:
 
 
 def checkpoint_of(row: RowMapping) -> Checkpoint:
-    values = {field.name: row[field.name] for field in fields(Checkpoint)}
-    return Checkpoint(**{**values, "path": parse_checkpoint_path(row["path"])})
+    return from_row(Checkpoint, row, path=parse_checkpoint_path(row["path"]))
 
 
 def not_expired() -> ColumnElement[bool]:

@@ -6,14 +6,14 @@ import asyncio
 import json
 import shutil
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 from sqlalchemy import Insert, insert, select
 
 from gateway.checkpoints.catalog import Checkpoint
-from gateway.storage.database import Database
+from gateway.storage.database import Database, from_row
 from gateway.storage.tables import weight_versions
 from tandem.errors import CheckpointDamaged, StorageFull, UnknownWeights
 from tandem.v1 import common_pb2
@@ -61,15 +61,14 @@ class VersionStore:
 
     async def version(self, name: str) -> WeightVersion:
         """Raise `UnknownWeights` for a version that never existed or was collected."""
-        columns = [weight_versions.c[field.name] for field in fields(WeightVersion)]
         row = await self._database.read_one(
-            select(*columns).where(
+            select(weight_versions).where(
                 weight_versions.c.name == name, weight_versions.c.collected_at.is_(None)
             )
         )
         if row is None:
             raise UnknownWeights(f"there is no weight version {name!r}")
-        return WeightVersion(**row)
+        return from_row(WeightVersion, row)
 
     async def created_at(self, name: str) -> float:
         """Return seconds since 1970, 0 for a version that never existed."""

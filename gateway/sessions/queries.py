@@ -1,4 +1,4 @@
-"""Queries of sessions, active or ended: whose they are, and what they hold.
+"""Queries of sessions, active or ended: their owners and contents.
 
 `owned` is what belongs to the caller; `accessible` is what the caller may see (everything, for an
 admin). A session that the caller may not see is reported as if it did not exist.
@@ -13,7 +13,7 @@ from sqlalchemy import RowMapping, select
 
 from gateway.auth.identity import Caller, Scope, visible
 from gateway.sessions.metadata import text_metadata
-from gateway.storage.database import Database
+from gateway.storage.database import Database, from_row
 from gateway.storage.tables import runs, sampling_sessions, sessions
 from tandem.errors import UnknownSession
 
@@ -47,7 +47,7 @@ class SessionQueries:
     async def session(
         self, session_id: str, caller: Caller, *, scope: Scope = "accessible"
     ) -> SessionRecord:
-        """Raises `UnknownSession`."""
+        """Return a session. Raise `UnknownSession`."""
         row = await self._database.read_one(
             select(sessions).where(
                 sessions.c.id == session_id, visible(sessions.c.owner, caller, scope)
@@ -58,8 +58,8 @@ class SessionQueries:
         return session_of(row)
 
     async def contents(self, session_id: str, caller: Caller, *, scope: Scope) -> SessionContents:
-        """The session with its runs and sampling sessions, in the order of their creation.
-        Raises `UnknownSession`."""
+        """Return a session with its runs and sampling sessions, by creation. Raise
+        `UnknownSession`."""
         session = await self.session(session_id, caller, scope=scope)
         await self._database.flush()
         found_runs = await self._database.read(
@@ -81,7 +81,7 @@ class SessionQueries:
     async def session_ids(
         self, caller: Caller, *, scope: Scope, limit: int, offset: int
     ) -> list[str]:
-        """A page of sessions, newest first."""
+        """Return a page of session ids, newest first."""
         rows = await self._database.read(
             select(sessions.c.id)
             .where(visible(sessions.c.owner, caller, scope))
@@ -93,14 +93,4 @@ class SessionQueries:
 
 
 def session_of(row: RowMapping) -> SessionRecord:
-    return SessionRecord(
-        id=row["id"],
-        state=row["state"],
-        reason=row["reason"],
-        detail=row["detail"],
-        display_name=row["display_name"],
-        user_metadata=text_metadata(row["user_metadata"]),
-        project_id=row["project_id"],
-        owner=row["owner"],
-        created_at=row["created_at"],
-    )
+    return from_row(SessionRecord, row, user_metadata=text_metadata(row["user_metadata"]))

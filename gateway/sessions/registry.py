@@ -12,7 +12,7 @@ from sqlalchemy import insert, select, update
 from gateway.identifiers import new_session_id
 from gateway.limits.quotas import Quotas
 from gateway.sessions.metadata import text_metadata
-from gateway.storage.database import Database
+from gateway.storage.database import Database, from_row
 from gateway.storage.tables import runs, sessions
 from tandem.errors import SessionFinished
 
@@ -58,13 +58,7 @@ class SessionRegistry:
 
     async def open(self) -> None:
         for row in await self._database.read(select(sessions).where(sessions.c.state == "active")):
-            self._active[row["id"]] = Session(
-                id=row["id"],
-                created_at=row["created_at"],
-                display_name=row["display_name"],
-                owner=row["owner"],
-                project_id=row["project_id"],
-            )
+            self._active[row["id"]] = from_row(Session, row)
 
     def all(self) -> list[Session]:
         return list(self._active.values())

@@ -15,9 +15,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sqlalchemy import Executable, RowMapping, Select, Table, event, make_url
 from sqlalchemy.dialects import postgresql, sqlite
@@ -28,6 +28,9 @@ from gateway.fair_queue import FairQueue
 from gateway.storage.migrations import upgrade
 from tandem.telemetry import get_log
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 _BUSY_TIMEOUT_MS = 10_000
 _MAX_BATCH = 512
 _MAX_BATCH_BYTES = 32 * 2**20
@@ -36,6 +39,7 @@ _MAX_BATCH_BYTES = 32 * 2**20
 Row = Mapping[str, object]
 FileWork = Callable[[], None]
 Value = TypeVar("Value")
+Record = TypeVar("Record", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -248,6 +252,13 @@ async def _execute(connection: AsyncConnection, batch: Sequence[_Write]) -> None
         with suppress(SQLAlchemyError):
             await connection.rollback()
         raise
+
+
+def from_row(type_: type[Record], row: RowMapping, **changes: object) -> Record:
+    """Build a dataclass from the columns that have the names of its fields, and from `changes`."""
+    make: Callable[..., Record] = type_
+    values = {field.name: row[field.name] for field in fields(type_) if field.name in row}
+    return make(**values | changes)
 
 
 def _try_each(work: Sequence[FileWork]) -> list[Exception | None]:

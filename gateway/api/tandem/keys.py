@@ -5,24 +5,14 @@ from __future__ import annotations
 from typing import Literal
 
 from fastapi import Response
-from pydantic import BaseModel, Field
 
 from gateway.api.dependencies import AuditDep, GatewayDep
 from gateway.api.fields import Answer, PathText, Time
 from gateway.api.routing import Router
-from gateway.auth.keys import LONGEST_LIFE, Key, KeyStore, NewKey, Role
+from gateway.auth.keys import Key, KeyStore, NewKey, Role
 from tandem.errors import UnknownKey
 
 router = Router("/api/tandem/v1", tag="Tandem")
-
-
-class CreateKey(BaseModel):
-    """`expires_in` in seconds; absent: the key does not expire."""
-
-    owner: str = Field(min_length=1, max_length=64)
-    role: Role
-    name: str = Field("", max_length=100)
-    expires_in: float | None = Field(None, gt=0, le=LONGEST_LIFE, allow_inf_nan=False)
 
 
 class KeyInfo(Answer):
@@ -64,12 +54,10 @@ async def list_keys(gateway: GatewayDep) -> KeyList:
     rules=["An owner's name is of letters, digits and `._@+-`."],
 )
 async def create_key(
-    body: CreateKey, gateway: GatewayDep, audit: AuditDep, response: Response
+    body: NewKey, gateway: GatewayDep, audit: AuditDep, response: Response
 ) -> NewKeyInfo:
     """Make a key."""
-    key, secret = await gateway.keys.create(
-        NewKey(owner=body.owner, role=body.role, name=body.name, expires_in=body.expires_in)
-    )
+    key, secret = await gateway.keys.create(body)
     audit.note(key.id, owner=key.owner, role=key.role)
     response.headers["Cache-Control"] = "no-store"
     return NewKeyInfo(**described(gateway.keys, key).model_dump(), key=secret)

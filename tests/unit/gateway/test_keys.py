@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 from sqlalchemy import select
 
 from gateway.auth.keys import KeyStore, NewKey, digest_of, id_of, is_loopback
@@ -87,13 +88,13 @@ async def test_the_last_use_is_written_behind_and_once_for_many_uses(database):
 async def test_what_cannot_be_a_key_is_refused_with_what_is_wrong(database):
     keys = KeyStore(database=database)
     for owner in ("", "../x", "a b", "-a", "a" * 65, "\u00e9", "a/b", "a\n"):
-        with pytest.raises(InvalidRequest, match="the owner"):
-            await keys.create(NewKey(owner=owner, role="member"))
-    with pytest.raises(InvalidRequest, match="name of a key"):
-        await keys.create(new(name="a\x1b[31m"))
+        with pytest.raises(ValidationError, match="owner"):
+            NewKey(owner=owner, role="member")
+    with pytest.raises(ValidationError, match="name of a key"):
+        new(name="a\x1b[31m")
     for expires_in in (0.0, -1.0, 1e12, float("nan")):
-        with pytest.raises(InvalidRequest, match="expire"):
-            await keys.create(new(expires_in=expires_in))
+        with pytest.raises(ValidationError, match="expires_in"):
+            new(expires_in=expires_in)
     with pytest.raises(UnknownKey, match="k-000000000000"):
         await keys.revoke("k-000000000000")
     with pytest.raises(InvalidRequest, match="local key"):
