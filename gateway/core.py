@@ -1,4 +1,4 @@
-"""The gateway as a whole: how its parts are put together, and what concerns all of them."""
+"""The gateway as a whole: how it is made of its parts, and what concerns all of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import VersionStore
 from gateway.futures.completion_feed import CompletionFeed
 from gateway.futures.table import FutureTable, Outcome
-from gateway.gauges import watch_parts
+from gateway.gauges import register_gauges
 from gateway.limits.quotas import Quotas
 from gateway.metrics import Metrics
 from gateway.runs.journal import Journal
@@ -233,7 +233,7 @@ class Gateway:
         )
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._log = get_log()
-        watch_parts(
+        register_gauges(
             metrics,
             sessions=self.sessions,
             runs=self.runs,
@@ -269,9 +269,9 @@ class Gateway:
         self.keys.write_uses()
 
     async def end_session(self, *, session_id: str, state: str, reason: str, detail: str) -> None:
-        """Ends a session; returns when its workers are stopped and its unnamed files are gone.
+        """End a session; return when its workers are stopped and its unnamed files are removed.
 
-        Asked twice, both wait for the one end, and the first reason counts.
+        Idempotent: repeated calls wait for the same end, and the first reason counts.
         """
         task = self._ending.get(session_id)
         if task is None:
@@ -290,7 +290,8 @@ class Gateway:
         return outcome
 
     async def collect(self, run_id: str) -> bool:
-        """Removes the run's files that nothing names or uses. False: some are still in use."""
+        """Remove the run's files that nothing names or uses. Return False if some are unnamed and
+        still in use."""
         if self.runs.get(run_id) is None:
             return await self.collector.collect_ended(run_id)
         return await self.collector.collect(run_id)
@@ -301,7 +302,7 @@ class Gateway:
                 await self.sessions.end(
                     session_id=session_id, state=state, reason=reason, detail=detail
                 )
-            finally:  # should the database refuse, its workers stop all the same
+            finally:  # its workers stop even if the database refuses the write
                 self._log.info(
                     "session_ended",
                     session_id=session_id,

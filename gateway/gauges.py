@@ -1,4 +1,4 @@
-"""What the metrics tell of what there is now, asked for at each scrape."""
+"""Gauges that are computed at each scrape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gateway.sessions.registry import SessionRegistry
 from gateway.workers.fleet import Fleet
 
 
-def watch_parts(
+def register_gauges(
     metrics: Metrics,
     *,
     sessions: SessionRegistry,
@@ -23,7 +23,7 @@ def watch_parts(
     futures: FutureTable,
     limits: Quotas,
 ) -> None:
-    """Adds a gauge for each count of things in these parts."""
+    """Register a gauge for each count of things in these parts."""
     gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (
         ("sessions", "Active sessions.", lambda: len(sessions.all())),
         (
@@ -42,26 +42,26 @@ def watch_parts(
             "Samples that have not ended.",
             lambda: sum(sampler.waiting for sampler in samplers.all()),
         ),
-        ("futures", "Results and promises in memory.", lambda: len(futures)),
+        ("futures", "Futures in memory, with and without a result.", lambda: len(futures)),
         (
             "queued_bytes",
-            "Payloads of operations that have not ended, on the disk.",
+            "Bytes of the payloads on disk of operations that have not ended.",
             lambda: limits.operation_bytes.total,
         ),
-        ("held_bytes", "Requests that wait in memory.", lambda: limits.held.total),
+        ("held_bytes", "Bytes of the requests that wait in memory.", lambda: limits.held.total),
         (
             "body_bytes",
-            "Bodies that are being received or handled.",
+            "Bytes of the bodies that are being received or handled.",
             lambda: limits.bodies.total,
         ),
         (
             "open_requests",
-            "Requests that are being answered, long polls among them.",
+            "Requests that are being answered, including long polls.",
             lambda: limits.requests.total,
         ),
         (
             "result_bytes",
-            "Results in memory that nobody has fetched yet.",
+            "Bytes of the results in memory that nobody has fetched yet.",
             lambda: futures.bytes_held,
         ),
     )

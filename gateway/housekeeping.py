@@ -1,4 +1,4 @@
-"""What is done again and again: sessions without heartbeat, idle samplers, old results."""
+"""What is done periodically: expiry of sessions, results, checkpoints and idle samplers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _WORKER_ROWS_KEPT = 7 * 86_400.0
 
 
 class Housekeeping:
-    """Level-triggered: each round looks at what is, and a round that failed is logged and
-    leaves its work to the next."""
+    """Level-triggered: each round looks at the current state. A round that fails is logged, and
+    the next one does its work."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -25,7 +25,7 @@ class Housekeeping:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Does its rounds until the end of the block."""
+        """Do a round every `reaper_interval` seconds while the block runs."""
         task = asyncio.create_task(self._run(), name="housekeeping")
         try:
             yield
@@ -47,12 +47,12 @@ class Housekeeping:
                 if time.monotonic() >= next_housekeeping:
                     next_housekeeping = time.monotonic() + _HOUSEKEEPING_INTERVAL
                     await self.keep_house()
-            except Exception:  # noqa: BLE001 - the reaper must outlive one bad round
-                self._log.exception("reaper_round_failed")
+            except Exception:  # noqa: BLE001 - the next round must come all the same
+                self._log.exception("housekeeping_failed")
             await asyncio.sleep(interval)
 
     async def expire_sessions(self) -> None:
-        """Ends the sessions whose heartbeats stopped."""
+        """End the sessions whose heartbeats stopped."""
         sessions = self._gateway.sessions
         await asyncio.gather(
             *(
@@ -67,7 +67,7 @@ class Housekeeping:
         )
 
     def sweep_futures(self) -> None:
-        """Gives up results that were fetched, or that nobody wants."""
+        """Drop results that were fetched, or not fetched in time."""
         gone = self._gateway.futures.sweep()
         self._gateway.completions.sweep()
         self._gateway.journal.forget(
@@ -77,13 +77,14 @@ class Housekeeping:
         )
 
     async def expire_checkpoints(self) -> None:
-        """Takes the names of expired checkpoints away, and removes the files of what lost its
-        name since the last round, as far as nothing uses them."""
+        """Delete the names of expired checkpoints, and remove the unused files of what lost its
+        name since the last round."""
         await self._gateway.checkpoints.expire()
         await self._collect(self._gateway.checkpoints.take_marked())
 
     async def keep_house(self) -> None:
-        """Idle sampling sessions, unnamed versions, what was still in use, expired results."""
+        """Do what is needed less often: idle sampling sessions, unused weight versions, files that
+        were still in use before, expired results and old rows."""
         gateway = self._gateway
         touched = self._in_use | set(gateway.sampling.expire_idle())
         touched.update(run.id for run in gateway.runs.all() if run.published)
@@ -95,7 +96,7 @@ class Housekeeping:
         gateway.fleet.forget_rows_before(time.time() - _WORKER_ROWS_KEPT)
 
     async def _collect(self, run_ids: list[str]) -> None:
-        self._in_use.update(run_ids)  # should this fail, it is done at the next house-keeping
+        self._in_use.update(run_ids)  # if this fails, the next `keep_house` does it
         for run_id in run_ids:
             if await self._gateway.collect(run_id):
                 self._in_use.discard(run_id)

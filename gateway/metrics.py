@@ -1,4 +1,4 @@
-"""What /metrics says about the gateway. Labels are routes, kinds and states: all bounded."""
+"""The metrics of the gateway. Labels are routes, kinds and states, which are all bounded."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class Metrics:
         )
         self.worker_exits = Counter(
             "tandem_gateway_worker_exits_total",
-            "Workers that ended without being asked to.",
+            "Workers that ended by themselves.",
             ["kind"],
             registry=self.registry,
         )
         self.telemetry_events = Counter(
             "tandem_gateway_telemetry_events_total",
-            "Events that clients sent about themselves; they are not kept.",
+            "Telemetry events that clients sent; they are not stored.",
             registry=self.registry,
         )
         self.refused_keys = Counter(
@@ -80,12 +80,12 @@ class Metrics:
         )
         self.spilled_bytes = Counter(
             "tandem_gateway_spilled_bytes_total",
-            "Bytes of sample results that went from memory to the disk.",
+            "Bytes of sample results that were moved from memory to disk.",
             registry=self.registry,
         )
         self.results_given_up = Counter(
             "tandem_gateway_results_given_up_total",
-            "Sample results given up because their owner had too many that nobody fetched.",
+            "Sample results dropped because their owner had too many that nobody fetched.",
             registry=self.registry,
         )
         self.published_bytes = Counter(
@@ -95,6 +95,6 @@ class Metrics:
         )
 
     def watch(self, *, name: str, help_text: str, value: Callable[[], float]) -> None:
-        """A gauge whose value is asked for when somebody looks."""
+        """Register a gauge whose value is computed at each scrape."""
         gauge = Gauge(f"tandem_gateway_{name}", help_text, registry=self.registry)
         gauge.set_function(value)

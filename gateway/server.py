@@ -1,4 +1,4 @@
-"""The gateway as a process: one uvicorn server, announced in `gateway.json` while it listens."""
+"""The gateway as a process: a uvicorn server, announced in `gateway.json` while it listens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GRACEFUL_SECONDS = 5
 
 
 class GatewayServer(uvicorn.Server):
-    """Announces itself when it listens, and ends the long polls when it is to stop."""
+    """Announces itself when it listens, and ends the long polls when it shuts down."""
 
     def __init__(self, config: uvicorn.Config, *, app: FastAPI, endpoint: Path) -> None:
         super().__init__(config)
@@ -54,14 +54,14 @@ class GatewayServer(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """Where clients reach it; a server on all addresses is reached on this one."""
+        """Where clients of this machine reach it."""
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def write_endpoint(path: Path, *, url: str, pid: int, api_key: str) -> None:
-    """Writes `{"url", "pid", "api_key"}`, readable by its owner alone, in one step."""
+    """Write `{"url", "pid", "api_key"}` atomically, readable only by its owner."""
     partial = path.with_name(f".{path.name}.{pid}")
     partial.unlink(missing_ok=True)
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -71,7 +71,7 @@ def write_endpoint(path: Path, *, url: str, pid: int, api_key: str) -> None:
 
 
 def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
-    """A server that is not running yet, for an application of `create_app`."""
+    """Return a server for an application of `create_app`. It does not run yet."""
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -90,27 +90,27 @@ def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
     return GatewayServer(config, app=app, endpoint=settings.data_dir / ENDPOINT_NAME)
 
 
-def _keep_to_ourselves() -> None:
-    """Files of ours and of the workers, which inherit this, are for their owner alone, and no
-    process that crashes leaves its memory, with the secrets in it, on the disk."""
+def _protect_secrets() -> None:
+    """Make new files readable only by their owner, and write no core dumps, which would contain
+    the secrets in memory. Workers inherit both."""
     os.umask(0o077)
     _soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def _raise_file_limit() -> None:
-    """Every connection is an open file, and the usual soft limit is 1024."""
+    """Allow many connections: each is an open file, and the usual soft limit is 1024."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def run(settings: GatewaySettings) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit status."""
+    """Serve until SIGTERM or SIGINT; return the exit status."""
     configure_logging(service="gateway", level=settings.log_level)
-    _keep_to_ourselves()
+    _protect_secrets()
     settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # uvicorn handles these signals while it serves and raises them once more afterwards; by
-    # then everything is stopped, and there is nothing left to do.
+    # uvicorn handles these signals while it serves, and raises them again afterwards, when
+    # everything is stopped already.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     _raise_file_limit()
@@ -120,7 +120,7 @@ def run(settings: GatewaySettings) -> int:
         print(f"tandem gateway: {error.message}", file=sys.stderr)
         return 1
     server = make_server(app, settings)
-    with suppress(SystemExit):  # of uvicorn, when it cannot start
+    with suppress(SystemExit):  # uvicorn raises it if it cannot start
         server.run()
     if app.state.start_error:
         print(f"tandem gateway: {app.state.start_error}", file=sys.stderr)

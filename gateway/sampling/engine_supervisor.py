@@ -1,8 +1,8 @@
 """Keeps the engine of a sampler running.
 
-It holds nothing that cannot be loaded again, so that one that dies is started again, with
-back-off, and whoever waits for it waits for the next one. One that cannot start fails those who
-wait for it, and is tried again when somebody asks again.
+An engine holds nothing that cannot be loaded again. One that dies is started again, with backoff,
+and requests wait for the next one. If an engine cannot start, the waiting requests fail, and it is
+started again at the next request.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ EngineState = Literal["starting", "ready", "failed", "stopped"]
 _Reply = TypeVar("_Reply")
 
 _REPORT_PATIENCE = 5.0
-"""Seconds to wait for the launcher's word after a connection broke."""
+"""Seconds within which the launcher reports the end of an engine whose connection broke."""
 
 
 class EngineSupervisor:
-    """Literal use: `reply = await keeper.call(lambda client: client.sample(request),
-    during="this sample")`. `on_exit` is told when the engine has ended unasked; what was loaded
-    into it is gone."""
+    """Literal use: `reply = await supervisor.call(lambda client: client.sample(request),
+    during="this sample")`. `on_exit` is called when the engine has ended by itself, and what was
+    loaded into it is gone. `operation_timeout` in seconds."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class EngineSupervisor:
         self._wanted.set()
         self._died = asyncio.Event()
         self._client: asyncio.Future[SamplerClient] = asyncio.get_running_loop().create_future()
-        self._keeper = asyncio.create_task(self._keep(), name=f"sampler-{session_id}")
+        self._supervision = asyncio.create_task(self._keep(), name=f"sampler-{session_id}")
         self._log = get_log(session_id=session_id)
 
     async def ready(self) -> SamplerClient:
-        """The client of an engine that serves. Raises the `WorkerStartFailed` of the start that
-        was waited for, or what the engine was stopped with."""
+        """Return the client of an engine that serves. Raises the `WorkerStartFailed` of the start
+        that was waited for, or the error that the engine was stopped with."""
         self._wanted.set()
         return await asyncio.shield(self._client)
 
@@ -73,8 +73,8 @@ class EngineSupervisor:
         during: str,
         may_repeat: Callable[[], bool] = lambda: True,
     ) -> _Reply:
-        """The engine's answer; when it dies meanwhile, that of the next one, if it `may_repeat`.
-        Raises `WorkerDied`, and what `ready` and the call itself raise."""
+        """Return the engine's answer. If the engine dies meanwhile and the call `may_repeat`,
+        return that of the next engine. Raises `WorkerDied`, and as `ready` and the call."""
         client = await self.ready()
         try:
             return await send(client)
@@ -88,25 +88,25 @@ class EngineSupervisor:
                 raise WorkerDied(f"the sampler died twice during {during}: {again}") from again
 
     async def stop(self, error: TandemError) -> None:
-        """Ends the engine; whoever waits for it gets the error."""
+        """End the engine; requests that wait for it fail with the error."""
         self._set_state("stopped", error.message)
-        self._keeper.cancel()
+        self._supervision.cancel()
         if not self._client.done():
             self._client.set_exception(error)
-            self._client.exception()  # it may be that nobody waits
-        await asyncio.gather(self._keeper, return_exceptions=True)
+            self._client.exception()  # marks it as retrieved, since nobody may be waiting
+        await asyncio.gather(self._supervision, return_exceptions=True)
         if self.worker is not None:
             await self._fleet.stop(self.worker, reason=error.message)
             self.worker = None
 
     async def abandon(self) -> None:
-        """Stops keeping it, without telling anybody. The fleet ends the engine."""
-        self._keeper.cancel()
-        await asyncio.gather(self._keeper, return_exceptions=True)
+        """Stop supervising without an error. The fleet ends the engine."""
+        self._supervision.cancel()
+        await asyncio.gather(self._supervision, return_exceptions=True)
 
     async def _next(self, broken: SamplerClient) -> SamplerClient:
-        """The client of the engine that comes after the broken one; the same one if the
-        launcher does not report an end, since then it was the connection alone."""
+        """Return the client of the engine after the broken one; of the same engine if the launcher
+        reports no end, because then only the connection broke."""
         if self.worker is broken.worker:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_REPORT_PATIENCE):
@@ -136,7 +136,7 @@ class EngineSupervisor:
                 await self._fail_to_start(WorkerStartFailed(sentence), backoff)
                 continue
             backoff.ready()
-            if not self._died.is_set():  # it may have ended just as it became ready
+            if not self._died.is_set():  # it may have ended at the moment when it became ready
                 self.worker = worker
                 self._set_state("ready")
                 self._client.set_result(SamplerClient(worker, timeout=self._timeout))
@@ -149,9 +149,9 @@ class EngineSupervisor:
 
     async def _fail_to_start(self, error: WorkerStartFailed, backoff: Backoff) -> None:
         self._set_state("failed", error.message)
-        self._wanted.clear()  # it is tried again when somebody asks again
+        self._wanted.clear()  # the next request starts it again
         self._client.set_exception(error)
-        self._client.exception()  # it may be that nobody waits
+        self._client.exception()  # marks it as retrieved, since nobody may be waiting
         self._client = asyncio.get_running_loop().create_future()
         await asyncio.sleep(backoff.failed())
 
@@ -159,7 +159,7 @@ class EngineSupervisor:
         self.worker = None
         self._tell_exit()
         self._set_state("starting", reason)
-        if self._client.done():  # else whoever waits for it goes on waiting, for the next engine
+        if self._client.done():  # otherwise requests wait on, for the next engine
             self._client = asyncio.get_running_loop().create_future()
         self._died.set()
 

@@ -1,8 +1,8 @@
 """Sampling sessions: what a SamplingClient samples from.
 
-Four kinds: `base` (a base model), `named` (a checkpoint for sampling), and the two ephemeral
-ones that a run's save makes: `snapshot` (its weights stay) and `inflight` (it follows the
-newest inflight save of its run).
+There are four kinds: `base` (a base model), `named` (a checkpoint for sampling), and two
+ephemeral ones that a run's save creates: `snapshot` (its weights stay the same) and `inflight`
+(it follows the newest inflight save of its run).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SamplingKind = Literal["base", "named", "snapshot", "inflight"]
 
 @dataclass
 class SamplingSession:
-    """`version` is what it samples from now; `model_path` what the client named, if anything.
-    `rank`: that of its adapters, 0 if it has none. `clients`: how many have joined it."""
+    """`version` is what it samples from now, `model_path` what the client named, if anything.
+    `rank` is that of its adapter, or 0; `clients` counts those that joined."""
 
     id: str
     session_id: str
@@ -65,8 +65,8 @@ class SamplingSessionRegistry:
         self._active: dict[str, SamplingSession] = {}
 
     async def open(self) -> None:
-        """Those that an earlier gateway left, as far as their session, model and weights are
-        there."""
+        """Restore the sampling sessions of an earlier gateway whose session, model and weights
+        still exist; end the others."""
         for row in await self._database.read(
             select(sampling_sessions)
             .where(sampling_sessions.c.state == "active")
@@ -89,10 +89,10 @@ class SamplingSessionRegistry:
         model_path: str | None,
         readers: Readers,
     ) -> SamplingSession:
-        """For a base model, or a checkpoint that one of `readers` may read; asked again for the
-        same number, the first answer.
+        """Create one for a base model, or for a checkpoint that one of `readers` may read.
 
-        Raises `UnknownModel`, `UnknownWeights`, `InvalidRequest`, `LimitExceeded` or
+        Idempotent: a repeated number returns the original. Raises `UnknownModel`,
+        `UnknownWeights`, `InvalidRequest`, `LimitExceeded` or
         `SessionFinished`.
         """
         existing = self._active.get(sampling_session_id_of(session_id=session_id, number=number))
@@ -151,8 +151,8 @@ class SamplingSessionRegistry:
         kind: Literal["snapshot", "inflight"],
         version: WeightVersion,
     ) -> SamplingSession:
-        """For the weights that a run has just published. Earlier inflight ones of the run
-        follow an inflight save."""
+        """Create one for a version that a run has just published. An inflight save moves the
+        run's earlier inflight sampling sessions to it."""
         session = await self._add(
             session_id=session_id, number=number, kind=kind, model_path="", version=version
         )
@@ -161,8 +161,8 @@ class SamplingSessionRegistry:
         return session
 
     def _follow(self, run_id: str) -> None:
-        """Lets the run's inflight sampling sessions sample from its newest inflight save. Two
-        saves can be loaded at once, and the older one may be the last to be ready."""
+        """Move the run's inflight sampling sessions to its newest inflight save. Two saves can be
+        loaded at once, and the older one may be ready last."""
         inflight = [
             s for s in self._active.values() if s.kind == "inflight" and s.version.run_id == run_id
         ]
@@ -180,8 +180,8 @@ class SamplingSessionRegistry:
         )
 
     async def join(self, sampling_session_id: str) -> int:
-        """A number for one more client: never given twice, also not after a restart. Its
-        requests are numbered from a thousand million times that on. Raises `UnknownSampler`."""
+        """Return a number for another client, which is never given twice, also not after a
+        restart. Its requests are numbered from 10⁹ times that number. Raises `UnknownSampler`."""
         session = await self.require(sampling_session_id)
         session.clients += 1
         number = session.clients
@@ -193,15 +193,12 @@ class SamplingSessionRegistry:
         return number
 
     async def require(self, sampling_session_id: str) -> SamplingSession:
-        """Raises `UnknownSampler`, which says whether it never was or has ended."""
+        """Return an active one. Raises `UnknownSampler`, which says whether it ever existed."""
         session = self._active.get(sampling_session_id)
         if session is not None:
             session.used_at = time.monotonic()
             return session
-        row = await self._database.read_one(
-            select(sampling_sessions.c.id).where(sampling_sessions.c.id == sampling_session_id)
-        )
-        if row is None:
+        if not await self.known(sampling_session_id):
             raise UnknownSampler(f"there is no sampling session {sampling_session_id!r}")
         raise UnknownSampler(
             f"sampling session {sampling_session_id} has ended, because its session has or "
@@ -209,7 +206,7 @@ class SamplingSessionRegistry:
         )
 
     async def known(self, sampling_session_id: str) -> bool:
-        """Whether there is, or ever was, such a sampling session."""
+        """Whether there is or was such a sampling session."""
         if sampling_session_id in self._active:
             return True
         row = await self._database.read_one(
@@ -218,12 +215,12 @@ class SamplingSessionRegistry:
         return row is not None
 
     def end_session(self, session_id: str) -> list[str]:
-        """Ends a session's sampling sessions; returns the runs whose versions they named."""
+        """End a session's sampling sessions; return the runs whose versions they named."""
         return self._end([s for s in self._active.values() if s.session_id == session_id])
 
     def expire_idle(self) -> list[str]:
-        """Ends the ephemeral ones that nobody used for `idle_ttl`, but the newest of each run
-        and those whose version is in use; returns the runs whose versions they named."""
+        """End the ephemeral ones that nobody used for `idle_ttl`, except the newest of each run
+        and those whose version is pinned; return the runs whose versions they named."""
         now, in_use = time.monotonic(), self._checkpoints.pins.folders()
         newest: dict[str, SamplingSession] = {}
         for session in self._active.values():
@@ -259,7 +256,7 @@ class SamplingSessionRegistry:
         )
         existing = self._active.get(session.id)
         if existing is not None and kind in ("base", "named"):
-            return existing  # the same request came twice, at once
+            return existing  # the same request arrived twice at once
         if existing is not None:
             raise InvalidRequest(f"there is a sampling session {session.id} already")
         owner = self._sessions.require(session_id).owner
@@ -282,7 +279,7 @@ class SamplingSessionRegistry:
                     "created_at": time.time(),
                 },
             )
-        except BaseException:  # cancelled, too: what has no row must not be found
+        except BaseException:  # also when cancelled: one without a row must not be found
             self._active.pop(session.id, None)
             raise
         return session
@@ -332,7 +329,7 @@ class SamplingSessionRegistry:
 
 
 def _number(version: WeightVersion) -> int:
-    """Of its run: 3 for `s-ab12:train:0/v000003-9f2c41d0`."""
+    """Return the number of a version in its run: 3 for `s-ab12:train:0/v000003-9f2c41d0`."""
     return int(version.name.rpartition("/v")[2].partition("-")[0])
 
 

@@ -109,7 +109,7 @@ def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
     return GatewaySettings(**(values | changes))
 
 
-def no_counts() -> Quotas:
+def default_quotas() -> Quotas:
     """The default limits."""
     return Quotas(settings=LimitSettings(), metrics=Metrics())
 
