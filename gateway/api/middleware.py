@@ -38,7 +38,9 @@ class RequestBoundary:
     ) -> None:
         self._app = app
         self._routes = routes
-        self._open = [route for route in routes if route.role in OPEN_ROLES]
+        self._open = [
+            (route.path.partition("{")[0], route) for route in routes if route.role in OPEN_ROLES
+        ]
         self._errors = errors
         self._log = get_log()
 
@@ -84,8 +86,8 @@ class RequestBoundary:
         """Whether a request needs no key: a `local` route does without one on this machine, and
         not for what a proxy on this machine passes on."""
         path: str = scope["path"]
-        for route in self._open:
-            if route.path_regex.match(path):
+        for prefix, route in self._open:
+            if path == route.path or (prefix != route.path and path.startswith(prefix)):
                 return route.role != "local" or (
                     is_loopback(_address(scope))
                     and not any(name in _FORWARDED for name, _ in scope["headers"])
