@@ -52,10 +52,19 @@ async def _caller(request: Request) -> Caller:
     return caller_of(request)
 
 
-async def _audit_note(request: Request) -> AuditNote:
+def audit_note_of(request: Request) -> AuditNote:
+    """Return the note that the middleware writes into the audit log."""
     note = AuditNote()
     request.state.audit_note = note
     return note
+
+
+async def _audit_note(request: Request) -> AuditNote:
+    return audit_note_of(request)
+
+
+async def _access(request: Request) -> Access:
+    return gateway_of(request).access
 
 
 async def _base_url(request: Request) -> str:
@@ -72,11 +81,6 @@ CallerDep = Annotated[Caller, Depends(_caller)]
 AuditDep = Annotated[AuditNote, Depends(_audit_note)]
 BaseUrl = Annotated[str, Depends(_base_url)]
 RawBody = Annotated[bytes, Depends(_raw_body)]
-
-
-async def _access(gateway: GatewayDep) -> Access:
-    return gateway.access
-
 
 AccessDep = Annotated[Access, Depends(_access)]
 

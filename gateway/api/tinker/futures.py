@@ -147,6 +147,10 @@ _RESULT_BYTES = binary(
 )
 
 
+# Raw: called more often than any other route, and its answers are mostly bytes that are ready.
+# Parsing, validating and serialising take 41 us, and 80 us by FastAPI (median of 600 calls in
+# process, both ways in turn). For retrieve_futures, one poll for many samples, it is 171 us and
+# 234 us with 64 samples: not worth it.
 @router.operation(
     "POST",
     "/retrieve_future",

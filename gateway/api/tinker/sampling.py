@@ -74,6 +74,9 @@ class SamplerInfo(Answer):
     model_path: str | None
 
 
+# Raw: pydantic parses and validates a long prompt in one step. 120 us with 2000 tokens and 1.6 ms
+# with 32,000; by FastAPI, which parses first, 191 us and 2.9 ms (median of 600 calls in process,
+# both ways in turn).
 @router.operation(
     "POST",
     "/asample",
