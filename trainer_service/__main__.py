@@ -34,8 +34,8 @@ def main() -> None:
     link.hold_lifeline()
     faulthandler.enable()  # a crash in native code leaves its stacks in the log
     configure_logging(service="trainer", level=spec.log_level)
-    # OpenMP threads that wait must sleep: spinning ones take the cores from the gateway, the
-    # sampler and each other. Read when torch is first imported, by the other ranks, too.
+    # Waiting OpenMP threads must sleep: spinning, they take the cores from the gateway, the
+    # sampler and each other. Every rank reads this when it imports torch.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     code = asyncio.run(_Worker(spec, link).run())
     sys.stdout.flush()
@@ -84,7 +84,7 @@ class _Worker:
         self._report(await server.listen(registry))
         engine.run()
         code = await self._live(engine, server, stop=stop, broken=broken)
-        # What was aborted a moment ago still has to reach its caller.
+        # An abort of a moment ago still has to reach its caller.
         await server.stop(0.5 if code else 0.0)
         ranks.kill()
         return code
@@ -137,7 +137,7 @@ class _Worker:
 
 
 def _sentence(error: BaseException, ranks: RankProcesses) -> str:
-    """A collective fails when another rank died; then that is what there is to say."""
+    """Blames another rank if one died, since that makes rank 0's collectives fail."""
     return ranks.cause_of_death(timeout=1.0) or f"rank 0 failed: {type(error).__name__}: {error}"
 
 

@@ -49,8 +49,8 @@ class Fsdp2Backend(TrainerBackend):
     """Float32 master weights, sharded over ranks; computes in `dtype`, reduces in float32.
     Weights that a LoRA run has frozen are kept in `dtype`; its adapters are float32.
 
-    One rank that computes in float32 has nothing to shard and nothing to cast: its model stays
-    a plain module, which is 2 to 5 % quicker for a small one than a group of one rank.
+    A single rank that computes in float32 has nothing to shard or cast: its model stays a plain
+    module, which for a small model is 2 to 5 % faster than a group of one rank.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Fsdp2Backend(TrainerBackend):
         self._model = load_model(model_path)
         self.packs = self._may_pack(settings) and can_pack(self._model)
         self.facts = facts_of(self._model)
-        self._shape_names(settings.shard_group_parameters)
+        self._record_groups(settings.shard_group_parameters)
         self._adapted: dict[str, LoraLinear] = {}
         self._own_head: list[str] = []
         if self.training.lora is not None:
@@ -86,7 +86,7 @@ class Fsdp2Backend(TrainerBackend):
             sum_over_ranks=self._sum_over_ranks,
         )
 
-    # --- Making ----------------------------------------------------------------------------
+    # --- Loading and sharding --------------------------------------------------------------
 
     def _may_pack(self, settings: TrainerSettings) -> bool:
         return settings.packing == "on" or (settings.packing == "auto" and self.device == "cpu")
@@ -95,8 +95,8 @@ class Fsdp2Backend(TrainerBackend):
     def _sharded(self) -> bool:
         return self._world.size > 1 or self.dtype != "float32"
 
-    def _shape_names(self, minimum: int) -> None:
-        """Notes which parameter belongs to which group before sharding changes the modules."""
+    def _record_groups(self, minimum: int) -> None:
+        """Records each parameter's group before sharding changes the modules."""
         blocks = find_blocks(self._model)
         self._groups = group_blocks(blocks, minimum=minimum) if self._sharded else []
         group_of = {
@@ -115,7 +115,7 @@ class Fsdp2Backend(TrainerBackend):
 
     @property
     def _converts(self) -> bool:
-        """Whether the model's files are laid out otherwise than its modules (fused experts)."""
+        """Whether the model's files differ in layout from its modules (fused experts)."""
         return bool(getattr(self._model, "_weight_conversions", None))
 
     def _prefixes(self, blocks: list[nn.Module]) -> dict[nn.Module, str]:
@@ -123,14 +123,14 @@ class Fsdp2Backend(TrainerBackend):
         return {block: names[block] for block in blocks}
 
     def _unit(self, name: str) -> str:
-        """A tensor is a unit by itself, unless files are made of several tensors of a block."""
+        """A unit is one tensor, or a whole block if the files combine several of its tensors."""
         for prefix in self._block_prefixes.values():
             if name.startswith(f"{prefix}."):
                 return prefix
         return name
 
     def _adapt(self, lora: LoraSpec) -> None:
-        """Freezes the model and adds adapters. The names noted before stay what they were."""
+        """Freezes the model and adds adapters. Recorded names stay valid."""
         names = [name for name, _ in self._model.named_modules()]
         if self._world.rank == 0 and (kinds := kinds_without_layers(self._model, lora)):
             get_log().warning("lora_without_layers", kinds=kinds)
@@ -141,7 +141,7 @@ class Fsdp2Backend(TrainerBackend):
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if parameter.requires_grad:
                 continue
-            # A weight under a second name: merged, an adapted head is no longer the embedding.
+            # A tied weight's second name: once merged, an adapted head differs from the embedding.
             if name not in groups and name.rpartition(".")[0] in self._adapted:
                 groups[first[parameter]].append(name)
                 self._sizes[name] = parameter.numel()
@@ -164,7 +164,7 @@ class Fsdp2Backend(TrainerBackend):
         )
         for group in self._groups:
             fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-        # The root's parameters (embeddings, head) are needed first in backward: kept till then.
+        # Backward needs the root's parameters (embeddings, head) first, so they stay gathered.
         fully_shard(self._model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         for module in self._fsdp_modules():
             # Losses are sums over all datums, so gradients are summed, not averaged.
@@ -183,22 +183,22 @@ class Fsdp2Backend(TrainerBackend):
 
     def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> Tensor:
         """No attention mask: a causal model's real tokens never see padding on the right."""
-        places: dict[str, object] = {}
+        extra: dict[str, object] = {}
         if micro_batch.positions is not None:
-            places = {
+            extra = {
                 "position_ids": self.to_device(micro_batch.positions),
-                "runs": micro_batch.runs,
+                "run_lengths": micro_batch.run_lengths,
             }
         with torch.set_grad_enabled(gradients):
             tokens = self.to_device(micro_batch.tokens)
-            logits = self._model(input_ids=tokens, use_cache=False, **places).logits
+            logits = self._model(input_ids=tokens, use_cache=False, **extra).logits
             logprobs = torch.log_softmax(logits.float(), dim=-1)
             chosen = logprobs.gather(-1, self.to_device(micro_batch.targets)).reshape(-1)
             if micro_batch.select is not None:
                 chosen = chosen.index_select(0, self.to_device(micro_batch.select))
         if not gradients and self._sharded:
-            # Without a backward nobody reshards the root, and a later forward would find the
-            # weights of before the next step.
+            # Without a backward nothing reshards the root, and after the next step a forward would
+            # still use the old weights.
             self._model.reshard()
         return chosen
 
@@ -218,7 +218,7 @@ class Fsdp2Backend(TrainerBackend):
     def threadsafe(self) -> bool:
         return not self._sharded and self.device == "cpu"
 
-    # --- Handing out -----------------------------------------------------------------------
+    # --- Collecting ------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Tensor]:
         named = {name: tensor.detach() for name, tensor in self._trainable().items()}
@@ -228,7 +228,7 @@ class Fsdp2Backend(TrainerBackend):
         return self._sizes
 
     def collect(self, *, dtype: str, owned_by_me: Callable[[str], bool]) -> dict[str, Tensor]:
-        """One group after the other is made whole, so that no rank holds the whole model."""
+        """Gathers one group after the other, so that no rank holds the whole model at once."""
         collected: dict[str, Tensor] = {}
         updates = {name: self._update_of(layer) for name, layer in self._adapted.items()}
         modules: list[FSDPModule | None] = [None]
@@ -255,7 +255,7 @@ class Fsdp2Backend(TrainerBackend):
         return _whole(layer.lora_A), _whole(layer.lora_B)
 
     def _merged(self, name: str, updates: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
-        """A parameter by its name, while its group is whole, with its adapter added in."""
+        """A parameter, with its adapter merged in. Its group must be gathered."""
         parameter = self._model.get_parameter(name).detach()
         module, _, kind = name.rpartition(".")
         if kind != "weight" or module not in updates:
@@ -279,7 +279,7 @@ class Fsdp2Backend(TrainerBackend):
         return bool(self._own_head)
 
     def _file_layout(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Names and shapes as in the model's own files, which other programs expect."""
+        """Converts names and shapes to those of the model's own files."""
         if not self._converts or not tensors:
             return tensors
         from transformers.core_model_loading import revert_weight_conversion
@@ -289,7 +289,7 @@ class Fsdp2Backend(TrainerBackend):
 
 
 def _whole(parameter: nn.Parameter) -> Tensor:
-    """A parameter of any sharding as a plain tensor. All ranks call it together."""
+    """Gathers a parameter as a plain tensor. All ranks call it together."""
     tensor = parameter.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

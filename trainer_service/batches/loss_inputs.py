@@ -1,7 +1,4 @@
-"""Reads and checks the tensors that a loss takes beside the targets.
-
-----
-Checks `loss_fn_config` against the settings that a loss declares."""
+"""Decodes and checks the tensors (`loss_fn_inputs`) and settings (`loss_fn_config`) of a loss."""
 
 from __future__ import annotations
 
@@ -34,24 +31,24 @@ FLOAT_TYPES = frozenset({wire.DTYPE_FLOAT32, wire.DTYPE_BFLOAT16})
 
 
 def starts_of(sizes: Int64Array) -> Int64Array:
-    """Where each of consecutive pieces of these sizes begins."""
+    """The start of each of consecutive pieces of these sizes."""
     result: Int64Array = np.cumsum(sizes) - sizes
     return result
 
 
 def item_bytes(dtype: int) -> int:
-    """Bytes per element of a wire type, or 0 for a type that we do not know."""
+    """Bytes per element of a wire type, or 0 for an unknown type."""
     known = _NUMPY_TYPES.get(dtype)
     return int(known.itemsize) if known is not None else 0
 
 
 def read_integers(data: bytes, dtype: int) -> Int64Array:
-    """Little-endian integers of a wire type as int64."""
+    """Decodes little-endian integers of a wire type as int64."""
     return np.frombuffer(data, _NUMPY_TYPES[dtype]).astype(np.int64, copy=False)
 
 
 def read_floats(data: bytes, dtype: int) -> Float32Array:
-    """Little-endian floats of a wire type as float32."""
+    """Decodes little-endian floats of a wire type as float32."""
     values = np.frombuffer(data, _NUMPY_TYPES[dtype])
     if dtype == wire.DTYPE_BFLOAT16:  # the upper half of a float32
         return (values.astype(np.uint32) << 16).view(np.float32)
@@ -59,19 +56,19 @@ def read_floats(data: bytes, dtype: int) -> Float32Array:
 
 
 MAX_DENSE_CELLS = 2**26
-"""Of all sparse tensors of a request together, empty ones included: half a GiB as int64. A few
-bytes can name a shape of any size."""
+"""Limit for all sparse tensors of a request together, empty cells included: half a GiB as int64.
+Without it, a few bytes could claim a shape of any size."""
 
 
-class DenseRoom:
-    """What is left of the cells that a request's sparse tensors may come to."""
+class DenseBudget:
+    """The cells that a request's sparse tensors may still take when they are made dense."""
 
     def __init__(self, cells: int = MAX_DENSE_CELLS) -> None:
         self._cells = cells
         self._left = cells
 
     def take(self, cells: int, *, where: str) -> None:
-        """Raises `LossInputShape` where there is too little left."""
+        """Takes `cells` from the budget. Raises `LossInputShape` if fewer are left."""
         if cells > self._left:
             raise LossInputShape(
                 f"{where} has {cells} cells when its empty ones are filled in; the sparse tensors "
@@ -82,13 +79,12 @@ class DenseRoom:
 
 
 def densify(
-    tensor: wire.Tensor, *, where: str, expected: tuple[int, ...], room: DenseRoom
+    tensor: wire.Tensor, *, where: str, expected: tuple[int, ...], budget: DenseBudget
 ) -> wire.Tensor:
-    """A sparse (CSR) [N, K] tensor with its empty cells as zeros, as the SDK itself does it.
+    """Fills the empty cells of a sparse (CSR) [N, K] tensor with zeros, as the SDK does.
 
-    `where` names the tensor in the sentence of a `LossInputShape`, which is raised when it has
-    not the `expected` shape, when the three arrays do not describe a matrix of it, or when it
-    does not fit into the `room`.
+    Raises `LossInputShape`, naming the tensor as `where`, if its shape is not `expected`, if its
+    three arrays do not describe such a matrix, or if it exceeds the `budget`.
     """
     csr, shape, size = tensor.sparse_csr, tuple(tensor.shape), item_bytes(tensor.dtype)
     if len(shape) != 2 or not size:
@@ -97,7 +93,7 @@ def densify(
         raise LossInputShape(f"{where} has the shape {list(shape)}; it must be {list(expected)}")
     rows, columns = shape
     if len(csr.values) % size or len(csr.crow_indices) % 8 or len(csr.col_indices) % 8:
-        raise LossInputShape(f"{where}: the sparse arrays are cut off")
+        raise LossInputShape(f"{where}: the sparse arrays are truncated")
     values = np.frombuffer(csr.values, _NUMPY_TYPES[tensor.dtype])
     crow = np.frombuffer(csr.crow_indices, "<i8")
     column = np.frombuffer(csr.col_indices, "<i8")
@@ -113,7 +109,7 @@ def densify(
         or ((column < 0) | (column >= columns)).any()
     ):
         raise LossInputShape(f"{where}: the sparse arrays do not describe a {rows}x{columns} one")
-    room.take(rows * columns, where=where)
+    budget.take(rows * columns, where=where)
     row = np.repeat(np.arange(rows), counts)
     if (np.diff(row * columns + column) <= 0).any():
         raise LossInputShape(f"{where}: the columns of a row must rise, each once")
@@ -127,10 +123,10 @@ TARGETS = "target_tokens"
 
 @dataclass(frozen=True)
 class InputReader:
-    """Reads one input after the other for a batch of n datums; `read` [E] is what it has so far.
+    """Reads the inputs of a batch of n datums, one after the other, into `read` ([E] each).
 
-    `lengths` [n], and `trailing` [n]: the K of [N, K] targets, 0 for [N]. `sparse` says whether
-    any targets came as a sparse matrix, `room` how large those of the request may be.
+    `lengths` [n]; `trailing` [n] is the K of [N, K] targets, 0 for [N]; `sparse` says whether any
+    targets came as a sparse matrix.
     """
 
     data: Sequence[wire.Datum]
@@ -139,11 +135,11 @@ class InputReader:
     lengths: Int64Array
     trailing: Int64Array
     sparse: bool
-    room: DenseRoom
+    budget: DenseBudget
     read: dict[str, Float32Array] = field(default_factory=dict)
 
     def add(self, given: Input) -> None:
-        """Adds `given` to `read`, unless it may be absent and is. Raises what `validate` does."""
+        """Adds the input to `read`, unless it is absent and optional. Raises a `UserError`."""
         sizes = self.lengths * np.maximum(self.trailing, 1)
         present = [given.name in datum.loss_fn_inputs for datum in self.data]
         if not all(present):
@@ -215,7 +211,7 @@ class InputReader:
         length, width = int(self.lengths[index]), int(self.trailing[index])
         entry = (length, width) if width else (length,)
         if tensor.HasField("sparse_csr"):
-            tensor = densify(tensor, where=where, expected=entry, room=self.room)
+            tensor = densify(tensor, where=where, expected=entry, budget=self.budget)
         accepted = FLOAT_TYPES if given.shape == "entry" else FLOAT_TYPES | INTEGER_TYPES
         if tensor.dtype not in accepted:
             raise LossInputShape(f"{where} must be float32, not {type_name(tensor.dtype)}")
@@ -241,19 +237,19 @@ class InputReader:
 
 
 def read_array(
-    datum: wire.Datum, given: Input, *, index: int, room: DenseRoom
+    datum: wire.Datum, given: Input, *, index: int, budget: DenseBudget
 ) -> NDArray[np.generic]:
-    """An input of its own shape and `given.rank` dimensions: float32 or int64."""
+    """Reads an input of any shape with `given.rank` dimensions, as float32 or int64."""
     where = f"datum {index}, {given.name!r}"
     if given.name not in datum.loss_fn_inputs:
         raise LossInputMissing(f"datum {index} lacks {given.name!r}, which the loss takes")
     tensor = datum.loss_fn_inputs[given.name]
     if tensor.HasField("sparse_csr"):
-        tensor = densify(tensor, where=where, expected=tuple(tensor.shape), room=room)
+        tensor = densify(tensor, where=where, expected=tuple(tensor.shape), budget=budget)
     if tensor.dtype not in FLOAT_TYPES | INTEGER_TYPES:
         raise LossInputShape(f"{where} is of {type_name(tensor.dtype)}, which is not known")
     shape = tuple(tensor.shape)
-    if not shape and given.rank == 1:  # the protocol lets the shape of one dimension out
+    if not shape and given.rank == 1:  # the protocol omits the shape of one dimension
         shape = (len(tensor.dense) // item_bytes(tensor.dtype),)
     if len(shape) != given.rank or min(shape, default=0) < 0:
         raise LossInputShape(
@@ -278,7 +274,7 @@ def active_entries(
     entries: int,
     sequences: Int64Array | None,
 ) -> int:
-    """How many of a request's entries the loss acts on (see `Loss.active`)."""
+    """Counts the entries of a request that the loss acts on (see `Loss.active`)."""
     name = "mask" if "mask" in inputs else loss.active
     acts = inputs[name] != 0 if name else np.ones(entries, np.bool_)
     for given in loss.inputs:
@@ -312,7 +308,7 @@ def type_name(dtype: int) -> str:
 
 
 def read_settings(message: wire.ForwardBackwardRequest, loss: Loss) -> Settings:
-    """Every setting of the loss, as given or by default. Raises `UnknownLossSetting`."""
+    """Returns every setting of the loss, given or default. Raises `UnknownLossSetting`."""
     declared = {setting.name: setting for setting in loss.settings}
     values: dict[str, SettingValue] = {each.name: each.default for each in loss.settings}
     for name, value in _given_settings(message).items():
@@ -332,7 +328,7 @@ def read_settings(message: wire.ForwardBackwardRequest, loss: Loss) -> Settings:
 def _given_settings(message: wire.ForwardBackwardRequest) -> dict[str, SettingValue]:
     if not message.loss_fn_config_v2:
         return dict(message.loss_fn_config)
-    # Clients write both maps; this one can hold text, too.
+    # Clients write both maps; only this one can hold text.
     return {
         name: value.text if value.WhichOneof("value") == "text" else value.number
         for name, value in message.loss_fn_config_v2.items()
@@ -368,7 +364,7 @@ def _setting_range(setting: Setting) -> str:
 
 
 def _check_bounds_in_order(settings: Settings, loss: Loss) -> None:
-    """Settings that come as a pair of bounds, `…low…` and `…high…`, must be in that order."""
+    """Checks that no lower bound (`…low…`) exceeds its upper bound (`…high…`)."""
     for low_name in (each.name for each in loss.settings if "low" in each.name.split("_")):
         high_name = low_name.replace("low", "high")
         if not settings.has(high_name):

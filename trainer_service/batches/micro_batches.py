@@ -1,7 +1,4 @@
-"""Which datum is computed by which rank, in which micro-batch. A pure function.
-
-----
-A micro-batch: some datums of a batch, packed into a row or padded into a rectangle."""
+"""Plans which rank computes which datums, and packs or pads them into micro-batches."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import torch
 from trainer_service.batches.loss_inputs import Float32Array, Int64Array, starts_of
 from trainer_service.batches.validation import Batch
 from trainer_service.losses.base import Layout
-from trainer_service.models.packing import Runs, runs_of
+from trainer_service.models.packing import RunLengths, run_lengths_of
 
 
 def ranges(*, starts: Int64Array, sizes: Int64Array) -> Int64Array:
@@ -41,7 +38,7 @@ def plan_batch(
     group: int = 1,
     packed: bool = False,
 ) -> tuple[RankPlan, ...]:
-    """Datum indices for each rank's micro-batches: `plan[rank][micro_batch]`.
+    """Assigns datums to the micro-batches of each rank: `plan[rank][micro_batch]` holds indices.
 
     `group` consecutive datums (2 for pairs) stay together and in order. Groups go to ranks
     longest first, each to the rank with the fewest tokens so far. A rank's groups are sorted by
@@ -107,12 +104,12 @@ def _datums(starts: Sequence[int], group: int) -> MicroBatchPlan:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Datums as B rows of T tokens with at most K targets each; e entries are not padding.
+    """Some datums as B rows of T tokens with at most K targets each; e entries are not padding.
 
     `tokens` [B, T], `targets` [B, T, K]; `select` [e] picks the real entries out of the flat
-    [B·T·K] (None: all are real); `entries` [e] says where they lie in the batch's [E];
-    `inputs` are the loss inputs, [e] each. A packed one has all datums in one row, and
-    `positions` [1, T] and `runs` say where each begins.
+    [B·T·K] (None: all are real); `entries` [e] are their indices in the batch's [E];
+    `inputs` are the loss inputs, [e] each. A packed micro-batch has all datums in one row;
+    `positions` [1, T] and `run_lengths` say where each begins.
     """
 
     tokens: Int64Array
@@ -121,7 +118,7 @@ class MicroBatch:
     entries: Int64Array
     inputs: Mapping[str, Float32Array]
     positions: Int64Array | None = None
-    runs: Runs = ()
+    run_lengths: RunLengths = ()
 
 
 def make_micro_batch(batch: Batch, datums: Sequence[int], *, packed: bool) -> MicroBatch:
@@ -145,7 +142,7 @@ def make_micro_batch(batch: Batch, datums: Sequence[int], *, packed: bool) -> Mi
             entries=entries,
             inputs=inputs,
             positions=ranges(starts=np.zeros_like(lengths), sizes=lengths)[None],
-            runs=runs_of(lengths.tolist()),
+            run_lengths=run_lengths_of(lengths.tolist()),
         )
     if len(entries) == rows * longest * widest:
         return MicroBatch(
@@ -173,7 +170,7 @@ def make_micro_batch(batch: Batch, datums: Sequence[int], *, packed: bool) -> Mi
 def layout_of(
     batch: Batch, micro_batch: MicroBatch, datums: Sequence[int], *, device: torch.device
 ) -> Layout:
-    """What a loss is told of the micro-batch of these datums; tensors on `device`."""
+    """The layout that a loss gets with the micro-batch of these datums, on `device`."""
     chosen = np.array(datums, np.int64)
     sizes = batch.sizes[chosen]
     datum = torch.from_numpy(np.repeat(np.arange(len(chosen)), sizes)).to(device)

@@ -1,14 +1,8 @@
-"""A batch as flat arrays, and how it comes out of the client's protobuf message.
-
-----
-Checks a forward_backward as a whole, before any gradient, and makes a `Batch` of it.
+"""Checks a forward_backward message before any gradient is computed, and makes a `Batch` of it.
 
 Every refusal says which datum, which input and which value was wrong, and what would be right.
-Loss inputs that the loss does not use are ignored, as the protocol's own server does.
-
-
-----
-Provenance spans: which sampled sequence, or which prompt, a datum's tokens come from."""
+Inputs that the loss does not use are ignored, as by the protocol's own server.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +27,7 @@ from tandem.wire.v1 import tinker_pb2 as wire
 from trainer_service.batches.loss_inputs import (
     INTEGER_TYPES,
     TARGETS,
-    DenseRoom,
+    DenseBudget,
     Float32Array,
     InputReader,
     Int64Array,
@@ -52,13 +46,13 @@ from trainer_service.losses.base import Loss, Settings, Totals
 
 @dataclass(frozen=True)
 class Batch:
-    """n datums, all datums' values one after the other.
+    """n datums as flat arrays: the values of all datums, one datum after the other.
 
     `tokens` [Σ lengths], `lengths` [n]: the model input. `targets` [E] and each of `inputs` [E]
-    hold a datum's [N] or [N, K] values row by row, E = Σ lengths·widths, where `widths` [n] is
-    K; `trailing` [n] is the K that the client gave, or 0 for targets of one dimension.
+    hold each datum's [N] or [N, K] values row by row; `widths` [n] is K, and E = Σ lengths·widths.
+    `trailing` [n] is the K that the client gave, or 0 for targets of one dimension.
     `sequences` [E] numbers the sampled sequences of the batch, -1 for tokens of a prompt; None
-    if no datum said where its tokens come from. `arrays` are inputs of any shape, one per datum.
+    if no datum has provenance spans. `arrays` are the inputs of any shape, one per datum.
     """
 
     loss: Loss
@@ -76,13 +70,13 @@ class Batch:
 
     @property
     def sizes(self) -> Int64Array:
-        """How many target entries each datum has: [n]."""
+        """Number of target entries of each datum: [n]."""
         sizes: Int64Array = self.lengths * self.widths
         return sizes
 
 
 def parse(payload: bytes) -> wire.ForwardBackwardRequest:
-    """Parses the client's message. Raises `MalformedPayload` when it is not one."""
+    """Parses the client's message. Raises `MalformedPayload`."""
     message = wire.ForwardBackwardRequest()
     try:
         message.ParseFromString(payload)
@@ -95,7 +89,7 @@ def parse(payload: bytes) -> wire.ForwardBackwardRequest:
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What the model takes: token ids below `vocabulary`, sequences up to `max_length` tokens
+    """The model accepts token ids below `vocabulary` and sequences of up to `max_length` tokens
     (0: any length)."""
 
     vocabulary: int
@@ -105,7 +99,7 @@ class BatchLimits:
 def validate(
     message: wire.ForwardBackwardRequest, *, limits: BatchLimits, definition: bytes = b""
 ) -> Batch:
-    """Return a batch of which nothing needs checking. Raises the `UserError` that fits best.
+    """Returns a batch that needs no further check, or raises the `UserError` that fits best.
 
     `definition` is that of `find_loss`.
     """
@@ -115,8 +109,8 @@ def validate(
         raise EmptyBatch("the batch has no datum")
     _check_groups(message.data, loss)
     tokens, lengths = _tokens(message.data, limits)
-    room = DenseRoom()
-    targets, trailing, sparse = _targets(message.data, lengths, loss, limits, room)
+    budget = DenseBudget()
+    targets, trailing, sparse = _targets(message.data, lengths, loss, limits, budget)
     widths = np.maximum(trailing, 1)
     sequences = read_sequences(message.data, lengths=lengths, widths=widths)
     reader = InputReader(
@@ -126,13 +120,13 @@ def validate(
         lengths=lengths,
         trailing=trailing,
         sparse=sparse,
-        room=room,
+        budget=budget,
     )
     arrays = {}
     for given in loss.inputs:
         if given.shape == "free":
             arrays[given.name] = tuple(
-                read_array(datum, given, index=index, room=room)
+                read_array(datum, given, index=index, budget=budget)
                 for index, datum in enumerate(message.data)
             )
         else:
@@ -219,7 +213,7 @@ def _check_vocabulary(
 
 
 def _locate(at: int, sizes: Int64Array) -> tuple[int, int]:
-    """Which datum, and which place in it, an index into the flat values is."""
+    """The datum, and the offset within it, of an index into the flat values."""
     starts = starts_of(sizes)
     index = int(np.searchsorted(starts, at, side="right")) - 1
     return index, at - int(starts[index])
@@ -234,9 +228,10 @@ def _targets(
     lengths: Int64Array,
     loss: Loss,
     limits: BatchLimits,
-    room: DenseRoom,
+    budget: DenseBudget,
 ) -> tuple[Int64Array, Int64Array, bool]:
-    """Target tokens [E], the K of each datum (0 for one dimension), and whether any was sparse."""
+    """Returns target tokens [E], the K of each datum (0 for one dimension), and whether any were
+    sparse."""
     parts: list[bytes] = []
     trailing: list[int] = []
     types: set[int] = set()
@@ -250,10 +245,10 @@ def _targets(
         where = f"datum {index}, {TARGETS!r}"
         if tensor.HasField("sparse_csr"):
             sparse = True
-            # An empty cell must not cost more memory than there are tokens to choose from.
+            # Bounds the memory for empty cells: no row has more targets than the vocabulary.
             columns = min(tensor.shape[1] if len(tensor.shape) == 2 else 0, limits.vocabulary)
             expected = (int(lengths[index]), columns)
-            tensor = densify(tensor, where=where, expected=expected, room=room)
+            tensor = densify(tensor, where=where, expected=expected, budget=budget)
         if tensor.dtype not in INTEGER_TYPES:
             raise LossInputShape(f"{where} must be int64, not {type_name(tensor.dtype)}")
         shape = tuple(tensor.shape)
@@ -296,11 +291,11 @@ Spans = RepeatedCompositeFieldContainer[wire.ProvenanceSpan]
 def read_sequences(
     data: Sequence[wire.Datum], *, lengths: Int64Array, widths: Int64Array
 ) -> Int64Array | None:
-    """Numbers the sampled sequences of a batch: one number per target entry, -1 for entries
-    that come from a prompt. A datum without spans is one sequence. None if no datum has any.
+    """Numbers the sampled sequences of a batch: one number per target entry, -1 for entries of a
+    prompt. A datum without spans is one sequence. Returns None if no datum has spans.
 
     Spans of one datum that name the same sequence count as one; two datums never share one.
-    Raises `LossInputShape` for spans that do not tile what they describe.
+    Raises `LossInputShape` for spans that do not cover their datum exactly.
     """
     if not any(datum.model_input_spans or datum.loss_fn_input_spans for datum in data):
         return None
@@ -313,7 +308,7 @@ def read_sequences(
             numbers = np.full(length, count, np.int64)
             count += 1
         else:
-            # The targets are the model input moved by one, so both have the same length.
+            # Targets are the model input shifted by one, so both have the same length.
             where = f"datum {index}"
             _check_spans(datum.model_input_spans, length, where=f"{where}, 'model_input_spans'")
             _check_spans(datum.loss_fn_input_spans, length, where=f"{where}, 'loss_fn_input_spans'")

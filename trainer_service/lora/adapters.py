@@ -1,15 +1,12 @@
-"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685): which layers get one, what it computes.
+"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685): their layers, and their files as PEFT's.
 
 A frozen linear layer W [out, in] gets A [r, in] and B [out, r], and computes
-y = W x + b + alpha / r · B A x. A is drawn as PEFT does (uniform within ±1/√in), B is zero, so
+y = W x + b + alpha / r · B A x. A is drawn as PEFT does (uniform within ±1/√in) and B is zero, so
 that a new adapter changes nothing.
 
-
-----
-An adapter on disk, as PEFT writes and reads it (huggingface/peft, docs: checkpoint format).
-
-`adapter_config.json` beside `adapter_model.safetensors`, whose keys are
-`base_model.model.{module}.lora_A.weight` [r, in] and `….lora_B.weight` [out, r].
+On disk (huggingface/peft, docs: checkpoint format), `adapter_config.json` lies beside
+`adapter_model.safetensors`, whose keys are `base_model.model.{module}.lora_A.weight` [r, in] and
+`….lora_B.weight` [out, r].
 """
 
 from __future__ import annotations
@@ -73,14 +70,14 @@ _MLP = frozenset(
     ]
 )
 _EITHER = frozenset({"dense", "out_proj", "c_proj"})
-"""Names of the last layer of an attention in some models, of an MLP in others."""
+"""The last layer of an attention in some models, of an MLP in others."""
 
 
 class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
-    """A linear layer that takes over the parameters of another, frozen, and adds an adapter.
+    """A linear layer with the frozen parameters of another and an adapter.
 
-    The layer's own parameters keep their names, and a weight that is tied to another layer's
-    stays tied: the adapter is added to what comes out.
+    The parameters keep their names, and a tied weight stays tied: the adapter is added to the
+    layer's output.
     """
 
     def __init__(self, layer: nn.Linear, *, rank: int, scale: float, seed: int) -> None:
@@ -109,11 +106,11 @@ def merged(weight: Tensor, *, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def chosen_layers(model: nn.Module, spec: LoraSpec) -> dict[str, nn.Linear]:
-    """The layers that `spec` names, by module name, in the model's order.
+    """The layers that `spec` selects, by module name, in the model's order.
 
     Attention and MLP layers are those of the transformer blocks; mixture-of-experts layers
-    only where each expert is made of plain linear layers. Raises `UnsuitableLora` when there
-    are none, or when the rank is more than one of them can have.
+    only if each expert consists of plain linear layers. Raises `UnsuitableLora` if there are
+    none, or if the rank is too large for one of them.
     """
     chosen = dict(_matching(model, spec))
     if not chosen:
@@ -154,8 +151,8 @@ def _matching(model: nn.Module, spec: LoraSpec) -> Iterator[tuple[str, nn.Linear
 
 
 def kinds_without_layers(model: nn.Module, spec: LoraSpec) -> list[str]:
-    """Of what `spec` names, what the model has no linear layers for, such as the MLP of a model
-    whose experts are fused into one tensor."""
+    """The kinds that `spec` selects but the model has no linear layers for, such as the MLP of a
+    model whose experts are fused into one tensor."""
     off = {"attention": False, "mlp": False, "unembedding": False}
     return [
         kind
@@ -173,9 +170,9 @@ def _kind(name: str) -> str:
 
 
 def add_adapters(model: nn.Module, spec: LoraSpec) -> dict[str, LoraLinear]:
-    """Freezes the model and gives the chosen layers adapters. Returns them by module name.
+    """Freezes the model and adds adapters to the selected layers. Returns them by module name.
 
-    A is drawn from the seed by the layer's name, so that it depends on nothing else.
+    Each A is drawn from the seed and the layer's name alone.
     """
     chosen = chosen_layers(model, spec)
     model.requires_grad_(False)
@@ -198,10 +195,10 @@ def _seed_of(name: str, *, seed: int) -> int:
 
 
 def target_names(chosen: list[str], *, all_modules: list[str]) -> list[str]:
-    """What PEFT's `target_modules` must say to mean exactly the chosen modules.
+    """PEFT's `target_modules` that select exactly the chosen modules.
 
-    PEFT takes a module whose name is one of these or ends with "." and one of them. The last
-    parts of the names do, unless they mean other modules, too; then the whole names.
+    PEFT selects a module whose name is one of these or ends with "." and one of them. The last
+    parts of the names suffice, unless they select other modules too; then the whole names do.
     """
     leaves = sorted({name.rpartition(".")[2] for name in chosen})
     meant = {name for name in all_modules if name.rpartition(".")[2] in leaves}
@@ -235,7 +232,7 @@ def modules_of(keys: Sequence[str], *, where: str) -> list[str]:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What `adapter_config.json` says. `targets` as PEFT's `target_modules`."""
+    """The contents of `adapter_config.json`; `targets` are PEFT's `target_modules`."""
 
     base_model: str
     rank: int
@@ -243,7 +240,7 @@ class AdapterConfig:
     targets: Sequence[str]
 
     def write(self, directory: Path) -> Path:
-        """All that PEFT asks about an adapter is written out, so that no default matters."""
+        """Writes every setting of PEFT's, so that none of its defaults matters."""
         path = directory / CONFIG_NAME
         whole = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha
         path.write_text(
@@ -273,8 +270,8 @@ class AdapterConfig:
 
 
 def read_scale(directory: Path) -> float:
-    """alpha / r of an adapter. Raises `InvalidRequest` for a kind of adapter that is not
-    plain LoRA with one rank and one alpha."""
+    """Returns alpha / r of an adapter. Raises `InvalidRequest` unless it is plain LoRA with one
+    rank and one alpha."""
     try:
         config = json.loads((directory / CONFIG_NAME).read_text())
         rank, alpha = int(config["r"]), float(config["lora_alpha"])

@@ -1,8 +1,8 @@
 """Merges an adapter into its base model, without a trainer:
 `python -m trainer_service.lora.merge ADAPTER_DIR BASE_DIR OUT_DIR`.
 
-Tensor by tensor, so that the largest tensor is all that must fit into memory. The result is in
-the layout and the dtypes of the base model's files, and loads in transformers and vllm as it is.
+It works tensor by tensor, so that only the largest tensor must fit into memory. The result has
+the layout and the dtypes of the base model's files, and loads in transformers and vLLM as it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainer_service.lora.adapters import (
     read_scale,
 )
 from trainer_service.models.files import (
-    TensorPlace,
+    StoredTensor,
     TensorWriter,
     copy_small_files,
     read_header,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Adapter:
-    """`modules` are those that the adapter changes; `scale` is alpha / r."""
+    """`modules` are the adapted ones; `scale` is alpha / r."""
 
     directory: Path
     modules: list[str]
@@ -69,9 +69,9 @@ class Adapter:
 
 @dataclass(frozen=True)
 class _Step:
-    """What becomes of one tensor of a file: `source` is read, `module` names its adapter."""
+    """One tensor to write: read `source`, and merge in the adapter of `module`, if any."""
 
-    source: TensorPlace
+    source: StoredTensor
     module: str
 
 
@@ -79,8 +79,8 @@ def merge(adapter_dir: Path, base_dir: Path, out_dir: Path) -> int:
     """Writes the merged model into `out_dir`, which appears whole or not at all. Returns its
     size in bytes.
 
-    Raises `NameTaken` when `out_dir` exists, `LoadFailed` when the adapter is damaged, and
-    `InvalidRequest` when it is none, or not one of this base model.
+    Raises `NameTaken` if `out_dir` exists, `LoadFailed` if the adapter is damaged, and
+    `InvalidRequest` if it is not a LoRA adapter of this base model.
     """
     if out_dir.exists():
         raise NameTaken(f"{out_dir.name} exists already; name a directory that does not")
@@ -109,7 +109,7 @@ def merge(adapter_dir: Path, base_dir: Path, out_dir: Path) -> int:
             fsync_path(path)
         fsync_path(partial)
         size = sum(file.stat().st_size for file in partial.iterdir())
-        if out_dir.exists():  # a rename would replace an empty directory that came meanwhile
+        if out_dir.exists():  # a rename would replace an empty directory made meanwhile
             raise NameTaken(f"{out_dir.name} has appeared meanwhile; name another directory")
         partial.rename(out_dir)
         fsync_path(out_dir.parent)
@@ -124,7 +124,7 @@ def _open_adapter(directory: Path) -> Adapter:
         raise InvalidRequest(
             f"{directory.name} is not an adapter: it lacks {CONFIG_NAME} or {WEIGHTS_NAME}"
         )
-    if (directory / MANIFEST_NAME).is_file():  # one of ours, and not made by another program
+    if (directory / MANIFEST_NAME).is_file():  # published by a trainer, not by another program
         open_version(directory)
     with safe_open(str(directory / WEIGHTS_NAME), framework="pt") as file:
         modules = modules_of(list(file.keys()), where=directory.name)
@@ -132,11 +132,11 @@ def _open_adapter(directory: Path) -> Adapter:
 
 
 def _plan(
-    adapter: Adapter, base_dir: Path, files: Mapping[str, Mapping[str, TensorPlace]]
+    adapter: Adapter, base_dir: Path, files: Mapping[str, Mapping[str, StoredTensor]]
 ) -> tuple[dict[str, dict[str, _Step]], bool]:
-    """For each file its tensors, and whether the output head gets a weight of its own.
+    """The steps of each file, and whether the output head gets a weight of its own.
 
-    A head that shares the embedding's weight is written beside it, in the last file.
+    An adapted head that shares the embedding's weight is written to the last file.
     """
     model = empty_model(base_dir)
     module_of = {name_in_files(model, f"{name}.weight"): name for name in adapter.modules}
@@ -146,7 +146,7 @@ def _plan(
         name: {tensor: _Step(place, module_of.pop(tensor, "")) for tensor, place in header.items()}
         for name, header in files.items()
     }
-    if head in module_of:  # else the files hold the head as well
+    if head in module_of:  # otherwise the files hold the head already
         everything = {name: place for header in files.values() for name, place in header.items()}
         if embedding in everything:
             plan[max(plan)][head] = _Step(everything[embedding], module_of.pop(head))
@@ -159,7 +159,7 @@ def _plan(
 
 
 def _tied_weights(model: nn.Module) -> tuple[str, str]:
-    """The names in files of the head's weight and of the embedding's that it shares; else ""."""
+    """The names, in files, of a tied head's weight and of the embedding's; "" if not tied."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or not model.config.get_text_config().tie_word_embeddings:
         return "", ""
@@ -169,7 +169,7 @@ def _tied_weights(model: nn.Module) -> tuple[str, str]:
 
 
 def _write(path: Path, steps: Mapping[str, _Step], adapter: Adapter) -> None:
-    """One file, with the adapter added in where there is one, and made durable."""
+    """Writes one file with the adapter merged in, and fsyncs it."""
     writer = TensorWriter({tensor: step.source for tensor, step in steps.items()})
     with path.open("wb") as file:
         file.write(writer.header)
@@ -193,7 +193,7 @@ def _write_merged(file: BinaryIO, step: _Step, adapter: Adapter) -> None:
 
 
 def main() -> None:
-    """Prints one line of JSON; an error is a sentence, and the exit status 1."""
+    """Prints one line of JSON. On an error prints a sentence to stderr and exits with 1."""
     parser = argparse.ArgumentParser(prog="python -m trainer_service.lora.merge")
     for name in ("adapter_dir", "base_dir", "out_dir"):
         parser.add_argument(name, type=Path)

@@ -22,17 +22,17 @@ SettingValue = float | str
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor of `loss_fn_inputs`, beside `target_tokens`.
+    """One tensor of `loss_fn_inputs` in addition to `target_tokens`.
 
     `shape`: "entry" is that of the targets ([N] or [N, K]); "datum" is one number per datum
-    ([] or [1]); "either" is one of the two. A loss is given all of these as float [E], a
-    datum's number repeated for its entries. "free" is any shape of `rank` dimensions, of floats
-    or integers, handed over datum by datum in `Layout.arrays`.
+    ([] or [1]); "either" is one of the two. A loss gets all of these as float [E], a datum's
+    number repeated for its entries. "free" is any shape of `rank` dimensions, of floats or
+    integers, passed datum by datum in `Layout.arrays`.
 
     Where `required` is false, or its `needed_with` (the name of a setting) is 0, datums may lack
-    it. If all datums lack it, a loss finds no such input, unless `default` is a number; if
-    some do, they get `default`: a number, or the name of another input or of a setting.
-    `finite` False lets NaN and infinities through, for the loss to drop.
+    it. If all do, the loss gets no such input, unless `default` is a number; if some do, they
+    get `default`: a number, or the name of another input or of a setting. With `finite` False,
+    NaN and infinities are allowed, for the loss to drop.
     """
 
     name: str
@@ -47,10 +47,10 @@ class Input:
 
 @dataclass(frozen=True)
 class Setting:
-    """One value of `loss_fn_config`. The type is that of the default.
+    """One value of `loss_fn_config`, of the type of its default.
 
-    `low` and `high` are the bounds of a number, both allowed (`above` makes `low` itself too
-    low); `choices` are the texts that may be given, any text if there are none.
+    `low` and `high` bound a number inclusively (`above` excludes `low` itself); `choices` are
+    the texts allowed, any text if there are none.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Setting:
 
 
 class Settings:
-    """The checked settings of one request: every one that the loss has, given or default."""
+    """The checked settings of one request: all that the loss has, given or default."""
 
     def __init__(self, values: Mapping[str, SettingValue]) -> None:
         self._values = dict(values)
@@ -87,10 +87,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts over the whole request: the same on every rank, in every lane and micro-batch.
+    """Counts over the whole request: the same on every rank and in every micro-batch.
 
-    `entries` counts target tokens ([N, K] targets count N·K), `active` those of them that the
-    loss acts on. A sum divided by one of these does not depend on how the request was split.
+    `entries` counts target tokens ([N, K] targets count N·K), `active` those that the loss acts
+    on. A sum divided by one of these does not depend on how the request was split.
     """
 
     datums: int
@@ -104,8 +104,8 @@ class Layout:
 
     `datum` int64 [E]: which datum (0 … `datums` - 1) each entry belongs to. A loss with a group
     of 2 finds datums 2i and 2i + 1 of the request as neighbours here, the first one even.
-    `sequence` int64 [E]: which sampled sequence (0 … `sequences` - 1) each entry is of, or -1
-    for tokens of a prompt, if the client sent provenance spans; else the same as `datum`.
+    `sequence` int64 [E]: which sampled sequence (0 … `sequences` - 1) each entry belongs to, or
+    -1 for a prompt, if the client sent provenance spans; otherwise the same as `datum`.
     `sizes`: entries of each datum; `widths`: K of each datum's [N, K] targets, 0 for [N].
     `arrays`: inputs declared with shape "free", one tensor of the client's shape per datum.
 
@@ -131,9 +131,9 @@ class Layout:
         return self.datum_sums(values * weights) / counts.where(counts != 0, counts.new_ones(()))
 
     def sequence_means(self, values: Tensor, weights: Tensor) -> Tensor:
-        """Weighted mean by sampled sequence, given back to each of its entries: [E].
+        """Weighted mean by sampled sequence, repeated for each of its entries: [E].
 
-        Entries of a prompt, which are of no sequence, get 0.
+        Entries of a prompt belong to no sequence and get 0.
         """
         of = self.sequence.clamp(min=0)
         weights = weights * (self.sequence >= 0)
@@ -146,8 +146,8 @@ class Layout:
 @dataclass(frozen=True)
 class LossResult:
     """`loss`: the scalar to differentiate. `sums` and `maxima`: scalars without gradient, in the
-    order of the loss's `sum_names` and `max_names`, that are added up, or of which the greatest
-    is taken, over micro-batches and ranks."""
+    order of the loss's `sum_names` and `max_names`, to be combined over micro-batches and
+    ranks."""
 
     loss: Tensor
     sums: tuple[Tensor, ...] = ()
@@ -162,14 +162,14 @@ class Loss:
     """A loss over the E target tokens of a micro-batch:
     `compute(logprobs [E], inputs {name: [E]}, settings, layout)`.
 
-    It is called once for each micro-batch, and its results are added up; what it needs of the
-    request as a whole is in `layout.totals`. `metrics` makes the reported numbers (keys
-    `name:reduction`, exactly one colon) out of the combined `sum_names` and `max_names`; its
-    keys are the same for every batch, since the SDK combines chunks by them.
+    It is called once per micro-batch, and the results are added up; counts over the whole
+    request are in `layout.totals`. `metrics` makes the reported numbers (keys `name:reduction`,
+    exactly one colon) from the combined `sum_names` and `max_names`; its keys are the same for
+    every batch, since the SDK combines chunks by them.
 
-    `group` consecutive datums stay together in one micro-batch (2 for pairs). `wide` says that
-    [N, K] targets are taken. `active` names the input whose entries other than 0 the loss acts
-    on, if no input `mask` says so; without it all entries count. With `sampled_only`, entries
+    `group` consecutive datums stay together in one micro-batch (2 for pairs). `wide` allows
+    [N, K] targets. `active` names the input whose nonzero entries the loss acts on, unless there
+    is an input `mask`; without either all entries count. With `sampled_only`, entries
     whose provenance span is a prompt do not act. `check` raises a `UserError` for settings that
     contradict each other.
     """
@@ -193,7 +193,7 @@ class Loss:
 
     @property
     def defaults(self) -> Settings:
-        """What holds when a request gives no setting."""
+        """The settings of a request that gives none."""
         return Settings({each.name: each.default for each in self.settings})
 
 
@@ -226,7 +226,7 @@ def check_aggregation(settings: Settings) -> None:
 
 
 def aggregate(values: Tensor, active: Tensor, settings: Settings, layout: Layout) -> Tensor:
-    """One number of `values` [E], of which those that are not `active` [E] (0 or 1) do not count.
+    """Makes one number of `values` [E]; those not `active` [E] (0 or 1) do not count.
 
     - `token_sum`: Σ, as the Tinker protocol has it. The default.
     - `token_mean`: Σ / active tokens of the request (DAPO, arXiv 2503.14476).
@@ -234,8 +234,8 @@ def aggregate(values: Tensor, active: Tensor, settings: Settings, layout: Layout
       datum without an active token counts as 0.
     - `constant`: Σ / (datums · `max_length`) (Dr. GRPO, arXiv 2503.20783).
 
-    Numbers of tokens and datums are those of the request as a whole, so that the micro-batches'
-    results add up to the same whatever the split.
+    Counts are those of the whole request, so that the results of micro-batches add up to the
+    same however it is split.
     """
     values = values * active
     kind = settings.text("aggregation")

@@ -36,8 +36,8 @@ class Mismatch:
     policy now; `advantages` are those of the tokens.
 
     `bypass` says that the client gave no `old_logprobs`: the loss then takes mu for old, so that
-    its own ratio p/mu already carries the mismatch. ρ is then p/mu, and a correction answers
-    with what it changes of it, f(ρ)/ρ instead of f(ρ).
+    its own ratio p/mu already includes the mismatch. ρ is then p/mu, and a correction returns
+    f(ρ)/ρ instead of f(ρ).
     """
 
     log_rho: Tensor

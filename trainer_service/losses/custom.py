@@ -72,7 +72,7 @@ def custom_loss(definition: bytes, limits: Limits | None = None) -> Loss:
 
 
 class _Request:
-    """The computation of one request in one process, perhaps in several lanes."""
+    """The computation of one request in one process, perhaps in several threads."""
 
     def __init__(self, graph: Graph, limits: Limits) -> None:
         self._graph = graph

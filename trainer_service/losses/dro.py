@@ -1,4 +1,4 @@
-"""DRO: direct reward optimisation, a policy gradient with a quadratic leash."""
+"""DRO: direct reward optimisation, a policy gradient with a quadratic penalty."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def dro(
     """-Σ (p·A - β/2·(p - q)²), per token, q the sampler's log probability. All [E].
 
     Richemond et al., arXiv 2405.19107, by token as the Tinker documentation of losses has it
-    (β = 0.05). The leash holds every token, also where A = 0: give `mask` (or the sampler's
-    logprobs of the prompt as well), or prompt tokens are pulled to whatever `logprobs` says.
+    (β = 0.05). The penalty acts on every token, also where A = 0: give `mask` (or the
+    sampler's logprobs of the prompt too), or prompt tokens are pulled to whatever `logprobs` is.
     """
     tokens = ready(logprobs, inputs, acts_everywhere=True)
     distance = logprobs - tokens.sampler
@@ -56,7 +56,7 @@ LOSS = Loss(
         *KL_INPUTS,
     ),
     settings=(
-        Setting("beta", 0.05, "β, how short the leash to the sampler is", low=0.0),
+        Setting("beta", 0.05, "β, weight of the penalty for leaving the sampler", low=0.0),
         *AGGREGATION_SETTINGS,
         *KL_SETTINGS,
     ),

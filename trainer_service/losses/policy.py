@@ -111,7 +111,7 @@ BOUND_INPUTS = (
     ),
 )
 SAMPLER_INPUTS = (LOGPROBS, ADVANTAGES, MASK, *KL_INPUTS)
-"""Of losses whose ratio is always that to the sampler."""
+"""For losses whose ratio is always to the sampler."""
 POLICY_INPUTS = (LOGPROBS, ADVANTAGES, MASK, OLD_LOGPROBS, *KL_INPUTS)
 CORRECTION_SETTINGS = (
     Setting("correction", "none", "corrections of the mismatch, joined by `+`"),
@@ -124,7 +124,7 @@ POLICY_MAXIMA = ("ratio_max",)
 
 
 def bound_settings(low: float, high: float) -> tuple[Setting, ...]:
-    """Bounds of the ratio itself (not of its distance from 1), with these defaults."""
+    """Settings that bound the ratio itself, not its distance from 1."""
     return (
         Setting("clip_low_threshold", low, "lower bound of the ratio", low=0.0),
         Setting("clip_high_threshold", high, "upper bound of the ratio", low=0.0),
@@ -138,7 +138,7 @@ def check_policy(settings: Settings) -> None:
 
 
 def correction_names(settings: Settings) -> tuple[str, ...]:
-    """What `correction` names, in its order. Raises `UnknownLossSetting`."""
+    """The corrections named in `correction`, in order. Raises `UnknownLossSetting`."""
     text = settings.text("correction")
     if text in ("none", ""):
         return ()
@@ -154,7 +154,7 @@ def correction_names(settings: Settings) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a policy loss, made ready. All [E].
+    """The prepared tokens of a policy loss. All [E].
 
     `logprobs` p; `sampler` mu and `old`, both finite; `log_ratio` = p - old within ±20 and
     `ratio` its exponential; `active`: 1 for tokens that count, 0 for others.
@@ -174,7 +174,7 @@ class Tokens:
 def ready(
     logprobs: Tensor, inputs: Mapping[str, Tensor], *, acts_everywhere: bool = False
 ) -> Tokens:
-    """Reads the inputs that all policy losses share.
+    """Prepares the inputs that all policy losses share.
 
     A token whose sampler logprob is not finite is dropped: it is not active, and its ratio is 1.
     Without `mask`, tokens with an advantage are active, or all if `acts_everywhere`.
@@ -214,7 +214,7 @@ def clip_bounds(
 
 
 def correction_weight(tokens: Tokens, settings: Settings, layout: Layout) -> Tensor:
-    """The product of the weights of all corrections named, [E], without gradient."""
+    """The product of the weights of the corrections named: [E], without gradient."""
     names = correction_names(settings)
     now = tokens.logprobs.detach()
     weight = torch.ones_like(now)
@@ -245,8 +245,8 @@ def finish(
 ) -> LossResult:
     """Weights the losses `values` [E] of the tokens, adds the KL term and aggregates them.
 
-    `ratio` is the one to report if it is not the tokens' own; `clipped` [E] says which tokens
-    the loss held back. The KL term is not weighted.
+    `ratio` is reported instead of the tokens' own, if given; `clipped` [E] marks the tokens that
+    the loss clipped. The KL term is not weighted.
     """
     weight = torch.ones_like(tokens.active)
     if settings.has("correction"):
@@ -288,7 +288,7 @@ def reported(
 
 
 def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Where no token acts the policy is taken not to have moved: ratio 1, KL 0."""
+    """Without an active token the policy counts as unmoved: ratio 1, KL 0."""
     active = sums["active"]
 
     def mean(name: str, *, otherwise: float) -> float:

@@ -1,4 +1,4 @@
-"""What the preference losses share: how much likelier than the reference a datum has become."""
+"""What the preference losses share: how much more likely than the reference a datum is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFERENCE_INPUTS = (
     ),
     Input("weights", "weight of the target in its datum's sum: 0 for the prompt", default=1.0),
 )
-BETA = Setting("beta", 0.1, "β, how dear it is to leave the reference", low=0.0, above=True)
+BETA = Setting("beta", 0.1, "β, the penalty for leaving the reference", low=0.0, above=True)
 PREFERENCE_AGGREGATION = Setting(
     "aggregation", "sum", "over the comparisons of the request", choices=("sum", "mean")
 )

@@ -37,8 +37,8 @@ def stable_reinforce(
     """-Σ sg(k·min(r, C))·p·A + kl_coeff·Σ k·(p - q)²/2, per token. All [E].
 
     **Not the formula of the service that the SDK was written for, which is unpublished.** Ours
-    is plain REINFORCE with what is known to keep it stable when the sampler is not quite the
-    policy that is trained:
+    is plain REINFORCE with known means of keeping it stable when the sampler is not quite the
+    policy being trained:
 
     - r = exp(p - q) weights a token's gradient, truncated at C = `ratio_cap` (arXiv 1606.02647),
       so that no token counts more than C times; sg stops the gradient;
@@ -49,8 +49,9 @@ def stable_reinforce(
       ("k2", joschu.net/blog/kl-approx).
 
     A sequence is a sampled sequence where the datum carries provenance spans, so that each turn
-    of a dialogue is judged by itself, else the whole datum. Tokens whose span is a prompt do not
-    act. Without `logprobs` the tokens are taken as sampled from the policy itself: r = 1.
+    of a dialogue is judged by itself, and otherwise the whole datum. Tokens whose span is a
+    prompt do not act. Without `logprobs` the tokens count as sampled from the policy itself:
+    r = 1.
     """
     if "logprobs" not in inputs:
         inputs = {**inputs, "logprobs": logprobs.detach()}
@@ -61,11 +62,11 @@ def stable_reinforce(
     low, high = settings.number("sequence_low"), settings.number("sequence_high")
     kept = ((mean >= low) & (mean <= high)).to(ratio.dtype)
     capped = ratio.clamp(max=settings.number("ratio_cap"))
-    leash = kept * (logprobs - tokens.sampler).square() / 2
+    pull = kept * (logprobs - tokens.sampler).square() / 2
     reinforce = -kept * capped * logprobs * tokens.advantages
-    values = reinforce + settings.number("kl_coeff") * leash
+    values = reinforce + settings.number("kl_coeff") * pull
     loss = aggregate(values, tokens.active, settings, layout)
-    return reported(tokens, loss, kl=leash, weight=kept, clipped=capped != ratio)
+    return reported(tokens, loss, kl=pull, weight=kept, clipped=capped != ratio)
 
 
 LOSS = Loss(

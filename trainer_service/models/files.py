@@ -1,11 +1,6 @@
-"""The base model of a run: its name, its files, and how to tell it from another.
+"""The directory of a model in the Hugging Face layout, and its safetensors files.
 
-----
-The files beside a model's weights in the Hugging Face layout.
-
-----
-Safetensors files read and written piece by piece, where the library wants all in memory.
-
+Safetensors files are read and written piece by piece, since the library wants all in memory.
 Format: an unsigned 64-bit little-endian length, that many bytes of JSON, then the tensors.
 """
 
@@ -36,11 +31,11 @@ class BaseModelFiles:
     path: Path
 
     def fingerprint(self) -> str:
-        """Tells models apart by their weights: XXH3-128 of the sizes of the weight files and
-        of pieces spread over each (64 of 64 KiB; a smaller file as a whole).
+        """Identifies the weights: XXH3-128 of the sizes of the weight files and of pieces spread
+        over each (64 of 64 KiB; a smaller file as a whole).
 
-        An adapter means nothing on other weights, and reading all of a large model to notice
-        would take minutes. A model that was trained further differs all over.
+        An adapter is useless on other weights, but hashing all of a large model would take
+        minutes, and one that was trained further differs everywhere.
         """
         digest = xxhash.xxh3_128()
         for file in sorted(self.path.iterdir()):
@@ -62,11 +57,11 @@ _OURS = frozenset({"manifest.json", "adapter_config.json"})
 def copy_small_files(
     source: Path, target: Path, *, dtype: str = "", untied: bool = False, adapter: bool = False
 ) -> list[Path]:
-    """Configuration and tokenizer, so that the directory loads by itself. Returns the copies.
+    """Copies configuration and tokenizer, so that `target` loads by itself. Returns the copies.
 
-    The configuration is changed to say `dtype`, if one is given, and, when `untied`, that the
-    output head has a weight of its own. An `adapter` gets none: with a `config.json`,
-    transformers would look for a whole model beside it instead of at the base model.
+    The configuration is changed to name `dtype`, if given, and, if `untied`, an output head with
+    a weight of its own. An `adapter` gets no `config.json`: with one, transformers would expect
+    a whole model in its directory.
     """
     copied = []
     for file in sorted(source.iterdir()):
@@ -103,7 +98,7 @@ def _changed(config: Mapping[str, object], *, dtype: str, untied: bool) -> dict[
 
 
 def write_index(directory: Path, *, weight_map: Mapping[str, str], total_bytes: int) -> Path:
-    """Says in which file each tensor is, as transformers expects of several files."""
+    """Writes which file holds which tensor, as transformers expects of several files."""
     path = directory / "model.safetensors.index.json"
     index = {
         "metadata": {"total_size": total_bytes},
@@ -119,8 +114,8 @@ _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
-class TensorPlace:
-    """Where a tensor lies: `start` and `bytes` in `file`. `dtype` as the format writes it."""
+class StoredTensor:
+    """A tensor's position in a file: `bytes` bytes from `start`; `dtype` as the format has it."""
 
     file: Path
     name: str
@@ -141,15 +136,15 @@ class TensorPlace:
                 left -= len(block)
 
 
-def read_header(file: Path) -> dict[str, TensorPlace]:
-    """The tensors of a file in the order in which they lie. Raises `InvalidRequest`."""
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Lists the tensors of a file in file order. Raises `InvalidRequest`."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = dict(json.loads(stream.read(length)))
         header.pop(_METADATA, None)
         places = [
-            TensorPlace(
+            StoredTensor(
                 file=file,
                 name=name,
                 dtype=str(entry["dtype"]),
@@ -165,9 +160,9 @@ def read_header(file: Path) -> dict[str, TensorPlace]:
 
 
 class TensorWriter:
-    """The header for tensors like those given, which are then to be written in `order`."""
+    """Makes the header of a file with tensors like these, to be written in `order` after it."""
 
-    def __init__(self, tensors: Mapping[str, TensorPlace]) -> None:
+    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         # Wide types first: each tensor then starts at a multiple of its own width.
         self.order = sorted(
             tensors, key=lambda name: (-_width(tensors[name]), tensors[name].start, name)
@@ -187,7 +182,7 @@ class TensorWriter:
         self.header = struct.pack("<Q", len(text)) + text
 
 
-def _width(place: TensorPlace) -> int:
+def _width(place: StoredTensor) -> int:
     count = 1
     for size in place.shape:
         count *= size

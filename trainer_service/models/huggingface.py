@@ -1,4 +1,4 @@
-"""Loads any Hugging Face causal language model and says what the trainer needs to know of it."""
+"""Loads any Hugging Face causal language model and describes it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """`max_length` is in tokens, 0 where the model names no limit. Of `parameters`, those of
-    the base model, a LoRA run trains none."""
+    """`max_length` is in tokens, 0 if the model states no limit. `parameters` counts those of
+    the base model, of which a LoRA run trains none."""
 
     architecture: str
     parameters: int
@@ -29,17 +29,17 @@ class ModelFacts:
 
 
 def load_model(path: Path) -> nn.Module:
-    """The model in float32 on the CPU. No list of architectures: what AutoModelForCausalLM takes.
+    """Loads any model that AutoModelForCausalLM accepts, in float32 on the CPU.
 
-    It stays in eval mode, also for training: dropout would make the logprobs of the trainer
-    differ from those of the sampler.
+    It stays in eval mode even for training: dropout would make the trainer's logprobs differ
+    from the sampler's.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # logs are JSON lines
 
-    # The name of a model that is not here must not send anybody to the hub.
+    # A name that is not a local directory must not cause a download from the hub.
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=torch.float32,
@@ -66,7 +66,7 @@ def facts_of(model: nn.Module) -> ModelFacts:
 
 
 def empty_model(path: Path) -> nn.Module:
-    """The model's modules without memory for their weights, from its configuration alone."""
+    """Builds the model's modules from its configuration, without memory for weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -76,9 +76,9 @@ def empty_model(path: Path) -> nn.Module:
 
 
 def name_in_files(model: nn.Module, name: str) -> str:
-    """What a parameter is called in the model's files, where modules may have other names.
+    """The name of a parameter in the model's files, which may differ from that in its modules.
 
-    Raises `InvalidRequest` when it is not one tensor there.
+    Raises `InvalidRequest` if it is not one tensor there.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -90,14 +90,14 @@ def name_in_files(model: nn.Module, name: str) -> str:
         ) from error
     found = list(revert_weight_conversion(model, {name: parameter.detach()}))
     if len(found) != 1:
-        raise InvalidRequest(f"{name} is not a tensor by itself in the model's files")
+        raise InvalidRequest(f"{name} is not a tensor of its own in the model's files")
     return str(found[0])
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks in order: the `ModuleList` that holds most of the parameters.
+    """The transformer blocks in order: the `ModuleList` with the most parameters.
 
-    Works for any architecture, since all of them keep their repeated blocks in one.
+    Works for any architecture, since all keep their repeated blocks in one list.
     """
     best: list[nn.Module] = []
     most = 0
@@ -110,10 +110,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def group_blocks(blocks: Sequence[nn.Module], *, minimum: int) -> list[list[nn.Module]]:
-    """Consecutive blocks in groups of at least `minimum` parameters.
+    """Groups consecutive blocks so that each group has at least `minimum` parameters.
 
-    What is left over at the end, and everything of a model smaller than that, belongs to the
-    root group, with embeddings and head: for a small model one large collective beats many.
+    The rest, or the whole of a smaller model, belongs to the root group with embeddings and
+    head: for a small model one large collective is faster than many.
     """
     groups: list[list[nn.Module]] = []
     current: list[nn.Module] = []
@@ -128,7 +128,7 @@ def group_blocks(blocks: Sequence[nn.Module], *, minimum: int) -> list[list[nn.M
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that belong into a state dict, by name."""
+    """The buffers that belong in a state dict, by name."""
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():

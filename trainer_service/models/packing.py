@@ -1,10 +1,10 @@
-"""Sequences one after the other in a single row, so that nothing is padded.
+"""Packed rows: sequences one after the other in a single row, so that nothing is padded.
 
-All that a transformer computes token by token (projections, norms, feed-forward layers, the
-head) does not care where a sequence begins; positions are given, and attention is told. It is
-registered with transformers as an attention implementation of its own: every run of equally
-long sequences is one causal call of torch's attention, on a view of the row.
-What that brings is in docs/performance.md.
+Everything that a transformer computes token by token (projections, norms, feed-forward layers,
+the head) is independent of where a sequence begins; positions are given, and attention is told.
+It is registered with transformers as an attention implementation: every run of equally long
+sequences is one causal call of torch's attention, on a view of the row. `docs/performance.md`
+has measurements.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 IMPLEMENTATION = "tandem_packed"
 _TOLERANCE = 1e-4
-Runs = tuple[tuple[int, int], ...]
-"""How the row is made up: (sequences, tokens of each), one after the other."""
+RunLengths = tuple[tuple[int, int], ...]
+"""The make-up of a row: (number of sequences, tokens of each) for each run, in order."""
 
 
-def runs_of(lengths: Sequence[int]) -> Runs:
-    """Literal example: lengths [9, 4, 4] are the runs ((1, 9), (2, 4))."""
+def run_lengths_of(lengths: Sequence[int]) -> RunLengths:
+    """Groups equal neighbours. Literal example: [9, 4, 4] gives ((1, 9), (2, 4))."""
     return tuple((len(list(group)), length) for length, group in groupby(lengths))
 
 
 def can_pack(model: nn.Module) -> bool:
-    """Makes the model take packed rows, if it computes the same on them; says whether it does.
+    """Makes the model accept packed rows and returns True, if it computes the same on them.
 
     Models differ in what they do between tokens (recurrent layers, position biases, sinks), so
-    that it is tried: two sequences in a row against each alone. Otherwise nothing is changed.
+    this compares two sequences in a row with each alone. Otherwise the model is unchanged.
     """
     from transformers import PreTrainedModel
 
@@ -44,7 +44,7 @@ def can_pack(model: nn.Module) -> bool:
         return False
     text = model.config.get_text_config()
     if getattr(text, "attention_chunk_size", None):
-        return False  # chunks are in the mask alone, and longer than what is tried here
+        return False  # only the mask knows chunks, and they are longer than this trial
     before = str(model.config._attn_implementation)
     vocabulary = int(text.vocab_size)
     first, second = torch.arange(5) % vocabulary, torch.arange(7, 0, -1) % vocabulary
@@ -58,7 +58,7 @@ def can_pack(model: nn.Module) -> bool:
                 input_ids=torch.cat([first, second])[None],
                 position_ids=torch.cat([torch.arange(5), torch.arange(7)])[None],
                 use_cache=False,
-                runs=((1, 5), (1, 7)),
+                run_lengths=((1, 5), (1, 7)),
             ).logits
         except (TypeError, ValueError, RuntimeError, NotImplementedError):
             together = None
@@ -86,25 +86,25 @@ def packed_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    runs: Runs = (),
+    run_lengths: RunLengths = (),
     **others: object,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence of a row: `query` [1, heads, T, head size], `key`
     and `value` with as many heads or fewer; returns [1, T, heads, head size].
 
-    Without `runs` the rows [B, heads, T, head size] are whole sequences. Raises
-    `NotImplementedError` for what a model asks beside scaling and a sliding window.
+    Without `run_lengths` the rows [B, heads, T, head size] are whole sequences. Raises
+    `NotImplementedError` if the model needs more than scaling and a sliding window.
     """
     for name in ("softcap", "s_aux", "position_bias"):
         if others.get(name) is not None:
-            raise NotImplementedError(f"packed attention does not know {name}")
-    if not runs:
+            raise NotImplementedError(f"packed attention does not support {name}")
+    if not run_lengths:
         return _attend(query, key, value, scaling, sliding_window).transpose(1, 2), None
     results: list[Tensor] = []
-    # Split and not sliced: the gradient of each slice would be a row of zeros with a piece in it.
-    sizes = [count * length for count, length in runs]
+    # Not sliced: the gradient of each slice would be a whole row, zero but for the slice.
+    sizes = [count * length for count, length in run_lengths]
     pieces = zip(*(tensor[0].split(sizes, dim=1) for tensor in (query, key, value)), strict=True)
-    for (count, length), piece in zip(runs, pieces, strict=True):
+    for (count, length), piece in zip(run_lengths, pieces, strict=True):
         q, k, v = (part.unflatten(1, (count, length)).transpose(0, 1) for part in piece)
         result = _attend(q, k, v, scaling, sliding_window)
         results.append(result.transpose(1, 2).reshape(count * length, *result.shape[1::2]))

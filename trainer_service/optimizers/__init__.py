@@ -1,7 +1,9 @@
-"""The optimizers, whose settings come with each step: AdamW, and "dimuon" (Muon and AdamW).
+"""The optimizers: AdamW, and "dimuon" (Muon for hidden matrices, AdamW for the rest).
 
-Which of them a run uses is fixed in its `TrainingSpec`; each works on plain and on sharded
-parameters, and shows its state as tensors by name, for checkpoints.
+A run's `TrainingSpec` fixes the optimizer; its settings come with each step. Optimizers work on
+plain and on sharded parameters, and give their state as named tensors, for checkpoints. To add
+one, write a file with a class that satisfies `Optimizer`, its settings in `base.py`, and a branch
+in `make_optimizer`.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class AdamW:
 
 
 class Moments:
-    """torch's AdamW itself, with named state. `parameters` may be none."""
+    """torch's AdamW with named state. `parameters` may be empty."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = dict(parameters)

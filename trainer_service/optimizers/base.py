@@ -1,13 +1,4 @@
-"""What a trainer asks of an optimizer.
-
-----
-The settings of one optimizer step, checked.
-
-----
-The global norm of the gradients, over all ranks, and clipping by it.
-
-----
-Which parameters Muon is not made for."""
+"""What every optimizer does, the settings of a step, and clipping by the global norm."""
 
 from __future__ import annotations
 
@@ -28,30 +19,30 @@ if TYPE_CHECKING:
 
 
 class Optimizer(Protocol):
-    """Each method is called on all ranks in the same order."""
+    """All ranks call each method in the same order."""
 
     def step(self, settings: StepSettings) -> dict[str, float]:
-        """Applies the gradients once and forgets them. Returns metrics by plain names:
-        `grad_norm`, the global norm before clipping, and `learning_rate`.
+        """Applies the gradients and drops them. Returns `grad_norm`, the global norm before
+        clipping, and `learning_rate`.
 
-        Raises `GradientsNotFinite`, on all ranks alike, with the gradients dropped and the
-        weights as they were.
+        Raises `GradientsNotFinite` on all ranks alike, with the gradients dropped and the
+        weights unchanged.
         """
         ...
 
     def drop_gradients(self) -> None: ...
 
     def state(self, *, create: bool) -> dict[str, Tensor]:
-        """The live state tensors by `{parameter}.{kind of state}`, sharded as the parameters.
+        """The live state tensors by `{parameter}.{kind of state}`, sharded like the parameters.
 
-        Empty before the first step, unless `create` makes it as zeros, for loading into. From
-        then on of all parameters: zeros where none ever had a gradient, which is what the
-        optimizer would begin with, so that what is saved and what is loaded have the same names.
+        Empty before the first step, unless `create` makes zeros to load into. After it, the
+        state of all parameters: zeros, the optimizer's initial state, for those that never had
+        a gradient, so that saved and loaded states have the same names.
         """
         ...
 
     def reset(self) -> None:
-        """Forgets gradients and state, as if no step had been made."""
+        """Drops gradients and state, as if no step had been made."""
         ...
 
 
@@ -87,7 +78,7 @@ class AdamWSettings:
 @dataclass(frozen=True)
 class DiMuonSettings:
     """`beta1` is the momentum of Muon, and AdamW's beta1 where that is used. A `grad_clip_norm`
-    of 0 or less turns clipping off, as the SDK says of this optimizer."""
+    of 0 or less turns clipping off, as the SDK documents."""
 
     learning_rate: float
     beta1: float
@@ -115,9 +106,9 @@ _PARAMS = {"adamw": "AdamParams", "dimuon": "DimuonParams"}
 
 
 def step_settings(request: trainer_pb2.OptimStepRequest, *, optimizer: str) -> StepSettings:
-    """What a step of a run that was created with `optimizer` is to do.
+    """The settings of a step of a run that was created with `optimizer`.
 
-    Raises `OptimizerSetting` for settings of the other optimizer, or out of their range.
+    Raises `OptimizerSetting` for settings of another optimizer or out of range.
     """
     given = request.WhichOneof("optimizer") or "adamw"
     if given != optimizer:
@@ -141,10 +132,10 @@ def clip(
     limit: float,
     sum_over_ranks: Callable[[Tensor], None],
 ) -> float:
-    """The norm before clipping; where it is above `limit`, gradients are scaled to it. A limit
-    of 0 or less turns clipping off.
+    """Scales gradients down to the norm `limit`; 0 or less turns clipping off. Returns the
+    norm before.
 
-    Raises `GradientsNotFinite` on all ranks alike; the caller drops the gradients.
+    Raises `GradientsNotFinite` on all ranks alike; the caller then drops the gradients.
     """
     gradients = [local(each.grad) for each in parameters if each.grad is not None]
     norm = _global_norm(gradients, sum_over_ranks)
@@ -172,8 +163,8 @@ def _global_norm(gradients: list[Tensor], sum_over_ranks: Callable[[Tensor], Non
 
 
 def outer_parameters(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters of every embedding and of the output head, adapters of a LoRA run
-    on the head included.
+    """Names of the parameters of embeddings and of the output head, including a LoRA adapter on
+    the head.
 
     Muon treats a matrix as a map between two spaces of features; a row of an embedding or of
     the head belongs to one token, and is an entry of a table (Jordan et al., "Muon", 2024).

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ADAMW_BETA2 = 0.95
 ADAMW_EPS = 1e-12
-"""What the SDK's AdamParams have, for the part that its DimuonParams do not speak of."""
+"""The SDK's defaults of AdamParams, for settings that its DimuonParams lack."""
 
 
 class DiMuon:
@@ -100,7 +100,7 @@ class DiMuon:
 
 
 class PlainMuon:
-    """torch's Muon over matrices that this process holds whole."""
+    """torch's Muon over matrices that are not sharded."""
 
     def __init__(self, matrices: Mapping[str, nn.Parameter]) -> None:
         self._matrices = dict(matrices)
@@ -136,12 +136,11 @@ class PlainMuon:
 
 
 class ShardedMuon:
-    """Muon over matrices that lie in pieces on the ranks of one mesh.
+    """Muon over matrices sharded over the ranks of one mesh.
 
-    Momentum is kept in pieces, as the weights are: it works element by element. Newton-Schulz
-    needs a whole matrix: the ranks take turns, each gets whole matrices, lets torch's Muon
-    make the update of its own and sends it to all, so that a step costs what it would on one
-    rank, divided by the ranks.
+    Momentum works element by element and is sharded like the weights. Newton-Schulz needs whole
+    matrices: each rank gathers some of them, makes their update with torch's Muon and sends it
+    to all, so that a step costs what it would on one rank, divided by the number of ranks.
     """
 
     def __init__(self, matrices: Mapping[str, nn.Parameter]) -> None:
@@ -158,7 +157,7 @@ class ShardedMuon:
             self._round(names[start : start + ranks], settings)
 
     def _round(self, names: Sequence[str], settings: DiMuonSettings) -> None:
-        """One matrix for each rank of the mesh, in its order; fewer at the end."""
+        """Updates one matrix per rank of the mesh, in order; fewer in the last round."""
         mesh = self._matrices[names[0]].device_mesh
         me, group = mesh.get_local_rank(), mesh.get_group()
         whole: Tensor | None = None
@@ -178,7 +177,7 @@ class ShardedMuon:
             matrix.to_local().add_(piece)
 
     def _nesterov(self, name: str, momentum: float) -> DTensor:
-        """The direction before it is made orthogonal, in pieces, as torch's Muon defines it."""
+        """The sharded direction before orthogonalization, as torch's Muon defines it."""
         gradient = self._matrices[name].grad
         assert gradient is not None
         buffer = self._buffers.get(name)
@@ -213,7 +212,7 @@ def _muon(matrices: list[nn.Parameter], *, momentum: float = 0.9) -> torch.optim
 
 
 def _orthogonal_update(direction: Tensor, learning_rate: float) -> Tensor:
-    """What torch's Muon adds to a matrix: a step without momentum of its own, from zero."""
+    """The update of torch's Muon: a step without momentum on a matrix of zeros."""
     update = nn.Parameter(torch.zeros_like(direction))
     update.grad = direction
     muon = _muon([update], momentum=0.0)
@@ -223,7 +222,7 @@ def _orthogonal_update(direction: Tensor, learning_rate: float) -> Tensor:
 
 
 def _piece(whole: Tensor, like: DTensor) -> Tensor:
-    """This rank's piece of a whole matrix, cut as `like` is."""
+    """This rank's shard of a whole matrix, sharded like `like`."""
     mesh, (placement,) = like.device_mesh, like.placements
     if not isinstance(placement, Shard):
         return whole

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.tiny_model import VOCABULARY, write_tiny_model
 from trainer_service.models.huggingface import load_model
-from trainer_service.models.packing import can_pack, runs_of
+from trainer_service.models.packing import can_pack, run_lengths_of
 
 LENGTHS = [17, 9, 9, 4, 4, 4, 1]
 
@@ -23,14 +23,14 @@ def row_of(parts: list[torch.Tensor]) -> dict[str, object]:
     return {
         "input_ids": torch.cat(parts)[None],
         "position_ids": torch.cat([torch.arange(len(part)) for part in parts])[None],
-        "runs": runs_of([len(part) for part in parts]),
+        "run_lengths": run_lengths_of([len(part) for part in parts]),
         "use_cache": False,
     }
 
 
 def test_runs_are_of_neighbours_of_one_length() -> None:
-    assert runs_of(LENGTHS) == ((1, 17), (2, 9), (3, 4), (1, 1))
-    assert runs_of([4, 9, 4]) == ((1, 4), (1, 9), (1, 4))
+    assert run_lengths_of(LENGTHS) == ((1, 17), (2, 9), (3, 4), (1, 1))
+    assert run_lengths_of([4, 9, 4]) == ((1, 4), (1, 9), (1, 4))
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt_neox", "qwen3_moe"])

@@ -9,7 +9,7 @@ import torch
 from tandem import errors
 from tandem.wire.v1 import tinker_pb2 as wire
 from tests.support.trainer_worker import datum, dense, request
-from trainer_service.batches.loss_inputs import DenseRoom, densify
+from trainer_service.batches.loss_inputs import DenseBudget, densify
 from trainer_service.batches.validation import Batch, BatchLimits, parse, validate
 from trainer_service.losses import LOSSES
 
@@ -121,17 +121,17 @@ def test_a_sparse_tensor_wider_than_the_vocabulary_is_refused_before_it_costs_me
 def test_an_input_of_a_custom_loss_that_names_a_vast_shape_is_refused(columns):
     pair = sparse([[1.0, 0.0], [0.0, 1.0]])
     pair.shape[:] = [2, columns]
-    room = DenseRoom(cells=2**26 - 1)
+    room = DenseBudget(cells=2**26 - 1)
     with pytest.raises(errors.LossInputShape, match=r"datum 0, 'pair' has \d+ cells"):
-        densify(pair, where="datum 0, 'pair'", expected=(2, columns), room=room)
+        densify(pair, where="datum 0, 'pair'", expected=(2, columns), budget=room)
 
 
 def test_sparse_tensors_of_a_request_share_their_room():
-    room = DenseRoom(cells=10)
+    room = DenseBudget(cells=10)
     for _ in range(2):
-        densify(sparse([[1.0, 0.0], [0.0, 1.0]]), where="x", expected=(2, 2), room=room)
+        densify(sparse([[1.0, 0.0], [0.0, 1.0]]), where="x", expected=(2, 2), budget=room)
     with pytest.raises(errors.LossInputShape, match="may have 10 together"):
-        densify(sparse([[1.0, 0.0], [0.0, 1.0]]), where="x", expected=(2, 2), room=room)
+        densify(sparse([[1.0, 0.0], [0.0, 1.0]]), where="x", expected=(2, 2), budget=room)
 
 
 def test_what_the_sdk_makes_of_a_sparse_matrix_is_read_as_the_dense_one():
