@@ -17,5 +17,5 @@ def wait_until(condition: Callable[[], T], *, what: str, timeout: float = PATIEN
     deadline = time.monotonic() + timeout
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {timeout:g} s in vain until {what}"
-        time.sleep(0.05)
+        time.sleep(0.02)
     return value

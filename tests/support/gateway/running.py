@@ -26,6 +26,7 @@ from gateway.server import GatewayServer, make_server
 from tandem.settings import GatewaySettings, LimitSettings
 from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.fake_launcher import FakeLauncher
+from tests.support.waiting import wait_until
 
 KEY = "tml-test-key"
 
@@ -169,11 +170,7 @@ def _no_signals() -> Iterator[None]:
 
 
 def wait_for(condition, timeout: float = 20.0) -> None:
-    """Returns when the condition holds; fails after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.01)
+    wait_until(condition, what="the condition holds", timeout=timeout)
 
 
 def datum(tokens: list[int]) -> types.Datum:

@@ -258,7 +258,11 @@ def test_sizes_are_refused_before_memory_is_taken() -> None:
         x = logprobs.repeat(3000)
         return (x[:, None] - x[None, :]).sum(), {}
 
-    for fn in (expanded, factory, repeated, outer, padded, listed, broadcast):
+    def masked(logprobs: Tensor) -> Pair:
+        x = logprobs.repeat(3000)
+        return torch.masked_select(x[:, None], (x < 0)[None, :]).sum(), {}
+
+    for fn in (expanded, factory, repeated, outer, padded, listed, broadcast, masked):
         assert "elements" in fails(fn) or "overflow" in fails(fn)
 
 
