@@ -119,11 +119,11 @@ def parse_checkpoint_path(path: str) -> CheckpointPath:
             "tinker://RUN/weights/NAME"
         )
     run_id, kind, name = parts
-    return checkpoint_path(run_id=run_id, kind=kind, name=name)
+    return make_checkpoint_path(run_id=run_id, kind=kind, name=name)
 
 
-def checkpoint_path(*, run_id: str, kind: str, name: str) -> CheckpointPath:
-    """Raises as `parse_checkpoint_path`."""
+def make_checkpoint_path(*, run_id: str, kind: str, name: str) -> CheckpointPath:
+    """Check the parts and build a path. Raise as `parse_checkpoint_path`."""
     known = next((k for k in KINDS if k == kind), None)
     if known is None:
         raise UnknownWeights(f"there are no {kind[:100]!r}; known: {', '.join(KINDS)}")

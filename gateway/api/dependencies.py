@@ -17,7 +17,7 @@ from gateway.api.fields import PathText
 from gateway.auth.identity import Caller
 from gateway.checkpoints.catalog import Checkpoint
 from gateway.core import Gateway
-from gateway.identifiers import CheckpointPath, checkpoint_path
+from gateway.identifiers import CheckpointPath, make_checkpoint_path
 from gateway.sampling.sessions import SamplingSession
 from gateway.sessions.queries import SessionRecord
 
@@ -98,7 +98,7 @@ async def _past_session(
 
 
 async def _path(run_id: PathText, kind: PathText, name: PathText) -> CheckpointPath:
-    return checkpoint_path(run_id=run_id, kind=kind, name=name)
+    return make_checkpoint_path(run_id=run_id, kind=kind, name=name)
 
 
 _CheckpointPath = Annotated[CheckpointPath, Depends(_path)]

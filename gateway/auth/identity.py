@@ -133,7 +133,7 @@ class Identity:
             raise TokenRefused("the token has expired; exchange the key for a new one")
         key = self._keys.get(token.key_id)
         if key is None or self._keys.ended(key) is not None:
-            raise TokenRefused("the key that this token was exchanged for is no longer good")
+            raise TokenRefused("the key that this token was exchanged for is no longer valid")
         self._keys.note_use(key)
         return Caller(owner=key.owner, key_id=key.id, role=key.role, expires_at=token.expires_at)
 

@@ -16,7 +16,7 @@ from urllib.parse import quote, urlencode
 from gateway.auth.signing import check_address, sign_address
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
 from gateway.checkpoints.versions import VersionStore
-from gateway.identifiers import CheckpointPath, checkpoint_path
+from gateway.identifiers import CheckpointPath, make_checkpoint_path
 from tandem.errors import UnknownWeights
 
 PREFIX = "/api/v1/downloads/"
@@ -83,7 +83,7 @@ class DownloadSigner:
             what="this download address",
             renew="ask for a new one with get_external_weights_urls",
         )
-        return checkpoint_path(run_id=address.run_id, kind=address.kind, name=address.name)
+        return make_checkpoint_path(run_id=address.run_id, kind=address.kind, name=address.name)
 
     async def find(self, address: Address, checkpoint: Checkpoint) -> Path:
         """Return the file of a checkpoint that is being read. Raise `UnknownWeights`."""

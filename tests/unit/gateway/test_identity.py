@@ -83,7 +83,7 @@ def test_a_token_ends_with_its_key_and_with_its_time_also_when_it_was_seen_befor
     token = known.issue(known.identify(KEY.encode())).encode()
     assert known.identify(token).owner == "local"
     keys.set_local("tml-new")
-    with pytest.raises(TokenRefused, match="no longer good"):
+    with pytest.raises(TokenRefused, match="no longer valid"):
         known.identify(token)
     keys.set_local(KEY)
     later.append(601.0)
