@@ -16,7 +16,7 @@ _TITLES = {
     "OpenAI": "The routes for OpenAI's clients",
     "Tandem": "Tandem's own routes",
 }
-_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "minLength", "maxLength")
+_BOUNDS = ("minimum", "maximum", "minLength", "maxLength", "maxItems")
 Json = dict[str, Any]
 
 
@@ -67,26 +67,18 @@ def _schema(name: str, schema: Json) -> str:
 
 
 def _type(schema: Json) -> str:
-    bounds = [f"{bound} {schema[bound]:g}" for bound in _BOUNDS if bound in schema]
-    return " ".join([_kind(schema), *([f"({', '.join(bounds)})"] if bounds else [])])
-
-
-def _kind(schema: Json) -> str:
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return " with ".join([f"[{name}](#{name.lower()})", *map(_type, schema.get("allOf", ()))])
-    for key in ("anyOf", "oneOf"):
-        if key in schema:
-            return " or ".join(map(_type, schema[key]))
+    if "anyOf" in schema or "oneOf" in schema:
+        return " or ".join(map(_type, schema.get("anyOf") or schema["oneOf"]))
     if "const" in schema or "enum" in schema:
         return " or ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     if schema.get("format") == "binary":
         return str(schema["description"])
-    if schema.get("type") == "array":
-        return f"array of {_type(schema.get('items', {}))}"
-    return str(schema.get("type", "anything")) + (
-        f" ({schema['format']})" if "format" in schema else ""
-    )
+    of = f" of {_type(schema['items'])}" if "items" in schema else ""
+    bounds = ", ".join(f"{bound} {schema[bound]}" for bound in _BOUNDS if bound in schema)
+    return f"{schema.get('type', 'anything')}{of}{f' ({bounds})' if bounds else ''}"
 
 
 if __name__ == "__main__":

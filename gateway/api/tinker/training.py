@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import Depends
@@ -264,9 +265,7 @@ async def optim_step(body: Addressed, submitter: SubmitterDep) -> OperationAccep
 )
 async def save_weights(body: Addressed, submitter: SubmitterDep) -> OperationAccepted:
     """Save a run's state, to resume from, under a name."""
-    return await submitter.submit(
-        body, "save_weights", lambda fields: validate(SaveWeights, fields)
-    )
+    return await submitter.submit(body, "save_weights", partial(validate, SaveWeights))
 
 
 @router.operation(
@@ -280,9 +279,8 @@ async def save_weights(body: Addressed, submitter: SubmitterDep) -> OperationAcc
 )
 async def save_weights_for_sampler(body: Addressed, submitter: SubmitterDep) -> OperationAccepted:
     """Publish a run's weights for sampling: under a name, or ephemeral."""
-    return await submitter.submit(
-        body, "save_weights_for_sampler", lambda fields: validate(SaveWeightsForSampler, fields)
-    )
+    read = partial(validate, SaveWeightsForSampler)
+    return await submitter.submit(body, "save_weights_for_sampler", read)
 
 
 @router.operation(
@@ -296,9 +294,8 @@ async def save_weights_for_sampler(body: Addressed, submitter: SubmitterDep) -> 
 )
 async def save_weights_external(body: Addressed, submitter: SubmitterDep) -> OperationAccepted:
     """Export a run's weights for download."""
-    return await submitter.submit(
-        body, "save_weights_external", lambda fields: validate(SaveWeightsExternal, fields)
-    )
+    read = partial(validate, SaveWeightsExternal)
+    return await submitter.submit(body, "save_weights_external", read)
 
 
 @router.operation(
