@@ -1,4 +1,4 @@
-"""`make bench`: every measurement, one after the other, side by side with its floor."""
+"""`make bench`: all measurements in turn, each beside its floor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from rich.table import Table
 
 from benchmarks import (
     concurrency,
-    machine,
     overhead,
     publish,
     record,
@@ -31,19 +30,19 @@ SECTIONS = ("sampling", "clients", "publish", "lora", "overhead", "training", "r
 
 
 class Bench:
-    """One run: a working directory, the results so far, and the console."""
+    """One run of the measurements: a working directory, the results so far and the console."""
 
     def __init__(self, *, work: Path, quick: bool, console: Console) -> None:
         self.work = work
         self.rounds = 3 if quick else 7
         self.console = console
-        self.results: dict[str, object] = {"machine": machine.describe()}
+        self.results: dict[str, object] = {"machine": record.machine()}
         self.model = work / "models" / "tiny"
         write_tiny_model(self.model, seed=0)
 
     @contextmanager
     def stack(self, model: Path, *, ranks: int) -> Iterator[tuple[Stack, tinker.ServiceClient]]:
-        """A stack of its own, as `tandem up` would start it."""
+        """Start a new stack, as `tandem up` would, and connect the SDK to it."""
         directory = self.work / f"data-{time.monotonic_ns()}"
         settings = {"port": "0", "trainer_ranks": str(ranks)}
         with Stack(data_dir=directory, settings=settings) as stack:
@@ -99,7 +98,7 @@ class Bench:
         self.show("many clients", [row])
 
     def lora(self) -> None:
-        """From an adapter in the trainer's memory to samples from it."""
+        """Measure the way of an adapter from the trainer's memory to the samples from it."""
         rows: list[dict[str, object]] = []
         for size, shape in publish.SHAPES.items():
             model = self.work / "models" / size.replace(" ", "")
@@ -165,7 +164,7 @@ class Bench:
 def _row(
     name: str, measured: dict[str, float], floor: dict[str, float], busy: dict[str, float]
 ) -> dict[str, object]:
-    """Medians in seconds; `busy` is what trainer and sampler themselves computed."""
+    """Return a row of medians in seconds; `busy`: what trainer and sampler themselves computed."""
     return {
         "what": name,
         **{key: round(value, 3) for key, value in measured.items()},
@@ -188,7 +187,7 @@ def main() -> None:
             for section in arguments.sections or SECTIONS:
                 console.rule(section)
                 getattr(bench, section)()
-        finally:  # what was measured before a fault is kept
+        finally:  # keep what was measured before a failure
             if not arguments.no_save:
                 console.print(f"Written to {record.save(bench.results).name}")
 

@@ -1,4 +1,4 @@
-"""Many clients at one sampler: each asks for one sample after the other."""
+"""Many clients of one sampler, each requesting one sample after the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLIENTS, MAX_TOKENS = 64, 16
 
 
 def many_clients(sampler: tinker.SamplingClient, *, requests: int) -> dict[str, object]:
-    """`requests` samples of each of the clients. The first of each is not counted."""
+    """Return throughput and latency of `requests` samples per client, after one for warm-up."""
     ready = threading.Barrier(CLIENTS + 1)
     latencies: list[float] = []
     lock = threading.Lock()

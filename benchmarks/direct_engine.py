@@ -1,7 +1,7 @@
 """Tokens per second of vLLM called directly: `python -m benchmarks.direct_engine MODEL ROUNDS`.
 
-A process of its own; prints one JSON object {workload: [tokens/s of each round]}, and the
-seconds from the start of the process to an engine that is ready, as "engine_start".
+Runs in a process of its own and prints one JSON object: {workload: [tokens/s of each round]}, and
+as "engine_start" the seconds from the start of the process until the engine was ready.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.workloads import WORKLOADS, Workload, prompts
 
 
 def run(policy: OneProcess, workload: Workload, round_: int) -> float:
-    """Tokens per second of one round."""
+    """Return the tokens per second of one round."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

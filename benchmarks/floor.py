@@ -1,9 +1,9 @@
-"""The floor: the demo's RL step in one process, with plain torch and vLLM and nothing between.
+"""The floor: the demo's RL step in one process, with plain torch and vLLM.
 
 Run as a process of its own (`python -m benchmarks.floor MODEL THREADS STEPS`); prints one JSON
 object. The step is the demo's: 100 prompts × 8 samples of at most 4 tokens, 48 updates of 100
-sequences, new weights into the engine. Nothing is done here that the demo does not do, and
-nothing is left out that it does: the same loss, optimizer, clipping, shuffling and rewards.
+sequences, new weights into the engine. It does exactly what the demo does: the same loss,
+optimizer, clipping, shuffling and rewards.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class OneProcess:
                 logprobs_mode="processed_logprobs",
             )
         )
-        # vLLM pins its process to one core; the training half wants them all.
+        # vLLM pins its process to one core; training uses all of them.
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
         self.threads = threads
         torch.set_num_threads(threads)
@@ -83,7 +83,7 @@ class OneProcess:
         self.directory = tempfile.TemporaryDirectory()
 
     def sample(self, round_: int) -> list[Sample]:
-        torch.set_num_threads(1)  # two contend in the engine's small operations
+        torch.set_num_threads(1)  # two contend in the small operations of the engine
         for index, prompt in enumerate(self.prompts):
             params = SamplingParams(
                 n=GROUP,
@@ -147,7 +147,7 @@ class OneProcess:
         loss.item()
 
     def synchronise(self) -> None:
-        """New weights into the engine, by its own in-place reload from a file."""
+        """Put the new weights into the engine by its in-place reload from a file."""
         state = self.model.state_dict()
         if self.model.config.tie_word_embeddings:
             state.pop("lm_head.weight", None)

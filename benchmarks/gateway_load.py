@@ -1,9 +1,9 @@
 """`make bench-gateway`: one gateway under many sessions, beside the same engine called directly.
 
-Sessions that do nothing but live (a heartbeat every ten seconds, each over a connection of its
-own) and clients that sample one request after the other. Three times the same samples: to a
-sampler's process by gRPC, through a gateway with nobody else, and through it with the idle
-sessions. The clients speak raw HTTP, from one process beside the stack.
+Clients sample, one request after the other, in three ways: from a sampler's process by gRPC,
+through a gateway without other users, and through a gateway with idle sessions, which only send a
+heartbeat every ten seconds, each over its own connection. The clients speak raw HTTP, from one
+process beside the stack.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import resource
 import secrets
 import statistics
@@ -24,10 +23,11 @@ from pathlib import Path
 
 import grpc.aio
 import numpy as np
+import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine, record
+from benchmarks import record
 from benchmarks.raw_http import Connection
 from gateway.workers.launchers.process import ProcessLauncher
 from tandem.demo.tiny_model import write_tiny_model
@@ -42,12 +42,12 @@ MODEL = "bench/model"
 _WARM_UP = 3
 
 Ask = Callable[[int], Awaitable[None]]
-"""Makes a sample request of that number and returns when the answer is there."""
+"""Sends the sample request of this number and returns once it is answered."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """`seconds` of each measurement; `sessions` idle ones; `clients` that sample."""
+    """Idle sessions, sampling clients, and the duration of each measurement in seconds."""
 
     sessions: int
     clients: int
@@ -55,24 +55,25 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Use:
+class Usage:
     """Of the gateway's process: CPU seconds since its start, and bytes in memory."""
 
     cpu: float
     resident: int
 
     @classmethod
-    def of(cls, pid: int) -> Use:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks = int(fields[11]) + int(fields[12])
-        status = Path(f"/proc/{pid}/status").read_text().splitlines()
-        kib = next(int(line.split()[1]) for line in status if line.startswith("VmRSS:"))
-        return cls(cpu=ticks / os.sysconf("SC_CLK_TCK"), resident=kib * 1024)
+    def of(cls, pid: int) -> Usage:
+        process = psutil.Process(pid)
+        times = process.cpu_times()
+        return cls(cpu=times.user + times.system, resident=process.memory_info().rss)
 
 
 async def sample_all(asks: Sequence[Ask], *, seconds: float) -> tuple[list[float], float]:
-    """All clients at once, each one request after the other. Latencies in seconds, and how long
-    it took. The first requests of each are not counted."""
+    """Sample with all clients at once, each one request after the other.
+
+    Returns the latencies and the whole duration, in seconds. The first requests of each client
+    are not counted.
+    """
     latencies: list[float] = []
 
     async def client(ask: Ask) -> None:
@@ -95,7 +96,7 @@ async def sample_all(asks: Sequence[Ask], *, seconds: float) -> tuple[list[float
 
 
 def row(what: str, latencies: Sequence[float], seconds: float) -> dict[str, object]:
-    """Percentiles in milliseconds."""
+    """Return a row of the table, with percentiles in milliseconds."""
     cuts = statistics.quantiles(latencies, n=100, method="inclusive")
     return {
         "what": what,
@@ -106,7 +107,7 @@ def row(what: str, latencies: Sequence[float], seconds: float) -> dict[str, obje
 
 
 def prompt(client: int, number: int) -> list[int]:
-    """Of four tokens, in a vocabulary of 128; no two at once are alike."""
+    """Return four tokens of a vocabulary of 128, different for all clients at one time."""
     return [20 + client % 10, 30 + client // 10 % 10, 40 + number % 50, 21]
 
 
@@ -173,7 +174,7 @@ async def direct(work: Path, model: Path, load: Load) -> dict[str, object]:
 
 
 class Sampling:
-    """A client with a sampling session and a connection of its own, as a process has them."""
+    """A client with its own sampling session and connection, as a separate process has them."""
 
     def __init__(self, connection: Connection, *, index: int, sampler_id: str) -> None:
         self._connection = connection
@@ -222,8 +223,8 @@ async def new_session(connection: Connection) -> str:
 
 
 @asynccontextmanager
-async def idle_sessions(stack: Stack, load: Load, late: list[float]) -> AsyncIterator[None]:
-    """They begin one after the other and beat for ever; `late` gets each answer's seconds."""
+async def idle_sessions(stack: Stack, load: Load, heartbeats: list[float]) -> AsyncIterator[None]:
+    """Open the idle sessions in turn; append the seconds that each heartbeat takes."""
     endpoint = stack.endpoint
 
     async def live(connection: Connection, session_id: str, offset: float) -> None:
@@ -232,7 +233,7 @@ async def idle_sessions(stack: Stack, load: Load, late: list[float]) -> AsyncIte
             began = time.perf_counter()
             await post(connection, "/api/v1/session_heartbeat", {"session_id": session_id})
             took = time.perf_counter() - began
-            late.append(took)
+            heartbeats.append(took)
             await asyncio.sleep(max(0.0, HEARTBEAT_SECONDS - took))
 
     async with AsyncExitStack() as opened:
@@ -247,7 +248,7 @@ async def idle_sessions(stack: Stack, load: Load, late: list[float]) -> AsyncIte
             yield
             for task in tasks:
                 if task.done():
-                    task.result()  # a session that could not live fails the measurement
+                    task.result()  # a failed heartbeat fails the measurement
         finally:
             for task in tasks:
                 task.cancel()
@@ -256,7 +257,7 @@ async def idle_sessions(stack: Stack, load: Load, late: list[float]) -> AsyncIte
 
 @asynccontextmanager
 async def sampling_clients(stack: Stack, count: int) -> AsyncIterator[list[Ask]]:
-    """All in one session, so that one engine serves them, as it serves the direct calls."""
+    """Open the clients in one session, so that one engine serves them, as in `direct`."""
     endpoint = stack.endpoint
     async with AsyncExitStack() as opened:
         main = Connection(url=endpoint.url, key=endpoint.api_key)
@@ -292,31 +293,34 @@ async def _beat(connection: Connection, session_id: str) -> None:
 
 
 async def through_gateway(work: Path, model: Path, load: Load) -> list[dict[str, object]]:
-    """Two rows: without and with the idle sessions."""
+    """Return two rows: without and with the idle sessions."""
     rows = []
     with Stack(data_dir=work / "stack", settings={"port": "0"}) as stack:
         stack.add_model(name=MODEL, path=model)
         pid = stack.process.pid
-        fresh = Use.of(pid)
+        fresh = Usage.of(pid)
         async with sampling_clients(stack, load.clients) as asks:
             rows.append(await _measured("gateway", asks, load, pid=pid, before=fresh))
-            late: list[float] = []
-            quiet = Use.of(pid)
-            async with idle_sessions(stack, load, late):
+            heartbeats: list[float] = []
+            quiet = Usage.of(pid)
+            async with idle_sessions(stack, load, heartbeats):
                 name = f"gateway, {load.sessions} idle sessions"
                 measured = await _measured(name, asks, load, pid=pid, before=quiet)
-                beats = row("", late, load.seconds) if len(late) > 1 else {}
-                measured |= {"heartbeats": len(late), "heartbeat_p99_ms": beats.get("p99_ms", "")}
+                latency = row("", heartbeats, load.seconds) if len(heartbeats) > 1 else {}
+                measured |= {
+                    "heartbeats": len(heartbeats),
+                    "heartbeat_p99_ms": latency.get("p99_ms", ""),
+                }
                 rows.append(measured)
     return rows
 
 
 async def _measured(
-    name: str, asks: Sequence[Ask], load: Load, *, pid: int, before: Use
+    name: str, asks: Sequence[Ask], load: Load, *, pid: int, before: Usage
 ) -> dict[str, object]:
-    began = Use.of(pid)
+    began = Usage.of(pid)
     latencies, seconds = await sample_all(asks, seconds=load.seconds)
-    ended = Use.of(pid)
+    ended = Usage.of(pid)
     counted = len(latencies) + _WARM_UP * len(asks)
     return {
         **row(name, latencies, seconds),
@@ -361,7 +365,7 @@ def main() -> None:
     show(console, rows)
     if not arguments.no_save:
         written = record.save(
-            {"machine": machine.describe(), "load": vars(load), "gateway load": rows}
+            {"machine": record.machine(), "load": vars(load), "gateway load": rows}
         )
         console.print(f"Written to {written.name}")
 

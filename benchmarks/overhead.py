@@ -1,7 +1,7 @@
-"""What the gateway and the wire add to an operation that does nothing.
+"""The cost of the gateway and the wire for an operation that does nothing.
 
-The operation is an optim_step without gradients: accepted, logged, sent to the trainer, refused
-there at once, stored and fetched. Two HTTP requests, one gRPC call, one commit.
+The operation is an optim_step without gradients: accepted, journalled, sent to the trainer,
+refused there at once, stored and fetched. Two HTTP requests, one gRPC call, one commit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tandem.stack import Stack
 
 
 def empty_operation(stack: Stack, *, run_id: str, rounds: int) -> dict[str, float]:
-    """p50 and p95 in milliseconds, one after the other, by a plain HTTP client.
+    """Return p50 and p95 in milliseconds of operations in turn, by a plain HTTP client.
 
     The run must be fresh: its seq_ids are used from 1 on.
     """

@@ -1,9 +1,9 @@
-"""A plain transformers training loop: forward and backward over a batch, and nothing else.
+"""A plain transformers training loop: only forward and backward over a batch.
 
 Run as a process of its own (`python -m benchmarks.plain_training MODEL THREADS ROUNDS`); prints
-one JSON object: tokens per second of each round, for each batch and each way to cut it. Padding
-is on the right, as a collator does it. `whole` is one forward pass over everything; `sorted`
-goes by length in passes of 16 sequences, which pads little and stays in the cache.
+one JSON object: tokens per second of each round, for each batch and each way to split it. Padding
+is on the right, as collators do it. `whole` is one forward pass over everything; `sorted` takes
+passes of 16 sequences of similar length, which need little padding and stay in the cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WAYS = {"whole": 10**9, "sorted": 16}
 
 
 def forward_backward(model: torch.nn.Module, sequences: list[list[int]], *, rows: int) -> None:
-    """Adds the gradients of the summed cross-entropy."""
+    """Add the gradients of the summed cross-entropy."""
     ordered = sorted(sequences, key=len, reverse=True)
     for start in range(0, len(ordered), rows):
         part = ordered[start : start + rows]

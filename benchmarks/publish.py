@@ -1,4 +1,4 @@
-"""From the trainer's memory to an engine that serves: seconds and GB/s, beside a plain copy."""
+"""Publishing, from the trainer's memory to a serving engine: beside a plain copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPES = {
 def publish_to_served(
     client: tinker.TrainingClient, *, model: Path, rounds: int
 ) -> dict[str, object]:
-    """Medians over `rounds` publishes of one model. The first two are not counted."""
+    """Return medians over `rounds` publishes of one model, after two for warm-up."""
     size = (model / "model.safetensors").stat().st_size
     seconds = []
     for _ in range(rounds + 2):
@@ -42,8 +42,10 @@ def publish_to_served(
 def adapter_to_served(
     client: tinker.TrainingClient, *, weights: Path, rounds: int
 ) -> dict[str, object]:
-    """Medians over `rounds` publishes of an adapter, which come to lie under `weights`. The first
-    two are not counted."""
+    """Return medians over `rounds` publishes of an adapter, after two for warm-up.
+
+    `weights` is the directory in which the versions are published.
+    """
     seconds = []
     for _ in range(rounds + 2):
         started = time.perf_counter()
@@ -58,7 +60,7 @@ def adapter_to_served(
 
 
 def _copy(source: Path) -> float:
-    """Seconds to write the same bytes once more and make them durable."""
+    """Return the seconds to copy the file and make the copy durable."""
     target = source.with_suffix(".copy")
     started = time.perf_counter()
     shutil.copyfile(source, target)

@@ -1,4 +1,4 @@
-"""The least HTTP client that there can be, so that a measurement is of the server."""
+"""A minimal HTTP client, so that a measurement is of the server."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import orjson
 
 
 class Connection:
-    """One connection that is kept, and made again where the server closed it while it was idle;
-    one request at a time. Raises `OSError` or `asyncio.IncompleteReadError` when the server
-    closes it under a request."""
+    """A persistent connection for one request at a time, reopened if closed while idle.
+
+    Raises `OSError` or `asyncio.IncompleteReadError` when the server closes it during a request.
+    """
 
     def __init__(self, *, url: str, key: str) -> None:
         parts = urlsplit(url)
@@ -35,7 +36,7 @@ class Connection:
             self._streams[1].close()
 
     async def post(self, path: str, body: object, *, timeout: float = 120.0) -> tuple[int, bytes]:
-        """Status and body. Raises `TimeoutError`."""
+        """Send a request; return status and body. Raises `TimeoutError`."""
         if self._streams is None or self._streams[0].at_eof():
             if self._streams is not None:
                 self._streams[1].close()

@@ -1,18 +1,43 @@
-"""Where measurements are written down."""
+"""What was measured, on which machine, written to `results/`."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
+from tandem.demo.run import versions
+
 _RESULTS = Path(__file__).parent / "results"
 
 
+def machine() -> dict[str, object]:
+    """Return date, processor, cores, memory, kernel and the versions of the software."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "kernel": platform.release(),
+        "versions": versions(),
+    }
+
+
 def save(results: Mapping[str, object]) -> Path:
-    """A file of its own in `results/`, under the date and a number."""
+    """Write results to a new file named by the date and a number; return its path."""
     _RESULTS.mkdir(exist_ok=True)
     path = _RESULTS / f"{time.strftime('%Y-%m-%d')}-{len(list(_RESULTS.iterdir())):03d}.json"
     path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     return path
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,4 +1,4 @@
-"""The demo's RL step through Tandem, with a breakdown of where the time goes."""
+"""The demo's RL step through Tandem, with a breakdown of its time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _BUSY = re.compile(
     r"^tandem_(?:(trainer)_operation_seconds_sum\{[^}]*\}|(sampler)_engine_seconds_total) (\S+)$",
     re.M,
 )
-"""Seconds that a worker computed: a sample for each kind of operation, and one of the engine."""
+"""Seconds that a worker computed: of a trainer by kind of operation, of a sampler in all."""
 
 
 def tandem_steps(
     stack: Stack, client: tinker.TrainingClient, *, steps: int
 ) -> tuple[list[StepResult], dict[str, float]]:
-    """`steps` steps after one that is not counted, and the seconds a step of each worker's work."""
+    """Return `steps` steps, after one for warm-up, and each worker's busy seconds per step."""
     loop = Loop(
         client=client,
         tokenizer=client.get_tokenizer(),
@@ -38,7 +38,7 @@ def tandem_steps(
 
 
 def busy_seconds(stack: Stack) -> dict[str, float]:
-    """Seconds that trainers and samplers have computed, from their own /metrics."""
+    """Return the seconds that trainers and samplers have computed, from their /metrics."""
     totals: dict[str, float] = {}
     with stack.client() as client:
         workers = client.get("status").json()["workers"]

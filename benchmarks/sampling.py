@@ -1,4 +1,4 @@
-"""How much of the engine's speed is left through SDK, HTTP, gateway and gRPC."""
+"""Sampling through SDK, HTTP, gateway and gRPC, beside the engine called directly."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from benchmarks.workloads import WORKLOADS, Workload, prompts
 
 
 def direct(model: Path, *, rounds: int) -> dict[str, list[float]]:
-    """vLLM alone, in a process of its own, with the one thread that a sampler's engine has."""
+    """Measure vLLM alone, in a process with one thread, as a sampler's engine has."""
     return run_module("benchmarks.direct_engine", str(model), str(rounds), threads=1)  # type: ignore[return-value]
 
 
 def run_module(module: str, *arguments: str, threads: int = 0) -> object:
-    """Runs one of our measuring processes as its floor deserves: with libiomp5 preloaded.
+    """Run a module that measures a floor, with libiomp5 preloaded; return the JSON it prints.
 
-    `threads` of OpenMP; 0 leaves it to the libraries, which take every core.
+    `threads` of OpenMP; with 0 the libraries use every core.
     """
     environment = dict(os.environ)
     if threads:
@@ -44,7 +44,7 @@ def run_module(module: str, *arguments: str, threads: int = 0) -> object:
 
 
 def through_gateway(client: tinker.SamplingClient, *, rounds: int) -> dict[str, list[float]]:
-    """The same workloads with the SDK; the first round is not counted."""
+    """Measure the same workloads through the SDK, after a round for warm-up."""
     results = {}
     for name, workload in WORKLOADS.items():
         _round(client, workload, 0)
@@ -74,7 +74,7 @@ def _round(client: tinker.SamplingClient, workload: Workload, round_: int) -> fl
 def compare(
     engine: dict[str, list[float]], gateway: dict[str, list[float]]
 ) -> list[dict[str, object]]:
-    """Medians and their ratio, a row for each workload."""
+    """Return a row for each workload: the medians and their ratio."""
     rows = []
     for name in WORKLOADS:
         alone, ours = statistics.median(engine[name]), statistics.median(gateway[name])

@@ -14,7 +14,7 @@ from benchmarks.training_batches import BATCHES, batch, targets
 
 
 def plain(model: Path, *, rounds: int) -> dict[str, tuple[float, str]]:
-    """For each batch the best median tokens per second, and how it was reached."""
+    """Return for each batch the best median of tokens per second, and how it was reached."""
     best: dict[str, tuple[float, str]] = {}
     for threads in (1, 2):
         answer = run_module(
@@ -28,7 +28,7 @@ def plain(model: Path, *, rounds: int) -> dict[str, tuple[float, str]]:
 
 
 def through_tandem(client: tinker.TrainingClient, *, rounds: int) -> dict[str, float]:
-    """Median tokens per second, one request after the other; the first two are not counted."""
+    """Return median tokens per second of requests in turn, after two for warm-up."""
     medians = {}
     for name in BATCHES:
         sequences = batch(name)
@@ -57,7 +57,7 @@ def _datum(sequence: list[int]) -> types.Datum:
 def compare(
     floor: dict[str, tuple[float, str]], ours: dict[str, dict[str, float]]
 ) -> list[dict[str, object]]:
-    """A row for each batch; `ours` by the name of a column, such as "1 rank"."""
+    """Return a row for each batch; `ours` is by column, such as "1 rank"."""
     rows = []
     for name in BATCHES:
         best, way = floor[name]

@@ -1,4 +1,4 @@
-"""The batches that training is measured on, the same for Tandem and for a plain loop."""
+"""The batches of the training measurements, the same for Tandem and for a plain loop."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ BATCHES = {
     "64 × 16 to 512 tokens": (64, 16, 512),
     "256 × 4 to 64 tokens": (256, 4, 64),
 }
-"""Sequences, and the shortest and the longest length of their uniform distribution."""
+"""Number of sequences, and the bounds of their uniformly distributed lengths."""
 
 VOCABULARY = 98
 
 
 def batch(name: str) -> list[list[int]]:
-    """Token ids; a sequence of n + 1 ids trains n targets."""
+    """Return the token ids of each sequence; n + 1 ids train n targets."""
     count, shortest, longest = BATCHES[name]
     generator = random.Random(name)
     return [

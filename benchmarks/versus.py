@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine, record
+from benchmarks import record
 from tandem.demo.tiny_model import write_tiny_model
 
 HERE = Path(__file__).resolve().parent
@@ -129,7 +129,7 @@ def main() -> None:
     console.print(table)
     if not arguments.no_save:
         results = {
-            "machine": machine.describe(),
+            "machine": record.machine(),
             "here": commit_of(here),
             "other": commit_of(other),
             "pairs": arguments.pairs,

@@ -1,4 +1,4 @@
-"""The sampling workloads, the same through the gateway and directly."""
+"""The sampling workloads, the same for the gateway and for the engine alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Workload:
-    """`requests` prompts of 4 tokens, `samples` answers each, of exactly `max_tokens` tokens."""
+    """`requests` prompts of 4 tokens with `samples` answers of exactly `max_tokens` tokens each."""
 
     requests: int
     samples: int
@@ -22,5 +22,5 @@ WORKLOADS = {
 
 
 def prompts(workload: Workload) -> list[list[int]]:
-    """Different token ids within a vocabulary of 128."""
+    """Return prompts that differ, of a vocabulary of 128."""
     return [[20 + i % 10, 30 + i // 10 % 10, 40, 21] for i in range(workload.requests)]
