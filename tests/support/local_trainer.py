@@ -132,9 +132,11 @@ def logprobs_of_model(model: torch.nn.Module, data: Sequence[wire.Datum]) -> np.
     return np.concatenate(found)
 
 
-def step(operations: Operations, *, lr: float = 1e-2, clip: float = 0.0) -> dict[str, float]:
+def step(
+    operations: Operations, *, lr: float = 1e-2, clip: float = 0.0, decay: float = 0.01
+) -> dict[str, float]:
     adamw = trainer_pb2.AdamWParams(
-        learning_rate=lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, grad_clip_norm=clip
+        learning_rate=lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=decay, grad_clip_norm=clip
     )
     reply = operations.optim_step(trainer_pb2.OptimStepRequest(adamw=adamw))
     assert not reply.HasField("failure"), reply.failure
