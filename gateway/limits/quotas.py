@@ -1,4 +1,4 @@
-"""The limits of owners: what an owner may have at once, and what it is told beyond that.
+"""The limits of owners: what an owner may have at once, and the error beyond that.
 
 There are two kinds. What does not pass by waiting (runs, checkpoints, …) is `LimitExceeded`, a
 403, which the SDK raises at once: whoever owns the things counts them, and calls `check`. What

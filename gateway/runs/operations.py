@@ -50,7 +50,7 @@ class AdamParams(BaseModel):
 
 
 class DimuonParams(BaseModel):
-    """As the SDK has them; a `grad_clip_norm` of 0 or less turns clipping off."""
+    """The fields of the SDK. A `grad_clip_norm` of 0 or less turns clipping off."""
 
     model_config = ConfigDict(allow_inf_nan=False, extra="forbid")
 
@@ -161,8 +161,8 @@ class Operation:
 
     @property
     def usage_kind(self) -> UsageKind:
-        """What the operation is metered as. An unnamed save for a sampler is a publish, because
-        it leaves no checkpoint."""
+        """The kind under which usage is metered. An unnamed save for a sampler is a publish,
+        because it leaves no checkpoint."""
         match self.body:
             case SaveWeightsForSampler(path=None):
                 return "publish"

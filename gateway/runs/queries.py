@@ -22,7 +22,7 @@ from tandem.worker import TrainingSpec
 
 @dataclass(frozen=True)
 class Storage:
-    """How many checkpoints, and their bytes."""
+    """The number of some checkpoints, and their bytes."""
 
     count: int = 0
     bytes: int = 0
@@ -30,7 +30,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """`failed`: the run ended otherwise than with its session, so that its state is lost."""
+    """A row of `runs`. `failed` says that the run ended before its session, and lost its state."""
 
     id: str
     session_id: str
@@ -56,7 +56,7 @@ class RunQueries:
         self._database = database
 
     async def storage_of(self, session_ids: Sequence[str]) -> dict[str, Storage]:
-        """What the checkpoints of these sessions' runs amount to."""
+        """Return the storage of the checkpoints of these sessions' runs."""
         rows = await self._database.read(
             select(
                 runs.c.session_id,
@@ -72,7 +72,7 @@ class RunQueries:
         }
 
     async def run(self, run_id: str, caller: Caller, *, scope: Scope = "accessible") -> RunRecord:
-        """Raises `UnknownRun`. One with a published checkpoint is accessible to everybody."""
+        """Raises `UnknownRun`. A run with a published checkpoint is accessible to everybody."""
         await self._database.flush()
         seen = visible(runs.c.owner, caller, scope)
         if scope == "accessible":
@@ -88,7 +88,7 @@ class RunQueries:
     async def runs(
         self, caller: Caller, *, scope: Scope, project_id: str | None, limit: int, offset: int
     ) -> RunPage:
-        """A page of runs, newest first, and how many there are in all."""
+        """Return a page of runs, newest first, and how many there are in all."""
         wanted = [visible(runs.c.owner, caller, scope)]
         if project_id is not None:
             wanted.append(runs.c.project_id == project_id)
@@ -133,8 +133,8 @@ class RunQueries:
         ]
 
     async def _last_operations(self, run_ids: Sequence[str]) -> dict[str, float]:
-        """When the newest operation of each run was accepted. Looks at the last of each log
-        alone: a log can be long."""
+        """Return when the newest operation of each run was accepted. Reads only the last row of
+        each journal, because a journal can be long."""
         newest = (
             select(operations.c.run_id, func.max(operations.c.seq_id).label("seq_id"))
             .where(operations.c.run_id.in_(run_ids))

@@ -146,14 +146,14 @@ class Sampler:
                 break
             before += 1
         sample = self._samples.get(request_id)
-        place = f"{before} sample{'' if before == 1 else 's'} before this one"
+        queue = f"{before} sample{'' if before == 1 else 's'} before this one"
         if sample is not None:
-            place += f", which has waited {time.monotonic() - sample.future.accepted_at:.0f} s"
+            queue += f", which has waited {time.monotonic() - sample.future.accepted_at:.0f} s"
         if self.state != "ready":
             age = time.monotonic() - self._engine.state_since
             why = f"; it failed before: {self.reason}" if self.reason else ""
-            return Waiting(f"the sampler is starting ({age:.0f} s){why}; {place}", paused=True)
-        return Waiting(f"the sampler is at work; {place}")
+            return Waiting(f"the sampler is starting ({age:.0f} s){why}; {queue}", paused=True)
+        return Waiting(f"the sampler is at work; {queue}")
 
     async def load(self, version: WeightVersion) -> None:
         """Return when the engine serves the version. Raises `LoadFailed` and the like; the engine
