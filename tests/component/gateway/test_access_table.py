@@ -9,7 +9,8 @@ import re
 
 import pytest
 
-from tests.support.gateway.access_world import CALLERS, CALLS, World, routes
+from gateway.api.routing import OPEN_ROLES
+from tests.support.gateway.access_world import CALLERS, CALLS, OPERATIONS, World, routes
 from tests.support.gateway.running import running_gateway
 
 OPEN = (200, 200, 200, 200, 200)
@@ -113,6 +114,17 @@ def test_every_route_has_a_row():
     assert names - EXPECTED.keys() == set()
     assert names - CALLS.keys() == set()
     assert all(len(row) == len(CALLERS) for row in EXPECTED.values())
+
+
+def test_each_row_has_the_role_that_its_route_states():
+    for name, operation in OPERATIONS.items():
+        nobody, _, reader, member, _ = EXPECTED[name]
+        if operation.role in OPEN_ROLES:
+            found = operation.role
+        else:
+            assert nobody == 401, name
+            found = "admin" if member == 403 else "member" if reader == 403 else "reader"
+        assert found == operation.role, name
 
 
 @pytest.mark.parametrize(("route", "method"), ROUTES)
