@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from gateway.api.openai.chat_template import ChatTemplate, find_template
+from gateway.api.openai.schemas import Json
 from gateway.checkpoints.base_models import BaseModelEntry
 from tandem.errors import InvalidRequest, SequenceTooLong, UnsupportedInput
 
@@ -36,8 +37,6 @@ _MAX_CHARACTER = 4
 
 _MAX_HELD = 32
 """Tokens held back for the rest of a character. No character has as many: this is noise."""
-
-Json = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,6 @@ class ModelTokenizer:
         self._anchor = anchor
         self._anchor_text = self.decode(anchor)
         self._texts: dict[int, TokenText] = {}
-
-    @property
-    def vocabulary(self) -> int:
-        return self._tokenizer.get_vocab_size()
 
     async def encode(
         self, text: str, *, add_special_tokens: bool, max_length: int | None

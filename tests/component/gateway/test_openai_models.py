@@ -1,4 +1,4 @@
-"""Which models there are, whose they are, a model in training, and the sessions behind it all."""
+"""The models of a caller, a model in training, and the implicit sessions behind the requests."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import asyncio
 
 import openai
 import pytest
+from sqlalchemy import select
 
 from gateway.api.openai import service
 from gateway.api.openai.errors import InvalidField
 from gateway.api.openai.schemas import CompletionRequest
 from gateway.api.openai.service import InferenceService
 from gateway.auth.identity import Caller
-from tests.support.gateway.access_world import World
+from gateway.storage.tables import usage
+from tests.support.gateway.access_world import Call, World
 from tests.support.gateway.running import wait_for
 from tests.support.gateway.speaking_models import (
     byte_tokenizer,
@@ -23,7 +25,7 @@ from tests.support.gateway.speaking_models import (
 
 
 class SpeakingWorld(World):
-    """`ann`'s run is of a model that can speak."""
+    """`ann`'s run trains a model that has a tokenizer."""
 
     def model(self, number: int) -> dict[str, object]:
         return super().model(number) | {"base_model": "speaker:full"}
@@ -36,12 +38,8 @@ class SpeakingWorld(World):
         return answer.tandem_weight_version
 
     def publish(self, path: str) -> None:
-        self.ask("POST", self._publish(path), key=self.keys["member"]).raise_for_status()
-
-    def _publish(self, path: str):
-        from tests.support.gateway.access_world import Call
-
-        return Call(f"{self.checkpoint(path)}/publish")
+        call = Call(f"{self.checkpoint(path)}/publish")
+        self.ask("POST", call, key=self.keys["member"]).raise_for_status()
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +75,12 @@ def test_saved_weights_are_sampled_from_and_named_in_the_answer(world):
 
 
 @pytest.mark.parametrize("kind", ["state", "export"])
-def test_what_is_not_for_sampling_says_so(world, kind):
+def test_a_checkpoint_that_is_not_for_sampling_is_refused_with_advice(world, kind):
     with pytest.raises(openai.NotFoundError, match="save_weights_for_sampler"):
         world.version_of("member", getattr(world, kind))
 
 
-def test_anothers_weights_are_not_there_until_they_are_published(world):
+def test_another_owners_weights_do_not_exist_until_they_are_published(world):
     path = world.save("save_weights_for_sampler", "sampler_weights")
     run = world.run
     for name in (path, run):
@@ -111,13 +109,13 @@ def test_a_model_in_training_answers_with_its_newest_weights(world):
     assert world.version_of("admin", world.run) == unnamed
 
 
-def test_a_run_that_saved_nothing_says_what_to_do(world):
+def test_a_run_that_saved_nothing_is_refused_with_advice(world):
     world.done(world.post("create_model", **world.model(7)))
     with pytest.raises(openai.NotFoundError, match="save_weights_for_sampler"):
         world.version_of("member", f"{world.session}:train:7")
 
 
-def test_an_owners_requests_share_an_engine_and_no_others_do(world):
+def test_only_requests_of_one_owner_share_an_engine(world):
     started = len(world.gate.launcher.specs)
     key = world.new_key("cleo", "member")
     clients = [client_of(world.gate, key=key) for _ in range(3)]
@@ -129,8 +127,8 @@ def test_an_owners_requests_share_an_engine_and_no_others_do(world):
     assert len(world.gate.launcher.specs) == started + 2
 
 
-def test_prompts_are_made_two_at_a_time_and_owners_take_turns(world, monkeypatch):
-    """Else one owner's long chats would take all threads, which files are written in, too."""
+def test_prompts_are_prepared_two_at_a_time_and_owners_take_turns(world, monkeypatch):
+    """Otherwise one owner's long chats would take all threads, which also write files."""
     begun, at_once = [], []
     refused = InvalidField("seen", param="prompt")
 
@@ -180,21 +178,17 @@ def test_usage_is_the_owners(world):
         assert len(sessions) == 1
         assert len(found["sampler_ids"]) == 1
     world.gate.run(world.gate.gateway.usage.write)
-    sums = world.gate.run(_usage(world, "emil"))
+    sums = world.gate.run(usage_of(world, "emil"))
     assert [(row["event"], row["count"], row["input_tokens"]) for row in sums] == [("sample", 2, 2)]
     assert sums[0]["output_tokens"] == 3
 
 
-async def _usage(world, owner):
-    from sqlalchemy import select
-
-    from gateway.storage.tables import usage
-
+async def usage_of(world, owner):
     await world.gate.gateway.database.flush()
     return await world.gate.gateway.database.read(select(usage).where(usage.c.owner == owner))
 
 
-def test_an_owners_session_ends_when_it_is_not_used_and_the_next_request_gets_another(tmp_path):
+def test_an_idle_implicit_session_ends_and_the_next_request_gets_another(tmp_path):
     with speaking_gateway(tmp_path, session_ttl=600, openai={"idle_ttl": 0.3}) as gate:
         client = client_of(gate)
         client.completions.create(model="speaker", prompt="x")

@@ -1,5 +1,5 @@
-"""What the OpenAI-compatible routes refuse: typed exceptions of the `openai` package, which name
-the field or say when to ask again."""
+"""Refusals of the OpenAI-compatible routes: typed exceptions of the `openai` package that name the
+field or say when to retry."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_field_that_is_wrong_or_not_offered_is_named(client, field, value, str
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
     ],
 )
-def test_a_chats_fields_too(client, fields, param):
+def test_a_field_of_a_chat_is_named_too(client, fields, param):
     error = refusal(openai.BadRequestError, chat, client, extra_body=fields)
     assert error.param == param
 
@@ -108,7 +108,7 @@ def test_a_chats_fields_too(client, fields, param):
         {"service_tier": "auto", "prompt_cache_key": "k", "min_p": 0.0, "suffix": None},
     ],
 )
-def test_fields_that_change_nothing_are_taken(client, fields):
+def test_fields_that_change_nothing_are_accepted(client, fields):
     assert complete(client, extra_body=fields).choices
 
 
@@ -132,7 +132,7 @@ def test_a_wrong_key_is_an_authentication_error(gate):
         assert nobody.get("/v1/models", headers={"X-API-Key": KEY}).status_code == 200
 
 
-def test_a_reader_may_look_and_not_compute(gate):
+def test_a_reader_can_list_models_and_not_sample(gate):
     _, key = gate.run(gate.gateway.keys.create(NewKey(owner="ann", role="reader")))
     reader = client_of(gate, key=key)
     assert [m.id for m in reader.models.list()]
@@ -142,7 +142,7 @@ def test_a_reader_may_look_and_not_compute(gate):
 @pytest.mark.parametrize(
     "model", ["huge", "tinker://s-0123456789ab:train:0/sampler_weights/x", "s-012345abcdef:train:0"]
 )
-def test_what_is_no_model_is_not_found(client, model):
+def test_an_unknown_model_is_not_found(client, model):
     for error in (
         refusal(openai.NotFoundError, complete, client, model=model),
         refusal(openai.NotFoundError, complete, client, model=model, stream=True),
@@ -151,17 +151,17 @@ def test_what_is_no_model_is_not_found(client, model):
         assert (error.param, error.code) == ("model", "model_not_found")
 
 
-def test_a_path_that_is_none_is_a_bad_request(client):
+def test_a_malformed_path_is_a_bad_request(client):
     refusal(openai.BadRequestError, complete, client, model="tinker://../etc")
 
 
-def test_a_model_without_a_chat_template_says_what_to_do(client):
+def test_a_model_without_a_chat_template_is_refused_with_advice(client):
     error = refusal(openai.BadRequestError, chat, client, model="untemplated")
     assert "chat_template.jinja" in error.message
     assert "/v1/completions" in error.message
 
 
-def test_a_model_without_a_tokenizer_says_what_to_do(client):
+def test_a_model_without_a_tokenizer_is_refused_with_advice(client):
     error = refusal(openai.BadRequestError, complete, client, model="tiny")
     assert "tokenizer.json" in error.message
 
@@ -175,7 +175,7 @@ def test_a_model_without_a_tokenizer_says_what_to_do(client):
         (Overloaded("full", retry_after=3), openai.RateLimitError, "rate_limit_exceeded"),
     ],
 )
-def test_what_the_engine_refuses_is_an_ordinary_error(gate, client, stream, raised, kind, code):
+def test_a_refusal_by_the_engine_is_an_ordinary_error(gate, client, stream, raised, kind, code):
     engine = says(gate, "ok")
     engine.sample_error = raised
     error = refusal(kind, complete, client, stream=stream)
@@ -185,12 +185,12 @@ def test_what_the_engine_refuses_is_an_ordinary_error(gate, client, stream, rais
     engine.sample_error = None
 
 
-def test_a_prompt_that_no_tokenizer_makes_short_enough_is_refused_unread(client):
+def test_a_prompt_that_cannot_fit_is_refused_without_encoding_it(client):
     error = refusal(openai.BadRequestError, complete, client, prompt="x" * 20_000)
     assert error.code == "context_length_exceeded"
 
 
-def test_a_body_that_is_too_large_or_no_json(gate):
+def test_a_body_that_is_too_large_or_not_json(gate):
     with gate.http() as http:
         large = http.post("/v1/completions", content=b"x" * (2**20 + 1))
         assert (large.status_code, large.json()["error"]["code"]) == (413, "payload_too_large")
@@ -202,7 +202,7 @@ def test_a_body_that_is_too_large_or_no_json(gate):
             )
 
 
-def test_another_path_or_method_is_answered_in_the_same_form(gate):
+def test_an_unknown_path_or_method_is_answered_in_the_same_form(gate):
     with gate.http() as http:
         for method, path, status in (
             ("GET", "/v1/embeddings", 404),
@@ -213,7 +213,7 @@ def test_another_path_or_method_is_answered_in_the_same_form(gate):
             assert answer.json()["error"]["code"] == "unknown_endpoint"
 
 
-def test_an_engine_that_starts_too_slowly_is_worth_another_request(gate):
+def test_an_engine_that_starts_slowly_is_worth_a_retry(gate):
     _, key = gate.run(gate.gateway.keys.create(NewKey(owner="slow", role="member")))
     gate.run(gate.launcher.start_gate.clear)
     try:
@@ -253,7 +253,7 @@ def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error(gate):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("token", [-1, 2**31, 2**40])
-def test_a_number_that_is_no_token_is_refused(client, token, stream):
+def test_a_number_that_is_not_a_token_id_is_refused(client, token, stream):
     error = refusal(openai.BadRequestError, complete, client, prompt=[1, token], stream=stream)
     assert error.code == "token_out_of_vocabulary"
 

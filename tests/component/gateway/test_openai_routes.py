@@ -1,4 +1,4 @@
-"""The OpenAI-compatible routes, asked by the `openai` package; with a fake sampler."""
+"""The OpenAI-compatible routes, called with the `openai` package, with a fake sampler."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def client(gate):
         yield client
 
 
-# --- What is asked of the engine ----------------------------------------------------------
+# --- Requests to the engine ----------------------------------------------------------------
 
 
 def test_all_fields_reach_the_engine(gate, client):
@@ -69,7 +69,7 @@ def test_all_fields_reach_the_engine(gate, client):
     assert list(params.stop_token_ids) == [5, END], "stops are beside the end tokens"
 
 
-def test_defaults_are_openais(gate, client):
+def test_the_defaults_are_those_of_openai(gate, client):
     engine = says(gate, "ok")
     complete(client)
     params = engine.requests[-1].params
@@ -116,7 +116,7 @@ def test_structured_output_by_any_of_its_names(gate, client, fields, form, value
 
 
 @pytest.mark.parametrize("field", ["guided_choice", "structured_outputs"])
-def test_a_choice(gate, client, field):
+def test_structured_output_as_one_of_several_choices(gate, client, field):
     engine = says(gate, "ok")
     value = ["yes", "no"] if field == "guided_choice" else {"choice": ["yes", "no"]}
     complete(client, extra_body={field: value})
@@ -139,7 +139,7 @@ def test_a_chat_is_rendered_with_the_models_template(gate, client):
     assert np.frombuffer(engine.requests[-1].prompt_tokens, "<i4").tolist() == ids(expected)
 
 
-# --- What comes back ----------------------------------------------------------------------
+# --- Responses -----------------------------------------------------------------------------
 
 
 def test_a_completion(gate, client):
@@ -234,7 +234,7 @@ def test_an_echo_has_the_prompts_logprobs(gate, client):
     assert choice.logprobs.text_offset == [0, 3, 4, 5, 6]
 
 
-def test_an_echo_alone_scores_a_text(gate, client):
+def test_an_echo_without_new_tokens_scores_a_text(gate, client):
     says(gate, "never seen")
     answer = complete(client, prompt="ab", echo=True, logprobs=0, max_tokens=0)
     assert answer.choices[0].text == "ab"
@@ -242,12 +242,12 @@ def test_an_echo_alone_scores_a_text(gate, client):
     assert answer.usage.completion_tokens == 0
 
 
-# --- Streams ------------------------------------------------------------------------------
+# --- Streams -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["the € and 😀 the end STOP", "plain", "€"])
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_streamed_completion_is_the_one_that_is_not_streamed(gate, client, text, n):
+def test_a_streamed_completion_equals_the_whole_one(gate, client, text, n):
     says(gate, text, end="STOP" not in text)
     more = {"n": n, "logprobs": 2, "stop": ["STOP"], "extra_body": {"return_token_ids": True}}
     whole = complete(client, **more)
@@ -268,7 +268,7 @@ def test_a_streamed_completion_is_the_one_that_is_not_streamed(gate, client, tex
             assert told == getattr(expected.logprobs, name)
 
 
-def test_a_streamed_chat_is_the_one_that_is_not_streamed(gate, client):
+def test_a_streamed_chat_equals_the_whole_one(gate, client):
     says(gate, "the € 😀")
     more = {"n": 2, "logprobs": True, "top_logprobs": 2}
     whole = chat(client, **more)
@@ -282,7 +282,7 @@ def test_a_streamed_chat_is_the_one_that_is_not_streamed(gate, client):
         assert told == expected.logprobs.content
 
 
-def test_a_stream_tells_tokens_before_the_last_is_drawn(gate, client):
+def test_a_stream_sends_tokens_before_the_last_is_sampled(gate, client):
     engine = says(gate, "abc")
     gate.run(engine.gate.clear)
     stream = complete(client, stream=True)
@@ -291,7 +291,7 @@ def test_a_stream_tells_tokens_before_the_last_is_drawn(gate, client):
     assert "".join(part.choices[0].text for part in stream) == "bc"
 
 
-def test_a_client_that_goes_away_ends_its_sample(gate, client):
+def test_a_client_that_disconnects_cancels_its_sample(gate, client):
     engine = says(gate, "abc")
     gate.run(engine.gate.clear)
     before = len(engine.cancelled)

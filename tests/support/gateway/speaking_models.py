@@ -1,5 +1,5 @@
-"""Models that can speak, for the tests of the OpenAI-compatible routes: tokenizers of different
-kinds, made without training, and a chat template of our own."""
+"""Models with a tokenizer and a chat template, for the tests of the OpenAI-compatible routes. The
+tokenizers are of different kinds and made without training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token for each byte, as GPT-2's vocabulary begins, and a few for longer pieces."""
+    """Return a tokenizer with a token per byte, as in GPT-2, and a few longer tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [*alphabet, "th", "the", "Ġthe", "âĤ"]  # the last: two bytes of a euro sign
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("â", "Ĥ")]
@@ -44,7 +44,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def sentence_tokenizer() -> Tokenizer:
-    """Words with a mark for the blank before them, and bytes for all that is unknown: Llama's."""
+    """Return a tokenizer of Llama's kind: words that mark the blank before them, and bytes."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "▁hello", "▁world", "hello", "!", "a", "▁a"]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
@@ -66,7 +66,7 @@ def sentence_tokenizer() -> Tokenizer:
 
 
 def letter_tokenizer() -> Tokenizer:
-    """One token for each letter."""
+    """Return a tokenizer with a token per letter."""
     pieces = ["<unk>", "<eos>", *"abcdefghijklmnopqrstuvwxyz "]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -78,7 +78,7 @@ def letter_tokenizer() -> Tokenizer:
 def write_speaking_model(
     folder: Path, tokenizer: Tokenizer, *, template: str | None = CHAT_TEMPLATE, **config: object
 ) -> Path:
-    """A model's folder without weights."""
+    """Write a model's folder without weights."""
     make_model(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"eos_token": "<eos>", "bos_token": "<bos>"}
@@ -92,7 +92,7 @@ def write_speaking_model(
 
 @contextmanager
 def speaking_gateway(tmp_path: Path, **changes):
-    """A gateway that knows `speaker`, whose tokens are bytes, and `tiny`, which cannot speak."""
+    """Run a gateway with `speaker`, whose tokens are bytes, and `tiny`, which has no tokenizer."""
     with running_gateway(tmp_path, **changes) as gate:
         folder = write_speaking_model(tmp_path / "speaker", byte_tokenizer())
         gate.run(gate.gateway.models.add(name="speaker", path=str(folder)))
@@ -105,12 +105,12 @@ def client_of(gate: Gate, *, key: str = KEY, **changes) -> openai.OpenAI:
 
 
 def complete(client: openai.OpenAI, **changes):
-    """A completion of the model `speaker`."""
+    """Ask the model `speaker` for a completion."""
     return client.completions.create(**({"model": "speaker", "prompt": "x"} | changes))
 
 
 def chat(client: openai.OpenAI, **changes):
-    """A chat with it, of one word."""
+    """Ask the model `speaker` for a chat completion."""
     return client.chat.completions.create(**({"model": "speaker", "messages": CHAT} | changes))
 
 
@@ -120,7 +120,7 @@ def async_client_of(gate: Gate, **changes) -> openai.AsyncOpenAI:
 
 
 def says(gate: Gate, text: str, *, end: bool = True):
-    """Lets the newest engine answer every prompt with this text."""
+    """Make the newest engine continue every prompt with this text."""
     tokenizer = byte_tokenizer()
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     end_token = [tokenizer.token_to_id("<eos>")] if end else []

@@ -136,7 +136,7 @@ def test_a_calls_arguments_are_written_out_by_the_template():
         ),
     ],
 )
-def test_what_cannot_be_rendered_is_refused_with_its_reason(messages, changes, error, sentence):
+def test_invalid_messages_are_refused_with_the_reason(messages, changes, error, sentence):
     with pytest.raises(error, match=sentence):
         render(CHAT_TEMPLATE, messages, **changes)
 
@@ -165,12 +165,12 @@ def test_a_template_reaches_nothing_but_its_variables(escape):
     ],
     ids=["text", "nothing written"],
 )
-def test_a_template_without_an_end_has_an_answer(endless):
+def test_an_endless_template_is_stopped(endless):
     with pytest.raises(InvalidRequest, match=r"no end within 0\.2 s"):
         render(endless, bounds={"max_seconds": 0.2})
 
 
-def test_a_template_does_not_fill_the_memory():
+def test_the_output_of_a_template_is_bounded():
     with pytest.raises(InvalidRequest, match="more than 1000 characters"):
         render("{% for a in range(99999) %}.{% endfor %}", bounds={"max_characters": 1000})
 
@@ -182,7 +182,7 @@ def test_tools_have_a_template_of_their_own_where_the_model_has_one():
     assert render(templates, tools=TOOLS, tool_choice="none") == "plain"
 
 
-def test_a_template_is_found_wherever_a_model_has_it(tmp_path):
+def test_a_template_is_found_in_every_place_that_models_have_it(tmp_path):
     named = [{"name": "default", "template": "b"}, {"name": "tool_use", "template": "t"}]
     assert find_template(tmp_path, {}) == ""
     assert find_template(tmp_path, {"chat_template": "a"}) == "a"

@@ -1,4 +1,4 @@
-"""The wait for samples: slow readers, patience, and a gateway that stops."""
+"""Waiting for samples: slow readers, timeouts, and a gateway that shuts down."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def make_generation(*, state="ready", closing=False, **settings):
     return generation, generation._samplers
 
 
-async def test_a_request_has_its_place_session_and_version():
+async def test_a_request_has_its_seq_id_session_and_version():
     _generation, samplers = make_generation()
     (taken,) = samplers.taken
     request = taken.request
@@ -70,7 +70,7 @@ async def test_a_request_has_its_place_session_and_version():
     assert taken.future.owner == "ann"
 
 
-async def test_a_slow_reader_holds_up_the_engines_stream_and_not_the_memory():
+async def test_a_slow_reader_holds_up_the_engine_and_fills_no_memory():
     generation, samplers = make_generation()
     tell = samplers.taken[0].tell
 
@@ -91,7 +91,7 @@ async def test_a_slow_reader_holds_up_the_engines_stream_and_not_the_memory():
     await talking
 
 
-async def test_the_whole_answer_comes_behind_the_tokens():
+async def test_the_whole_response_comes_after_the_tokens():
     generation, samplers = make_generation()
     taken = samplers.taken[0]
     await taken.tell(sampler_pb2.SampleDelta(index=0))
@@ -104,7 +104,7 @@ async def test_the_whole_answer_comes_behind_the_tokens():
     assert samplers.cancelled == []
 
 
-async def test_a_client_that_goes_away_ends_the_wait():
+async def test_a_disconnect_ends_the_wait():
     generation, samplers = make_generation()
 
     async def receive():
@@ -126,13 +126,13 @@ async def test_a_client_that_goes_away_ends_the_wait():
         ({"closing": True}, GatewayRestarted),
     ],
 )
-async def test_no_wait_is_for_ever(changes, error):
+async def test_every_wait_has_a_timeout(changes, error):
     generation, _samplers = make_generation(**changes)
     with pytest.raises(error):
         await generation.next()
 
 
-async def test_a_session_lives_while_somebody_waits():
+async def test_waiting_keeps_the_session_alive():
     generation, samplers = make_generation()
     waiting = asyncio.create_task(generation.next())
     while generation._sessions.touched < 2:  # noqa: ASYNC110 - it is what is waited for

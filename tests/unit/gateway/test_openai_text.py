@@ -1,4 +1,4 @@
-"""Tokens into text: whole characters, stop strings, and the same however they are divided."""
+"""Tokens into text: whole characters, stop strings, and the same text however tokens are split."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tokenizers(tmp_path_factory):
 
 
 def pieces_of(tokens, cuts):
-    """The tokens, divided at the cuts."""
+    """Split the tokens at the cuts."""
     edges = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
     return [tokens[a:b] for a, b in itertools.pairwise(edges)]
 
@@ -48,7 +48,7 @@ def streamed(tokenizer, pieces, *, context=()):
 
 @given(TEXTS, st.lists(st.integers(0, 200), max_size=8))
 @settings(max_examples=200, deadline=None)
-def test_a_text_comes_back_whole_and_in_whole_characters(tokenizers, text, cuts):
+def test_a_text_comes_back_in_whole_characters(tokenizers, text, cuts):
     tokenizer = tokenizers["bytes"]
     tokens = tokenizer.encode_now(text, add_special_tokens=False)
     told = streamed(tokenizer, pieces_of(tokens, cuts))
@@ -60,29 +60,35 @@ def test_a_text_comes_back_whole_and_in_whole_characters(tokenizers, text, cuts)
 @pytest.mark.parametrize("kind", ["bytes", "sentences", "letters"])
 @given(tokens=TOKENS, cuts=st.lists(st.integers(0, 40), max_size=8), context=TOKENS)
 @settings(max_examples=300, deadline=None)
-def test_any_tokens_give_the_same_text_however_they_are_divided(
+def test_any_tokens_give_the_same_text_however_they_are_split(
     tokenizers, kind, tokens, cuts, context
 ):
     tokenizer = tokenizers[kind]
-    tokens = [t for t in tokens if t < tokenizer.vocabulary]
-    context = [t for t in context if t < tokenizer.vocabulary]
+    size = tokenizer._tokenizer.get_vocab_size()
+    tokens = [t for t in tokens if t < size]
+    context = [t for t in context if t < size]
     one_by_one = "".join(streamed(tokenizer, [[t] for t in tokens], context=context))
     assert "".join(streamed(tokenizer, pieces_of(tokens, cuts), context=context)) == one_by_one
     assert "".join(streamed(tokenizer, [tokens], context=context)) == one_by_one
 
 
-def test_a_character_of_four_tokens_is_told_with_the_last(tokenizers):
+def test_a_character_of_four_tokens_comes_with_the_last(tokenizers):
     tokens = tokenizers["bytes"].encode_now("😀!", add_special_tokens=False)
     assert len(tokens) == 5
     assert streamed(tokenizers["bytes"], [[t] for t in tokens]) == ["", "", "", "😀", "!", ""]
 
 
-def test_what_is_no_whole_character_at_the_end_is_marked_as_that(tokenizers):
+def test_an_incomplete_character_at_the_end_becomes_a_replacement_character(tokenizers):
     tokens = tokenizers["bytes"].encode_now("a€", add_special_tokens=False)
     assert "".join(streamed(tokenizers["bytes"], [tokens[:-1]])) == "a�"
 
 
-def test_bytes_of_a_sentence_tokenizer_make_characters_one_after_the_other(tokenizers):
+def test_a_character_that_the_prompt_began_is_completed(tokenizers):
+    *begun, last = tokenizers["bytes"].encode_now("a€", add_special_tokens=False)
+    assert streamed(tokenizers["bytes"], [[last]], context=begun) == ["€", ""]
+
+
+def test_bytes_of_a_sentence_tokenizer_become_characters_one_by_one(tokenizers):
     tokenizer = tokenizers["sentences"]
     tokens = [tokenizer._tokenizer.token_to_id(f"<0x{b:02X}>") for b in "😀😀".encode() * 3]
     told = streamed(tokenizer, [[t] for t in tokens])
@@ -96,7 +102,7 @@ def test_a_word_keeps_the_blank_before_it_because_of_what_stands_before(tokenize
     assert "".join(streamed(tokenizer, [[world]], context=[1, hello])) == " world"
 
 
-def test_noise_is_not_held_back_for_ever(tokenizers):
+def test_noise_is_not_held_back_forever(tokenizers):
     tokens = tokenizers["bytes"].encode_now("€", add_special_tokens=False)[:1] * 100
     detokenizer = Detokenizer(tokenizers["bytes"], context=(), skip_special_tokens=True)
     told = [detokenizer.push([token]) for token in tokens]
@@ -112,7 +118,7 @@ def cut(text_pieces, stops, **changes):
     return [*told, cutter.finish()], cutter.stopped
 
 
-def test_what_could_become_a_stop_string_waits_until_it_is_certain():
+def test_a_possible_stop_string_is_held_back_until_it_is_certain():
     assert cut(["ab", "c", "d"], ["cx"]) == (["ab", "", "cd", ""], False)
     assert cut(["ab", "c", "xd"], ["cx"]) == (["ab", "", "", ""], True)
     assert cut(["ab", "c"], ["cx"]) == (["ab", "", "c"], False)
@@ -122,7 +128,7 @@ def test_a_stop_string_can_be_kept():
     assert cut(["ab", "cxd"], ["cx"], keep=True) == (["ab", "cx", ""], True)
 
 
-def test_of_several_stop_strings_the_one_that_is_complete_first_counts():
+def test_the_stop_string_that_ends_first_counts():
     assert "".join(cut(["xaby"], ["xaby", "ab"])[0]) == "x"
     assert "".join(cut(["xab"], ["b", "ab"])[0]) == "x"
 
@@ -133,7 +139,7 @@ def test_of_several_stop_strings_the_one_that_is_complete_first_counts():
     st.lists(st.integers(0, 30), max_size=6),
     st.booleans(),
 )
-def test_a_stop_string_cuts_alike_however_the_text_is_divided(text, stops, cuts, keep):
+def test_a_stop_string_cuts_the_same_text_however_it_is_split(text, stops, cuts, keep):
     whole, stopped = cut([text], stops, keep=keep)
     parts, also_stopped = cut(pieces_of(text, cuts), stops, keep=keep)
     assert ("".join(parts), also_stopped) == ("".join(whole), stopped)
@@ -154,14 +160,14 @@ def test_a_part_of_a_character_is_known_by_its_bytes(tokenizers):
     assert sentences.token(byte).raw == b"\xe2"
 
 
-def test_a_token_reads_as_it_does_inside_of_a_text(tokenizers):
+def test_a_token_reads_as_it_does_within_a_text(tokenizers):
     sentences = tokenizers["sentences"]
     assert sentences.token(sentences._tokenizer.token_to_id("▁world")).text == " world"
     the = tokenizers["bytes"].encode_now(" the", add_special_tokens=False)
     assert [tokenizers["bytes"].token(t).text for t in the] == [" the"]
 
 
-def test_special_tokens_are_named_and_are_no_text(tokenizers):
+def test_special_tokens_have_names_and_add_no_text(tokenizers):
     tokenizer = tokenizers["bytes"]
     (end,) = tokenizer.end_tokens
     assert tokenizer.token(end).text == "<eos>"
