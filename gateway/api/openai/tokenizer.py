@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import cast
 
@@ -161,8 +162,10 @@ class Detokenizer:
         whole = len(known)
         while whole and tokenizer.decode(known[:whole]).endswith(_REPLACEMENT):
             whole -= 1
+        begun = known[whole:][-_MAX_CHARACTER:]
         self._stream = DecodeStream(ids=known[:whole])
-        self.push(known[whole:][-_MAX_CHARACTER:])
+        self._prompt_text = tokenizer.decode_within_text(begun)
+        self.push(begun)
 
     def push(self, tokens: Sequence[int]) -> str:
         """Return the text that is certain with these tokens."""
@@ -179,7 +182,7 @@ class Detokenizer:
         """Return the text of the tokens held back, with U+FFFD for incomplete characters."""
         held, self._held = self._held, []
         self._stream = DecodeStream(ids=held)
-        return self._tokenizer.decode_within_text(held)
+        return self._without_prompt(self._tokenizer.decode_within_text(held))
 
     def _push(self, token: int) -> str:
         self._held.append(token)
@@ -189,7 +192,14 @@ class Detokenizer:
         if text is None or text == _REPLACEMENT:
             return self.finish()
         self._held = []
-        return text
+        return self._without_prompt(text)
+
+    def _without_prompt(self, text: str) -> str:
+        """Drop what the first text repeats of the prompt's last, incomplete token."""
+        prompt_text, self._prompt_text = self._prompt_text, ""
+        pairs = zip(prompt_text, text, strict=False)
+        repeated = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return text[repeated:]
 
 
 class StopCutter:

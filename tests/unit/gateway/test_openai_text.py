@@ -86,6 +86,7 @@ def test_an_incomplete_character_at_the_end_becomes_a_replacement_character(toke
 def test_a_character_that_the_prompt_began_is_completed(tokenizers):
     *begun, last = tokenizers["bytes"].encode_now("a€", add_special_tokens=False)
     assert streamed(tokenizers["bytes"], [[last]], context=begun) == ["€", ""]
+    assert streamed(tokenizers["bytes"], [], context=begun) == [""]
 
 
 def test_bytes_of_a_sentence_tokenizer_become_characters_one_by_one(tokenizers):
