@@ -23,6 +23,16 @@ from tandem.errors import InvalidRequest, Overloaded, RequestTimedOut, TandemErr
 _AUTH = "/api/v1/auth/"
 
 
+class InvalidField(InvalidRequest):
+    """The field `param` of a request is wrong, or not offered."""
+
+    type = InvalidRequest.type
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 class Dialect(Protocol):
     def refusal(self, error: TandemError) -> Response: ...
     def router_refusal(self, sentence: str, *, status: int) -> Response: ...
@@ -86,10 +96,15 @@ class ErrorResponses:
         return self.response(error, path=request.url.path)
 
     async def _validation_error(self, request: Request, error: Exception) -> Response:
-        """Answer wrong fields with 400: FastAPI's own 422 is no status of the wire protocol."""
+        """Answer wrong fields with 400: FastAPI's own 422 is no status of the wire protocol. A
+        validator of a model may raise the error itself."""
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
-        refused = InvalidRequest(fault(first["loc"][1:], first["msg"]))
+        where = first["loc"][1:]
+        refused = first.get("ctx", {}).get("error")
+        if not isinstance(refused, TandemError):
+            param = str(where[0]) if where else ""
+            refused = InvalidField(fault(where, first["msg"]), param=param)
         return self.response(refused, path=request.url.path)
 
     async def _http_error(self, request: Request, error: Exception) -> Response:

@@ -60,13 +60,21 @@ class FirstFault(FailFast):
 class BoundedRequest(Request):
     """A request whose body is read, decompressed and parsed within limits, once.
 
-    `body_limit` in bytes; None: `max_payload_bytes`.
+    `body_limit` in bytes; None: `max_payload_bytes`. `most_values`: JSON values that it may hold.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, *, body_limit: int | None = None) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        *,
+        body_limit: int | None = None,
+        most_values: int = MOST_VALUES,
+    ) -> None:
         super().__init__(scope, receive)
         most = cast(Gateway, self.app.state.gateway).settings.max_payload_bytes
         self._limit = most if body_limit is None else min(body_limit, most)
+        self._most_values = most_values
         self._content: bytes | None = None
         self._parsed: object = None
 
@@ -86,7 +94,7 @@ class BoundedRequest(Request):
     async def json(self) -> object:
         """Return the parsed body. Raises as `body` and `parse_json`."""
         if self._parsed is None:
-            self._parsed = parse_json(await self.body())
+            self._parsed = parse_json(await self.body(), most_values=self._most_values)
         return self._parsed
 
     async def _read(self) -> bytes:
@@ -171,9 +179,9 @@ def check_json_size(body: bytes, *, most_values: int = MOST_VALUES) -> None:
         )
 
 
-def parse_json(body: bytes) -> object:
+def parse_json(body: bytes, *, most_values: int = MOST_VALUES) -> object:
     """Return the value of a JSON body. Raises `MalformedPayload` or `PayloadTooLarge`."""
-    check_json_size(body)
+    check_json_size(body, most_values=most_values)
     try:
         return pydantic_core.from_json(body)
     except ValueError as error:

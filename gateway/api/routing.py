@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.api.fields import Refusal
-from gateway.api.request_body import JSON, BoundedRequest
+from gateway.api.request_body import JSON, MOST_VALUES, BoundedRequest
 from gateway.auth.identity import Caller
 from tandem.errors import (
     InvalidRequest,
@@ -46,7 +46,7 @@ address; or a key of at least this role."""
 OPEN_ROLES = frozenset({"none", "local", "signature"})
 
 ROLE, AUDIT, RULES = "x-tandem-role", "x-tandem-audit", "x-tandem-rules"
-_RAW, _BODY_LIMIT = "x-tandem-raw", "x-tandem-body-limit"
+_RAW, _BODY_LIMIT, _MOST_VALUES = "x-tandem-raw", "x-tandem-body-limit", "x-tandem-most-values"
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
 Responses = dict[int | str, dict[str, Any]]
@@ -81,6 +81,7 @@ class PathOperation(APIRoute):
             self.methods.add("HEAD")
         role, raw = self.role, _RAW in self._facts
         limit = cast(int | None, self._facts.get(_BODY_LIMIT))
+        most_values = cast(int, self._facts.get(_MOST_VALUES, MOST_VALUES))
         handle = cast(
             Callable[[Request], Coroutine[object, object, Response]],
             self.endpoint if raw else super().get_route_handler(),
@@ -91,7 +92,9 @@ class PathOperation(APIRoute):
         async def checked(request: Request) -> Response:
             if role not in OPEN_ROLES:
                 check_role(request.state.caller, role)
-            bounded = BoundedRequest(request.scope, request.receive, body_limit=limit)
+            bounded = BoundedRequest(
+                request.scope, request.receive, body_limit=limit, most_values=most_values
+            )
             if body is not None:
                 _take_any_content_type(bounded)
                 if (await bounded.body() or required) and await bounded.json() is None:
@@ -131,6 +134,7 @@ class Router(APIRouter):
         response_model: object = ...,
         responses: Responses | None = None,
         body_limit: int | None = None,
+        most_values: int | None = None,
         body_schema: type[BaseModel] | None = None,
         raw: Mapping[str, object] | None = None,
     ) -> Callable[[Endpoint], Endpoint]:
@@ -146,6 +150,7 @@ class Router(APIRouter):
             response_model: where it differs from the return annotation.
             responses: further responses, as FastAPI takes them.
             body_limit: bytes, where fewer than `max_payload_bytes`.
+            most_values: JSON values in the body, where more than `MOST_VALUES`.
             body_schema: the fields of the body that the endpoint validates itself.
             raw: the OpenAPI content of the request of an endpoint that takes the `Request` and
                 returns the `Response` itself, past FastAPI's parsing and serialising. Each one
@@ -160,6 +165,8 @@ class Router(APIRouter):
             facts[RULES] = list(rules)
         if body_limit is not None:
             facts[_BODY_LIMIT] = body_limit
+        if most_values is not None:
+            facts[_MOST_VALUES] = most_values
         if raw is not None:
             facts[_RAW] = True
             facts["requestBody"] = {"required": True, "content": raw}

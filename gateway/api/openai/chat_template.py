@@ -26,7 +26,7 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
 
-from gateway.api.openai.errors import InvalidField
+from gateway.api.errors import InvalidField
 from tandem.errors import InvalidRequest, UnsupportedInput
 
 Message = Mapping[str, object]

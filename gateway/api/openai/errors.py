@@ -1,18 +1,14 @@
-"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`.
-
-Imports nothing of the gateway, since every module that answers a request may need it.
-"""
+"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
 import math
 
-import orjson
 from starlette.responses import Response
 
+from gateway.api.errors import InvalidField, json_response
 from tandem.errors import (
     GatewayRestarted,
-    InvalidRequest,
     OperationTimedOut,
     Overloaded,
     SequenceTooLong,
@@ -53,16 +49,6 @@ _RETRY_AFTER = 5
 """Seconds after which a client should retry while the server starts something."""
 
 
-class InvalidField(InvalidRequest):
-    """The request's field `param` is wrong, or not offered by this server."""
-
-    type = InvalidRequest.type
-
-    def __init__(self, message: str, *, param: str) -> None:
-        super().__init__(message)
-        self.param = param
-
-
 class EngineStarting(WorkerStartFailed):
     """The engine is still starting, and goes on starting, so that a retry helps."""
 
@@ -99,7 +85,7 @@ class OpenAIDialect:
     def refusal(self, error: TandemError) -> Response:
         """Return the response for an error, with `Retry-After` where a retry helps."""
         status = status_of(error)
-        response = _response(error_content(error), status=status)
+        response = json_response(error_content(error), status=status)
         if isinstance(error, Overloaded):
             response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
         elif status == 408:  # the rest of the request would be read for nothing
@@ -111,7 +97,7 @@ class OpenAIDialect:
     def router_refusal(self, sentence: str, *, status: int) -> Response:
         """Return the response for an unknown path or a wrong method."""
         content = _content(sentence, status=status, param=None, code="unknown_endpoint")
-        return _response(content, status=status)
+        return json_response(content, status=status)
 
 
 def _content(
@@ -119,7 +105,3 @@ def _content(
 ) -> dict[str, object]:
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code, **details}}
-
-
-def _response(content: dict[str, object], *, status: int) -> Response:
-    return Response(orjson.dumps(content), status_code=status, media_type="application/json")

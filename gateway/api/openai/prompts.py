@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import orjson
 
+from gateway.api.errors import InvalidField
 from gateway.api.openai.chat_template import ChatTemplate, check_variables
-from gateway.api.openai.errors import InvalidField
 from gateway.api.openai.schemas import (
     MAX_PROMPTS,
     ChatCompletionRequest,

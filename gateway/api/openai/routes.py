@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.dependencies import CallerDep, caller_of
+from gateway.api.dependencies import CallerDep
 from gateway.api.errors import json_response
 from gateway.api.fields import PathText
 from gateway.api.openai.errors import error_content, status_of
@@ -25,10 +25,10 @@ from gateway.api.openai.schemas import (
     Model,
     ModelList,
     SamplingFields,
-    parse_request,
 )
 from gateway.api.openai.service import ClientDisconnected, InferenceService, RunningRequest
-from gateway.api.routing import Responses, Router, binary, json_content
+from gateway.api.request_body import MOST_TOKENS
+from gateway.api.routing import Responses, Router, binary
 from tandem.errors import (
     InternalError,
     OperationTimedOut,
@@ -63,12 +63,8 @@ _RULES = (
 router = Router("/v1", tag="OpenAI", refusal=ErrorResponse, status_of=status_of)
 
 
-def _service_of(request: Request) -> InferenceService:
-    return cast(InferenceService, request.app.state.inference)
-
-
 async def _service(request: Request) -> InferenceService:
-    return _service_of(request)
+    return cast(InferenceService, request.app.state.inference)
 
 
 ServiceDep = Annotated[InferenceService, Depends(_service)]
@@ -80,8 +76,6 @@ def _sampled(model: type[Completion] | type[ChatCompletion]) -> Responses:
     return {200: {"model": model, "content": stream}}
 
 
-# Raw: a refusal names the wrong field in `param`, fields that are known but not offered are told
-# apart from unknown ones, and the response is a stream or ends when its client disconnects.
 @router.operation(
     "POST",
     "/chat/completions",
@@ -89,12 +83,14 @@ def _sampled(model: type[Completion] | type[ChatCompletion]) -> Responses:
     audit=None,
     errors=_SAMPLED,
     rules=[*_RULES, "The model must have a chat template that takes the messages."],
-    raw=json_content(ChatCompletionRequest),
+    most_values=MOST_TOKENS,
     responses=_sampled(ChatCompletion),
 )
-async def openai_chat_completions(request: Request) -> Response:
+async def openai_chat_completions(
+    body: ChatCompletionRequest, request: Request, service: ServiceDep, caller: CallerDep
+) -> Response:
     """Answer messages, from which the model's chat template makes a prompt."""
-    return await _respond(request, parse_request(ChatCompletionRequest, await request.body()))
+    return await _respond(service.start(body, caller=caller, receive=request.receive), body)
 
 
 @router.operation(
@@ -104,12 +100,14 @@ async def openai_chat_completions(request: Request) -> Response:
     audit=None,
     errors=_SAMPLED,
     rules=_RULES,
-    raw=json_content(CompletionRequest),
+    most_values=MOST_TOKENS,
     responses=_sampled(Completion),
 )
-async def openai_completions(request: Request) -> Response:
+async def openai_completions(
+    body: CompletionRequest, request: Request, service: ServiceDep, caller: CallerDep
+) -> Response:
     """Continue prompts, given as text or as token ids."""
-    return await _respond(request, parse_request(CompletionRequest, await request.body()))
+    return await _respond(service.start(body, caller=caller, receive=request.receive), body)
 
 
 @router.operation("GET", "/models", role="reader")
@@ -130,8 +128,9 @@ async def openai_model(model: PathText, service: ServiceDep, caller: CallerDep) 
     return await service.models.one(model, caller)
 
 
-async def _respond(request: Request, body: SamplingFields) -> Response:
-    running = _service_of(request).start(body, caller=caller_of(request), receive=request.receive)
+async def _respond(
+    running: AbstractAsyncContextManager[RunningRequest], body: SamplingFields
+) -> Response:
     if body.stream:
         return EventStream(running)
     try:
@@ -152,7 +151,11 @@ class EventStream(Response):
     later one is sent in the stream, and ends it.
     """
 
+    media_type = "text/event-stream"
+
     def __init__(self, running: AbstractAsyncContextManager[RunningRequest]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["Content-Length"]
         self._running = running
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -161,7 +164,14 @@ class EventStream(Response):
             async with self._running as sampled, aclosing(sampled.parts()) as steps:
                 async for parts in steps:
                     if not started:
-                        await send(_start(sampled.weight_version))
+                        self.headers[VERSION_HEADER] = sampled.weight_version
+                        await send(
+                            {
+                                "type": "http.response.start",
+                                "status": self.status_code,
+                                "headers": self.raw_headers,
+                            }
+                        )
                         started = True
                     await send(_body(b"".join(map(_event, parts))))
             await send(_body(b"data: [DONE]\n\n"))
@@ -178,20 +188,6 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         else:
             await Response(status_code=_CLIENT_CLOSED_REQUEST)(scope, receive, send)
-
-
-def _start(weight_version: str) -> dict[str, object]:
-    headers = {
-        "content-type": "text/event-stream; charset=utf-8",
-        "cache-control": "no-cache",
-        "x-accel-buffering": "no",
-        VERSION_HEADER.lower(): weight_version,
-    }
-    return {
-        "type": "http.response.start",
-        "status": 200,
-        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-    }
 
 
 def _body(content: bytes) -> dict[str, object]:

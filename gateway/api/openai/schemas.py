@@ -8,13 +8,12 @@ that means "off" is accepted, since clients send their defaults.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from gateway.api.openai.errors import InvalidField
-from gateway.api.request_body import MOST_TOKENS, FirstFault, check_json_size
-from tandem.errors import MalformedPayload, TandemError
+from gateway.api.errors import InvalidField
+from gateway.api.request_body import FirstFault
 
 Json = dict[str, object]
 Ints = Annotated[list[int], FirstFault()]
@@ -174,30 +173,6 @@ class ChatCompletionRequest(SamplingFields):
                 param="tool_choice",
             )
         return self
-
-
-Request = TypeVar("Request", bound=SamplingFields)
-
-
-def parse_request(model: type[Request], content: bytes) -> Request:
-    """Parse and check a JSON body.
-
-    Raises `MalformedPayload` if it is not JSON, `InvalidField` for a field that is wrong, unknown
-    or not offered, and `PayloadTooLarge` for more values than any request has.
-    """
-    check_json_size(content, most_values=MOST_TOKENS)
-    try:
-        return model.model_validate_json(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        refusal = first.get("ctx", {}).get("error")
-        if isinstance(refusal, TandemError):  # of the validators above
-            raise refusal from None
-        if first["type"] == "json_invalid":
-            raise MalformedPayload(f"the body is not JSON: {first['msg']}") from error
-        where = ".".join(str(part) for part in first["loc"])
-        message = f"{where}: {first['msg']}" if where else first["msg"]
-        raise InvalidField(message, param=str(first["loc"][0]) if where else "") from error
 
 
 HARMLESS_FIELDS = frozenset(

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from starlette.types import Receive
 
-from gateway.api.openai.errors import EngineStarting, InvalidField
+from gateway.api.errors import InvalidField
+from gateway.api.openai.errors import EngineStarting
 from gateway.api.openai.models import ModelDirectory, SamplingTarget
 from gateway.api.openai.prompts import (
     make_sample_request,

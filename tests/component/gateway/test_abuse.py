@@ -11,8 +11,8 @@ import zstandard
 from pydantic import ValidationError
 from sqlalchemy import select
 
-from gateway.api.openai.schemas import ChatCompletionRequest, CompletionRequest, parse_request
-from gateway.api.request_body import MOST_TOKENS, MOST_VALUES, parse
+from gateway.api.openai.schemas import ChatCompletionRequest, CompletionRequest
+from gateway.api.request_body import MOST_TOKENS, MOST_VALUES, parse, parse_json
 from gateway.api.tinker.sample_body import Sample
 from gateway.api.tinker.service import TelemetryBatch
 from gateway.futures.completion_feed import _MOST_TARGETS, CompletionFeed, Target
@@ -43,7 +43,7 @@ def test_lists_and_objects_are_counted_before_any_is_made(piece):
     with pytest.raises(PayloadTooLarge, match="lists and objects"):
         parse(Sample, b'{"sampling_params":{},"prompt":{"chunks":%s}}' % chunks, most_values=2**22)
     with pytest.raises(PayloadTooLarge, match="lists and objects"):
-        parse_request(ChatCompletionRequest, b'{"model":"m","messages":%s}' % chunks)
+        parse_json(b'{"model":"m","messages":%s}' % chunks, most_values=MOST_TOKENS)
     with pytest.raises(PayloadTooLarge, match="values"):
         parse(TelemetryBatch, b'{"events":%s}' % chunks)
 

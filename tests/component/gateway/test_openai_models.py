@@ -8,8 +8,8 @@ import openai
 import pytest
 from sqlalchemy import select
 
+from gateway.api.errors import InvalidField
 from gateway.api.openai import service
-from gateway.api.openai.errors import InvalidField
 from gateway.api.openai.schemas import CompletionRequest
 from gateway.api.openai.service import InferenceService
 from gateway.auth.identity import Caller

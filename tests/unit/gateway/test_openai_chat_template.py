@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from pydantic import ValidationError
 
+from gateway.api.errors import InvalidField
 from gateway.api.openai.chat_template import ChatTemplate, find_template
-from gateway.api.openai.errors import InvalidField
 from gateway.api.openai.prompts import render_chat
-from gateway.api.openai.schemas import ChatCompletionRequest, parse_request
+from gateway.api.openai.schemas import ChatCompletionRequest
 from gateway.api.openai.tokenizer import load_tokenizer
 from tandem.errors import InvalidRequest, UnsupportedInput
 from tests.support.gateway.speaking_models import (
@@ -33,8 +34,10 @@ STRICT = """{{ bos_token }}{% for m in messages %}
 
 
 def chat_request(messages, **changes):
-    body = {"model": "m", "messages": messages, **changes}
-    return parse_request(ChatCompletionRequest, json.dumps(body).encode())
+    try:
+        return ChatCompletionRequest(model="m", messages=messages, **changes)
+    except ValidationError as error:
+        raise error.errors()[0]["ctx"]["error"] from error  # as the error handler does
 
 
 def render(template, messages=MESSAGES, *, bounds=None, **changes):
