@@ -164,8 +164,9 @@ class Detokenizer:
             whole -= 1
         begun = known[whole:][-_MAX_CHARACTER:]
         self._stream = DecodeStream(ids=known[:whole])
-        self._prompt_text = tokenizer.decode_within_text(begun)
+        self._prompt_text = ""
         self.push(begun)
+        self._prompt_text = tokenizer.decode_within_text(self._held)
 
     def push(self, tokens: Sequence[int]) -> str:
         """Return the text that is certain with these tokens."""

@@ -46,6 +46,10 @@ def streamed(tokenizer, pieces, *, context=()):
     return [*told, detokenizer.finish()]
 
 
+def token_of(sentences, byte):
+    return sentences._tokenizer.token_to_id(f"<0x{byte:02X}>")
+
+
 @given(TEXTS, st.lists(st.integers(0, 200), max_size=8))
 @settings(max_examples=200, deadline=None)
 def test_a_text_comes_back_in_whole_characters(tokenizers, text, cuts):
@@ -87,11 +91,18 @@ def test_a_character_that_the_prompt_began_is_completed(tokenizers):
     *begun, last = tokenizers["bytes"].encode_now("a€", add_special_tokens=False)
     assert streamed(tokenizers["bytes"], [[last]], context=begun) == ["€", ""]
     assert streamed(tokenizers["bytes"], [], context=begun) == [""]
+    context = [token_of(tokenizers["sentences"], byte) for byte in b"\x80\0\0\0\0"]
+    tokens = [token_of(tokenizers["sentences"], byte) for byte in b"\xc2\x80\0"]
+    assert streamed(tokenizers["sentences"], [tokens[:2], tokens[2:]], context=context) == [
+        "\x80",
+        "\0",
+        "",
+    ]
 
 
 def test_bytes_of_a_sentence_tokenizer_become_characters_one_by_one(tokenizers):
     tokenizer = tokenizers["sentences"]
-    tokens = [tokenizer._tokenizer.token_to_id(f"<0x{b:02X}>") for b in "😀😀".encode() * 3]
+    tokens = [token_of(tokenizer, byte) for byte in "😀😀".encode() * 3]
     told = streamed(tokenizer, [[t] for t in tokens])
     assert [part for part in told if part] == ["😀"] * 6
 
@@ -157,8 +168,7 @@ def test_a_part_of_a_character_is_known_by_its_bytes(tokenizers):
     two, one = tokenizer.encode_now("€", add_special_tokens=False)
     assert (tokenizer.token(two).raw, tokenizer.token(one).raw) == (b"\xe2\x82", b"\xac")
     sentences = tokenizers["sentences"]
-    byte = sentences._tokenizer.token_to_id("<0xE2>")
-    assert sentences.token(byte).raw == b"\xe2"
+    assert sentences.token(token_of(sentences, 0xE2)).raw == b"\xe2"
 
 
 def test_a_token_reads_as_it_does_within_a_text(tokenizers):
