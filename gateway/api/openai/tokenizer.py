@@ -10,7 +10,6 @@ import asyncio
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -170,14 +169,7 @@ class Detokenizer:
 
     def push(self, tokens: Sequence[int]) -> str:
         """Return the text that is certain with these tokens."""
-        new = [token for token in tokens if token not in self._skipped]
-        if len(new) > 1 and not self._held:  # nearly always they can be decoded at once
-            stream = copy(self._stream)
-            text = self._tokenizer.decode_next(stream, new)
-            if text is not None and _REPLACEMENT not in text:
-                self._stream = stream
-                return text
-        return "".join(map(self._push, new))
+        return "".join(self._push(token) for token in tokens if token not in self._skipped)
 
     def finish(self) -> str:
         """Return the text of the tokens held back, with U+FFFD for incomplete characters."""
