@@ -168,7 +168,7 @@ ICEPOP = Correction(
 def geometric(mismatch: Mismatch, settings: Settings, layout: Layout) -> Tensor:
     """w = 1[low ≤ g ≤ high], g = exp(mean of log ρ over the datum's active tokens).
 
-    The geometric mean does not grow with the length (verl, docs/algo/rollout_corr.md). The
+    The geometric mean does not grow with the length (verl, rollout_corr.md). The
     default bounds, 0.99 and 1.01, are ours: looser than verl's examples, which are for engines
     that agree with their trainer to four digits.
     """

@@ -44,7 +44,7 @@ def stable_reinforce(
       so that no token counts more than C times; sg stops the gradient;
     - k = 1[low ≤ exp(mean of p - q over the sequence) ≤ high] leaves out sequences whose mean
       log ratio says that another policy sampled them (`sequence_low`, `sequence_high`), as
-      geometric rejection does (verl, docs/algo/rollout_corr.md);
+      geometric rejection does (verl, rollout_corr.md);
     - the last term pulls towards the sampler with the gradient of KL(policy, sampler) on policy
       ("k2", joschu.net/blog/kl-approx).
 
