@@ -1,4 +1,4 @@
-"""What documents, docstrings and comments name is there: files that moved take their mentions along."""
+"""Files that documents, docstrings and comments name exist, also after files have moved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ FOLDERS = (
     "tests",
     "trainer_service",
 )
-NAMED = re.compile(rf"(?<![\w/])(?:{'|'.join(FOLDERS)})/[\w./-]*\w\.(?:py|sh|proto|toml|md|json|txt)\b")
+NAMED = re.compile(
+    rf"(?<![\w/])(?:{'|'.join(FOLDERS)})/[\w./-]*\w\.(?:py|sh|proto|toml|md|json|txt)\b"
+)
 LINKED = re.compile(r"\]\((?!https?:)([\w./-]+\.md)")
 
 
