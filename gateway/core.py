@@ -131,11 +131,7 @@ class Gateway:
         self.usage_reports = BillingReports(database=database, usage=self.usage)
         self.samples = RecentSamples(usage=self.usage)
         self.traces = TraceExporter(
-            database=database,
-            samples=self.samples,
-            data_dir=settings.data_dir,
-            key=signing_key,
-            ttl=settings.trace_ttl,
+            database=database, samples=self.samples, key=signing_key, ttl=settings.trace_ttl
         )
         self.futures = FutureTable(
             folder=settings.data_dir / "results" / "samples",
@@ -263,7 +259,6 @@ class Gateway:
         await self.samplers.close()
         await self.fleet.close()
         await self.copies.close()
-        await self.traces.close()
         await self.futures.close()
         self.usage.write()
         self.keys.write_uses()

@@ -91,7 +91,6 @@ class Housekeeping:
         await self._collect(sorted(touched))
         await gateway.collector.empty_trash()
         gateway.journal.expire()
-        await gateway.traces.expire()
         gateway.audit.forget_before(time.time() - gateway.settings.audit_ttl)
         gateway.fleet.forget_rows_before(time.time() - _WORKER_ROWS_KEPT)
 

@@ -1,8 +1,8 @@
 """Exports a session's timeline as a Chrome trace, which Perfetto and chrome://tracing show.
 
-A trace is made in the background from the operations, the workers and the recent samples of the
-session, and fetched through a signed address. Its file lies in DATA/traces until the address
-has expired.
+A trace is read through a signed address. It is generated while it is sent, from the operations, the
+workers and the recent samples of the session, so that no file is kept and only a batch of events
+is in memory. It has what began before the address was asked for.
 
 Format: the JSON object of the "Trace Event Format" (complete events `ph: "X"`, metadata events
 `ph: "M"`; times in microseconds since 1970). A process of the trace is a run, a sampling session
@@ -12,35 +12,23 @@ threads.
 
 from __future__ import annotations
 
-import asyncio
-import re
-import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
-from itertools import groupby
-from pathlib import Path
-from typing import Literal
 from urllib.parse import urlencode
 
 import orjson
-from sqlalchemy import RowMapping, select
+from sqlalchemy import RowMapping, select, tuple_
 
 from gateway.auth.signing import check_address, sign_address
 from gateway.storage.database import Database
 from gateway.storage.tables import operations, runs, sessions, workers
 from gateway.usage.samples import RecentSamples, SampleSpan
-from tandem.errors import UnknownWeights
-from tandem.telemetry import get_log
 
 PREFIX = "/api/v1/trace_files/"
 
 _PURPOSE = "trace"
-_WAIT = 2.0
-"""Seconds to wait for a new trace before the client is told to ask again (in five)."""
-_MAX_FILES = 8
-"""Files kept of one session, newest first: clients can ask for as many as they like."""
-_FILE = re.compile(r"[A-Za-z0-9_-]{1,80}\.json")
+_BATCH = 500
 _MICRO = 1e6
 _OPERATION_COLUMNS = [
     operations.c[name]
@@ -60,72 +48,38 @@ _OPERATION_COLUMNS = [
 
 @dataclass(frozen=True)
 class Slice:
-    """Something that took a while: from `start` to `end`, in seconds since 1970."""
+    """Something that took a while: from `start` to `end`, in seconds since 1970. `track` is the
+    process of the trace in which it happened, such as a run."""
 
+    track: str
+    category: str
     name: str
     start: float
     end: float
     args: dict[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Track:
-    """A process of the trace, such as a run, with what happened there."""
-
-    name: str
-    category: str
-    slices: Sequence[Slice]
-
-
-@dataclass(frozen=True)
-class Export:
-    """The state of an export. `address` is relative to the server."""
-
-    status: Literal["pending", "ready", "failed"]
-    address: str = ""
-    error: str = ""
-
-
 class TraceExporter:
+    """An address is valid for `ttl` seconds."""
+
     def __init__(
-        self,
-        *,
-        database: Database,
-        samples: RecentSamples,
-        data_dir: Path,
-        key: bytes,
-        ttl: float,
+        self, *, database: Database, samples: RecentSamples, key: bytes, ttl: float
     ) -> None:
         self._database = database
         self._samples = samples
-        self._folder = data_dir / "traces"
         self._key = key
         self._ttl = ttl
-        self._jobs: dict[str, asyncio.Task[str]] = {}
-        self._log = get_log()
 
-    async def ask(self, session_id: str) -> Export:
-        """Start an export of this session, or return the state of the one under way. A finished
-        export is returned once; the next call starts a new one."""
-        job = self._jobs.get(session_id)
-        if job is None:
-            job = self._jobs[session_id] = asyncio.create_task(
-                self._make(session_id), name=f"trace-{session_id}"
-            )
-        done, _ = await asyncio.wait({job}, timeout=_WAIT)
-        if not done:
-            return Export(status="pending")
-        if self._jobs.get(session_id) is job:
-            del self._jobs[session_id]
-        error = job.exception()
-        if error is not None:
-            self._log.error("trace_failed", session_id=session_id, error=str(error))
-            return Export(status="failed", error=f"{type(error).__name__}: {error}")
-        return Export(status="ready", address=self._address(job.result()))
+    def address(self, session_id: str) -> str:
+        """Return the address of a trace of this session up to now, relative to the server."""
+        now = time.time()
+        file = f"{session_id}-{now}.json"
+        query = sign_address(self._key, _PURPOSE, file, expires=int(now + self._ttl))
+        return f"{PREFIX}{file}?{urlencode(query)}"
 
-    def find(self, *, file: str, expires: str, signature: str) -> Path:
-        """Return the file behind a signed address. Raise `AddressForged`, `AddressExpired`, or
-        `UnknownWeights` for a file that is gone."""
+    def generate(self, *, file: str, expires: str, signature: str) -> AsyncIterator[bytes]:
+        """Return the JSON of the trace behind a signed address. Raise `AddressForged` or
+        `AddressExpired`."""
         check_address(
             self._key,
             _PURPOSE,
@@ -135,167 +89,143 @@ class TraceExporter:
             what="this address of a trace",
             renew="export it again",
         )
-        path = self._folder / file
-        if not _FILE.fullmatch(file) or path.is_symlink() or not path.is_file():
-            raise UnknownWeights("the file of this trace is gone; export it again")
-        return path
+        session_id, _, until = file.removesuffix(".json").rpartition("-")
+        return self._generate(session_id, float(until))
 
-    async def expire(self) -> None:
-        """Remove the files whose address has expired."""
-        cutoff = time.time() - self._ttl
-
-        def sweep() -> None:
-            for path in self._folder.iterdir() if self._folder.is_dir() else ():
-                if _written_at(path) < cutoff:
-                    path.unlink(missing_ok=True)
-
-        await asyncio.to_thread(sweep)
-
-    async def close(self) -> None:
-        for job in self._jobs.values():
-            job.cancel()
-        await asyncio.gather(*self._jobs.values(), return_exceptions=True)
-        self._jobs.clear()
-
-    async def _make(self, session_id: str) -> str:
-        """Write the trace, and return the name of its file."""
+    async def _generate(self, session_id: str, until: float) -> AsyncIterator[bytes]:
+        about = {"session_id": session_id, "made_by": "tandem", "made_at": until}
+        encoder = EventEncoder()
         await self._database.flush()
-        tracks = [
-            await self._session(session_id),
-            *await self._runs(session_id),
-            *_sample_tracks(self._samples.of_session(session_id)),
-            await self._workers(session_id),
-        ]
-        about = {"session_id": session_id, "made_by": "tandem", "made_at": time.time()}
-        name = f"{session_id}-{secrets.token_hex(8)}.json"
+        yield b'{"displayTimeUnit":"ms","otherData":%b,"traceEvents":[' % orjson.dumps(about)
+        async for slices in self._batches(session_id):
+            yield encoder.encode(one for one in slices if one.start <= until)
+        yield b"]}"
 
-        def write() -> None:
-            body = encode([track for track in tracks if track.slices], about=about)
-            self._folder.mkdir(parents=True, exist_ok=True)
-            files = sorted(self._folder.glob(f"{session_id}-*.json"), key=_written_at)
-            for old in files[: 1 - _MAX_FILES]:
-                old.unlink(missing_ok=True)
-            (self._folder / name).write_bytes(body)
-
-        await asyncio.to_thread(write)
-        return name
-
-    async def _session(self, session_id: str) -> Track:
-        row = await self._database.read_one(select(sessions).where(sessions.c.id == session_id))
-        assert row is not None, "the route has looked it up"
-        life = Slice(
-            name=row["display_name"] or session_id,
-            start=row["created_at"],
-            end=row["ended_at"] or time.time(),
-            args={"state": row["state"], "reason": row["reason"], "detail": row["detail"]},
-        )
-        return Track(name=f"session {session_id}", category="session", slices=[life])
-
-    async def _runs(self, session_id: str) -> list[Track]:
-        rows = await self._database.read(
+    async def _batches(self, session_id: str) -> AsyncIterator[Iterable[Slice]]:
+        for row in await self._database.read(select(sessions).where(sessions.c.id == session_id)):
+            yield [_session(row)]
+        query = (
             select(*_OPERATION_COLUMNS)
             .join(runs, runs.c.id == operations.c.run_id)
             .where(runs.c.session_id == session_id)
             .order_by(operations.c.run_id, operations.c.seq_id)
+            .limit(_BATCH)
         )
-        return [
-            Track(name=run_id, category="operation", slices=[_operation(row) for row in group])
-            for run_id, group in groupby(rows, key=lambda row: str(row["run_id"]))
-        ]
-
-    async def _workers(self, session_id: str) -> Track:
-        rows = await self._database.read(
-            select(workers).where(workers.c.session_id == session_id).order_by(workers.c.started_at)
+        rows = await self._database.read(query)
+        while rows:
+            yield map(_operation, rows)
+            last = (rows[-1]["run_id"], rows[-1]["seq_id"])
+            position = tuple_(operations.c.run_id, operations.c.seq_id)
+            rows = await self._database.read(query.where(position > last))
+        spans = sorted(self._samples.of_session(session_id), key=lambda span: span.started_at)
+        for start in range(0, len(spans), _BATCH):
+            yield map(_sample, spans[start : start + _BATCH])
+        yield map(
+            _worker,
+            await self._database.read(
+                select(workers)
+                .where(workers.c.session_id == session_id)
+                .order_by(workers.c.started_at)
+            ),
         )
-        slices = [
-            Slice(
-                name=row["id"],
-                start=row["started_at"],
-                end=row["ended_at"] or time.time(),
-                args={"kind": row["kind"], "state": row["state"], "reason": row["reason"]},
-            )
-            for row in rows
-        ]
-        return Track(name="workers", category="worker", slices=slices)
-
-    def _address(self, file: str) -> str:
-        query = sign_address(self._key, _PURPOSE, file, expires=int(time.time() + self._ttl))
-        return f"{PREFIX}{file}?{urlencode(query)}"
 
 
-def encode(tracks: Iterable[Track], *, about: dict[str, object]) -> bytes:
-    """Return the trace as JSON. `about` becomes its `otherData`."""
-    events: list[dict[str, object]] = []
-    for pid, track in enumerate(tracks, start=1):
-        events.append(_named("process_name", track.name, pid=pid))
-        placed = assign_threads(track.slices)
-        threads = range(1 + max((thread for thread, _ in placed), default=-1))
-        events += [
-            _named("thread_name", f"{track.category} {tid}", pid=pid, tid=tid) for tid in threads
-        ]
-        events += [
-            {
-                "ph": "X",
-                "name": one.name,
-                "cat": track.category,
-                "pid": pid,
-                "tid": thread,
-                "ts": round(one.start * _MICRO),
-                "dur": max(0, round((one.end - one.start) * _MICRO)),
-                "args": one.args,
-            }
-            for thread, one in placed
-        ]
-    return orjson.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
+class EventEncoder:
+    """Encodes the events of one trace, batch by batch."""
 
+    def __init__(self) -> None:
+        self._tracks: dict[str, tuple[int, list[float]]] = {}
+        """For each track, its pid, and when each of its threads is free."""
+        self._separator = b""
 
-def assign_threads(slices: Iterable[Slice]) -> list[tuple[int, Slice]]:
-    """Return each slice, by start, with the first thread that is free at its time."""
-    free_at: list[float] = []
-    placed = []
-    for one in sorted(slices, key=lambda s: (s.start, s.end)):
-        thread = next((n for n, until in enumerate(free_at) if until <= one.start), len(free_at))
-        free_at[thread : thread + 1] = [one.end]
-        placed.append((thread, one))
-    return placed
+    def encode(self, slices: Iterable[Slice]) -> bytes:
+        """Return the events of these slices as elements of a JSON list that goes on from the call
+        before. Each track gets a process, and each slice the first thread that is free at its
+        start; both are named where they first occur."""
+        content = b""
+        for event in (event for one in slices for event in self._events(one)):
+            content += self._separator + orjson.dumps(event)
+            self._separator = b",\n"
+        return content
+
+    def _events(self, one: Slice) -> Iterable[dict[str, object]]:
+        if one.track not in self._tracks:
+            self._tracks[one.track] = (1 + len(self._tracks), [])
+            yield _named("process_name", one.track, pid=len(self._tracks))
+        pid, free_at = self._tracks[one.track]
+        tid = next((n for n, until in enumerate(free_at) if until <= one.start), len(free_at))
+        if tid == len(free_at):
+            yield _named("thread_name", f"{one.category} {tid}", pid=pid, tid=tid)
+        free_at[tid : tid + 1] = [one.end]
+        yield {
+            "ph": "X",
+            "name": one.name,
+            "cat": one.category,
+            "pid": pid,
+            "tid": tid,
+            "ts": round(one.start * _MICRO),
+            "dur": max(0, round((one.end - one.start) * _MICRO)),
+            "args": one.args,
+        }
 
 
 def _named(what: str, name: str, **ids: int) -> dict[str, object]:
     return {"ph": "M", "name": what, **ids, "args": {"name": name}}
 
 
-def _sample_tracks(spans: Iterable[SampleSpan]) -> list[Track]:
-    """Return a track for each sampling session."""
-    found: dict[str, list[Slice]] = {}
-    for span in spans:
-        sampling_session_id, _, number = span.request_id.rpartition(":")
-        args: dict[str, object] = {
-            "request_id": span.request_id,
-            "seq_id": int(number),
-            "weight_version": span.weight_version,
-            "prompt_tokens": span.prompt_tokens,
-            "cached_tokens": span.cached_tokens,
-            "sampled_tokens": span.sampled_tokens,
-        }
-        if span.error:
-            args["error"] = span.error
-        found.setdefault(sampling_session_id, []).append(
-            Slice("sample", start=span.started_at, end=span.started_at + span.seconds, args=args)
-        )
-    return [Track(name=name, category="sample", slices=found[name]) for name in sorted(found)]
+def _session(row: RowMapping) -> Slice:
+    return Slice(
+        track=f"session {row['id']}",
+        category="session",
+        name=row["display_name"] or row["id"],
+        start=row["created_at"],
+        end=row["ended_at"] or time.time(),
+        args={"state": row["state"], "reason": row["reason"], "detail": row["detail"]},
+    )
 
 
 def _operation(row: RowMapping) -> Slice:
     args = {"request_id": f"{row['run_id']}:{row['seq_id']}", "state": row["state"]}
     if row["error_type"]:
         args |= {"error": row["error_type"], "message": row["error"]}
-    ended_at = row["ended_at"] if row["ended_at"] is not None else time.time()
-    return Slice(row["kind"], start=row["accepted_at"], end=ended_at, args=args)
+    return Slice(
+        track=row["run_id"],
+        category="operation",
+        name=row["kind"],
+        start=row["accepted_at"],
+        end=row["ended_at"] or time.time(),
+        args=args,
+    )
 
 
-def _written_at(file: Path) -> float:
-    """Return when the file was written; 0 for one that is removed at this moment."""
-    try:
-        return file.lstat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+def _sample(span: SampleSpan) -> Slice:
+    sampling_session_id, _, number = span.request_id.rpartition(":")
+    args: dict[str, object] = {
+        "request_id": span.request_id,
+        "seq_id": int(number),
+        "weight_version": span.weight_version,
+        "prompt_tokens": span.prompt_tokens,
+        "cached_tokens": span.cached_tokens,
+        "sampled_tokens": span.sampled_tokens,
+    }
+    if span.error:
+        args["error"] = span.error
+    return Slice(
+        track=sampling_session_id,
+        category="sample",
+        name="sample",
+        start=span.started_at,
+        end=span.started_at + span.seconds,
+        args=args,
+    )
+
+
+def _worker(row: RowMapping) -> Slice:
+    return Slice(
+        track="workers",
+        category="worker",
+        name=row["id"],
+        start=row["started_at"],
+        end=row["ended_at"] or time.time(),
+        args={"kind": row["kind"], "state": row["state"], "reason": row["reason"]},
+    )

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import Depends, Query
 from starlette.requests import Request
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, StreamingResponse
 
 from gateway.api.dependencies import GatewayDep
 from gateway.api.fields import PathText
@@ -19,7 +19,6 @@ from tandem.errors import AddressExpired, AddressForged, UnknownWeights
 
 router = Router(tag="SDK")
 
-_REFUSED = [AddressForged, AddressExpired, UnknownWeights]
 _FILE = file_response("application/octet-stream", "The file, or the part that `Range` asks for")
 
 
@@ -46,7 +45,7 @@ async def _pinned_file(
     "GET",
     PREFIX + "{run_id}/{kind}/{name}/{file}",
     role="signature",
-    errors=_REFUSED,
+    errors=[AddressForged, AddressExpired, UnknownWeights],
     responses={200: _FILE, 206: _FILE},
 )
 async def download(file: Annotated[Path, Depends(_pinned_file)]) -> FileResponse:
@@ -63,7 +62,7 @@ async def download(file: Annotated[Path, Depends(_pinned_file)]) -> FileResponse
     "GET",
     TRACES + "{file}",
     role="signature",
-    errors=_REFUSED,
+    errors=[AddressForged, AddressExpired],
     responses={200: file_response("application/json", "A trace, as the Chrome trace viewer reads")},
 )
 async def trace_file(
@@ -71,7 +70,11 @@ async def trace_file(
     file: PathText,
     expires: Annotated[str, Query()] = "",
     signature: Annotated[str, Query()] = "",
-) -> FileResponse:
-    """Return an exported trace."""
-    path = gateway.traces.find(file=file, expires=expires, signature=signature)
-    return FileResponse(path, media_type="application/json", filename=path.name)
+) -> StreamingResponse:
+    """Return a session's trace, generated as it is sent."""
+    content = gateway.traces.generate(file=file, expires=expires, signature=signature)
+    return StreamingResponse(
+        content,
+        media_type="application/json",
+        headers={"Content-Disposition": f'attachment; filename="{file}"'},
+    )

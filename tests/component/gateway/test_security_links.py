@@ -120,15 +120,3 @@ def test_the_collector_removes_a_link_and_not_what_is_behind_it(world, ann, outs
     for planted in (run_link, trash):
         if planted.is_symlink():
             planted.unlink()
-
-
-def test_a_trace_that_is_a_link_is_not_served(world, ann, outside):
-    address = world.trace()
-    name = address.partition("?")[0].rpartition("/")[2]
-    file = world.gate.settings.data_dir / "traces" / name
-    assert ann.get(address).status_code == 200
-    file.unlink()
-    file.symlink_to(outside / "secret")
-    answer = ann.get(address)
-    assert answer.status_code == 404
-    assert SECRET not in answer.content
