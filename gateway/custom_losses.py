@@ -23,23 +23,13 @@ from gateway.futures.table import Result
 from gateway.identifiers import request_id_of
 from gateway.limits.quotas import Quotas
 from gateway.storage.database import Database
-from gateway.storage.tables import metadata, sessions
+from gateway.storage.tables import custom_losses as losses
+from gateway.storage.tables import sessions
 from tandem.custom_losses import read_custom_loss
 from tandem.errors import CustomLossInvalid, SessionFinished, UnknownLoss, UnknownSession
 
 MAX_LOSSES = 256
 """Custom losses per session."""
-
-_losses = sa.Table(
-    "custom_losses",
-    metadata,
-    sa.Column("id", sa.String(100), primary_key=True),  # SESSION:loss:NUMBER
-    sa.Column("session_id", sa.String(64), nullable=False),
-    sa.Column("name", sa.String(200), nullable=False),
-    sa.Column("definition", sa.LargeBinary, nullable=False),  # the body of create_custom_loss
-    sa.Column("created_at", sa.Float, nullable=False),
-    sa.Index("custom_losses_by_session", "session_id"),
-)
 
 
 class CreateCustomLoss(BaseModel):
@@ -79,7 +69,7 @@ class CustomLossStore:
                 "created_at": time.time(),
             }
             try:
-                await self._database.write(sa.insert(_losses), row)
+                await self._database.write(sa.insert(losses), row)
                 return loss_id
             except IntegrityError:  # the same request arrived twice at once
                 stored = await self._find(loss_id)
@@ -114,19 +104,19 @@ class CustomLossStore:
 
     async def end_session(self, session_id: str) -> None:
         """Delete the session's losses."""
-        await self._database.write(sa.delete(_losses).where(_losses.c.session_id == session_id))
+        await self._database.write(sa.delete(losses).where(losses.c.session_id == session_id))
 
     async def _find(self, loss_id: str) -> bytes | None:
         row = await self._database.read_one(
-            sa.select(_losses.c.definition).where(_losses.c.id == loss_id)
+            sa.select(losses.c.definition).where(losses.c.id == loss_id)
         )
         return None if row is None else bytes(row["definition"])
 
     async def _check_limits(self, session_id: str, *, owner: str) -> None:
-        of_session = sa.func.count().filter(_losses.c.session_id == session_id)
+        of_session = sa.func.count().filter(losses.c.session_id == session_id)
         row = await self._database.read_one(
             sa.select(sa.func.count().label("of_owner"), of_session.label("of_session"))
-            .select_from(_losses.join(sessions, sessions.c.id == _losses.c.session_id))
+            .select_from(losses.join(sessions, sessions.c.id == losses.c.session_id))
             .where(sessions.c.owner == owner, sessions.c.state == "active")
         )
         assert row is not None

@@ -160,6 +160,17 @@ checkpoints = Table(
     Index("checkpoints_by_expiry", "expires_at"),
 )
 
+custom_losses = Table(
+    "custom_losses",
+    metadata,
+    Column("id", String(100), primary_key=True),  # SESSION:loss:NUMBER
+    Column("session_id", String(64), nullable=False),
+    Column("name", String(200), nullable=False),
+    Column("definition", LargeBinary, nullable=False),  # the body of create_custom_loss
+    Column("created_at", Float, nullable=False),
+    Index("custom_losses_by_session", "session_id"),
+)
+
 workers = Table(
     "workers",
     metadata,

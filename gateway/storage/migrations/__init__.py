@@ -9,12 +9,16 @@ from pathlib import Path
 
 from sqlalchemy import Connection, inspect, text
 
+from gateway.storage.tables import metadata
+
 HEAD = "0001"
 
 
 def upgrade(connection: Connection) -> None:
-    """Apply the missing migrations in one transaction."""
-    if _revision(connection) == HEAD:
+    """Create the tables of an empty database, or apply the migrations that an older one misses,
+    in one transaction."""
+    revision = _revision(connection)
+    if revision == HEAD:
         return
     from alembic import command  # takes a third of a second to import
     from alembic.config import Config
@@ -22,7 +26,11 @@ def upgrade(connection: Connection) -> None:
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent))
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    if revision:
+        command.upgrade(config, "head")
+    else:
+        metadata.create_all(connection)
+        command.stamp(config, "head")
     connection.commit()
 
 
