@@ -14,7 +14,7 @@ import hmac
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import Annotated, Literal
 
@@ -51,8 +51,8 @@ class Key:
     digest: bytes
     owner: str
     role: Role
-    name: str = ""
-    created_at: float = 0.0
+    name: str
+    created_at: float
     expires_at: float | None = None
     revoked_at: float | None = None
     local: bool = False
@@ -61,9 +61,6 @@ class Key:
     def number(self) -> int:
         """The id as a number, which is the SDK's type."""
         return int(self.id.removeprefix("k-"), 16)
-
-
-_STORED = [field.name for field in fields(Key) if field.name in keys.c]
 
 
 def _printable(name: str) -> str:
@@ -98,16 +95,7 @@ class KeyStore:
     def set_local(self, secret: str) -> Key:
         """Set the key of this machine's admin, in place of one that was set before."""
         self._keys = {id_: key for id_, key in self._keys.items() if not key.local}
-        digest = digest_of(secret.encode())
-        key = Key(
-            id=id_of(digest),
-            digest=digest,
-            owner=LOCAL_OWNER,
-            role="admin",
-            name="local-key",
-            created_at=self._clock(),
-            local=True,
-        )
+        key = self._key(secret, owner=LOCAL_OWNER, role="admin", name="local-key", local=True)
         self._keys[key.id] = key
         return key
 
@@ -144,18 +132,11 @@ class KeyStore:
     async def create(self, new: NewKey) -> tuple[Key, str]:
         """Return the new key and its secret, which is not kept."""
         secret = f"tml-{secrets.token_urlsafe(_SECRET_BYTES)}"
-        digest = digest_of(secret.encode())
-        now = self._clock()
-        key = Key(
-            id=id_of(digest),
-            digest=digest,
-            owner=new.owner,
-            role=new.role,
-            name=new.name,
-            created_at=now,
-            expires_at=now + new.expires_in if new.expires_in is not None else None,
-        )
-        row = {name: getattr(key, name) for name in _STORED}
+        key = self._key(secret, owner=new.owner, role=new.role, name=new.name)
+        if new.expires_in is not None:
+            key = replace(key, expires_at=key.created_at + new.expires_in)
+        row = vars(key).copy()
+        del row["local"]
         await self._database.write(insert(keys), row)
         self._keys[key.id] = key
         return key, secret
@@ -178,6 +159,18 @@ class KeyStore:
             update(keys).where(keys.c.id == key_id).values(revoked_at=key.revoked_at)
         )
         return key
+
+    def _key(self, secret: str, *, owner: str, role: Role, name: str, local: bool = False) -> Key:
+        digest = digest_of(secret.encode())
+        return Key(
+            id=id_of(digest),
+            digest=digest,
+            owner=owner,
+            role=role,
+            name=name,
+            created_at=self._clock(),
+            local=local,
+        )
 
     def note_use(self, key: Key) -> None:
         self._used[key.id] = self._clock()

@@ -108,11 +108,14 @@ class CheckpointCatalog:
         )
         return checkpoint_of(row) if row is not None else None
 
-    async def get(self, path: str, *, readers: Readers) -> Checkpoint:
-        """Raise `UnknownWeights` for a checkpoint that is not there or that `readers` may not
-        read, `InvalidRequest` for text that is not a checkpoint path."""
+    async def get(self, path: str, *, readers: Readers | None) -> Checkpoint:
+        """Return the checkpoint if `readers` may read it; None where the right to read was checked
+        before (by a signature or by the route). Raise `UnknownWeights`, or `InvalidRequest` for
+        text that is not a checkpoint path."""
         found = await self.find(parse_checkpoint_path(path))
-        if found is None or not readers.may_read(owner=found.owner, public=found.public):
+        if found is None or not (
+            readers is None or readers.may_read(owner=found.owner, public=found.public)
+        ):
             raise unknown_checkpoint(path)
         return found
 
@@ -127,24 +130,12 @@ class CheckpointCatalog:
         return found
 
     @asynccontextmanager
-    async def reading(self, path: str, *, readers: Readers) -> AsyncIterator[Checkpoint]:
+    async def reading(self, path: str, *, readers: Readers | None) -> AsyncIterator[Checkpoint]:
         """Return the checkpoint and keep its files while the block runs, even if its name is
         deleted. Raises as `get`."""
         with ExitStack() as pinned:
             with self.pins.resolving(parse_checkpoint_path(path).run_id):
                 checkpoint = await self.get(path, readers=readers)
-                pinned.enter_context(self.pins.pinned(checkpoint.relative_folder))
-            yield checkpoint
-
-    @asynccontextmanager
-    async def reading_unchecked(self, path: CheckpointPath) -> AsyncIterator[Checkpoint]:
-        """As `reading`, where the right to read was checked before (by a signature or by the
-        route)."""
-        with ExitStack() as pinned:
-            with self.pins.resolving(path.run_id):
-                checkpoint = await self.find(path)
-                if checkpoint is None:
-                    raise unknown_checkpoint(str(path))
                 pinned.enter_context(self.pins.pinned(checkpoint.relative_folder))
             yield checkpoint
 
@@ -182,22 +173,17 @@ class CheckpointCatalog:
         )
         return [checkpoint_of(row) for row in rows], total
 
-    async def bytes_of_owner(self, owner: str) -> int:
-        """Return the bytes of all of an owner's checkpoints together."""
-        return int(
-            await self._database.read_value(
-                select(func.coalesce(func.sum(checkpoints.c.bytes), 0)).where(
-                    checkpoints.c.owner == owner, not_expired()
-                )
-            )
-        )
-
     async def check_quota(
         self, *, owner: str, expected_bytes: int, replaced_bytes: int = 0
     ) -> None:
         """Raise `LimitExceeded` if the owner may not store another checkpoint of this size."""
+        used = await self._database.read_value(
+            select(func.coalesce(func.sum(checkpoints.c.bytes), 0)).where(
+                checkpoints.c.owner == owner, not_expired()
+            )
+        )
         self._limits.check_checkpoint_bytes(
-            used=await self.bytes_of_owner(owner), expected=expected_bytes, replaced=replaced_bytes
+            used=int(used), expected=expected_bytes, replaced=replaced_bytes
         )
 
     async def storage_use(self, caller: Caller, *, project_id: str | None) -> list[StorageUse]:

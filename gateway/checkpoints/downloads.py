@@ -9,6 +9,8 @@ up.
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
@@ -58,7 +60,7 @@ class DownloadSigner:
 
     async def sign(self, path: CheckpointPath) -> SignedFiles:
         """Return an address for each file of a checkpoint. Raise `UnknownWeights`."""
-        async with self._checkpoints.reading_unchecked(path) as checkpoint:
+        async with self._checkpoints.reading(str(path), readers=None) as checkpoint:
             files = await self._versions.files(checkpoint)
         expires = int(time.time()) + LIFETIME
         return SignedFiles(
@@ -66,9 +68,11 @@ class DownloadSigner:
             expires=expires,
         )
 
-    def check(self, address: Address, *, method: str) -> CheckpointPath:
-        """Return the path of the checkpoint. Raise `AddressForged`, or `AddressExpired` for an
-        address that was good."""
+    @asynccontextmanager
+    async def reading(self, address: Address, *, method: str) -> AsyncIterator[Path]:
+        """Return the file, and keep it while the block runs, even if its checkpoint is deleted.
+        Raise `AddressForged`, `AddressExpired` for an address that was good, or
+        `UnknownWeights`."""
         check_address(
             self._key,
             _PURPOSE,
@@ -83,14 +87,12 @@ class DownloadSigner:
             what="this download address",
             renew="ask for a new one with get_external_weights_urls",
         )
-        return make_checkpoint_path(run_id=address.run_id, kind=address.kind, name=address.name)
-
-    async def find(self, address: Address, checkpoint: Checkpoint) -> Path:
-        """Return the file of a checkpoint that is being read. Raise `UnknownWeights`."""
-        file = (await self._versions.files(checkpoint)).get(address.file)
-        if file is None or checkpoint.relative_folder != address.folder:
-            raise UnknownWeights(f"{checkpoint.path} no longer has the file {address.file!r}")
-        return file
+        path = make_checkpoint_path(run_id=address.run_id, kind=address.kind, name=address.name)
+        async with self._checkpoints.reading(str(path), readers=None) as checkpoint:
+            file = (await self._versions.files(checkpoint)).get(address.file)
+            if file is None or checkpoint.relative_folder != address.folder:
+                raise UnknownWeights(f"{path} no longer has the file {address.file!r}")
+            yield file
 
     def _address(self, checkpoint: Checkpoint, file: str, expires: int) -> str:
         path, folder = checkpoint.path, checkpoint.relative_folder

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import RowMapping, select
+from sqlalchemy import RowMapping, Select, select
 
 from gateway.auth.identity import Caller, Scope, visible
 from gateway.sessions.metadata import text_metadata
@@ -62,34 +62,30 @@ class SessionQueries:
         `UnknownSession`."""
         session = await self.session(session_id, caller, scope=scope)
         await self._database.flush()
-        found_runs = await self._database.read(
-            select(runs.c.id)
-            .where(runs.c.session_id == session_id)
-            .order_by(runs.c.created_at, runs.c.id)
-        )
-        samplers = await self._database.read(
-            select(sampling_sessions.c.id)
-            .where(sampling_sessions.c.session_id == session_id)
-            .order_by(sampling_sessions.c.created_at, sampling_sessions.c.id)
-        )
-        return SessionContents(
-            session=session,
-            run_ids=[row["id"] for row in found_runs],
-            sampler_ids=[row["id"] for row in samplers],
-        )
+        run_ids, sampler_ids = [
+            await self._ids(
+                select(table.c.id)
+                .where(table.c.session_id == session_id)
+                .order_by(table.c.created_at, table.c.id)
+            )
+            for table in (runs, sampling_sessions)
+        ]
+        return SessionContents(session=session, run_ids=run_ids, sampler_ids=sampler_ids)
 
     async def session_ids(
         self, caller: Caller, *, scope: Scope, limit: int, offset: int
     ) -> list[str]:
         """Return a page of session ids, newest first."""
-        rows = await self._database.read(
+        return await self._ids(
             select(sessions.c.id)
             .where(visible(sessions.c.owner, caller, scope))
             .order_by(sessions.c.created_at.desc(), sessions.c.id.desc())
             .limit(limit)
             .offset(offset)
         )
-        return [row["id"] for row in rows]
+
+    async def _ids(self, query: Select[tuple[str]]) -> list[str]:
+        return [row["id"] for row in await self._database.read(query)]
 
 
 def session_of(row: RowMapping) -> SessionRecord:

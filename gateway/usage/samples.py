@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from gateway.usage.meter import Subject, UsageMeter
-from tandem.v1 import sampler_pb2
+from tandem.v1 import common_pb2, sampler_pb2
 
 _REMEMBERED = 50_000
 
@@ -27,10 +27,10 @@ class SampleSpan:
     started_at: float
     seconds: float
     weight_version: str
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    sampled_tokens: int = 0
-    error: str = ""
+    prompt_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
+    error: str
 
 
 class RecentSamples:
@@ -70,7 +70,7 @@ class EngineMeter:
         self, request: sampler_pb2.SampleRequest, answer: Awaitable[sampler_pb2.SampleReply]
     ) -> sampler_pb2.SampleReply:
         """Await the engine's answer to a request, and count what the sample used."""
-        reply = None
+        reply = sampler_pb2.SampleReply(failure=common_pb2.Failure(type="unanswered"))
         started_at, started = time.time(), time.monotonic()
         mark = self._shares.start()
         try:
@@ -78,7 +78,17 @@ class EngineMeter:
             return reply
         finally:
             self._samples.add(
-                _span(request, reply, started_at, time.monotonic() - started),
+                SampleSpan(
+                    request_id=request.operation_id,
+                    session_id=request.session_id,
+                    started_at=started_at,
+                    seconds=time.monotonic() - started,
+                    weight_version=reply.version.name or request.version.name,
+                    prompt_tokens=reply.prompt_tokens,
+                    cached_tokens=reply.cached_tokens,
+                    sampled_tokens=reply.sampled_tokens,
+                    error=reply.failure.type,
+                ),
                 base_model=self._base_model,
                 accelerator_seconds=self._shares.stop(mark),
             )
@@ -116,30 +126,3 @@ class TimeShares:
         if self._under_way:
             self._share += (now - self._at) / self._under_way
         self._at = now
-
-
-def _span(
-    request: sampler_pb2.SampleRequest,
-    reply: sampler_pb2.SampleReply | None,
-    started_at: float,
-    seconds: float,
-) -> SampleSpan:
-    if reply is None or reply.HasField("failure"):
-        return SampleSpan(
-            request_id=request.operation_id,
-            session_id=request.session_id,
-            started_at=started_at,
-            seconds=seconds,
-            weight_version=request.version.name,
-            error=reply.failure.type if reply is not None else "unanswered",
-        )
-    return SampleSpan(
-        request_id=request.operation_id,
-        session_id=request.session_id,
-        started_at=started_at,
-        seconds=seconds,
-        weight_version=reply.version.name,
-        prompt_tokens=reply.prompt_tokens,
-        cached_tokens=reply.cached_tokens,
-        sampled_tokens=reply.sampled_tokens,
-    )

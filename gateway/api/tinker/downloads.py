@@ -36,9 +36,8 @@ async def _pinned_file(
     """Yield the file, which stays on the disk until the last byte is sent, even when its
     checkpoint is deleted meanwhile."""
     address = Address(run_id, kind, name, file, folder, expires, signature)
-    path = gateway.downloads.check(address, method=request.method)
-    async with gateway.checkpoints.reading_unchecked(path) as checkpoint:
-        yield await gateway.downloads.find(address, checkpoint)
+    async with gateway.downloads.reading(address, method=request.method) as path:
+        yield path
 
 
 @router.operation(

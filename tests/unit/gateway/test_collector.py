@@ -46,7 +46,7 @@ class Store:
         )
 
     def reading(self, path: str):
-        return self.checkpoints.reading_unchecked(parse_checkpoint_path(path))
+        return self.checkpoints.reading(path, readers=None)
 
 
 @pytest.fixture
