@@ -13,7 +13,6 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from sqlalchemy import insert, select
 from gateway.auth.identity import Readers
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog, insert_row
 from gateway.checkpoints.versions import VersionStore, WeightVersion, files_of, version_row
-from gateway.identifiers import new_session_id, new_state_folder, run_id_of
+from gateway.identifiers import CheckpointPath, new_session_id, new_state_folder, run_id_of
 from gateway.storage.database import Database
 from gateway.storage.tables import runs, sessions
 from tandem.errors import CheckpointDamaged, InvalidRequest, ServerError, StorageFull
@@ -104,38 +103,33 @@ class CheckpointCopier:
                 await self._checkpoints.check_quota(
                     owner=request.owner, expected_bytes=source.bytes
                 )
-                now = time.time()
-                copy = replace(
-                    source,
-                    path=path,
-                    owner=request.owner,
-                    public=False,
-                    created_at=now,
-                    expires_at=now + request.ttl_seconds if request.ttl_seconds else None,
-                )
-                if source.folder:
-                    await self._copy_state(request, source, copy)
-                else:
-                    await self._copy_version(request, source, copy)
+                await self._make(request, source, path)
                 return str(path)
 
-    async def _copy_state(self, request: CopyRequest, source: Checkpoint, copy: Checkpoint) -> None:
-        target = new_state_folder(self._data_dir, run_id=copy.path.run_id, name=copy.path.name)
-        copy = replace(copy, folder=str(target))
+    async def _make(self, request: CopyRequest, source: Checkpoint, path: CheckpointPath) -> None:
+        now = time.time()
+        copy = replace(
+            source,
+            path=path,
+            owner=request.owner,
+            public=False,
+            created_at=now,
+            expires_at=now + request.ttl_seconds if request.ttl_seconds else None,
+        )
+        if source.folder:
+            version = None
+            folder = Path(source.folder)
+            target = new_state_folder(self._data_dir, run_id=path.run_id, name=path.name)
+            copy = replace(copy, folder=str(target))
+        else:
+            old = await self._versions.version(source.version)
+            name = new_version_name(run_id=path.run_id, number=1)
+            version = replace(old, name=name, path=self._versions.path_of(name), run_id=path.run_id)
+            folder, target = Path(old.path), Path(version.path)
+            copy = replace(copy, version=name)
         with self._checkpoints.pins.pinned(copy.relative_folder):
-            await asyncio.to_thread(_link_state, source, Path(source.folder), target)
-            await self._write_rows(request, source, copy, None)
-
-    async def _copy_version(
-        self, request: CopyRequest, source: Checkpoint, copy: Checkpoint
-    ) -> None:
-        old = await self._versions.version(source.version)
-        name = new_version_name(run_id=copy.path.run_id, number=1)
-        new = replace(old, name=name, path=self._versions.path_of(name), run_id=copy.path.run_id)
-        copy = replace(copy, version=name)
-        with self._checkpoints.pins.pinned(copy.relative_folder):
-            await asyncio.to_thread(_link_version, source, old, new)
-            await self._write_rows(request, source, copy, new)
+            await asyncio.to_thread(_link_files, source, folder, target, version)
+            await self._write_rows(request, source, copy, version)
 
     async def _write_rows(
         self,
@@ -197,45 +191,41 @@ def _session_id(request: CopyRequest) -> str:
     return f"s-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
 
-def _link_state(source: Checkpoint, folder: Path, target: Path) -> None:
-    partial = target.parent / f".partial-{target.name}"
-    partial.mkdir(parents=True)
-    try:
-        _link_all(files_of(source, folder), partial)
-        fsync_path(partial)
-        partial.rename(target)
-        fsync_path(target.parent)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise _storage_error(source, error) from error
-
-
-def _link_version(source: Checkpoint, old: WeightVersion, new: WeightVersion) -> None:
-    """Link the files and write a new manifest, which names the new version and run."""
-    partial = PartialVersion(Path(new.path))
+def _link_files(
+    source: Checkpoint, folder: Path, target: Path, version: WeightVersion | None
+) -> None:
+    """Link the files into a new folder. The folder of a weight version gets a manifest of its own,
+    which names the version and its run."""
+    partial = PartialVersion(target)
     partial.create()
     try:
-        _link_all(files_of(source, Path(old.path)), partial.path)
-        manifest = Manifest.model_validate_json((Path(old.path) / "manifest.json").read_bytes())
-        partial.commit(
-            manifest.model_copy(
-                update={"version": new.name, "run_id": new.run_id, "parent": old.name}
-            )
-        )
+        for name, file in files_of(source, folder).items():
+            _link(file, partial.path / name)
+        if version is None:
+            fsync_path(partial.path)
+            partial.path.rename(target)
+            fsync_path(target.parent)
+        else:
+            manifest = Manifest.model_validate_json((folder / "manifest.json").read_bytes())
+            changes = {
+                "version": version.name,
+                "run_id": version.run_id,
+                "parent": source.version,
+            }
+            partial.commit(manifest.model_copy(update=changes))
     except OSError as error:
         partial.discard()
         raise _storage_error(source, error) from error
 
 
-def _link_all(files: Mapping[str, Path], target: Path) -> None:
-    for name, file in files.items():
-        try:
-            os.link(file, target / name)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            shutil.copyfile(file, target / name)
-            fsync_path(target / name)
+def _link(file: Path, target: Path) -> None:
+    try:
+        os.link(file, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copyfile(file, target)
+        fsync_path(target)
 
 
 def _storage_error(source: Checkpoint, error: OSError) -> ServerError:

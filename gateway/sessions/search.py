@@ -93,9 +93,8 @@ class SessionSearch:
             if len(found) > limit:
                 break
         page = found[:limit]
-        if len(found) <= limit:
-            return Page(sessions=page, next_cursor=None)
-        return Page(sessions=page, next_cursor=self._cursor(filters, caller, page[-1]))
+        following = self._cursor(filters, caller, page[-1]) if len(found) > limit else None
+        return Page(sessions=page, next_cursor=following)
 
     async def _candidates(
         self, filters: SessionFilters, caller: Caller, after: SessionRecord | None
@@ -109,18 +108,18 @@ class SessionSearch:
             wanted.append(sessions.c.project_id.in_(filters.project_ids))
         if filters.session_id is not None and filters.display_name is None:
             wanted.append(sessions.c.id == filters.session_id)
+        query = (
+            select(sessions)
+            .where(*wanted)
+            .order_by(sessions.c.created_at.desc(), sessions.c.id.desc())
+            .limit(_CHUNK)
+        )
         while True:
-            here = list(wanted)
+            here = query
             if after is not None:
-                here.append(
-                    tuple_(sessions.c.created_at, sessions.c.id) < (after.created_at, after.id)
-                )
-            rows = await self._database.read(
-                select(sessions)
-                .where(*here)
-                .order_by(sessions.c.created_at.desc(), sessions.c.id.desc())
-                .limit(_CHUNK)
-            )
+                position = tuple_(sessions.c.created_at, sessions.c.id)
+                here = query.where(position < (after.created_at, after.id))
+            rows = await self._database.read(here)
             for row in rows:
                 after = session_of(row)
                 yield after

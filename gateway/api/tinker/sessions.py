@@ -235,14 +235,9 @@ async def search_sessions(body: Search, gateway: GatewayDep, caller: CallerDep) 
     cursor = Cursor(**body.cursor.model_dump()) if body.cursor is not None else None
     page = await gateway.search.page(body, caller, limit=body.limit, cursor=cursor)
     storage = await gateway.run_queries.storage_of([session.id for session in page.sessions])
-    following = page.next_cursor
     return SessionPage(
         sessions=[_summary(s, storage.get(s.id, Storage())) for s in page.sessions],
-        next_cursor=NextPage(
-            last_created_at=following.last_created_at, last_session_id=following.last_session_id
-        )
-        if following is not None
-        else None,
+        next_cursor=NextPage(**vars(page.next_cursor)) if page.next_cursor else None,
     )
 
 
