@@ -93,21 +93,17 @@ class ImplicitSessions:
         """Yield the id of the owner's session and the number in it of the sampling session of
         `key`, which is assigned if the block succeeds."""
         async with self._locks[owner]:
-            implicit = await self._session(owner)
+            implicit = self._by_owner.get(owner)
+            if implicit is None or self._sessions.touch(implicit.id) is None:
+                session = await self._sessions.create(
+                    NewSession(
+                        owner=owner,
+                        display_name=self._display_name,
+                        user_metadata=self._user_metadata,
+                        ttl=self._ttl,
+                    )
+                )
+                implicit = self._by_owner[owner] = _ImplicitSession(session.id)
             number = implicit.numbers.get(key, len(implicit.numbers))
             yield implicit.id, number
             implicit.numbers[key] = number
-
-    async def _session(self, owner: str) -> _ImplicitSession:
-        implicit = self._by_owner.get(owner)
-        if implicit is None or self._sessions.touch(implicit.id) is None:
-            session = await self._sessions.create(
-                NewSession(
-                    owner=owner,
-                    display_name=self._display_name,
-                    user_metadata=self._user_metadata,
-                    ttl=self._ttl,
-                )
-            )
-            implicit = self._by_owner[owner] = _ImplicitSession(session.id)
-        return implicit

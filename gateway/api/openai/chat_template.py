@@ -31,18 +31,6 @@ from tandem.errors import InvalidRequest, UnsupportedInput
 
 Message = Mapping[str, object]
 
-RESERVED = frozenset(
-    {
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "tokenize",
-    }
-)
-_TOOL_USE = "tool_use"
 _MARK = "\u2060tandem-continues-here\u2060"
 _SPACED_MARK = _MARK + " "
 
@@ -104,8 +92,8 @@ class ChatTemplate:
         return _cut_at_mark(text) if continue_final_message else text
 
     def _choose(self, *, with_tools: bool) -> jinja2.Template:
-        if with_tools and _TOOL_USE in self._templates:
-            return self._templates[_TOOL_USE]
+        if with_tools and "tool_use" in self._templates:
+            return self._templates["tool_use"]
         if "default" not in self._templates:
             raise InvalidRequest(
                 f"the model only has chat templates for {', '.join(sorted(self._templates))}"
@@ -149,16 +137,6 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, object]) -> str |
     if isinstance(field, list):
         return {str(one["name"]): str(one["template"]) for one in cast(list[Message], field)}
     return ""
-
-
-def check_variables(variables: Mapping[str, object]) -> None:
-    """Raise `InvalidField` for a variable that the request has a field for."""
-    for name in variables:
-        if name in RESERVED:
-            raise InvalidField(
-                f"chat_template_kwargs.{name} has a field of its own, or is not offered",
-                param="chat_template_kwargs",
-            )
 
 
 def _marked(message: Message) -> Message:
@@ -216,7 +194,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: dt.datetime.now().strftime(form)
     return environment
 
 
@@ -250,7 +228,3 @@ def _tojson(
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return dt.datetime.now().strftime(form)

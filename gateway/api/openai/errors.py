@@ -26,11 +26,9 @@ from tandem.errors import (
 PREFIX = "/v1/"
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
 }
 """`type` by status; for other statuses, invalid_request_error (4xx) or server_error (5xx)."""

@@ -11,14 +11,13 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from gateway.access import Access
 from gateway.api.openai.schemas import Model
 from gateway.auth.identity import Caller
-from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
-from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
-from gateway.checkpoints.versions import VersionStore, WeightVersion
+from gateway.checkpoints.base_models import BaseModelEntry
+from gateway.checkpoints.catalog import Checkpoint
+from gateway.checkpoints.versions import WeightVersion
+from gateway.core import Gateway
 from gateway.identifiers import relative_version_folder
-from gateway.runs.registry import RunRegistry
 from gateway.sampling.sessions import base_version
 from tandem.errors import UnknownModel, UnknownWeights
 
@@ -41,20 +40,12 @@ class SamplingTarget:
 class ModelDirectory:
     """Resolves and lists the models that a caller can sample from."""
 
-    def __init__(
-        self,
-        *,
-        models: BaseModels,
-        checkpoints: CheckpointCatalog,
-        versions: VersionStore,
-        runs: RunRegistry,
-        access: Access,
-    ) -> None:
-        self._models = models
-        self._checkpoints = checkpoints
-        self._versions = versions
-        self._runs = runs
-        self._access = access
+    def __init__(self, gateway: Gateway) -> None:
+        self._models = gateway.models
+        self._checkpoints = gateway.checkpoints
+        self._versions = gateway.versions
+        self._runs = gateway.runs
+        self._access = gateway.access
 
     @asynccontextmanager
     async def resolve(self, name: str, caller: Caller) -> AsyncIterator[SamplingTarget]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from array import array
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 import orjson
 
 from gateway.api.errors import InvalidField
-from gateway.api.openai.chat_template import ChatTemplate, check_variables
+from gateway.api.openai.chat_template import ChatTemplate
 from gateway.api.openai.schemas import (
     MAX_PROMPTS,
     ChatCompletionRequest,
@@ -44,7 +43,7 @@ class StopConditions:
     token_ids: Sequence[int]
 
 
-async def prompts_of(
+def prompts_of(
     request: SamplingFields, tokenizer: ModelTokenizer, *, max_length: int | None
 ) -> list[Prompt]:
     """Return the prompts of a request; a chat has one. `max_length` of the model, in tokens.
@@ -52,18 +51,14 @@ async def prompts_of(
     if isinstance(request, ChatCompletionRequest):
         # Special tokens are the template's to write, unless the request says otherwise.
         special = bool(request.add_special_tokens)
-        given: Sequence[str | Sequence[int]] = [
-            await asyncio.to_thread(render_chat, tokenizer.chat_template(), request)
-        ]
+        given: Sequence[str | Sequence[int]] = [render_chat(tokenizer.chat_template(), request)]
     else:
         assert isinstance(request, CompletionRequest)
         special = request.add_special_tokens is not False
         given = _given_prompts(request)
     return [
         Prompt(
-            token_ids=await tokenizer.encode(
-                prompt, add_special_tokens=special, max_length=max_length
-            ),
+            token_ids=tokenizer.encode(prompt, add_special_tokens=special, max_length=max_length),
             text=prompt,
         )
         if isinstance(prompt, str)
@@ -145,11 +140,29 @@ def _int32(tokens: Sequence[int]) -> bytes:
 
 # --- Chats ---------------------------------------------------------------------------------
 
+_OWN_FIELDS = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+    }
+)
+"""Variables of a template that `chat_template_kwargs` may not set."""
+
 
 def render_chat(template: ChatTemplate, request: ChatCompletionRequest) -> str:
     """Return the text of a chat. Raises `InvalidRequest` or one of its kinds."""
     variables = request.chat_template_kwargs or {}
-    check_variables(variables)
+    for name in variables:
+        if name in _OWN_FIELDS:
+            raise InvalidField(
+                f"chat_template_kwargs.{name} has a field of its own, or is not offered",
+                param="chat_template_kwargs",
+            )
     return template.render(
         [_message(message, at=index) for index, message in enumerate(request.messages)],
         tools=request.tools if request.tools and request.tool_choice != "none" else None,
@@ -165,12 +178,12 @@ def _message(message: Json, *, at: int) -> Json:
     tool calls are objects."""
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise InvalidField(f"messages.{at} has no role", param="messages")
+        raise _wrong_message(at, "has no role")
     changed = {**message, "content": _text(message.get("content"), at=at)}
     calls = message.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list):
-            raise InvalidField(f"messages.{at}.tool_calls is not a list", param="messages")
+            raise _wrong_message(at, "has tool_calls that are not a list")
         changed["tool_calls"] = [_tool_call(call, at=at) for call in calls]
     return changed
 
@@ -180,16 +193,14 @@ def _text(content: object, *, at: int) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise InvalidField(
-            f"messages.{at}.content is neither a text nor a list of parts", param="messages"
-        )
+        raise _wrong_message(at, "has a content that is neither a text nor a list of parts")
     texts: list[str] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("text") if kind == "text" else part
         if not isinstance(text, str):
             if kind == "text":
-                raise InvalidField(f"messages.{at} has a text part without text", param="messages")
+                raise _wrong_message(at, "has a text part without text")
             raise UnsupportedInput(
                 f"messages.{at} has a part of type {str(kind)[:40]!r}; this server takes only text"
             )
@@ -201,18 +212,19 @@ def _tool_call(call: object, *, at: int) -> Json:
     """Parse the arguments, which clients send as JSON in a text and templates write themselves."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
-        raise InvalidField(f"messages.{at} has a tool call without a function", param="messages")
+        raise _wrong_message(at, "has a tool call without a function")
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return call
     try:
         parsed = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError as error:
-        raise InvalidField(
-            f"messages.{at} has a tool call whose arguments are not JSON: {error}",
-            param="messages",
-        ) from error
+        raise _wrong_message(at, f"has call arguments that are not JSON: {error}") from error
     return {**call, "function": {**function, "arguments": parsed}}
+
+
+def _wrong_message(at: int, what: str) -> InvalidField:
+    return InvalidField(f"messages.{at} {what}", param="messages")
 
 
 # --- Structured output ---------------------------------------------------------------------

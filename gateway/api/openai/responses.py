@@ -33,41 +33,33 @@ _MIN_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """New tokens of one sample, with one logprob each, and each with alternatives if they were
+    """New tokens of one sample, with one logprob each, and each with the alternatives that were
     asked for. `finish` is set with the last tokens."""
 
-    ids: Sequence[int]
-    logprobs: Sequence[float]
-    alternatives: Sequence[Alternatives] | None = None
+    ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    alternatives: Sequence[Alternatives] = ()
     finish: FinishReason | None = None
 
     @staticmethod
-    def of_sequence(sequence: tinker_pb2.SampledSequence) -> SampledTokens:
-        """Read a whole sample."""
-        has_top = sequence.HasField("topk_sampled_logprobs")
+    def of_sequence(sequence: tinker_pb2.SampledSequence, *, skip: int = 0) -> SampledTokens:
+        """Read a whole sample, without its first `skip` tokens."""
+        ids = _ints(sequence.tokens)
         return SampledTokens(
-            ids=_ints(sequence.tokens),
-            logprobs=_floats(sequence.logprobs),
-            alternatives=_alternatives(sequence.topk_sampled_logprobs) if has_top else None,
+            ids=ids[skip:],
+            logprobs=_floats(sequence.logprobs)[skip:],
+            alternatives=_alternatives(sequence.topk_sampled_logprobs, count=len(ids))[skip:],
             finish=_finish_reason(sequence.stop_reason),
         )
 
     @staticmethod
     def of_delta(delta: sampler_pb2.SampleDelta) -> SampledTokens:
+        ids = _ints(delta.tokens)
         return SampledTokens(
-            ids=_ints(delta.tokens),
+            ids=ids,
             logprobs=_floats(delta.logprobs),
-            alternatives=_alternatives(delta.topk) if delta.HasField("topk") else None,
+            alternatives=_alternatives(delta.topk, count=len(ids)),
             finish=_finish_reason(delta.stop_reason) if delta.finished else None,
-        )
-
-    def after(self, count: int) -> SampledTokens:
-        """Return these tokens without the first `count`."""
-        return SampledTokens(
-            ids=self.ids[count:],
-            logprobs=self.logprobs[count:],
-            alternatives=self.alternatives[count:] if self.alternatives is not None else None,
-            finish=self.finish,
         )
 
 
@@ -112,7 +104,7 @@ class Choice:
 
 class ResponseBuilder(ABC):
     """Builds the response of one request: whole with `response`, or in parts with `opening`,
-    `delta`, `remainder` and `closing`. Choices are in the order of the prompts, `n` for each."""
+    `parts` and `closing`. Choices are in the order of the prompts, `n` for each."""
 
     id_prefix: ClassVar[str]
     object_name: ClassVar[str]
@@ -158,22 +150,23 @@ class ResponseBuilder(ABC):
         """Return the parts that begin the choices of a stream, before any token is sampled."""
         if not self._has_opening:
             return []
-        nothing = SampledTokens(ids=[], logprobs=[])
+        nothing = SampledTokens()
         return [self._chunk(self._write(choice, nothing, "opening")) for choice in self._choices]
 
-    def delta(self, delta: sampler_pb2.SampleDelta, *, prompt: int) -> list[Json]:
-        """Return the parts for new tokens of a sample of the prompt with this index."""
-        choice = self._choices[prompt * self._n + delta.index]
-        return self._parts(choice, SampledTokens.of_delta(delta))
-
-    def remainder(self, sample: tinker_pb2.SampleResponse, *, prompt: int) -> list[Json]:
-        """Return the parts for the tokens of a prompt's samples that no delta carried."""
+    def parts(
+        self, sampled: sampler_pb2.SampleDelta | tinker_pb2.SampleResponse, *, prompt: int
+    ) -> list[Json]:
+        """Return the parts for new tokens of a sample of the prompt with this index, or for the
+        tokens of all its samples that no delta carried."""
+        if isinstance(sampled, sampler_pb2.SampleDelta):
+            choice = self._choices[prompt * self._n + sampled.index]
+            return self._parts(choice, SampledTokens.of_delta(sampled))
         return [
             part
-            for choice, sequence in self._sequences(sample, prompt=prompt)
+            for choice, sequence in self._sequences(sampled, prompt=prompt)
             if choice.finish is None
             for part in self._parts(
-                choice, SampledTokens.of_sequence(sequence).after(choice.token_count)
+                choice, SampledTokens.of_sequence(sequence, skip=choice.token_count)
             )
         ]
 
@@ -226,7 +219,7 @@ class ResponseBuilder(ABC):
     ) -> Json:
         """Add the tokens to the choice, and return what they add to the response."""
         if self._request.max_tokens == 0:  # an engine samples at least one token
-            tokens = SampledTokens(ids=[], logprobs=[], finish=tokens.finish and "length")
+            tokens = SampledTokens(finish=tokens.finish and "length")
         choice.add(tokens)
         shows_logprobs = self._request.alternatives is not None and stage != "opening"
         written: Json = {
@@ -282,14 +275,12 @@ class CompletionBuilder(ResponseBuilder):
         """In an echo, those of the prompt come first; its first token has none."""
         ids = tokens.ids
         logprobs: Sequence[float | None] = tokens.logprobs
-        rows: Sequence[Alternatives] = tokens.alternatives or [()] * len(ids)
+        rows = tokens.alternatives
         if sample is not None and self._request.echoes:
             prompt = choice.prompt.token_ids
-            has_top = sample.HasField("topk_prompt_logprobs")
-            top = _alternatives(sample.topk_prompt_logprobs) if has_top else [()] * len(prompt)
             ids = [*prompt, *ids]
             logprobs = [None, *_floats(sample.prompt_logprobs)[1:], *logprobs]
-            rows = [*top, *rows]
+            rows = [*_alternatives(sample.topk_prompt_logprobs, count=len(prompt)), *rows]
         offsets = []
         for token in ids:
             offsets.append(choice.text_offset)
@@ -337,13 +328,14 @@ class ChatBuilder(ResponseBuilder):
     def _logprobs(
         self, choice: Choice, tokens: SampledTokens, sample: tinker_pb2.SampleResponse | None
     ) -> Json:
-        rows = tokens.alternatives or [()] * len(tokens.ids)
         content = [
             {
                 **self._entry(token, logprob),
                 "top_logprobs": [self._entry(*t) for t in row[: self._request.alternatives]],
             }
-            for token, logprob, row in zip(tokens.ids, tokens.logprobs, rows, strict=True)
+            for token, logprob, row in zip(
+                tokens.ids, tokens.logprobs, tokens.alternatives, strict=True
+            )
         ]
         return {"content": content, "refusal": None}
 
@@ -355,8 +347,11 @@ class ChatBuilder(ResponseBuilder):
         }
 
 
-def _alternatives(topk: tinker_pb2.TopkLogprobs) -> list[Alternatives]:
-    """Read a [length, k] matrix; cells without a token are left out."""
+def _alternatives(topk: tinker_pb2.TopkLogprobs, *, count: int) -> list[Alternatives]:
+    """Read a [length, k] matrix; cells without a token are left out. Without a matrix, none of the
+    `count` tokens has alternatives."""
+    if not topk.length:
+        return [()] * count
     shape = (topk.length, topk.k)
     ids = np.frombuffer(topk.token_ids, "<i4").reshape(shape)
     logprobs = np.frombuffer(topk.logprobs, "<f4").reshape(shape)

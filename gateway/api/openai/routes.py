@@ -26,7 +26,7 @@ from gateway.api.openai.schemas import (
     ModelList,
     SamplingFields,
 )
-from gateway.api.openai.service import ClientDisconnected, InferenceService, RunningRequest
+from gateway.api.openai.service import ClientDisconnected, Generation, InferenceService
 from gateway.api.request_body import MOST_TOKENS
 from gateway.api.routing import Responses, Router, binary
 from tandem.errors import (
@@ -129,7 +129,7 @@ async def openai_model(model: PathText, service: ServiceDep, caller: CallerDep) 
 
 
 async def _respond(
-    running: AbstractAsyncContextManager[RunningRequest], body: SamplingFields
+    running: AbstractAsyncContextManager[Generation], body: SamplingFields
 ) -> Response:
     if body.stream:
         return EventStream(running)
@@ -153,7 +153,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, running: AbstractAsyncContextManager[RunningRequest]) -> None:
+    def __init__(self, running: AbstractAsyncContextManager[Generation]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["Content-Length"]
         self._running = running

@@ -7,7 +7,7 @@ that means "off" is accepted, since clients send their defaults.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -194,44 +194,38 @@ HARMLESS_FIELDS = frozenset(
 """Accepted with any value: none of them changes the sampled tokens."""
 
 
-def _is(*values: object) -> Callable[[object], bool]:
-    return lambda value: any(value == v and type(value) is not bool for v in values)
+_EMPTY = ["", [], {}, False, 0]
 
-
-def _empty(value: object) -> bool:
-    return value in ("", [], {}, False)
-
-
-_UNSUPPORTED_FIELDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
-    "presence_penalty": (_is(0), "penalties are not offered; leave it out, or 0"),
-    "frequency_penalty": (_is(0), "penalties are not offered; leave it out, or 0"),
-    "repetition_penalty": (_is(1), "penalties are not offered; leave it out, or 1"),
-    "length_penalty": (_is(1), "there is no beam search; leave it out"),
-    "min_p": (_is(0), "it is not offered; use top_p or top_k"),
-    "min_tokens": (_is(0), "it is not offered; leave it out"),
-    "logit_bias": (_empty, "biases are not offered; leave it out"),
-    "bad_words": (_empty, "it is not offered; leave it out"),
-    "allowed_token_ids": (_empty, "it is not offered; use structured_outputs"),
-    "logits_processors": (_empty, "no code of a client is executed"),
-    "vllm_xargs": (_empty, "it is not offered; leave it out"),
-    "use_beam_search": (_empty, "there is no beam search; leave it out"),
-    "suffix": (_empty, "text is only continued, not filled in; leave it out"),
-    "truncate_prompt_tokens": (_empty, "prompts are never truncated; shorten it yourself"),
-    "prompt_logprobs": (_empty, "use echo with logprobs in /v1/completions"),
-    "chat_template": (_empty, "only the model's own template is used; see chat_template_kwargs"),
-    "functions": (_empty, "it is obsolete; use tools"),
-    "function_call": (lambda v: v in ("none", "auto"), "it is obsolete; use tools"),
-    "modalities": (lambda v: v == ["text"], "this server samples only text"),
-    "audio": (_empty, "this server samples only text"),
-    "web_search_options": (_empty, "there is no search; leave it out"),
-    "reasoning_effort": (_empty, "pass it to the model's template: chat_template_kwargs"),
-    "verbosity": (_empty, "there is no such setting; leave it out"),
+_UNSUPPORTED_FIELDS: Mapping[str, tuple[Sequence[object], str]] = {
+    "presence_penalty": ([0], "penalties are not offered; leave it out, or 0"),
+    "frequency_penalty": ([0], "penalties are not offered; leave it out, or 0"),
+    "repetition_penalty": ([1], "penalties are not offered; leave it out, or 1"),
+    "length_penalty": ([1], "there is no beam search; leave it out"),
+    "min_p": ([0], "it is not offered; use top_p or top_k"),
+    "min_tokens": ([0], "it is not offered; leave it out"),
+    "logit_bias": (_EMPTY, "biases are not offered; leave it out"),
+    "bad_words": (_EMPTY, "it is not offered; leave it out"),
+    "allowed_token_ids": (_EMPTY, "it is not offered; use structured_outputs"),
+    "logits_processors": (_EMPTY, "no code of a client is executed"),
+    "vllm_xargs": (_EMPTY, "it is not offered; leave it out"),
+    "use_beam_search": (_EMPTY, "there is no beam search; leave it out"),
+    "suffix": (_EMPTY, "text is only continued, not filled in; leave it out"),
+    "truncate_prompt_tokens": (_EMPTY, "prompts are never truncated; shorten it yourself"),
+    "prompt_logprobs": (_EMPTY, "use echo with logprobs in /v1/completions"),
+    "chat_template": (_EMPTY, "only the model's own template is used; see chat_template_kwargs"),
+    "functions": (_EMPTY, "it is obsolete; use tools"),
+    "function_call": (["none", "auto"], "it is obsolete; use tools"),
+    "modalities": ([["text"]], "this server samples only text"),
+    "audio": (_EMPTY, "this server samples only text"),
+    "web_search_options": (_EMPTY, "there is no search; leave it out"),
+    "reasoning_effort": (_EMPTY, "pass it to the model's template: chat_template_kwargs"),
+    "verbosity": (_EMPTY, "there is no such setting; leave it out"),
     "parallel_tool_calls": (
-        lambda v: v is True,
+        [True],
         "tool calls are the model's own text, which cannot be held to one",
     ),
 }
-"""Fields that would change the result: whether a value means "off", and what to do instead."""
+"""Fields that would change the result: the values that mean "off", and what to do instead."""
 
 
 def _check_extra(name: str, value: object, *, known: Mapping[str, object]) -> None:
@@ -241,8 +235,10 @@ def _check_extra(name: str, value: object, *, known: Mapping[str, object]) -> No
         raise InvalidField(
             f"unknown field {name[:100]!r}; known: {', '.join(sorted(known))}", param=name[:100]
         )
-    is_off, instead = _UNSUPPORTED_FIELDS[name]
-    if not is_off(value):
+    off, instead = _UNSUPPORTED_FIELDS[name]
+    if not any(
+        value == other and isinstance(value, bool) == isinstance(other, bool) for other in off
+    ):
         raise InvalidField(f"{name} would change the result: {instead}", param=name)
 
 

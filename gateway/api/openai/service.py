@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from starlette.types import Receive
 
 from gateway.api.errors import InvalidField
 from gateway.api.openai.errors import EngineStarting
 from gateway.api.openai.models import ModelDirectory, SamplingTarget
-from gateway.api.openai.prompts import (
-    make_sample_request,
-    prompts_of,
-    stop_conditions,
-)
+from gateway.api.openai.prompts import make_sample_request, prompts_of, stop_conditions
 from gateway.api.openai.responses import ChatBuilder, CompletionBuilder, ResponseBuilder
 from gateway.api.openai.schemas import CompletionRequest, Json, SamplingFields
 from gateway.api.openai.tokenizer import ModelTokenizer, Tokenizers
@@ -28,12 +23,9 @@ from gateway.fair_queue import FairSemaphore
 from gateway.futures.table import Future, Outcome
 from gateway.identifiers import request_id_of
 from gateway.sampling.implicit_sessions import ImplicitSessions
-from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import SamplingSession
-from gateway.sessions.registry import SessionRegistry
 from tandem.errors import GatewayRestarted, OperationTimedOut, TandemError
-from tandem.settings import OpenAISettings
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 
@@ -61,61 +53,49 @@ class InferenceService:
             user_metadata={"tandem_made_for": "/v1"},
             ttl=gateway.settings.openai.idle_ttl,
         )
-        self.models = ModelDirectory(
-            models=gateway.models,
-            checkpoints=gateway.checkpoints,
-            versions=gateway.versions,
-            runs=gateway.runs,
-            access=gateway.access,
-        )
+        self.models = ModelDirectory(gateway)
 
     @asynccontextmanager
     async def start(
         self, request: SamplingFields, *, caller: Caller, receive: Receive
-    ) -> AsyncIterator[RunningRequest]:
+    ) -> AsyncIterator[Generation]:
         """Start sampling; what has not ended with the block is cancelled. An invalid request
-        starts nothing. Raises a `TandemError`."""
+        starts nothing. Raises a `TandemError`.
+
+        All engines are made for adapters, so that a base model and its adapters share one.
+        """
+        gateway = self._gateway
         async with self.models.resolve(request.model, caller) as target:
             tokenizer = await self._tokenizers.get(target.model)
             async with self._preparation.turn(caller.owner):
                 sample_requests, builder = await prepare(request, target, tokenizer)
             self._check_choices(prompts=len(sample_requests), n=request.n or 1)
-            generation = await self._generation(target, owner=caller.owner)
-            try:
-                for sample_request in sample_requests:
-                    seq_id = self._implicit_sessions.next_seq_id(
-                        owner=caller.owner, sampling_session_id=generation.session.id
-                    )
-                    generation.submit(sample_request, seq_id=seq_id, stream=bool(request.stream))
-                generation.listen_for_disconnect(receive)
-                yield RunningRequest(
-                    weight_version=target.version.name, generation=generation, builder=builder
-                )
-            finally:
-                generation.cancel()
-
-    async def _generation(self, target: SamplingTarget, *, owner: str) -> Generation:
-        """Find the owner's sampling session and engine for the target; the engine may have to
-        start. All engines are made for adapters, so that a base model and its adapters share one.
-        """
-        gateway = self._gateway
-        session = await self._implicit_sessions.serve(
-            owner=owner, model=target.name, version=target.version, rank=target.rank
-        )
-        return Generation(
-            settings=gateway.settings.openai,
-            sessions=gateway.sessions,
-            samplers=gateway.samplers,
-            session=session,
-            sampler=gateway.samplers.ensure(
+            session = await self._implicit_sessions.serve(
+                owner=caller.owner, model=target.name, version=target.version, rank=target.rank
+            )
+            sampler = gateway.samplers.ensure(
                 session_id=session.session_id,
                 model=target.model,
                 rank=max(target.rank, gateway.settings.sampler.max_lora_rank),
-            ),
-            owner=owner,
-            version=target.version,
-            closing=lambda: gateway.futures.closing,
-        )
+            )
+            generation = Generation(
+                gateway,
+                session=session,
+                sampler=sampler,
+                owner=caller.owner,
+                version=target.version,
+                builder=builder,
+            )
+            try:
+                for sample_request in sample_requests:
+                    seq_id = self._implicit_sessions.next_seq_id(
+                        owner=caller.owner, sampling_session_id=session.id
+                    )
+                    generation.submit(sample_request, seq_id=seq_id, stream=bool(request.stream))
+                generation.listen_for_disconnect(receive)
+                yield generation
+            finally:
+                generation.cancel()
 
     def _check_choices(self, *, prompts: int, n: int) -> None:
         limit = self._gateway.settings.openai.max_choices
@@ -134,60 +114,22 @@ async def prepare(
     `InvalidRequest` or one of its kinds, `SequenceTooLong`, `EmptyBatch` or
     `TokenOutOfVocabulary`."""
     stops = stop_conditions(request, tokenizer)
-    prompts = await prompts_of(request, tokenizer, max_length=target.model.max_length)
-    builder = CompletionBuilder if isinstance(request, CompletionRequest) else ChatBuilder
-    return [make_sample_request(request, prompt=prompt, stops=stops) for prompt in prompts], (
-        builder(
-            request,
-            tokenizer=tokenizer,
-            prompts=prompts,
-            stops=stops,
-            weight_version=target.version.name,
-        )
+    prompts = await asyncio.to_thread(
+        prompts_of, request, tokenizer, max_length=target.model.max_length
     )
+    make_builder = CompletionBuilder if isinstance(request, CompletionRequest) else ChatBuilder
+    builder = make_builder(
+        request,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        stops=stops,
+        weight_version=target.version.name,
+    )
+    return [make_sample_request(request, prompt=prompt, stops=stops) for prompt in prompts], builder
 
 
-@dataclass(frozen=True)
-class RunningRequest:
-    """A request whose samples are being computed, and how to read its response."""
-
-    weight_version: str
-    generation: Generation
-    builder: ResponseBuilder
-
-    async def response(self) -> Json:
-        """Return the whole response. Raises as `Generation.next`."""
-        return self.builder.response(await self.generation.all())
-
-    async def parts(self) -> AsyncGenerator[list[Json], None]:
-        """Yield the parts of a streamed response, those that are ready at once together; the first
-        come with the first token. Raises as `Generation.next`."""
-        ready = self.builder.opening()
-        while (event := await self.generation.next()) is not None:
-            if isinstance(event, Finished):
-                ready += self.builder.remainder(event.response, prompt=event.prompt)
-            else:
-                ready += self.builder.delta(event.delta, prompt=event.prompt)
-            if ready and not self.generation.has_unread:
-                yield ready
-                ready = []
-        yield ready + self.builder.closing()
-
-
-@dataclass(frozen=True)
-class NewTokens:
-    """Tokens of a sample of the prompt with this index."""
-
-    prompt: int
-    delta: sampler_pb2.SampleDelta
-
-
-@dataclass(frozen=True)
-class Finished:
-    """All samples of the prompt with this index."""
-
-    prompt: int
-    response: tinker_pb2.SampleResponse
+Event = tuple[int, sampler_pb2.SampleDelta | tinker_pb2.SampleResponse]
+"""The index of a prompt, and new tokens of one of its samples, or all of its samples."""
 
 
 class Generation:
@@ -196,33 +138,30 @@ class Generation:
 
     `poll_interval` in seconds: how often a waiting request checks its timeouts and keeps its
     session alive. `max_unread`: events of a stream that may wait for a slow reader; more stay in
-    the engine. `closing` tells whether the gateway is shutting down.
+    the engine.
     """
 
     def __init__(
         self,
+        gateway: Gateway,
         *,
-        settings: OpenAISettings,
-        sessions: SessionRegistry,
-        samplers: SamplerRouter,
         session: SamplingSession,
         sampler: Sampler,
         owner: str,
         version: WeightVersion,
-        closing: Callable[[], bool],
+        builder: ResponseBuilder,
         poll_interval: float = 2.0,
         max_unread: int = 64,
     ) -> None:
-        self.session = session
-        self._settings = settings
-        self._sessions = sessions
-        self._samplers = samplers
+        self.weight_version = version.name
+        self._gateway = gateway
+        self._session = session
         self._sampler = sampler
         self._owner = owner
         self._version = version
-        self._closing = closing
+        self._builder = builder
         self._poll_interval = poll_interval
-        self._events: asyncio.Queue[NewTokens | Finished | Exception] = asyncio.Queue()
+        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
         self._unread_slots = asyncio.Semaphore(max_unread)
         self._futures: list[Future] = []
         self._disconnect_listener: asyncio.Task[None] | None = None
@@ -233,9 +172,9 @@ class Generation:
         """Submit the request of the next prompt, the way that the SDK's samples are submitted.
         Raises `Overloaded`."""
         prompt, sampler = len(self._futures), self._sampler
-        request_id = request_id_of(owner=self.session.id, seq_id=seq_id)
+        request_id = request_id_of(owner=self._session.id, seq_id=seq_id)
         request.operation_id = request_id
-        request.session_id = self.session.session_id
+        request.session_id = self._session.session_id
         request.seq_id = seq_id
         request.version.CopyFrom(self._version.to_proto())
         future = Future(
@@ -248,20 +187,17 @@ class Generation:
 
         async def put_delta(delta: sampler_pb2.SampleDelta) -> None:
             await self._unread_slots.acquire()
-            self._events.put_nowait(NewTokens(prompt=prompt, delta=delta))
+            self._events.put_nowait((prompt, delta))
 
         def put_outcome(outcome: Outcome) -> None:
             if isinstance(outcome, TandemError):
                 self._events.put_nowait(outcome)
             else:
                 response = tinker_pb2.SampleResponse.FromString(outcome.body)
-                self._events.put_nowait(Finished(prompt=prompt, response=response))
+                self._events.put_nowait((prompt, response))
 
-        self._samplers.submit(
-            sampler,
-            future=future,
-            request=request,
-            tell=put_delta if stream else None,
+        self._gateway.samplers.submit(
+            sampler, future=future, request=request, tell=put_delta if stream else None
         )
         self._futures.append(future)
         self._unfinished += 1
@@ -277,12 +213,28 @@ class Generation:
 
         self._disconnect_listener = asyncio.create_task(listen())
 
-    @property
-    def has_unread(self) -> bool:
-        """Whether `next` would return at once."""
-        return not self._events.empty()
+    async def response(self) -> Json:
+        """Return the whole response. Raises as `next`."""
+        found: dict[int, tinker_pb2.SampleResponse] = {}
+        while (event := await self.next()) is not None:
+            prompt, sampled = event
+            if isinstance(sampled, tinker_pb2.SampleResponse):
+                found[prompt] = sampled
+        return self._builder.response([found[prompt] for prompt in sorted(found)])
 
-    async def next(self) -> NewTokens | Finished | None:
+    async def parts(self) -> AsyncGenerator[list[Json], None]:
+        """Yield the parts of a streamed response, those that are ready at once together; the first
+        come with the first token. Raises as `next`."""
+        ready = self._builder.opening()
+        while (event := await self.next()) is not None:
+            prompt, sampled = event
+            ready += self._builder.parts(sampled, prompt=prompt)
+            if ready and self._events.empty():
+                yield ready
+                ready = []
+        yield ready + self._builder.closing()
+
+    async def next(self) -> Event | None:
         """Return the next event; None when every prompt is finished.
 
         Raises the error of a sample, `EngineStarting` or `OperationTimedOut` when its time is up,
@@ -293,19 +245,11 @@ class Generation:
         event = await self._wait()
         if isinstance(event, Exception):
             raise event
-        if isinstance(event, NewTokens):
+        if isinstance(event[1], sampler_pb2.SampleDelta):
             self._unread_slots.release()
         else:
             self._unfinished -= 1
         return event
-
-    async def all(self) -> list[tinker_pb2.SampleResponse]:
-        """Return the responses in the order of the prompts. Raises as `next`."""
-        found: dict[int, tinker_pb2.SampleResponse] = {}
-        while (event := await self.next()) is not None:
-            if isinstance(event, Finished):
-                found[event.prompt] = event.response
-        return [found[prompt] for prompt in sorted(found)]
 
     def cancel(self) -> None:
         """Cancel what has not ended, here and in the engine."""
@@ -313,29 +257,30 @@ class Generation:
             self._disconnect_listener.cancel()
         for future in self._futures:
             if not future.ended:
-                self._samplers.cancel(future.request_id)
-        self._sessions.touch(self.session.session_id)
+                self._gateway.samplers.cancel(future.request_id)
+        self._gateway.sessions.touch(self._session.session_id)
 
-    async def _wait(self) -> NewTokens | Finished | Exception:
+    async def _wait(self) -> Event | Exception:
         while True:
             try:
                 async with asyncio.timeout(self._poll_interval):
                     return await self._events.get()
             except TimeoutError:
-                self._sessions.touch(self.session.session_id)
+                self._gateway.sessions.touch(self._session.session_id)
                 self._check_timeouts()
 
     def _check_timeouts(self) -> None:
+        settings = self._gateway.settings.openai
         waited = time.monotonic() - self._started_at
-        if self._closing():
+        if self._gateway.futures.closing:
             raise GatewayRestarted("the gateway is shutting down; retry a little later")
-        if self._sampler.state != "ready" and waited > self._settings.start_timeout:
+        if self._sampler.state != "ready" and waited > settings.start_timeout:
             why = self._futures[-1].describe().reason
             raise EngineStarting(
                 f"{why}; it goes on, so retry a little later (TANDEM_OPENAI_START_TIMEOUT)"
             )
-        if waited > self._settings.request_timeout:
+        if waited > settings.request_timeout:
             raise OperationTimedOut(
-                f"no response within {self._settings.request_timeout:g} s "
+                f"no response within {settings.request_timeout:g} s "
                 "(TANDEM_OPENAI_REQUEST_TIMEOUT); ask for fewer tokens, or retry later"
             )

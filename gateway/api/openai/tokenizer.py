@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import cast
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -26,8 +25,6 @@ from tandem.errors import InvalidRequest, SequenceTooLong, UnsupportedInput
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 _MAX_LOADED = 8
 _MAX_CHARACTERS_PER_TOKEN = 256
-_INLINE = 4096
-"""Characters that are encoded in the event loop; more are encoded in a thread."""
 
 _REPLACEMENT = "\ufffd"
 """What a tokenizer decodes the bytes of an incomplete character to."""
@@ -57,14 +54,12 @@ class ModelTokenizer:
         tokenizer: Tokenizer,
         named: dict[str, str],
         end_tokens: Sequence[int],
-        byte_level: bool,
         template: ChatTemplate | None,
     ) -> None:
         self.name = name
         self.end_tokens = tuple(end_tokens)
         self._tokenizer = tokenizer
         self._template = template
-        self._byte_level = byte_level
         special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
         ids = [tokenizer.token_to_id(token) for token in {*special, *named.values()}]
         self.special = frozenset(id_ for id_ in ids if id_ is not None)
@@ -73,20 +68,15 @@ class ModelTokenizer:
         self._anchor_text = self.decode(anchor)
         self._texts: dict[int, TokenText] = {}
 
-    async def encode(
-        self, text: str, *, add_special_tokens: bool, max_length: int | None
+    def encode(
+        self, text: str, *, add_special_tokens: bool, max_length: int | None = None
     ) -> list[int]:
-        """Return the token ids of a text. Raises `SequenceTooLong` for a text that cannot fit, and
-        `InvalidRequest` for invalid Unicode."""
+        """Return the token ids of a text. Raises `SequenceTooLong` for a text that cannot fit into
+        `max_length` tokens, and `InvalidRequest` for invalid Unicode."""
         if max_length is not None and len(text) > _MAX_CHARACTERS_PER_TOKEN * max_length:
             raise SequenceTooLong(
                 f"the prompt has {len(text)} characters; the model's length is {max_length} tokens"
             )
-        if len(text) <= _INLINE:
-            return self.encode_now(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.encode_now, text, add_special_tokens=add_special_tokens)
-
-    def encode_now(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         except (UnicodeEncodeError, TypeError) as error:  # half a surrogate pair is no text
@@ -137,10 +127,11 @@ class ModelTokenizer:
         return TokenText(text=text, raw=self._bytes(piece, text))
 
     def _bytes(self, piece: str, text: str) -> bytes:
-        """Return the bytes of a token that is a part of a character."""
+        """Return the bytes of a token that is a part of a character: `<0xE2>`, or characters that
+        each stand for a byte."""
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
-        if self._byte_level and all(character in _BYTES for character in piece):
+        if all(character in _BYTES for character in piece):
             return bytes(_BYTES[character] for character in piece)
         return text.encode()
 
@@ -258,15 +249,13 @@ def load_tokenizer(name: str, folder: Path) -> ModelTokenizer:
     """Load the tokenizer of a model's folder. Raises `UnsupportedInput`, which says what the
     folder lacks."""
     path = folder / "tokenizer.json"
-    try:
-        content = path.read_text(encoding="utf-8")
-        tokenizer = Tokenizer.from_str(content)
-        described = cast(Json, json.loads(content))
-    except OSError as error:
+    if not path.is_file():
         raise UnsupportedInput(
             f"the model {name!r} has no tokenizer.json, so it accepts no text; transformers "
             "writes one into its folder (AutoTokenizer.from_pretrained(…).save_pretrained(…))"
-        ) from error
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises nothing narrower
         raise UnsupportedInput(
             f"the tokenizer.json of the model {name!r} cannot be read: {error}"
@@ -286,7 +275,6 @@ def load_tokenizer(name: str, folder: Path) -> ModelTokenizer:
         tokenizer=tokenizer,
         named=named,
         end_tokens=_end_tokens(folder, tokenizer, named),
-        byte_level=_is_byte_level(described.get("decoder")),
         template=ChatTemplate(source, special_tokens=named) if source else None,
     )
 
@@ -318,14 +306,6 @@ def _named_tokens(*configs: Json) -> dict[str, str]:
             if isinstance(content, str):
                 found.setdefault(name, content)
     return found
-
-
-def _is_byte_level(decoder: object) -> bool:
-    if not isinstance(decoder, dict):
-        return False
-    return decoder.get("type") == "ByteLevel" or any(
-        _is_byte_level(part) for part in decoder.get("decoders", [])
-    )
 
 
 def _read_json(path: Path) -> Json:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from gateway.api.openai.errors import EngineStarting
-from gateway.api.openai.service import ClientDisconnected, Finished, Generation, NewTokens
+from gateway.api.openai.service import ClientDisconnected, Generation
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.futures.table import Result, Waiting
 from gateway.sampling.sessions import base_version
@@ -45,20 +45,24 @@ class FakeSessions:
 
 def make_generation(*, state="ready", closing=False, **settings):
     sampler = SimpleNamespace(state=state, describe=lambda _id: Waiting("the sampler is starting"))
-    generation = Generation(
-        settings=OpenAISettings(**settings),
+    gateway = SimpleNamespace(
+        settings=SimpleNamespace(openai=OpenAISettings(**settings)),
         sessions=FakeSessions(),
         samplers=FakeSamplers(),
+        futures=SimpleNamespace(closing=closing),
+    )
+    generation = Generation(
+        gateway,
         session=SimpleNamespace(id="s-1:sample:0", session_id="s-1"),
         sampler=sampler,
         owner="ann",
         version=base_version(MODEL),
-        closing=lambda: closing,
+        builder=None,
         poll_interval=0.01,
         max_unread=MAX_UNREAD,
     )
     generation.submit(sampler_pb2.SampleRequest(), seq_id=7, stream=True)
-    return generation, generation._samplers
+    return generation, gateway.samplers
 
 
 async def test_a_request_has_its_seq_id_session_and_version():
@@ -83,9 +87,8 @@ async def test_a_slow_reader_holds_up_the_engine_and_fills_no_memory():
     assert generation._events.qsize() == MAX_UNREAD
     seen = []
     while len(seen) < 1000:
-        event = await generation.next()
-        assert isinstance(event, NewTokens)
-        seen.append(event.delta.index)
+        _prompt, delta = await generation.next()
+        seen.append(delta.index)
         assert generation._events.qsize() <= MAX_UNREAD
     assert seen == list(range(1000))
     await talking
@@ -97,8 +100,8 @@ async def test_the_whole_response_comes_after_the_tokens():
     await taken.tell(sampler_pb2.SampleDelta(index=0))
     response = tinker_pb2.SampleResponse(prompt_cache_hit_tokens=3)
     taken.future.resolve(Result(media="protobuf", body=response.SerializeToString()))
-    assert isinstance(await generation.next(), NewTokens)
-    assert await generation.next() == Finished(prompt=0, response=response)
+    assert await generation.next() == (0, sampler_pb2.SampleDelta(index=0))
+    assert await generation.next() == (0, response)
     assert await generation.next() is None
     generation.cancel()
     assert samplers.cancelled == []
@@ -135,7 +138,7 @@ async def test_every_wait_has_a_timeout(changes, error):
 async def test_waiting_keeps_the_session_alive():
     generation, samplers = make_generation()
     waiting = asyncio.create_task(generation.next())
-    while generation._sessions.touched < 2:  # noqa: ASYNC110 - it is what is waited for
+    while generation._gateway.sessions.touched < 2:  # noqa: ASYNC110 - it is what is waited for
         await asyncio.sleep(0.005)
     samplers.taken[0].future.resolve(Result(media="protobuf"))
-    assert isinstance(await waiting, Finished)
+    assert await waiting == (0, tinker_pb2.SampleResponse())

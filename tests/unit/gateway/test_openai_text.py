@@ -54,7 +54,7 @@ def token_of(sentences, byte):
 @settings(max_examples=200, deadline=None)
 def test_a_text_comes_back_in_whole_characters(tokenizers, text, cuts):
     tokenizer = tokenizers["bytes"]
-    tokens = tokenizer.encode_now(text, add_special_tokens=False)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
     told = streamed(tokenizer, pieces_of(tokens, cuts))
     assert "".join(told) == text
     if "�" not in text:
@@ -77,18 +77,18 @@ def test_any_tokens_give_the_same_text_however_they_are_split(
 
 
 def test_a_character_of_four_tokens_comes_with_the_last(tokenizers):
-    tokens = tokenizers["bytes"].encode_now("😀!", add_special_tokens=False)
+    tokens = tokenizers["bytes"].encode("😀!", add_special_tokens=False)
     assert len(tokens) == 5
     assert streamed(tokenizers["bytes"], [[t] for t in tokens]) == ["", "", "", "😀", "!", ""]
 
 
 def test_an_incomplete_character_at_the_end_becomes_a_replacement_character(tokenizers):
-    tokens = tokenizers["bytes"].encode_now("a€", add_special_tokens=False)
+    tokens = tokenizers["bytes"].encode("a€", add_special_tokens=False)
     assert "".join(streamed(tokenizers["bytes"], [tokens[:-1]])) == "a�"
 
 
 def test_a_character_that_the_prompt_began_is_completed(tokenizers):
-    *begun, last = tokenizers["bytes"].encode_now("a€", add_special_tokens=False)
+    *begun, last = tokenizers["bytes"].encode("a€", add_special_tokens=False)
     assert streamed(tokenizers["bytes"], [[last]], context=begun) == ["€", ""]
     assert streamed(tokenizers["bytes"], [], context=begun) == [""]
     context = [token_of(tokenizers["sentences"], byte) for byte in b"\x80\0\0\0\0"]
@@ -115,7 +115,7 @@ def test_a_word_keeps_the_blank_before_it_because_of_what_stands_before(tokenize
 
 
 def test_noise_is_not_held_back_forever(tokenizers):
-    tokens = tokenizers["bytes"].encode_now("€", add_special_tokens=False)[:1] * 100
+    tokens = tokenizers["bytes"].encode("€", add_special_tokens=False)[:1] * 100
     detokenizer = Detokenizer(tokenizers["bytes"], context=(), skip_special_tokens=True)
     told = [detokenizer.push([token]) for token in tokens]
     assert sum(map(len, told)) >= 60
@@ -165,7 +165,7 @@ def test_a_stop_string_cuts_the_same_text_however_it_is_split(text, stops, cuts,
 
 def test_a_part_of_a_character_is_known_by_its_bytes(tokenizers):
     tokenizer = tokenizers["bytes"]
-    two, one = tokenizer.encode_now("€", add_special_tokens=False)
+    two, one = tokenizer.encode("€", add_special_tokens=False)
     assert (tokenizer.token(two).raw, tokenizer.token(one).raw) == (b"\xe2\x82", b"\xac")
     sentences = tokenizers["sentences"]
     assert sentences.token(token_of(sentences, 0xE2)).raw == b"\xe2"
@@ -174,7 +174,7 @@ def test_a_part_of_a_character_is_known_by_its_bytes(tokenizers):
 def test_a_token_reads_as_it_does_within_a_text(tokenizers):
     sentences = tokenizers["sentences"]
     assert sentences.token(sentences._tokenizer.token_to_id("▁world")).text == " world"
-    the = tokenizers["bytes"].encode_now(" the", add_special_tokens=False)
+    the = tokenizers["bytes"].encode(" the", add_special_tokens=False)
     assert [tokenizers["bytes"].token(t).text for t in the] == [" the"]
 
 
