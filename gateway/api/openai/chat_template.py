@@ -64,27 +64,18 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Message] | None,
-        documents: Sequence[Message] | None,
-        add_generation_prompt: bool,
         continue_final_message: bool,
         variables: Mapping[str, object],
     ) -> str:
-        """Return the text that the model continues; `variables` are the request's own. Raises
-        `InvalidRequest` if the template refuses the messages, fails on them, or exceeds its
-        bounds."""
+        """Return the text that the model continues; `variables` are all but the messages and the
+        special tokens. Raises `InvalidRequest` if the template refuses the messages, fails on
+        them, or exceeds its bounds."""
         if continue_final_message:
             messages = [*messages[:-1], _marked(messages[-1])]
-        variables = {
-            **self._special_tokens,
-            **variables,
-            "messages": messages,
-            "tools": tools,
-            "documents": documents,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        variables = {**self._special_tokens, **variables, "messages": messages}
         try:
-            text = self._bounded_text(self._choose(with_tools=bool(tools)), variables)
+            template = self._choose(with_tools=bool(variables.get("tools")))
+            text = self._bounded_text(template, variables)
         except Exception as error:  # a template can raise anything
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}"

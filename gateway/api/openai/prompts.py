@@ -6,6 +6,7 @@ import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import orjson
 
@@ -115,13 +116,8 @@ def make_sample_request(
 
 def _given_prompts(request: CompletionRequest) -> Sequence[str | Sequence[int]]:
     given = request.prompt
-    prompts: Sequence[str | Sequence[int]]
-    if isinstance(given, str):
-        prompts = [given]
-    elif given and isinstance(given[0], int):
-        prompts = [[token for token in given if isinstance(token, int)]]
-    else:
-        prompts = [prompt for prompt in given if not isinstance(prompt, int)]
+    single = isinstance(given, str) or (given and isinstance(given[0], int))
+    prompts = cast(Sequence[str | Sequence[int]], [given] if single else given)
     if not 0 < len(prompts) <= MAX_PROMPTS:
         raise InvalidField(
             f"prompt holds {len(prompts)} prompts; 1 to {MAX_PROMPTS} are possible", param="prompt"
@@ -165,11 +161,13 @@ def render_chat(template: ChatTemplate, request: ChatCompletionRequest) -> str:
             )
     return template.render(
         [_message(message, at=index) for index, message in enumerate(request.messages)],
-        tools=request.tools if request.tools and request.tool_choice != "none" else None,
-        documents=request.documents,
-        add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
-        variables=variables,
+        variables={
+            **variables,
+            "tools": request.tools if request.tools and request.tool_choice != "none" else None,
+            "documents": request.documents,
+            "add_generation_prompt": request.add_generation_prompt,
+        },
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -102,13 +101,14 @@ class Choice:
             self.finish = "stop" if self._cutter.stopped else tokens.finish
 
 
-class ResponseBuilder(ABC):
-    """Builds the response of one request: whole with `response`, or in parts with `opening`,
-    `parts` and `closing`. Choices are in the order of the prompts, `n` for each."""
+class ResponseBuilder:
+    """Builds the response of a completion: whole with `response`, or in parts with `opening`,
+    `parts` and `closing`. Choices are in the order of the prompts, `n` for each.
+    `ChatBuilder` overrides what a chat has in another form."""
 
-    id_prefix: ClassVar[str]
-    object_name: ClassVar[str]
-    chunk_object_name: ClassVar[str]
+    id_prefix: ClassVar[str] = "cmpl"
+    object_name: ClassVar[str] = "text_completion"
+    chunk_object_name: ClassVar[str] = "text_completion"
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class ResponseBuilder(ABC):
 
     def opening(self) -> list[Json]:
         """Return the parts that begin the choices of a stream, before any token is sampled."""
-        if not self._has_opening:
+        if not self._has_opening():
             return []
         nothing = SampledTokens()
         return [self._chunk(self._write(choice, nothing, "opening")) for choice in self._choices]
@@ -173,20 +173,6 @@ class ResponseBuilder(ABC):
     def closing(self) -> list[Json]:
         """Return the last part of a stream: the usage, if it is wanted."""
         return [{**self._chunk(), "usage": self._usage()}] if self._request.wants_usage else []
-
-    @property
-    @abstractmethod
-    def _has_opening(self) -> bool: ...
-
-    @abstractmethod
-    def _content(self, choice: Choice, stage: Stage) -> Json:
-        """Return the field that holds the new text."""
-
-    @abstractmethod
-    def _logprobs(
-        self, choice: Choice, tokens: SampledTokens, sample: tinker_pb2.SampleResponse | None
-    ) -> Json:
-        """Return the logprobs of the next tokens of a choice; `sample`: of a whole response."""
 
     def _sequences(
         self, sample: tinker_pb2.SampleResponse, *, prompt: int
@@ -252,16 +238,11 @@ class ResponseBuilder(ABC):
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
 
-
-class CompletionBuilder(ResponseBuilder):
-    id_prefix = "cmpl"
-    object_name = chunk_object_name = "text_completion"
-
-    @property
     def _has_opening(self) -> bool:
         return bool(self._request.echoes or self._request.return_token_ids)
 
     def _content(self, choice: Choice, stage: Stage) -> Json:
+        """Return the field that holds the new text."""
         if not self._request.echoes or stage == "part":
             return {"text": choice.new_text}
         text, token_ids = choice.prompt.text, choice.prompt.token_ids
@@ -272,7 +253,8 @@ class CompletionBuilder(ResponseBuilder):
     def _logprobs(
         self, choice: Choice, tokens: SampledTokens, sample: tinker_pb2.SampleResponse | None
     ) -> Json:
-        """In an echo, those of the prompt come first; its first token has none."""
+        """Return the logprobs of the next tokens of a choice. `sample`: of a whole response; in an
+        echo, those of its prompt come first, and its first token has none."""
         ids = tokens.ids
         logprobs: Sequence[float | None] = tokens.logprobs
         rows = tokens.alternatives
@@ -309,7 +291,9 @@ class ChatBuilder(ResponseBuilder):
     id_prefix = "chatcmpl"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
-    _has_opening = True
+
+    def _has_opening(self) -> bool:
+        return True
 
     def response(self, samples: Sequence[tinker_pb2.SampleResponse]) -> Json:
         prompt_ids = list(self._choices[0].prompt.token_ids)

@@ -13,7 +13,7 @@ from gateway.api.errors import InvalidField
 from gateway.api.openai.errors import EngineStarting
 from gateway.api.openai.models import ModelDirectory, SamplingTarget
 from gateway.api.openai.prompts import make_sample_request, prompts_of, stop_conditions
-from gateway.api.openai.responses import ChatBuilder, CompletionBuilder, ResponseBuilder
+from gateway.api.openai.responses import ChatBuilder, ResponseBuilder
 from gateway.api.openai.schemas import CompletionRequest, Json, SamplingFields
 from gateway.api.openai.tokenizer import ModelTokenizer, Tokenizers
 from gateway.auth.identity import Caller
@@ -65,11 +65,18 @@ class InferenceService:
         All engines are made for adapters, so that a base model and its adapters share one.
         """
         gateway = self._gateway
+        max_choices = gateway.settings.openai.max_choices
         async with self.models.resolve(request.model, caller) as target:
             tokenizer = await self._tokenizers.get(target.model)
             async with self._preparation.turn(caller.owner):
                 sample_requests, builder = await prepare(request, target, tokenizer)
-            self._check_choices(prompts=len(sample_requests), n=request.n or 1)
+            choices = len(sample_requests) * (request.n or 1)
+            if choices > max_choices:
+                raise InvalidField(
+                    f"{len(sample_requests)} prompts with {request.n or 1} choices each are "
+                    f"{choices}; {max_choices} at most (TANDEM_OPENAI_MAX_CHOICES)",
+                    param="n",
+                )
             session = await self._implicit_sessions.serve(
                 owner=caller.owner, model=target.name, version=target.version, rank=target.rank
             )
@@ -97,15 +104,6 @@ class InferenceService:
             finally:
                 generation.cancel()
 
-    def _check_choices(self, *, prompts: int, n: int) -> None:
-        limit = self._gateway.settings.openai.max_choices
-        if prompts * n > limit:
-            raise InvalidField(
-                f"{prompts} prompts with {n} choices each are {prompts * n}; {limit} at most "
-                "(TANDEM_OPENAI_MAX_CHOICES)",
-                param="n",
-            )
-
 
 async def prepare(
     request: SamplingFields, target: SamplingTarget, tokenizer: ModelTokenizer
@@ -117,7 +115,7 @@ async def prepare(
     prompts = await asyncio.to_thread(
         prompts_of, request, tokenizer, max_length=target.model.max_length
     )
-    make_builder = CompletionBuilder if isinstance(request, CompletionRequest) else ChatBuilder
+    make_builder = ResponseBuilder if isinstance(request, CompletionRequest) else ChatBuilder
     builder = make_builder(
         request,
         tokenizer=tokenizer,
@@ -242,7 +240,14 @@ class Generation:
         """
         if self._unfinished == 0:
             return None
-        event = await self._wait()
+        event = None
+        while event is None:
+            try:
+                async with asyncio.timeout(self._poll_interval):
+                    event = await self._events.get()
+            except TimeoutError:
+                self._gateway.sessions.touch(self._session.session_id)
+                self._check_timeouts()
         if isinstance(event, Exception):
             raise event
         if isinstance(event[1], sampler_pb2.SampleDelta):
@@ -259,15 +264,6 @@ class Generation:
             if not future.ended:
                 self._gateway.samplers.cancel(future.request_id)
         self._gateway.sessions.touch(self._session.session_id)
-
-    async def _wait(self) -> Event | Exception:
-        while True:
-            try:
-                async with asyncio.timeout(self._poll_interval):
-                    return await self._events.get()
-            except TimeoutError:
-                self._gateway.sessions.touch(self._session.session_id)
-                self._check_timeouts()
 
     def _check_timeouts(self) -> None:
         settings = self._gateway.settings.openai

@@ -122,18 +122,13 @@ class ModelTokenizer:
         if id_ in self.special:
             return TokenText(text=piece, raw=piece.encode())
         text = self.decode_within_text([id_])
-        if _REPLACEMENT not in text:
-            return TokenText(text=text, raw=text.encode())
-        return TokenText(text=text, raw=self._bytes(piece, text))
-
-    def _bytes(self, piece: str, text: str) -> bytes:
-        """Return the bytes of a token that is a part of a character: `<0xE2>`, or characters that
-        each stand for a byte."""
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes([int(piece[3:5], 16)])
-        if all(character in _BYTES for character in piece):
-            return bytes(_BYTES[character] for character in piece)
-        return text.encode()
+        raw = text.encode()
+        if _REPLACEMENT in text:  # a part of a character: `<0xE2>`, or a character for each byte
+            if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+                raw = bytes([int(piece[3:5], 16)])
+            elif all(character in _BYTES for character in piece):
+                raw = bytes(_BYTES[character] for character in piece)
+        return TokenText(text=text, raw=raw)
 
 
 class Detokenizer:
