@@ -115,6 +115,7 @@ async def prepare(
     prompts = await asyncio.to_thread(
         prompts_of, request, tokenizer, max_length=target.model.max_length
     )
+    sample_requests = [make_sample_request(request, prompt=one, stops=stops) for one in prompts]
     make_builder = ResponseBuilder if isinstance(request, CompletionRequest) else ChatBuilder
     builder = make_builder(
         request,
@@ -123,7 +124,7 @@ async def prepare(
         stops=stops,
         weight_version=target.version.name,
     )
-    return [make_sample_request(request, prompt=prompt, stops=stops) for prompt in prompts], builder
+    return sample_requests, builder
 
 
 Event = tuple[int, sampler_pb2.SampleDelta | tinker_pb2.SampleResponse]
