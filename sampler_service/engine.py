@@ -193,14 +193,6 @@ class StepOutput:
     deltas: list[EngineDelta] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class LoadedWeights:
-    """The names of the engine's parameters that a load set, and of those that it did not."""
-
-    loaded: frozenset[str]
-    missing: frozenset[str]
-
-
 class Engine(Protocol):
     """An engine that holds one set of weights, and adapters beside them."""
 
@@ -216,8 +208,9 @@ class Engine(Protocol):
     def abort(self, ids: Sequence[str]) -> None:
         """Drop requests without a result; ignore unknown ids."""
 
-    def load(self, directory: Path) -> LoadedWeights:
-        """Replace the weights in place by a directory of safetensors, and drop all adapters.
+    def load(self, directory: Path) -> frozenset[str]:
+        """Replace the weights in place by a directory of safetensors, and drop all adapters. Return
+        the names of the parameters that got no value.
 
         The engine must be idle. Raises `WeightsTouched`; only another load is allowed then.
         """

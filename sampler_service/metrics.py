@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from sampler_service.engine import EngineResult, EngineState
@@ -15,71 +17,39 @@ class SamplerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self._requests = Counter(
-            "tandem_sampler_requests_total",
-            "Sample requests, by outcome.",
-            ["outcome"],
-            registry=registry,
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry, buckets=_SECONDS)
+        self._requests = counter(
+            "tandem_sampler_requests_total", "Sample requests, by outcome.", ["outcome"]
         )
-        tokens = Counter(
-            "tandem_sampler_tokens_total",
-            "Tokens of answered requests.",
-            ["kind"],
-            registry=registry,
-        )
+        tokens = counter("tandem_sampler_tokens_total", "Tokens of answered requests.", ["kind"])
         self._prompt, self._cached, self._sampled = (
             tokens.labels(kind) for kind in ("prompt", "prompt_cached", "sampled")
         )
-        self._request_seconds = Histogram(
-            "tandem_sampler_request_seconds",
-            "From a request's arrival to its answer.",
-            buckets=_SECONDS,
-            registry=registry,
+        self._request_seconds = histogram(
+            "tandem_sampler_request_seconds", "From a request's arrival to its answer."
         )
-        self._engine_seconds = Counter(
-            "tandem_sampler_engine_seconds_total",
-            "Time spent in the engine's steps.",
-            registry=registry,
+        self._engine_seconds = counter(
+            "tandem_sampler_engine_seconds_total", "Time spent in the engine's steps."
         )
-        self._running = Gauge(
-            "tandem_sampler_running", "Requests in the engine.", registry=registry
-        )
-        self._waiting = Gauge(
-            "tandem_sampler_waiting", "Requests and loads in the queue.", registry=registry
-        )
-        self._load_seconds = Histogram(
-            "tandem_sampler_load_seconds",
-            "Loads that succeeded.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._adapter_seconds = Histogram(
+        self._running = gauge("tandem_sampler_running", "Requests in the engine.")
+        self._waiting = gauge("tandem_sampler_waiting", "Requests and loads in the queue.")
+        self._load_seconds = histogram("tandem_sampler_load_seconds", "Loads that succeeded.")
+        self._adapter_seconds = histogram(
             "tandem_sampler_adapter_seconds",
             "Loads of adapters that succeeded, the canary included.",
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self._load_bytes = Counter(
-            "tandem_sampler_load_bytes_total", "Bytes of weights loaded.", registry=registry
+        self._load_bytes = counter("tandem_sampler_load_bytes_total", "Bytes of weights loaded.")
+        self._load_failures = counter("tandem_sampler_load_failures_total", "Loads that failed.")
+        self._canary = gauge(
+            "tandem_sampler_canary_difference", "Largest logprob difference of the last canary."
         )
-        self._load_failures = Counter(
-            "tandem_sampler_load_failures_total", "Loads that failed.", registry=registry
+        self._step = gauge(
+            "tandem_sampler_version_step", "The optimizer step that the loaded weights are from."
         )
-        self._canary = Gauge(
-            "tandem_sampler_canary_difference",
-            "Largest logprob difference of the last canary.",
-            registry=registry,
-        )
-        self._step = Gauge(
-            "tandem_sampler_version_step",
-            "The optimizer step that the loaded weights are from.",
-            registry=registry,
-        )
-        self._state = Gauge(
-            "tandem_sampler_state",
-            "1 for the engine's state, 0 for the others.",
-            ["state"],
-            registry=registry,
+        self._state = gauge(
+            "tandem_sampler_state", "1 for the engine's state, 0 for the others.", ["state"]
         )
 
     def state(self, state: EngineState) -> None:
@@ -97,13 +67,12 @@ class SamplerMetrics:
         self._waiting.set(waiting)
 
     def loaded(self, outcome: LoadOutcome) -> None:
-        self._load_seconds.observe(outcome.seconds)
-        self._load_bytes.inc(outcome.bytes)
-        self._canary.set(outcome.canary_difference)
-        self.version(outcome.version)
-
-    def adapter_added(self, outcome: LoadOutcome) -> None:
-        self._adapter_seconds.observe(outcome.seconds)
+        """Record a load of a full version or of an adapter."""
+        if outcome.version.adapter:
+            self._adapter_seconds.observe(outcome.seconds)
+        else:
+            self._load_seconds.observe(outcome.seconds)
+            self.version(outcome.version)
         self._load_bytes.inc(outcome.bytes)
         self._canary.set(outcome.canary_difference)
 

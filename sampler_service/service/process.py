@@ -22,7 +22,7 @@ from typing import NoReturn
 from prometheus_client import CollectorRegistry
 
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.scheduling.scheduler import Scheduler
+from sampler_service.scheduler import Scheduler
 from sampler_service.service.servicer import SamplerServicer, Serving
 from sampler_service.structured_output import GrammarCompiler
 from sampler_service.weights.adapters import AdapterCache

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -27,7 +26,6 @@ from sampler_service.engine import (
     PromptScoring,
 )
 from sampler_service.structured_output import Grammar, parse_structured_output
-from sampler_service.weights.loader import WeightVersion
 from tandem.errors import (
     EmptyBatch,
     InvalidRequest,
@@ -35,7 +33,7 @@ from tandem.errors import (
     SequenceTooLong,
     TokenOutOfVocabulary,
 )
-from tandem.v1 import common_pb2, sampler_pb2
+from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 
 MAX_SAMPLES = 16384
@@ -170,19 +168,6 @@ def _stops(
     if not all(params.stop_strings):
         raise InvalidRequest("a stop string is empty; use an empty list to stop nowhere")
     return tuple(params.stop_token_ids), tuple(params.stop_strings)
-
-
-def parse_version(message: common_pb2.WeightVersion) -> WeightVersion:
-    """Return the weight version that a message names. Raises `InvalidRequest`."""
-    if not message.name or not message.path:
-        raise InvalidRequest("the request lacks the name or the path of its weight version")
-    return WeightVersion(
-        name=message.name,
-        path=Path(message.path),
-        run_id=message.run_id,
-        step=message.step,
-        adapter=message.adapter,
-    )
 
 
 # --- Scores of the prompt ----------------------------------------------------------------

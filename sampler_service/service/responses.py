@@ -23,8 +23,7 @@ from sampler_service.engine import (
     TopK,
 )
 from sampler_service.service.request_parser import ParsedRequest
-from sampler_service.weights.loader import WeightVersion
-from tandem.v1 import common_pb2, sampler_pb2
+from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 
 
@@ -85,16 +84,6 @@ def _draws(draws: TopK) -> wire.PromptAltTokens:
             dtype=wire.DTYPE_FLOAT32,
             shape=draws.logprobs.shape,
         ),
-    )
-
-
-def version_message(version: WeightVersion) -> common_pb2.WeightVersion:
-    return common_pb2.WeightVersion(
-        name=version.name,
-        path=str(version.path),
-        run_id=version.run_id,
-        step=version.step,
-        adapter=version.adapter,
     )
 
 
@@ -162,16 +151,6 @@ class StreamBuffer:
         self._notified = False
         self._closed = False
         self._changed = asyncio.Event()
-
-    @property
-    def held_bytes(self) -> int:
-        """How many bytes of tokens and logprobs the reader has not taken."""
-        with self._lock:
-            return sum(
-                len(part)
-                for each in self._unsent.values()
-                for part in (each.tokens, each.logprobs, each.topk_ids, each.topk_logprobs)
-            )
 
     def add(self, deltas: Sequence[EngineDelta]) -> None:
         """Add deltas, from any thread; wake the reader once for all that it will find."""

@@ -7,20 +7,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 from typing import TypeVar
 
 import grpc
 
 from sampler_service.engine import EngineDelta, EngineFacts, EngineState
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.scheduling.queue import Sampled, SampleJob
-from sampler_service.scheduling.scheduler import Scheduler
-from sampler_service.service.request_parser import parse_request, parse_version
-from sampler_service.service.responses import StreamBuffer, encode_response, version_message
+from sampler_service.scheduler import SampleJob, Scheduler
+from sampler_service.service.request_parser import parse_request
+from sampler_service.service.responses import StreamBuffer, encode_response
 from sampler_service.structured_output import GrammarCompiler
-from tandem.errors import OperationTimedOut, TandemError
+from sampler_service.weights.loader import WeightVersion
+from tandem.errors import InvalidRequest, OperationTimedOut, TandemError
 from tandem.telemetry import get_log
-from tandem.v1 import sampler_pb2, sampler_pb2_grpc
+from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
@@ -70,7 +71,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         facts, status = serving.facts, serving.scheduler.status
         return sampler_pb2.DescribeSamplerReply(
             state=_STATES[status.state],
-            version=version_message(status.version),
+            version=_version_message(status.version),
             vocabulary=facts.vocabulary,
             max_length=facts.max_length,
             dtype=facts.dtype,
@@ -89,7 +90,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     ) -> sampler_pb2.LoadReply:
         scheduler = (await self._engine(context)).scheduler
         try:
-            version = parse_version(request.version)
+            version = _parse_version(request.version)
             future = asyncio.wrap_future(scheduler.load(version))
             outcome = await asyncio.wait_for(future, self._time_left(context))
         except TimeoutError:
@@ -98,14 +99,14 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             error = raised
         else:
             return sampler_pb2.LoadReply(
-                version=version_message(version),
+                version=_version_message(version),
                 bytes=outcome.bytes,
                 seconds=outcome.seconds,
                 canary_difference=outcome.canary_difference,
             )
         self._log.warning("load_refused", version=request.version.name, error=error.message)
         return sampler_pb2.LoadReply(
-            failure=error.to_failure(), version=version_message(scheduler.status.version)
+            failure=error.to_failure(), version=_version_message(scheduler.status.version)
         )
 
     async def Sample(
@@ -164,19 +165,22 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
                     grammar=grammar,
                     streamed=on_deltas is not None,
                 ),
-                version=parse_version(request.version),
+                version=_parse_version(request.version),
                 session_id=request.session_id,
                 seq_id=request.seq_id,
                 on_deltas=on_deltas,
             )
-            sampled = await _sample(job, serving.scheduler, timeout)
+            future = asyncio.wrap_future(serving.scheduler.submit(job))
+            sampled = await asyncio.wait_for(future, timeout)  # or cancel the request
+        except TimeoutError:
+            return self._refused(request, OperationTimedOut(f"no sample within {timeout:.0f} s"))
         except TandemError as error:
             return self._refused(request, error)
         response = encode_response(sampled.result, version=sampled.version.name, parsed=parsed)
         prompt_tokens = len(request.prompt_tokens) // 4
         return sampler_pb2.SampleReply(
             response=response,
-            version=version_message(sampled.version),
+            version=_version_message(sampled.version),
             prompt_tokens=prompt_tokens,
             sampled_tokens=self._metrics.answered(
                 sampled.result,
@@ -213,14 +217,24 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         return self._timeout if left is None else min(self._timeout, float(left))
 
 
-async def _sample(job: SampleJob, scheduler: Scheduler, timeout: float) -> Sampled:
-    """Run a request through the scheduler; cancel it if the caller goes or the time is up."""
-    future = asyncio.wrap_future(scheduler.submit(job))
-    try:
-        return await asyncio.wait_for(future, timeout)
-    except asyncio.CancelledError:
-        scheduler.cancel(job.request.id)
-        raise
-    except TimeoutError as error:
-        scheduler.cancel(job.request.id)
-        raise OperationTimedOut(f"no sample within {timeout:.0f} s") from error
+def _parse_version(message: common_pb2.WeightVersion) -> WeightVersion:
+    """Return the weight version that a message names. Raises `InvalidRequest`."""
+    if not message.name or not message.path:
+        raise InvalidRequest("the request lacks the name or the path of its weight version")
+    return WeightVersion(
+        name=message.name,
+        path=Path(message.path),
+        run_id=message.run_id,
+        step=message.step,
+        adapter=message.adapter,
+    )
+
+
+def _version_message(version: WeightVersion) -> common_pb2.WeightVersion:
+    return common_pb2.WeightVersion(
+        name=version.name,
+        path=str(version.path),
+        run_id=version.run_id,
+        step=version.step,
+        adapter=version.adapter,
+    )

@@ -21,45 +21,61 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from sampler_service.engine import (
+    EngineDelta,
     EngineFacts,
     EngineRequest,
+    EngineResult,
     Float32Array,
-    LoadedWeights,
     PromptScores,
     PromptScoring,
+    SampledTokens,
     StepOutput,
+    TopK,
     WeightsTouched,
 )
-from sampler_service.vllm.grammars import PRECOMPILED, GrammarParameters, PrecompiledGrammars
-from sampler_service.vllm.outputs import FAILED, Pending
+from sampler_service.vllm.grammars import (
+    PRECOMPILED,
+    GrammarParameters,
+    PrecompiledGrammars,
+    SampleGrammar,
+)
+from sampler_service.vllm.model_config import end_tokens, model_length, tokenizer_end_token
 from sampler_service.vllm.prompt_scoring import (
     CACHE_LIMIT_ARGUMENT,
+    EMPTY_LOGPROB,
     SCORING_ARGUMENT,
+    PromptScorer,
     limit_prefix_cache,
 )
-from sampler_service.weights.model_files import end_tokens, model_length, tokenizer_end_token
 from tandem.errors import (
     InternalError,
     InvalidRequest,
     LoadFailed,
+    StructuredOutputInvalid,
+    TandemError,
     UnsupportedInput,
     WorkerStartFailed,
 )
 from tandem.settings import SamplerSettings
 
+_STOPPED, _FAILED = "stop", "error"
+"""vLLM's finish reasons."""
 _DEFAULT_LENGTH = 8192
 _BATCH_TOKENS = 8192
 _CPU_BLOCK = 32
@@ -134,6 +150,58 @@ def _sample_id(request_id: str, index: int) -> str:
     return f"{request_id}/{index}"
 
 
+@dataclass
+class _Pending:
+    """A request in progress: the indices of its unfinished samples, the outputs of finished ones,
+    and how many tokens of each sample deltas have reported."""
+
+    request: EngineRequest
+    unfinished: set[int]
+    outputs: dict[int, CompletionOutput] = field(default_factory=dict)
+    grammars: dict[int, SampleGrammar] = field(default_factory=dict)
+    reported: dict[int, int] = field(default_factory=dict)
+    prompt: PromptScores | None = None
+    cached_tokens: int = 0
+
+    def delta(self, index: int, output: CompletionOutput) -> EngineDelta | None:
+        """Return what is new in a sample of a streamed request, None if nothing is.
+
+        vLLM returns its own growing lists; only the new part is copied.
+        """
+        reported = self.reported.get(index, 0)
+        finished = output.finish_reason is not None
+        if len(output.token_ids) == reported and not finished:
+            return None
+        self.reported[index] = len(output.token_ids)
+        new = _sample_of(output, topk=self.request.topk, start=reported)
+        return EngineDelta(id=self.request.id, index=index, new=new, finished=finished)
+
+    def result(self) -> EngineResult:
+        """Return the result, once all samples have ended."""
+        request = self.request
+        samples = [
+            _sample_of(self.outputs[index], topk=request.topk) for index in sorted(self.outputs)
+        ]
+        if len(samples) == 1:
+            samples *= request.num_samples
+        return EngineResult(
+            id=request.id,
+            samples=tuple(samples),
+            prompt=self.prompt,
+            cached_tokens=self.cached_tokens,
+        )
+
+    def failed(self, index: int) -> EngineResult:
+        """Return the failure of a sample that vLLM ended with an error."""
+        grammar = self.grammars.get(index)
+        error: TandemError = InternalError("vLLM ended a sample with an error")
+        if grammar is not None and grammar.error:
+            error = StructuredOutputInvalid(
+                f"the grammar could not be followed to its end: {grammar.error}"
+            )
+        return EngineResult(id=self.request.id, samples=(), failure=error)
+
+
 class VllmEngine:
     """Literal use: `engine = VllmEngine(Path("models/tiny"), SamplerSettings())`, then `add` and
     `step`."""
@@ -142,10 +210,11 @@ class VllmEngine:
         args = engine_args(model, settings)
         self._model = model
         self._engine = LLMEngine.from_engine_args(args)
-        self._engine.collective_rpc("tandem_prepare")
+        self._scorer: PromptScorer
+        (self._scorer,) = self._engine.collective_rpc("tandem_prepare")
         limit_prefix_cache(self._engine)
         config = self._engine.vllm_config.model_config
-        self._facts = EngineFacts(
+        self.facts = EngineFacts(
             vocabulary=config.get_vocab_size(),
             max_length=config.max_model_len,
             dtype=str(config.dtype).removeprefix("torch."),
@@ -158,16 +227,12 @@ class VllmEngine:
         self._adapters: dict[str, LoRARequest] = {}
         self._adapter_numbers = itertools.count(1)
         self._grammars = PrecompiledGrammars.install(self._engine)
-        self._pending: dict[str, Pending] = {}
-
-    @property
-    def facts(self) -> EngineFacts:
-        return self._facts
+        self._pending: dict[str, _Pending] = {}
 
     def add(self, request: EngineRequest) -> None:
         if request.stop_strings:
             self._load_tokenizer()
-        pending = Pending(request=request, unfinished=set(range(request.distinct_samples)))
+        pending = _Pending(request=request, unfinished=set(range(request.distinct_samples)))
         self._pending[request.id] = pending
         try:
             for index in range(request.distinct_samples):
@@ -176,13 +241,13 @@ class VllmEngine:
             self.abort([request.id])
             raise InvalidRequest(f"vLLM refuses the request: {error}") from error
 
-    def _add_sample(self, pending: Pending, *, index: int) -> None:
+    def _add_sample(self, pending: _Pending, *, index: int) -> None:
         """Hand one sample of a request to vLLM; sample 0 scores the prompt."""
         request = pending.request
         scoring = request.scoring if index == 0 else None
         parameters = self._parameters(request, index=index, scoring=scoring)
         if scoring is not None:
-            self._worker("tandem_begin_scoring", request.id, scoring, len(request.prompt))
+            self._scorer.begin(request.id, scoring, length=len(request.prompt))
         if request.grammar is not None:
             pending.grammars[index] = self._grammars.next_is(request.grammar)
         self._engine.add_request(
@@ -201,11 +266,11 @@ class VllmEngine:
                 self._take(pending, int(index), output, step)
         return step
 
-    def _take(self, pending: Pending, index: int, output: RequestOutput, step: StepOutput) -> None:
+    def _take(self, pending: _Pending, index: int, output: RequestOutput, step: StepOutput) -> None:
         """Record what vLLM returned for one sample."""
         request = pending.request
         (completion,) = output.outputs
-        if output.finished and completion.finish_reason == FAILED:
+        if output.finished and completion.finish_reason == _FAILED:
             self.abort([request.id])
             step.results.append(pending.failed(index))
             return
@@ -221,7 +286,7 @@ class VllmEngine:
         if index == 0:
             pending.cached_tokens = output.num_cached_tokens or 0
             if request.scoring is not None:
-                pending.prompt = self._worker("tandem_take_scores", request.id)
+                pending.prompt = self._scorer.take(request.id)
         if not pending.unfinished:
             del self._pending[request.id]
             step.results.append(pending.result())
@@ -233,20 +298,18 @@ class VllmEngine:
         )
         for pending in known:
             if pending.request.scoring is not None:
-                self._worker("tandem_discard_scores", pending.request.id)
+                self._scorer.discard(pending.request.id)
 
-    def load(self, directory: Path) -> LoadedWeights:
+    def load(self, directory: Path) -> frozenset[str]:
         assert not self._pending, "a load needs an idle engine"
         try:
-            ((loaded, everything),) = self._engine.collective_rpc(
+            (missing,) = self._engine.collective_rpc(
                 "tandem_load", kwargs={"directory": str(directory)}
             )
         except Exception as error:
             raise WeightsTouched(f"vLLM could not load {directory.name}: {error}") from error
         self._adapters.clear()  # vLLM has dropped them with the old weights
-        return LoadedWeights(
-            loaded=frozenset(loaded & everything), missing=frozenset(everything - loaded)
-        )
+        return frozenset(missing)
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._engine.reset_prefix_cache())
@@ -284,11 +347,6 @@ class VllmEngine:
 
     def remove_adapter(self, name: str) -> None:
         self._engine.remove_lora(self._adapters.pop(name).lora_int_id)
-
-    def _worker(self, method: str, *arguments: object) -> PromptScores | None:
-        """Call our extension in the one worker, which lives in this process."""
-        (answer,) = self._engine.collective_rpc(method, args=arguments)
-        return answer  # type: ignore[no-any-return]
 
     def _parameters(
         self, request: EngineRequest, *, index: int, scoring: PromptScoring | None
@@ -335,3 +393,36 @@ class VllmEngine:
                 f"stop strings need the model's tokenizer, which does not load: {error}"
             ) from error
         self._engine.output_processor.tokenizer = tokenizer
+
+
+def _sample_of(output: CompletionOutput, *, topk: int, start: int = 0) -> SampledTokens:
+    """Return a sample, or its part from token `start` on."""
+    flat = output.logprobs[start:] if start else output.logprobs
+    return SampledTokens(
+        tokens=np.asarray(output.token_ids[start:], np.int32),
+        logprobs=_first_of_each(flat),
+        stopped=output.finish_reason == _STOPPED,
+        topk=_topk(flat, k=topk) if topk else None,
+    )
+
+
+def _first_of_each(flat: FlatLogprobs) -> Float32Array:
+    """Return the logprob [n] of each position's own token, which vLLM lists first; NaN without."""
+    values = np.asarray(flat.logprobs, np.float32)
+    starts, ends = np.asarray(flat.start_indices), np.asarray(flat.end_indices)
+    out = np.full(len(starts), np.nan, np.float32)
+    present = ends > starts
+    out[present] = values[starts[present]]
+    return out
+
+
+def _topk(flat: FlatLogprobs, *, k: int) -> TopK:
+    """Return the k likeliest tokens [n, k] of each position that no filter excluded."""
+    tokens = np.zeros((len(flat), k), np.int32)
+    logprobs = np.full((len(flat), k), EMPTY_LOGPROB, np.float32)
+    for row, (start, end) in enumerate(zip(flat.start_indices, flat.end_indices, strict=True)):
+        ids, values = flat.token_ids[start + 1 : end][:k], flat.logprobs[start + 1 : end][:k]
+        for column, (token, value) in enumerate(zip(ids, values, strict=True)):
+            if np.isfinite(value):
+                tokens[row, column], logprobs[row, column] = token, value
+    return TopK(token_ids=tokens, logprobs=logprobs)

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 
-from sampler_service.engine import PromptScores, PromptScoring
 from sampler_service.vllm.prompt_scoring import PromptScorer
 
 if TYPE_CHECKING:
@@ -59,27 +58,18 @@ class WeightsExtension:
     """Methods for `collective_rpc`, prefixed `tandem_` because vLLM forbids clashes of names."""
 
     model_runner: GPUModelRunner
-    tandem_scorer: PromptScorer
 
-    def tandem_prepare(self) -> None:
-        """Called once, after the engine was made."""
+    def tandem_prepare(self) -> PromptScorer:
+        """Called once, after the engine was made, in its process and thread."""
         torch.seed()  # vLLM's seed is 0: all engines would draw the same unseeded samples
         self._tandem_pad_linears()
         self._tandem_group_adapters()
-        self.tandem_scorer = PromptScorer(self.model_runner)
-        self.model_runner._get_prompt_logprobs_dict = self.tandem_scorer.after_step
+        scorer = PromptScorer(self.model_runner)
+        self.model_runner._get_prompt_logprobs_dict = scorer.after_step
+        return scorer
 
-    def tandem_begin_scoring(self, key: str, scoring: PromptScoring, length: int) -> None:
-        self.tandem_scorer.begin(key, scoring, length=length)
-
-    def tandem_take_scores(self, key: str) -> PromptScores:
-        return self.tandem_scorer.take(key)
-
-    def tandem_discard_scores(self, key: str) -> None:
-        self.tandem_scorer.discard(key)
-
-    def tandem_load(self, directory: str) -> tuple[set[str], set[str]]:
-        """Load a directory of safetensors in place. Return (loaded, all) parameter names."""
+    def tandem_load(self, directory: str) -> set[str]:
+        """Load a directory of safetensors in place. Return the parameters that got no value."""
         model = self.model_runner.get_model()
         # A layer with adapters wraps the plain one as its `base_layer`.
         everything = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
@@ -98,7 +88,7 @@ class WeightsExtension:
             del model.load_weights
         self._tandem_repack_heads()
         self._tandem_pad_linears()
-        return loaded, everything
+        return everything - loaded
 
     def _tandem_repack_heads(self) -> None:
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead

@@ -20,12 +20,14 @@ from pathlib import Path
 
 from sampler_service.engine import Engine, EngineRequest, EngineResult, PromptScoring
 from sampler_service.weights.loader import (
+    Inventory,
     LoadOutcome,
     WeightVersion,
     compare_with_canary,
+    read_inventory,
+    read_json,
     verified_manifest,
 )
-from sampler_service.weights.model_files import Inventory, read_inventory, read_json
 from tandem.errors import LoadFailed
 from tandem.weights import Canary, Manifest
 

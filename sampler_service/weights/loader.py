@@ -8,26 +8,23 @@ canary). A base model has neither manifest nor canary; the rest applies to it, t
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from sampler_service.engine import Engine, EngineFacts, Float32Array, WeightsTouched
-from sampler_service.weights.model_files import (
-    check_inventory,
-    is_tied,
-    loadable,
-    read_inventory,
-)
 from tandem.errors import LoadFailed
 from tandem.weights import Canary, Manifest, open_version
 
+Json = dict[str, object]
 _BASE_PREFIX = "base/"
-_TOLERANCES = {"float32": 1e-4}
-_DEFAULT_TOLERANCE = 0.5
+_FLOATING = {"F64", "F32", "F16", "BF16"}
 
 
 @dataclass(frozen=True)
@@ -84,9 +81,9 @@ class Loader:
             canary = self._verify(version)
         except OSError as error:
             raise LoadFailed(f"{version.name} cannot be read: {error}") from error
-        loaded = self._engine.load(version.path)
-        if loaded.missing:
-            raise WeightsTouched(f"{version.name} left without a value: {sorted(loaded.missing)}")
+        missing = self._engine.load(version.path)
+        if missing:
+            raise WeightsTouched(f"{version.name} left without a value: {sorted(missing)}")
         if not self._engine.reset_prefix_cache():
             raise WeightsTouched(f"{version.name}: the engine did not empty its prefix cache")
         return LoadOutcome(
@@ -128,7 +125,7 @@ class Loader:
 
 def default_tolerance(dtype: str) -> float:
     """Return how far the logprobs of the trainer and of an engine of this dtype may differ."""
-    return _TOLERANCES.get(dtype, _DEFAULT_TOLERANCE)
+    return 1e-4 if dtype == "float32" else 0.5
 
 
 def verified_manifest(version: WeightVersion, facts: EngineFacts) -> Manifest:
@@ -157,3 +154,105 @@ def compare_with_canary(
             f"{difference:.3g}, more than {tolerance:g}"
         )
     return difference
+
+
+# --- Files of a model directory -----------------------------------------------------------
+
+
+def read_json(path: Path) -> Json:
+    """Read a JSON object; return an empty one if there is no such file."""
+    try:
+        return cast(Json, json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return {}
+
+
+def text_config(directory: Path) -> Json:
+    """Return `config.json` with the part that describes the language model on the top level."""
+    config = read_json(directory / "config.json")
+    nested = config.get("text_config")
+    return {**config, **cast(Json, nested)} if isinstance(nested, dict) else config
+
+
+def is_tied(directory: Path) -> bool:
+    """Return whether the output head is the embedding matrix."""
+    return bool(text_config(directory).get("tie_word_embeddings", False))
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Dtype (in safetensors' notation, such as "F32") and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+Inventory = dict[str, TensorEntry]
+
+
+def read_inventory(directory: Path) -> Inventory:
+    """Return the dtypes and shapes of a directory's tensors by name, from the headers alone.
+
+    Raises `LoadFailed` if a file is not safetensors or not whole, or a name occurs twice.
+    """
+    inventory: Inventory = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        for name, entry in _read_header(file).items():
+            if name in inventory:
+                raise LoadFailed(f"{directory.name}: the tensor {name} is in more than one file")
+            inventory[name] = entry
+    if not inventory:
+        raise LoadFailed(f"{directory.name} holds no safetensors file")
+    return inventory
+
+
+def _read_header(file: Path) -> Inventory:
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            return {
+                name: TensorEntry(dtype=part.get_dtype(), shape=tuple(part.get_shape()))
+                for name, part in slices.items()
+            }
+    except (OSError, SafetensorError) as error:
+        raise LoadFailed(f"{file.parent.name}/{file.name} is not safetensors: {error}") from error
+
+
+def loadable(inventory: Inventory, *, tied: bool) -> Inventory:
+    """Drop the tensors that no engine loads: a tied output head, and rotary tables."""
+    return {
+        name: entry
+        for name, entry in inventory.items()
+        if not (tied and name.endswith("lm_head.weight"))
+        and not name.endswith(
+            ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+        )
+    }
+
+
+def check_inventory(offered: Inventory, *, expected: Inventory, name: str) -> None:
+    """Raise `LoadFailed` unless a version has exactly the tensors that the engine expects.
+
+    Names and shapes must be equal, and so must dtypes, except that any floating dtype may stand for
+    another: the engine converts to its own.
+    """
+    missing = sorted(expected.keys() - offered.keys())
+    foreign = sorted(offered.keys() - expected.keys())
+    if missing or foreign:
+        parts = [f"lacks {_some(missing)}"] * bool(missing) + [
+            f"has {_some(foreign)} too many"
+        ] * bool(foreign)
+        raise LoadFailed(f"{name} {' and '.join(parts)}")
+    for tensor, entry in offered.items():
+        want = expected[tensor]
+        if entry.shape != want.shape:
+            raise LoadFailed(
+                f"{name}: {tensor} has the shape {list(entry.shape)}, not {list(want.shape)}"
+            )
+        if entry.dtype != want.dtype and not {entry.dtype, want.dtype} <= _FLOATING:
+            raise LoadFailed(f"{name}: {tensor} is {entry.dtype}, not {want.dtype}")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"

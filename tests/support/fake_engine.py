@@ -19,8 +19,7 @@ from sampler_service.engine import (
     StepOutput,
 )
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.scheduling.queue import Sampled, SampleJob
-from sampler_service.scheduling.scheduler import Scheduler
+from sampler_service.scheduler import Sampled, SampleJob, Scheduler
 from sampler_service.weights.adapters import AdapterCache
 from sampler_service.weights.loader import LoadOutcome, WeightVersion
 from tandem.errors import LoadFailed, SequenceTooLong

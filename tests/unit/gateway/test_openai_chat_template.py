@@ -208,7 +208,7 @@ def test_a_template_is_found_in_every_place_that_models_have_it(tmp_path):
     ],
 )
 def test_the_end_tokens_are_those_of_the_sampler(tmp_path, config, expected):
-    from sampler_service.weights.model_files import end_tokens, tokenizer_end_token
+    from sampler_service.vllm.model_config import end_tokens, tokenizer_end_token
 
     folder = write_speaking_model(tmp_path / "m", byte_tokenizer())
     assert load_tokenizer("m", folder).end_tokens == tokenizer_end_token(folder)

@@ -161,9 +161,9 @@ def test_cancelling_all_requests_of_an_unverified_adapter_leaves_the_scheduler_r
     bench = Bench(base=base, rank=RANK)
     version = adapter(tmp_path, 1)
     bench.ask(BASE, "running", steps=1)
-    bench.ask(version, "gone")
+    gone = bench.ask(version, "gone")
     bench.adapters.add(version)
-    bench.scheduler.cancel("gone")
+    assert gone.cancel()
     bench.turns(1)
     assert bench.scheduler.status.adapters == (version.name,)
 

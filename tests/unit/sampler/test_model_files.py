@@ -10,15 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from sampler_service.vllm.environment import sampler_environment
-from sampler_service.weights.model_files import (
-    check_inventory,
-    end_tokens,
-    is_tied,
-    loadable,
-    model_length,
-    read_inventory,
-    tokenizer_end_token,
-)
+from sampler_service.vllm.model_config import end_tokens, model_length, tokenizer_end_token
+from sampler_service.weights.loader import check_inventory, is_tied, loadable, read_inventory
 from tandem.errors import LoadFailed
 
 

@@ -161,9 +161,9 @@ def test_everything_is_refused_when_neither_new_nor_old_weights_load():
 
 def test_a_cancelled_request_is_aborted_in_the_engine():
     bench = Bench()
-    bench.ask(BASE, "long", steps=50)
+    long = bench.ask(BASE, "long", steps=50)
     bench.turns(1)
-    bench.scheduler.cancel("long")
+    assert long.cancel(), "as asyncio does when a call is over its deadline, or its caller gone"
     bench.ask(BASE, "next")
     bench.turns(1)
     assert bench.engine.aborted == ["long"]
@@ -173,9 +173,9 @@ def test_a_cancelled_request_is_aborted_in_the_engine():
 def test_a_cancelled_waiter_causes_no_load():
     bench = Bench()
     bench.ask(BASE, "running", steps=2)
-    bench.ask(NEW, "new")
+    new = bench.ask(NEW, "new")
     bench.turns(1)
-    bench.scheduler.cancel("new")
+    assert new.cancel()
     bench.settle()
     assert bench.loader.loads == []
 

@@ -1,8 +1,8 @@
 """Decides which request runs when, and when the engine switches to another weight version.
 
 One thread owns the engine: it admits requests, steps, answers, and changes the weights. Other
-threads call `submit`, `load` and `cancel`, which return at once; the answer is a
-`concurrent.futures.Future`.
+threads call `submit` and `load`, which return at once; the answer is a `concurrent.futures.Future`.
+Cancelling the future drops a request, waiting or running, or a load before its turn.
 
 - A request for the loaded version is admitted before the next step. Requests that wait together
   are admitted in the order of (session, seq_id), whatever order they arrived in.
@@ -20,27 +20,57 @@ threads call `submit`, `load` and `cancel`, which return at once; the answer is 
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Generic, TypeVar
 
-from sampler_service.engine import Engine, EngineResult, EngineState
-from sampler_service.metrics import SamplerMetrics
-from sampler_service.scheduling.queue import (
-    QueuedLoad,
-    QueuedSample,
-    Sampled,
-    SampleJob,
-    SubmissionQueue,
-    Work,
+from sampler_service.engine import (
+    Engine,
+    EngineDelta,
+    EngineRequest,
+    EngineResult,
+    EngineState,
+    WeightsTouched,
 )
-from sampler_service.scheduling.weight_switch import WeightsLost, WeightSwitch
+from sampler_service.metrics import SamplerMetrics
 from sampler_service.weights.adapters import AdapterCache
 from sampler_service.weights.loader import Loader, LoadOutcome, WeightVersion
 from tandem.errors import LoadFailed, TandemError, WorkerDied
 from tandem.telemetry import get_log
+
+_Result = TypeVar("_Result")
+
+_BURST_QUIET_SECONDS = 0.001
+_BURST_LONGEST_SECONDS = 0.050
+
+
+@dataclass(frozen=True)
+class SampleJob:
+    """A request for a version. Requests that wait together are admitted by (session, seq_id).
+
+    `on_deltas` is called in the engine's thread with the deltas of a streamed request after each
+    step, the last time before the future is resolved. It must return at once.
+    """
+
+    request: EngineRequest
+    version: WeightVersion
+    session_id: str
+    seq_id: int
+    on_deltas: Callable[[Sequence[EngineDelta]], None] | None = None
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The result of a request and the version that computed it. `seconds` counts from its admission
+    into the engine."""
+
+    result: EngineResult
+    version: WeightVersion
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -50,6 +80,93 @@ class Status:
     running: int
     waiting: int
     adapters: tuple[str, ...] = ()
+
+
+@dataclass(eq=False, kw_only=True)
+class _Queued(Generic[_Result]):
+    """Work in the queue. `weights` is the version that must be loaded for it: its own, or the base
+    model for an adapter. `arrived` is in seconds of the scheduler's clock."""
+
+    version: WeightVersion
+    weights: WeightVersion
+    arrived: float
+    future: Future[_Result] = field(default_factory=Future)
+
+    def succeed(self, result: _Result) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_result(result)
+
+    def fail(self, error: TandemError) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+
+@dataclass(eq=False, kw_only=True)
+class _QueuedSample(_Queued[Sampled]):
+    """A request; `admitted` is when it entered the engine."""
+
+    job: SampleJob
+    admitted: float = 0.0
+
+    @property
+    def order(self) -> tuple[str, int, float]:
+        return (self.job.session_id, self.job.seq_id, self.arrived)
+
+
+class _QueuedLoad(_Queued[LoadOutcome]):
+    """An explicit load of a version."""
+
+
+_Work = _QueuedSample | _QueuedLoad
+
+
+class _SubmissionQueue:
+    """Hands work from any thread to the engine's, which alone calls `take`."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._work: list[_Work] = []
+        self._refusal: TandemError | None = None
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+    def put(self, work: _Work) -> None:
+        """Add work; fail it at once if the queue is closed."""
+        with self._condition:
+            if self._refusal is None:
+                self._work.append(work)
+                self._condition.notify()
+                return
+        work.fail(self._refusal)
+
+    def close(self, refusal: TandemError) -> None:
+        """Fail all work in the queue, and all that is put later."""
+        with self._condition:
+            self._refusal = refusal
+            work, self._work = self._work, []
+        for each in work:
+            each.fail(refusal)
+
+    def take(self, *, wait: bool) -> list[_Work]:
+        """Return new work. With `wait`, block until there is some: an idle engine waits without a
+        deadline, because the process ends with it."""
+        if wait:
+            with self._condition:
+                self._condition.wait_for(lambda: self._work)
+            self._await_burst()
+        with self._condition:
+            work, self._work = self._work, []
+        return work
+
+    def _await_burst(self) -> None:
+        """Let a burst of requests arrive before the first step of an idle engine: a step costs
+        nearly the same for one request as for fifty. Sleeping avoids waking up for each."""
+        deadline = time.monotonic() + _BURST_LONGEST_SECONDS
+        seen = 0
+        while seen != len(self._work) and time.monotonic() < deadline:
+            seen = len(self._work)
+            time.sleep(_BURST_QUIET_SECONDS)
 
 
 class Scheduler:
@@ -71,23 +188,27 @@ class Scheduler:
         """`base` is the base model, which the engine was started with. `patience` is in seconds.
         `on_fatal` is called once, in the engine's thread, when the engine has failed."""
         self._engine = engine
+        self._loader = loader
         self._adapters = adapters
         self._base = base
-        self._weights = WeightSwitch(loader, adapters, version=base, metrics=metrics)
         self._patience = patience
         self._metrics = metrics
         self._clock = clock
         self._on_fatal = on_fatal
         self._log = get_log()
-        self._submissions = SubmissionQueue()
-        self._waiting: list[Work] = []
-        self._running: dict[str, QueuedSample] = {}
+        self._submissions = _SubmissionQueue()
+        self._waiting: list[_Work] = []
+        self._running: dict[str, _QueuedSample] = {}
         self._adapter_names: tuple[str, ...] = ()
+        self._loaded = base
+        self._state = EngineState.AWAKE
+        metrics.state(self._state)
+        metrics.version(base)
 
     # --- Called from any thread ------------------------------------------------------------
 
     def submit(self, job: SampleJob) -> Future[Sampled]:
-        work = QueuedSample(
+        work = _QueuedSample(
             version=job.version,
             weights=self._weights_for(job.version),
             arrived=self._clock(),
@@ -97,23 +218,18 @@ class Scheduler:
         return work.future
 
     def load(self, version: WeightVersion) -> Future[LoadOutcome]:
-        """Load a version; the future ends when it serves, at once if it does already. Cancelling
-        the future before its turn leaves the engine as it is."""
-        work = QueuedLoad(
+        """Load a version; the future ends when it serves, at once if it does already."""
+        work = _QueuedLoad(
             version=version, weights=self._weights_for(version), arrived=self._clock()
         )
         self._submissions.put(work)
         return work.future
 
-    def cancel(self, request_id: str) -> None:
-        """Drop a request, waiting or running, without an answer."""
-        self._submissions.cancel(request_id)
-
     @property
     def status(self) -> Status:
         return Status(
-            state=self._weights.state,
-            version=self._weights.version,
+            state=self._state,
+            version=self._loaded,
             running=len(self._running),
             waiting=len(self._waiting) + len(self._submissions),
             adapters=self._adapter_names,
@@ -127,11 +243,12 @@ class Scheduler:
     def run(self) -> None:
         """Serve until the engine fails."""
         try:
-            while self._weights.state is not EngineState.FAILED:
+            while self._state is not EngineState.FAILED:
                 self.turn()
         except Exception as error:  # noqa: BLE001 (an engine may raise anything, and is lost then)
             self._log.exception("engine_failed")
-            self._weights.engine_failed()
+            if self._state is not EngineState.FAILED:
+                self._move_to(EngineState.FAILED)
             self._fail(WorkerDied(f"the engine failed: {error}"))
 
     def turn(self) -> None:
@@ -148,15 +265,15 @@ class Scheduler:
     def _take(self) -> None:
         """Move new work to the waiting list and drop cancelled work; block if there is none."""
         busy = self._running or self._waiting or self._adapters.verifying
-        work, cancelled = self._submissions.take(wait=not busy)
-        self._waiting += work
+        self._waiting += self._submissions.take(wait=not busy)
+        self._withdraw(lambda work: work.future.cancelled())
+        cancelled = [id_ for id_, work in self._running.items() if work.future.cancelled()]
         if cancelled:
-            self._withdraw(lambda w: isinstance(w, QueuedSample) and w.job.request.id in cancelled)
-            running = [id_ for id_ in cancelled if self._running.pop(id_, None) is not None]
-            self._engine.abort(running)
-        self._withdraw(lambda w: w.future.cancelled())  # a load has no id to be cancelled by
+            for id_ in cancelled:
+                del self._running[id_]
+            self._engine.abort(cancelled)
 
-    def _withdraw(self, matches: Callable[[Work], bool]) -> list[Work]:
+    def _withdraw(self, matches: Callable[[_Work], bool]) -> list[_Work]:
         """Remove matching work from the waiting list and return it."""
         withdrawn = {work: None for work in self._waiting if matches(work)}
         if withdrawn:
@@ -171,24 +288,22 @@ class Scheduler:
         if blocked and self._clock() - min(blocked) > self._patience:
             limit = min(blocked)
         candidates = {
-            work
-            for work in self._waiting
-            if work.weights == self._weights.version and work.arrived <= limit
+            work for work in self._waiting if work.weights == self._loaded and work.arrived <= limit
         }
         self._add_adapters(candidates)
         admitted = self._withdraw(lambda work: work in candidates and self._serves(work.version))
         samples = []
         for work in admitted:
-            if isinstance(work, QueuedSample):
+            if isinstance(work, _QueuedSample):
                 samples.append(work)
             else:
                 work.succeed(LoadOutcome(work.version, 0, 0.0, math.nan))
         for work in sorted(samples, key=lambda sample: sample.order):
             self._start(work)
 
-    def _is_blocked(self, work: Work) -> bool:
+    def _is_blocked(self, work: _Work) -> bool:
         """Whether work needs other weights, or the room of another adapter."""
-        if work.weights != self._weights.version:
+        if work.weights != self._loaded:
             return True
         missing = work.version.adapter and work.version not in self._adapters
         return missing and self._adapters.full
@@ -196,9 +311,9 @@ class Scheduler:
     def _serves(self, version: WeightVersion) -> bool:
         if version.adapter:
             return self._adapters.ready(version)
-        return version == self._weights.version
+        return version == self._loaded
 
-    def _add_adapters(self, candidates: set[Work]) -> None:
+    def _add_adapters(self, candidates: set[_Work]) -> None:
         """Start to add the adapters that candidates wait for, in the order of their arrival, as far
         as there is room. No adapter is evicted that running work or a candidate needs."""
         missing: dict[str, WeightVersion] = {}
@@ -215,28 +330,30 @@ class Scheduler:
                 self._adapter_failed(version, error)
                 continue
             if outcome is not None:
-                self._adapter_added(outcome)
-
-    def _adapter_added(self, outcome: LoadOutcome) -> None:
-        self._metrics.adapter_added(outcome)
-        self._weights.log_loaded(outcome)
-        self._finish_loads(outcome)
+                self._serving(outcome)
 
     def _adapter_failed(self, version: WeightVersion, error: LoadFailed) -> None:
-        self._weights.record_failure(version, error)
+        self._record_failure(version, error)
         for work in self._withdraw(lambda work: work.version == version):
             work.fail(error)
 
-    def _finish_loads(self, outcome: LoadOutcome) -> None:
+    def _serving(self, outcome: LoadOutcome) -> None:
+        """Record that a version or an adapter serves, and answer its loads."""
+        self._metrics.loaded(outcome)
+        self._log.info(
+            "loaded",
+            version=outcome.version.name,
+            seconds=round(outcome.seconds, 4),
+            bytes=outcome.bytes,
+            canary_difference=outcome.canary_difference,
+        )
         for work in self._waiting:
-            if isinstance(work, QueuedLoad) and work.version == outcome.version:
+            if isinstance(work, _QueuedLoad) and work.version == outcome.version:
                 work.succeed(outcome)
         self._withdraw(lambda work: work.future.done())
 
-    def _start(self, work: QueuedSample) -> None:
+    def _start(self, work: _QueuedSample) -> None:
         """Hand a request to the engine."""
-        if not work.future.set_running_or_notify_cancel():
-            return
         request = work.job.request
         if work.version.adapter:
             self._adapters.touch(work.version)
@@ -244,7 +361,7 @@ class Scheduler:
         try:
             self._engine.add(request)
         except TandemError as error:
-            work.future.set_exception(error)
+            work.fail(error)
             return
         work.admitted = self._clock()
         self._running[request.id] = work
@@ -266,40 +383,70 @@ class Scheduler:
             if isinstance(outcome, LoadFailed):
                 self._adapter_failed(version, outcome)
             else:
-                self._adapter_added(outcome)
+                self._serving(outcome)
 
-    def _answer(self, work: QueuedSample, result: EngineResult) -> None:
+    def _answer(self, work: _QueuedSample, result: EngineResult) -> None:
         if result.failure is not None:
-            work.future.set_exception(result.failure)
+            work.fail(result.failure)
             return
         seconds = self._clock() - work.admitted
-        work.future.set_result(Sampled(result=result, version=work.version, seconds=seconds))
+        work.succeed(Sampled(result=result, version=work.version, seconds=seconds))
 
     def _switch_weights(self) -> None:
         """Load the oldest waiter's weights; the engine is idle."""
-        waiting = [work for work in self._waiting if work.weights != self._weights.version]
+        waiting = [work for work in self._waiting if work.weights != self._loaded]
         if not waiting:
             # An adapter found no room beside those of other candidates, and none of these entered
             # the engine (loads, refusals): the next turn has room.
             return
         # Work for the loaded weights was admitted before, or arrived after one of these.
         target = min(waiting, key=lambda work: work.arrived).weights
+        self._move_to(EngineState.LOADING)
         try:
-            outcome = self._weights.switch_to(target)
-        except WeightsLost as error:
-            self._fail(error)
+            outcome = self._loader.load(target)
         except LoadFailed as error:
+            self._record_failure(target, error)
+            if isinstance(error, WeightsTouched) and not self._restore(error):
+                return
+            self._move_to(EngineState.AWAKE)
             for work in self._withdraw(lambda work: work.weights == target):
-                work.fail(error)
-        else:
-            self._finish_loads(outcome)
+                work.fail(LoadFailed(error.message))
+            return
+        self._adapters.clear()
+        self._loaded = target
+        self._move_to(EngineState.AWAKE)
+        self._serving(outcome)
+
+    def _restore(self, cause: WeightsTouched) -> bool:
+        """Load the previous version again. Return False, and refuse everything, if that fails."""
+        self._adapters.clear()
+        try:
+            self._loader.load(self._loaded)
+        except LoadFailed as error:
+            self._move_to(EngineState.FAILED)
+            self._log.error("restore_failed", version=self._loaded.name, error=error.message)
+            self._fail(
+                LoadFailed(
+                    f"{cause.message}; {self._loaded.name}, which served before, could not be "
+                    f"loaded again: {error.message}"
+                )
+            )
+            return False
+        self._log.info("restored", version=self._loaded.name)
+        return True
+
+    def _record_failure(self, version: WeightVersion, error: LoadFailed) -> None:
+        self._metrics.load_failed()
+        self._log.error("load_failed", version=version.name, error=error.message)
+
+    def _move_to(self, state: EngineState) -> None:
+        self._state = self._state.move_to(state)
+        self._metrics.state(state)
 
     def _fail(self, error: TandemError) -> None:
         """Refuse everything, now and later, and report the failure."""
         self._submissions.close(error)
-        for waiting in self._withdraw(lambda _: True):
-            waiting.fail(error)
-        for running in self._running.values():
-            running.future.set_exception(error)
-        self._running = {}
+        for work in (*self._waiting, *self._running.values()):
+            work.fail(error)
+        self._waiting, self._running = [], {}
         self._on_fatal(error)
