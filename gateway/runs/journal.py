@@ -79,10 +79,10 @@ class Journal:
         `request` is the body of a JSON request, `payload` the protobuf of a forward_backward.
         Raises `StorageFull`, or sqlalchemy's `IntegrityError` for a `seq_id` that is taken.
         """
-        file = self._payload_file(operation)
 
         def write_payload() -> None:
             assert payload is not None
+            file = self._payload_file(operation)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(payload)
 
@@ -154,7 +154,9 @@ class Journal:
         error = outcome if isinstance(outcome, TandemError) else None
         body = b"" if isinstance(outcome, TandemError) else outcome.body
         large = len(body) > _INLINE_RESULT_BYTES
-        payload_file = self._payload_file(operation)
+
+        def remove_payload() -> None:
+            self._payload_file(operation).unlink(missing_ok=True)
 
         def write_result() -> None:
             path = result_blob(self._data_dir, request_id=operation.future.request_id)
@@ -174,7 +176,7 @@ class Journal:
                 "new_result": None if error is not None or large else body,
             },
             before=write_result if large else None,
-            after=(lambda: payload_file.unlink(missing_ok=True)) if operation.in_file else None,
+            after=remove_payload if operation.in_file else None,
         )
 
     async def recall(self, request_id: str) -> Outcome | None:
