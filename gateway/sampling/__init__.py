@@ -1,7 +1,6 @@
 """Sampling: what clients sample from, and the engines that serve it.
 
 A sampling session (`sessions`) names a weight version. The `router` finds or starts the sampler
-that can serve it and bounds the samples that wait; the `sampler` sends samples and loads to its
-engine, which the `engine_supervisor` keeps running. `implicit_sessions` are those of requests
-that name no session.
+that can serve it and bounds the samples that wait; the `sampler` keeps its engine running and
+sends it samples and loads. `implicit_sessions` are those of requests that name no session.
 """

@@ -2,5 +2,5 @@
 
 `launchers` start and stop workers. `fleet` gives each one an id, a secret, a row and a channel,
 and reports those that end. `clients` are the gRPC calls of a trainer and of a sampler, with their
-deadlines and errors. `backoff` is the delay before a failed worker is started again.
+deadlines and errors.
 """

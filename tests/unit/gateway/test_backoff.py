@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.workers.backoff import Backoff, BackoffPolicy
+from gateway.sampling.sampler import Backoff
 
 
 class Clock:
@@ -15,8 +15,7 @@ class Clock:
 
 def make(*, uniform: float = 0.0) -> tuple[Backoff, Clock]:
     clock = Clock()
-    policy = BackoffPolicy(first=0.5, factor=2, cap=5, jitter=0.2, stable_after=60)
-    return Backoff(policy, clock=clock, uniform=lambda: uniform), clock
+    return Backoff(cap=5, clock=clock, uniform=lambda: uniform), clock
 
 
 def test_each_failure_in_a_row_doubles_the_wait_up_to_the_cap():
