@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from gateway.access import Access
@@ -20,7 +20,6 @@ from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import VersionStore
 from gateway.futures.completion_feed import CompletionFeed
 from gateway.futures.table import FutureTable, Outcome
-from gateway.gauges import register_gauges
 from gateway.limits.quotas import Quotas
 from gateway.metrics import Metrics
 from gateway.runs.journal import Journal
@@ -229,15 +228,7 @@ class Gateway:
         )
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._log = get_log()
-        register_gauges(
-            metrics,
-            sessions=self.sessions,
-            runs=self.runs,
-            fleet=self.fleet,
-            samplers=self.samplers,
-            futures=self.futures,
-            limits=self.limits,
-        )
+        self._register_gauges()
 
     async def _restore(self) -> None:
         """Takes over from an earlier gateway: its workers, and with them its runs, are gone."""
@@ -275,6 +266,7 @@ class Gateway:
             task = self._ending[session_id] = asyncio.create_task(
                 self._end_session(session_id, state=state, reason=reason, detail=detail)
             )
+            task.add_done_callback(lambda _: self._ending.pop(session_id, None))
         await asyncio.shield(task)
 
     async def recall(self, request_id: str) -> Outcome | None:
@@ -293,30 +285,70 @@ class Gateway:
 
     async def _end_session(self, session_id: str, *, state: str, reason: str, detail: str) -> None:
         try:
-            try:
-                await self.sessions.end(
-                    session_id=session_id, state=state, reason=reason, detail=detail
-                )
-            finally:  # its workers stop even if the database refuses the write
-                self._log.info(
-                    "session_ended",
-                    session_id=session_id,
-                    state=state,
-                    reason=reason,
-                    detail=detail,
-                )
-                await self._clear(session_id, why_ended(session_id, reason=reason, detail=detail))
-        finally:
-            self._ending.pop(session_id, None)
+            await self.sessions.end(
+                session_id=session_id, state=state, reason=reason, detail=detail
+            )
+        finally:  # its workers stop even if the database refuses the write
+            self._log.info(
+                "session_ended", session_id=session_id, state=state, reason=reason, detail=detail
+            )
+            error = SessionFinished(why_ended(session_id, reason=reason, detail=detail))
+            run_ids, _ = await asyncio.gather(
+                self.runs.end_session(session_id, error),
+                self.samplers.end_session(session_id, error),
+            )
+            named = self.sampling.end_session(session_id)
+            for definitions in self.loss_definitions.values():
+                await definitions.end_session(session_id)
+            for run_id in sorted({*run_ids, *named}):
+                await self.collect(run_id)
 
-    async def _clear(self, session_id: str, why: str) -> None:
-        error = SessionFinished(why)
-        run_ids, _ = await asyncio.gather(
-            self.runs.end_session(session_id, error),
-            self.samplers.end_session(session_id, error),
+    def _register_gauges(self) -> None:
+        """Register the gauges that are computed at each scrape."""
+        gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (
+            ("sessions", "Active sessions.", lambda: len(self.sessions.all())),
+            (
+                "runs",
+                "Training runs that have not ended.",
+                lambda: sum(1 for run in self.runs.all() if run.state != "ended"),
+            ),
+            ("workers", "Workers that start or serve.", lambda: len(self.fleet.all())),
+            (
+                "queued_operations",
+                "Operations that have not ended.",
+                lambda: sum(run.dispatcher.queued for run in self.runs.all()),
+            ),
+            (
+                "waiting_samples",
+                "Samples that have not ended.",
+                lambda: sum(sampler.waiting for sampler in self.samplers.all()),
+            ),
+            ("futures", "Futures in memory, with and without a result.", lambda: len(self.futures)),
+            (
+                "queued_bytes",
+                "Bytes of the payloads on disk of operations that have not ended.",
+                lambda: self.limits.operation_bytes.total,
+            ),
+            (
+                "held_bytes",
+                "Bytes of the requests that wait in memory.",
+                lambda: self.limits.held.total,
+            ),
+            (
+                "body_bytes",
+                "Bytes of the bodies that are being received or handled.",
+                lambda: self.limits.bodies.total,
+            ),
+            (
+                "open_requests",
+                "Requests that are being answered, including long polls.",
+                lambda: self.limits.requests.total,
+            ),
+            (
+                "result_bytes",
+                "Bytes of the results in memory that nobody has fetched yet.",
+                lambda: self.futures.bytes_held,
+            ),
         )
-        named = self.sampling.end_session(session_id)
-        for definitions in self.loss_definitions.values():
-            await definitions.end_session(session_id)
-        for run_id in sorted({*run_ids, *named}):
-            await self.collect(run_id)
+        for name, help_text, value in gauges:
+            self.metrics.watch(name=name, help_text=help_text, value=value)

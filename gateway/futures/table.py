@@ -145,7 +145,7 @@ class FutureTable:
         self._max_samples = max_samples
         self._metrics = metrics
         self._futures: dict[str, Future] = {}
-        self._closing: asyncio.Future[None] | None = None
+        self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Of those that have ended, by owner, oldest first:
         self._large: defaultdict[str, OrderedDict[str, Future]] = defaultdict(OrderedDict)
         self._bytes: defaultdict[str, int] = defaultdict(int)
@@ -200,13 +200,13 @@ class FutureTable:
     async def wait(self, future: Future, *, timeout: float) -> Outcome | None:
         """As `Future.wait`, but return early when the gateway shuts down. Whoever hands the
         whole outcome to its client sets `fetched_at`."""
-        return await future.wait(timeout=timeout, closing=self._until_closing())
+        return await future.wait(timeout=timeout, closing=self._closing)
 
     async def wait_for_event(self, event: asyncio.Event, *, timeout: float) -> None:
         """Return when the event is set, after `timeout` seconds, or when the gateway shuts
         down."""
         waiting = asyncio.ensure_future(event.wait())
-        either: list[asyncio.Future[Any]] = [waiting, self._until_closing()]
+        either: list[asyncio.Future[Any]] = [waiting, self._closing]
         try:
             await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -215,17 +215,12 @@ class FutureTable:
     @property
     def closing(self) -> bool:
         """Whether the gateway is shutting down."""
-        return self._closing is not None and self._closing.done()
+        return self._closing.done()
 
     def release_waiters(self) -> None:
         """End all long polls, because the gateway is shutting down."""
-        if not self._until_closing().done():
-            self._until_closing().set_result(None)
-
-    def _until_closing(self) -> asyncio.Future[None]:
-        if self._closing is None:
-            self._closing = asyncio.get_running_loop().create_future()
-        return self._closing
+        if not self._closing.done():
+            self._closing.set_result(None)
 
     # --- Results ------------------------------------------------------------------------------
 

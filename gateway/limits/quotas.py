@@ -31,40 +31,12 @@ class Quotas:
     def __init__(self, *, settings: LimitSettings, metrics: Metrics) -> None:
         self._settings = settings
         self._metrics = metrics
-        s = settings
-        self.operations = self._ledger(
-            "queued_operations",
-            "queued operations",
-            per_owner=s.queued_operations,
-            in_all=s.queued_operations_in_all,
-        )
-        self.operation_bytes = self._ledger(
-            "queued_bytes",
-            "bytes of queued operations",
-            per_owner=s.queued_bytes,
-            in_all=s.queued_bytes_in_all,
-        )
-        self.samples = self._ledger(
-            "waiting_samples",
-            "waiting samples",
-            per_owner=s.waiting_samples,
-            in_all=s.waiting_samples_in_all,
-        )
-        self.held = self._ledger(
-            "held_bytes",
-            "bytes of waiting requests",
-            per_owner=s.held_bytes,
-            in_all=s.held_bytes_in_all,
-        )
-        self.bodies = self._ledger(
-            "body_bytes",
-            "bytes of arriving requests",
-            per_owner=s.body_bytes,
-            in_all=s.body_bytes_in_all,
-        )
-        self.requests = self._ledger(
-            "requests", "open requests", per_owner=s.requests, in_all=2**62
-        )
+        self.operations = self._ledger("queued_operations", "queued operations")
+        self.operation_bytes = self._ledger("queued_bytes", "bytes of queued operations")
+        self.samples = self._ledger("waiting_samples", "waiting samples")
+        self.held = self._ledger("held_bytes", "bytes of waiting requests")
+        self.bodies = self._ledger("body_bytes", "bytes of arriving requests")
+        self.requests = self._ledger("requests", "open requests")
 
     def check(self, what: str, *, used: int) -> None:
         """Raise `LimitExceeded` if an owner that uses so many may not have one more.
@@ -124,7 +96,13 @@ class Quotas:
             used=used,
         )
 
-    def _ledger(self, limit: str, what: str, *, per_owner: int, in_all: int) -> Ledger:
+    def _ledger(self, limit: str, what: str) -> Ledger:
+        """Make a ledger with the limits of these names in the settings, for each owner and, if
+        there is one, for all together."""
         return Ledger(
-            limit=limit, what=what, per_owner=per_owner, in_all=in_all, refused=self.note_refusal
+            limit=limit,
+            what=what,
+            per_owner=getattr(self._settings, limit),
+            in_all=getattr(self._settings, f"{limit}_in_all", 2**62),
+            refused=self.note_refusal,
         )

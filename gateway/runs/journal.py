@@ -256,9 +256,6 @@ def _new_row(run_id: str, seq_id: int, kind: Kind) -> dict[str, object]:
         "state": "accepted",
         "request": b"",
         "accepted_at": time.time(),
-        "error_type": "",
-        "error": "",
-        "media": "",
     }
 
 

@@ -204,23 +204,22 @@ class Prepared:
     folder: str = ""
 
 
+@dataclass(eq=False)
 class Call:
-    """An operation under way. `waiting_for` tells its client why it has not ended."""
+    """An operation under way. `waiting_for` tells its client why it has not ended; `wake` is set
+    when it leaves the window early."""
 
-    def __init__(
-        self, *, previous_seq_id: int, gradients_incomplete: str, wake: asyncio.Event
-    ) -> None:
-        self.previous_seq_id = previous_seq_id
-        self.gradients_incomplete = gradients_incomplete
-        self.released = False
-        self.waiting_for = TRAINER_AT_WORK
-        self._wake = wake
+    previous_seq_id: int
+    gradients_incomplete: str = ""
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    released: bool = False
+    waiting_for: str = TRAINER_AT_WORK
 
     def release(self) -> None:
         """Free the slot in the window: the trainer has answered, and the rest of the operation
         (a sampler's load, an encryption) does not concern it."""
         self.released = True
-        self._wake.set()
+        self.wake.set()
 
 
 class RunBroken(Exception):

@@ -14,7 +14,7 @@ from sqlalchemy import RowMapping, func, or_, select
 from gateway.auth.identity import Caller, Scope, visible
 from gateway.checkpoints.catalog import Checkpoint, checkpoint_of, not_expired
 from gateway.sessions.metadata import text_metadata
-from gateway.storage.database import Database
+from gateway.storage.database import Database, from_row
 from gateway.storage.tables import checkpoints, operations, runs
 from tandem.errors import SessionFinished, UnknownRun
 from tandem.worker import TrainingSpec
@@ -43,12 +43,6 @@ class RunRecord:
     user_metadata: Mapping[str, str] | None
     last_training: Checkpoint | None
     last_sampler: Checkpoint | None
-
-
-@dataclass(frozen=True)
-class RunPage:
-    runs: Sequence[RunRecord]
-    total: int
 
 
 class RunQueries:
@@ -87,7 +81,7 @@ class RunQueries:
 
     async def runs(
         self, caller: Caller, *, scope: Scope, project_id: str | None, limit: int, offset: int
-    ) -> RunPage:
+    ) -> tuple[list[RunRecord], int]:
         """Return a page of runs, newest first, and how many there are in all."""
         wanted = [visible(runs.c.owner, caller, scope)]
         if project_id is not None:
@@ -104,19 +98,16 @@ class RunQueries:
             .offset(offset)
         )
         assert count is not None
-        return RunPage(runs=await self._described(rows), total=count["total"])
+        return await self._described(rows), count["total"]
 
     async def _described(self, rows: Sequence[RowMapping]) -> list[RunRecord]:
         ids = [row["id"] for row in rows]
         last = await self._last_operations(ids)
         newest = await self._newest_checkpoints(ids)
         return [
-            RunRecord(
-                id=row["id"],
-                session_id=row["session_id"],
-                base_model=row["base_model"],
-                owner=row["owner"],
-                project_id=row["project_id"],
+            from_row(
+                RunRecord,
+                row,
                 training=TrainingSpec.model_validate(row["training"])
                 if row["training"]
                 else TrainingSpec(),

@@ -186,7 +186,7 @@ class RunRegistry:
             if creation.body is None:
                 created = json_result(type="create_model", model_id=run.id)
             else:
-                call = Call(previous_seq_id=-1, gradients_incomplete="", wake=asyncio.Event())
+                call = Call(previous_seq_id=-1)
                 created = await runner.carry_out(await runner.prepare(creation), call)
                 sent = 0
             self._journal.end(creation, created)

@@ -134,8 +134,6 @@ class RunRows:
                 "owner": session.owner,
                 "project_id": session.project_id,
                 "state": "starting",
-                "error_type": "",
-                "reason": "",
                 "user_metadata": user_metadata,
                 "created_at": run.created_at,
                 "last_request_at": run.created_at,

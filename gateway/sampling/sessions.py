@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal
 
 from sqlalchemy import RowMapping, insert, select, update
 
@@ -20,7 +20,7 @@ from gateway.checkpoints.versions import VersionStore, WeightVersion
 from gateway.identifiers import relative_version_folder, sampling_session_id_of, split_model_name
 from gateway.limits.quotas import Quotas
 from gateway.sessions.registry import SessionRegistry
-from gateway.storage.database import Database
+from gateway.storage.database import Database, from_row
 from gateway.storage.tables import sampling_sessions
 from tandem.errors import InvalidRequest, SessionFinished, UnknownSampler, UnknownWeights
 
@@ -209,10 +209,8 @@ class SamplingSessionRegistry:
         """Whether there is or was such a sampling session."""
         if sampling_session_id in self._active:
             return True
-        row = await self._database.read_one(
-            select(sampling_sessions.c.id).where(sampling_sessions.c.id == sampling_session_id)
-        )
-        return row is not None
+        found = select(sampling_sessions.c.id).where(sampling_sessions.c.id == sampling_session_id)
+        return await self._database.read_one(found) is not None
 
     def end_session(self, session_id: str) -> list[str]:
         """End a session's sampling sessions; return the runs whose versions they named."""
@@ -275,7 +273,6 @@ class SamplingSessionRegistry:
                     "run_id": version.run_id,
                     "version": version.name,
                     "state": "active",
-                    "clients": 0,
                     "created_at": time.time(),
                 },
             )
@@ -304,16 +301,8 @@ class SamplingSessionRegistry:
             version = base_version(self._models.get(row["base_model"]))
         else:
             version = await self._versions.version(row["version"])
-        return SamplingSession(
-            id=row["id"],
-            session_id=row["session_id"],
-            kind=cast(SamplingKind, row["kind"]),
-            base_model=row["base_model"],
-            model_path=row["model_path"],
-            version=version,
-            rank=await self._rank_of(version),
-            clients=row["clients"],
-        )
+        rank = await self._rank_of(version)
+        return from_row(SamplingSession, row, version=version, rank=rank)
 
     def _end(self, ended: list[SamplingSession]) -> list[str]:
         for session in ended:

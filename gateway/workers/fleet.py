@@ -198,8 +198,6 @@ class Fleet:
                 "session_id": spec.session_id,
                 "run_id": spec.run_id,
                 "state": record.state,
-                "reason": "",
-                "pid": 0,
                 "started_at": record.started_at,
             },
         )

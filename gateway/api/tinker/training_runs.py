@@ -45,12 +45,12 @@ async def training_runs(
     project_id: Annotated[ProjectFilter, Query()] = None,
 ) -> RunPage:
     """Return a page of runs, newest first."""
-    page = await gateway.run_queries.runs(
+    runs, total = await gateway.run_queries.runs(
         caller, scope=access_scope, project_id=project_id, limit=limit, offset=offset
     )
     return RunPage(
-        training_runs=[_run(run, caller) for run in page.runs],
-        cursor=PageCursor(offset=offset, limit=limit, total_count=page.total),
+        training_runs=[_run(run, caller) for run in runs],
+        cursor=PageCursor(offset=offset, limit=limit, total_count=total),
     )
 
 
