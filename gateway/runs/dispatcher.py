@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable
+from bisect import bisect_left, insort
+from collections.abc import Callable
 from typing import NoReturn, Protocol
 
 from gateway.futures.table import Outcome, Waiting
@@ -56,7 +56,6 @@ class Dispatcher:
         self._completions = Rate()
         self._ended: TandemError | None = None
         self._wake = asyncio.Event()
-        self._gaps = SequenceGaps()
         self._gap_timer: asyncio.TimerHandle | None = None
         self._gap_since = 0.0
         self._log = get_log()
@@ -75,22 +74,20 @@ class Dispatcher:
         """Recent completions per second."""
         return self._completions.per_second()
 
-    def consumed(self, seq_id: int) -> bool:
-        """Whether an operation had this `seq_id`, or has it."""
-        if seq_id in self._gaps:
-            return False
-        return seq_id < self._next or seq_id in self._waiting
+    def passed(self, seq_id: int) -> bool:
+        """Whether it was the turn of this `seq_id`: an operation had it, or it was given up."""
+        return seq_id < self._next
 
     def awaits(self, seq_id: int) -> bool:
         """Whether operations are waiting, and all of them for this one to arrive."""
         return seq_id == self._next and bool(self._waiting) and seq_id not in self._waiting
 
     def put(self, operation: Operation) -> None:
-        """Take an operation that is in the journal and whose `seq_id` was not consumed."""
+        """Take an operation that is in the journal, and of whose `seq_id` there was no other."""
         seq_id = operation.seq_id
         if self._ended is not None:
             self._end(operation, self._ended)
-        elif self._gaps.fill(seq_id):
+        elif self.passed(seq_id):
             self._end(
                 operation,
                 SequenceGap(
@@ -251,9 +248,7 @@ class Dispatcher:
         if self._next != missing:  # that one came, and another one is missing by now
             self._watch_gap()
             return
-        last = self._order[-1]
-        self._gaps.add(missing, last, filled=self._waiting)
-        self._next = last + 1
+        self._next = self._order[-1] + 1
         message = (
             f"operation {missing} did not arrive within {self._gap_timeout:g} s, so that those "
             "behind it cannot be carried out in order"
@@ -264,41 +259,6 @@ class Dispatcher:
         order, self._order = self._order, []
         for seq_id in order:
             self._end(waiting[seq_id], SequenceGap(message))
-
-
-class SequenceGaps:
-    """The `seq_ids` that were passed without an operation, as disjoint intervals
-    `first … end - 1` in order, so that memory does not grow with the distance of a gap."""
-
-    def __init__(self) -> None:
-        self._intervals: list[tuple[int, int]] = []
-
-    def __contains__(self, seq_id: int) -> bool:
-        return self._find(seq_id) is not None
-
-    def add(self, first: int, end: int, *, filled: Iterable[int]) -> None:
-        """Add `first … end - 1` without those in `filled`. All must lie behind what was added
-        before."""
-        for seq_id in sorted(seq_id for seq_id in filled if first <= seq_id < end):
-            if first < seq_id:
-                self._intervals.append((first, seq_id))
-            first = seq_id + 1
-        if first < end:
-            self._intervals.append((first, end))
-
-    def fill(self, seq_id: int) -> bool:
-        """Remove a `seq_id`; return whether it was missing."""
-        at = self._find(seq_id)
-        if at is None:
-            return False
-        first, end = self._intervals[at]
-        rest = ((first, seq_id), (seq_id + 1, end))
-        self._intervals[at : at + 1] = [(a, b) for a, b in rest if a < b]
-        return True
-
-    def _find(self, seq_id: int) -> int | None:
-        at = bisect_right(self._intervals, seq_id, key=lambda interval: interval[0]) - 1
-        return at if at >= 0 and seq_id < self._intervals[at][1] else None
 
 
 def _ahead(before: int) -> str:

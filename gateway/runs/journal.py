@@ -117,6 +117,13 @@ class Journal:
     def has_future(self, request_id: str) -> bool:
         return self._futures.get(request_id) is not None
 
+    async def has(self, *, run_id: str, seq_id: int) -> bool:
+        """Whether an operation of the run had this `seq_id`, or has it."""
+        found = select(operations.c.seq_id).where(
+            operations.c.run_id == run_id, operations.c.seq_id == seq_id
+        )
+        return await self._database.read_one(found) is not None
+
     async def payload_of(self, operation: Operation) -> bytes:
         """Return the protobuf of a forward_backward."""
         if operation.payload is not None:

@@ -253,8 +253,10 @@ class RunRegistry:
             return await self._submit_to_lost(run_id=run_id, seq_id=seq_id, kind=kind)
         request_id = request_id_of(owner=run_id, seq_id=seq_id)
         run.last_request_at = time.time()
+        if run.dispatcher.passed(seq_id) and await self._journal.has(run_id=run_id, seq_id=seq_id):
+            return request_id
         await run.arrived(seq_id)  # the same request, sent before; if that one fails, this goes on
-        if self._journal.has_future(request_id) or run.dispatcher.consumed(seq_id):
+        if self._journal.has_future(request_id):
             return request_id
         # The operation that a run waits for is let in whatever the limits say: without it, those
         # that are there already could not go on, and would never make room.

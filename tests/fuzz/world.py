@@ -156,7 +156,7 @@ class World:
 
     def _is_taken(self) -> bool:
         run = self._gate.gateway.runs.get(self.run_id)
-        return run is not None and run.dispatcher.consumed(self.seq_id)
+        return run is not None and run.dispatcher.passed(self.seq_id)
 
     def _learn(self, answer: Answer) -> None:
         fields = orjson.loads(answer.body)
