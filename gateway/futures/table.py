@@ -82,48 +82,34 @@ class Future:
         self.accepted_at = time.monotonic()
         self.ended_at: float | None = None
         self.fetched_at: float | None = None
-        self._outcome: Outcome | None = None
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.outcome: Outcome | None = None
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def ended(self) -> bool:
-        return self._ended.done()
-
-    @property
-    def outcome(self) -> Outcome | None:
-        return self._outcome
+        return self.done.done()
 
     def resolve(self, outcome: Outcome) -> None:
         """The first outcome counts."""
-        if not self._ended.done():
+        if not self.done.done():
             self.ended_at = time.monotonic()
-            self._outcome = outcome
-            self._ended.set_result(None)
+            self.outcome = outcome
+            self.done.set_result(None)
 
     def move_to(self, file: Path) -> None:
         """Replace the body of the result by a file."""
-        assert isinstance(self._outcome, Result)
-        size = self._outcome.size
-        self._outcome = replace(self._outcome, body=b"", file=file, file_bytes=size)
+        assert isinstance(self.outcome, Result)
+        size = self.outcome.size
+        self.outcome = replace(self.outcome, body=b"", file=file, file_bytes=size)
 
     def on_end(self, tell: Callable[[Outcome], None]) -> None:
         """Call `tell` with the outcome once it is there; soon, if it is there already."""
 
         def ended(_done: asyncio.Future[None]) -> None:
-            assert self._outcome is not None
-            tell(self._outcome)
+            assert self.outcome is not None
+            tell(self.outcome)
 
-        self._ended.add_done_callback(ended)
-
-    async def wait(
-        self, *, timeout: float, closing: asyncio.Future[None] | None = None
-    ) -> Outcome | None:
-        """Return the outcome, or None if it is not there within `timeout` seconds or before
-        `closing` is done."""
-        if not self._ended.done():
-            either = [self._ended] if closing is None else [self._ended, closing]
-            await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        return self._outcome
+        self.done.add_done_callback(ended)
 
 
 class FutureTable:
@@ -198,9 +184,12 @@ class FutureTable:
     # --- Waiting ------------------------------------------------------------------------------
 
     async def wait(self, future: Future, *, timeout: float) -> Outcome | None:
-        """As `Future.wait`, but return early when the gateway shuts down. Whoever hands the
-        whole outcome to its client sets `fetched_at`."""
-        return await future.wait(timeout=timeout, closing=self._closing)
+        """Return the outcome, or None if it is not there within `timeout` seconds or before the
+        gateway shuts down. Whoever hands the whole outcome to its client sets `fetched_at`."""
+        if not future.ended:
+            either = [future.done, self._closing]
+            await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        return future.outcome
 
     async def wait_for_event(self, event: asyncio.Event, *, timeout: float) -> None:
         """Return when the event is set, after `timeout` seconds, or when the gateway shuts

@@ -146,7 +146,6 @@ class Journal:
             time.monotonic() - operation.accepted_at
         )
         operation.future.resolve(outcome)
-        self._write_end(operation, outcome)
         if error is not None:
             self._log.info(
                 "operation_failed",
@@ -156,9 +155,6 @@ class Journal:
                 type=error.type,
                 reason=error.message,
             )
-
-    def _write_end(self, operation: Operation, outcome: Outcome) -> None:
-        error = outcome if isinstance(outcome, TandemError) else None
         body = b"" if isinstance(outcome, TandemError) else outcome.body
         large = len(body) > _INLINE_RESULT_BYTES
 

@@ -97,16 +97,8 @@ class OperationRunner:
 
     async def prepare(self, operation: Operation, /) -> Prepared:
         match operation.body:
-            case None:
-                return await self._prepare_forward_backward(operation)
-            case LossReference() as body:
-                definitions = self._tools.loss_definitions.get(body.loss_fn)
-                if definitions is None:
-                    return await self._prepare_forward_backward(operation)
-                definition = await definitions.definition(
-                    body.loss_id, session_id=self._run.session_id
-                )
-                return await self._prepare_forward_backward(operation, definition)
+            case None | LossReference() as body:
+                return await self._prepare_forward_backward(operation, body)
             case OptimStep() as body:
                 return self._prepare_optim_step(operation, body)
             case SaveWeights() as body:
@@ -131,6 +123,14 @@ class OperationRunner:
                 previous_seq_id=call.previous_seq_id + 1 if call.previous_seq_id >= 0 else 0,
             )
         )
+        try:
+            return await self._carry_out(prepared, call)
+        finally:
+            if prepared.folder:
+                self._pins.unpin_for_run(prepared.folder, run_id=self._run.id)
+
+    async def _carry_out(self, prepared: Prepared, call: Call) -> Outcome:
+        operation = prepared.operation
         match operation.body, prepared.request:
             case _, trainer_pb2.ForwardBackwardRequest() as request:
                 return await self._forward_backward(operation, request)
@@ -176,12 +176,14 @@ class OperationRunner:
     # --- Training -----------------------------------------------------------------------------
 
     async def _prepare_forward_backward(
-        self, operation: Operation, loss_definition: bytes = b""
+        self, operation: Operation, loss: LossReference | None
     ) -> Prepared:
-        request = trainer_pb2.ForwardBackwardRequest(
-            payload=await self._tools.journal.payload_of(operation),
-            loss_definition=loss_definition,
-        )
+        request = trainer_pb2.ForwardBackwardRequest()
+        if loss is not None and (known := self._tools.loss_definitions.get(loss.loss_fn)):
+            request.loss_definition = await known.definition(
+                loss.loss_id, session_id=self._run.session_id
+            )
+        request.payload = await self._tools.journal.payload_of(operation)
         return Prepared(operation, request)
 
     async def _forward_backward(
@@ -226,18 +228,15 @@ class OperationRunner:
     async def _save(
         self, prepared: Prepared, request: trainer_pb2.SaveCheckpointRequest, body: SaveWeights
     ) -> Outcome:
-        try:
-            reply = await self._deliver(prepared.operation, self._client.save_checkpoint, request)
-            await self._put_checkpoint(
-                prepared.path,
-                folder=request.path,
-                step=reply.step,
-                size=reply.bytes,
-                ttl_seconds=body.ttl_seconds,
-                user_metadata=body.user_metadata,
-            )
-        finally:
-            self._pins.unpin_for_run(prepared.folder, run_id=self._run.id)
+        reply = await self._deliver(prepared.operation, self._client.save_checkpoint, request)
+        await self._put_checkpoint(
+            prepared.path,
+            folder=request.path,
+            step=reply.step,
+            size=reply.bytes,
+            ttl_seconds=body.ttl_seconds,
+            user_metadata=body.user_metadata,
+        )
         return json_result(type="save_weights", path=str(prepared.path))
 
     async def _prepare_load(self, operation: Operation, body: LoadWeights) -> Prepared:
@@ -268,10 +267,7 @@ class OperationRunner:
     async def _load(
         self, prepared: Prepared, request: trainer_pb2.LoadCheckpointRequest, body: LoadWeights
     ) -> Outcome:
-        try:
-            reply = await self._deliver(prepared.operation, self._client.load_checkpoint, request)
-        finally:
-            self._pins.unpin_for_run(prepared.folder, run_id=self._run.id)
+        reply = await self._deliver(prepared.operation, self._client.load_checkpoint, request)
         self._run.step = reply.step
         return json_result(type="load_weights", path=body.path, model_id=self._run.id)
 

@@ -141,20 +141,20 @@ class RunRows:
         )
 
     def set_ready(self, run: TrainingRun) -> None:
-        self._database.write_soon(update(runs).where(runs.c.id == run.id).values(state="ready"))
+        self._update(run, state="ready")
 
     def set_ended(self, run: TrainingRun, error: TandemError) -> None:
-        self._database.write_soon(
-            update(runs)
-            .where(runs.c.id == run.id)
-            .values(
-                state="ended",
-                error_type=error.type,
-                reason=error.message,
-                ended_at=time.time(),
-                last_request_at=run.last_request_at,
-            )
+        self._update(
+            run,
+            state="ended",
+            error_type=error.type,
+            reason=error.message,
+            ended_at=time.time(),
+            last_request_at=run.last_request_at,
         )
+
+    def _update(self, run: TrainingRun, **values: object) -> None:
+        self._database.write_soon(update(runs).where(runs.c.id == run.id).values(**values))
 
     def save_request_times(self, changed: Sequence[TrainingRun]) -> None:
         """Write when these runs last received a request."""
