@@ -140,13 +140,19 @@ class Ledger:
 
     def _overloaded(self, sentence: str, *, rate: Rate | None, waiting: int) -> Overloaded:
         self._refused(self.limit)
-        seconds = retry_after(rate.per_second() if rate is not None else 0.0, waiting=waiting)
-        return Overloaded(
-            f"{sentence}; ask again in {seconds:g} s",
-            limit=self.limit,
-            retry_after=seconds,
-            position=waiting + 1,
-        )
+        per_second = rate.per_second() if rate is not None else 0.0
+        return overloaded(sentence, limit=self.limit, waiting=waiting, per_second=per_second)
+
+
+def overloaded(sentence: str, *, limit: str, waiting: int, per_second: float) -> Overloaded:
+    """Return the error of a queue with `waiting` items of which so many complete per second."""
+    seconds = retry_after(per_second, waiting=waiting)
+    return Overloaded(
+        f"{sentence}; ask again in {seconds:g} s",
+        limit=limit,
+        retry_after=seconds,
+        position=waiting + 1,
+    )
 
 
 def retry_after(per_second: float, *, waiting: int) -> float:

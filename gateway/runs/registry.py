@@ -18,7 +18,7 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.futures.table import Future, Outcome
 from gateway.identifiers import relative_version_folder, request_id_of, run_id_of
-from gateway.limits.ledger import retry_after
+from gateway.limits.ledger import overloaded
 from gateway.limits.quotas import Quotas
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.journal import Journal
@@ -31,7 +31,7 @@ from gateway.runs.operations import (
     RunBroken,
     json_result,
 )
-from gateway.runs.runner import OperationRunner, RunnerTools
+from gateway.runs.runner import EXIT_REPORT_PATIENCE, OperationRunner, RunnerTools
 from gateway.runs.training_run import RunRows, TrainingRun
 from gateway.sessions.registry import SessionRegistry
 from gateway.storage.database import Database
@@ -40,7 +40,6 @@ from gateway.workers.fleet import Fleet
 from tandem.errors import (
     GatewayRestarted,
     InternalError,
-    Overloaded,
     SessionFinished,
     TandemError,
     UnknownRun,
@@ -52,8 +51,6 @@ from tandem.worker import TrainingSpec
 
 _SMALL_PAYLOAD = 64 * 1024
 """Payloads up to this size stay in memory while their owner has room there."""
-_EXIT_REPORT_PATIENCE = 3.0
-"""Seconds within which the launcher reports the end of a trainer whose connection broke."""
 
 
 class RunRegistry:
@@ -221,7 +218,7 @@ class RunRegistry:
         try:
             about = await client.describe()
         except WorkerUnavailable as error:
-            await asyncio.sleep(_EXIT_REPORT_PATIENCE)  # the report ends the run, and this task
+            await asyncio.sleep(EXIT_REPORT_PATIENCE)  # the report ends the run, and this task
             raise WorkerDied(f"the trainer is gone: {error}") from error
         run.architecture = about.architecture
         run.parameters = about.parameters
@@ -301,13 +298,12 @@ class RunRegistry:
         queued, limit = run.dispatcher.queued, self._settings.max_queued_operations
         if queued >= limit:
             self._limits.note_refusal("run_operations")
-            seconds = retry_after(run.dispatcher.rate, waiting=queued)
-            raise Overloaded(
+            raise overloaded(
                 f"{queued} operations of this run wait already, {limit} at most "
-                f"(TANDEM_MAX_QUEUED_OPERATIONS); ask again in {seconds:g} s",
+                "(TANDEM_MAX_QUEUED_OPERATIONS)",
                 limit="run_operations",
-                retry_after=seconds,
-                position=queued + 1,
+                waiting=queued,
+                per_second=run.dispatcher.rate,
             )
 
     async def _submit_to_lost(self, *, run_id: str, seq_id: int, kind: Kind) -> str:

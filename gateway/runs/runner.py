@@ -55,7 +55,7 @@ from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import new_version_name
 
 _DELIVERIES = 3
-_EXIT_REPORT_PATIENCE = 3.0
+EXIT_REPORT_PATIENCE = 3.0
 """Seconds within which the launcher reports the end of a trainer whose connection broke."""
 
 Request = TypeVar("Request", bound=TrainerRequest)
@@ -163,7 +163,7 @@ class OperationRunner:
                 reply = await method(request)
             except WorkerUnavailable as error:
                 self._log.warning("connection_broke", attempt=attempt, reason=str(error))
-                await asyncio.sleep(_EXIT_REPORT_PATIENCE)
+                await asyncio.sleep(EXIT_REPORT_PATIENCE)
             except TandemError as error:
                 raise RunBroken(error) from error
             else:

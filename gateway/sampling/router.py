@@ -15,7 +15,7 @@ from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import WeightVersion
 from gateway.fair_queue import FairStarter
 from gateway.futures.table import Future
-from gateway.limits.ledger import retry_after
+from gateway.limits.ledger import overloaded
 from gateway.limits.quotas import Quotas
 from gateway.metrics import Metrics
 from gateway.sampling.sampler import Sample, Sampler
@@ -24,7 +24,7 @@ from gateway.sessions.registry import SessionRegistry
 from gateway.usage.samples import EngineMeter, RecentSamples
 from gateway.workers.clients import Tell
 from gateway.workers.fleet import Fleet
-from tandem.errors import Overloaded, SessionFinished, TandemError
+from tandem.errors import SessionFinished, TandemError
 from tandem.settings import GatewaySettings
 from tandem.v1 import sampler_pb2
 
@@ -85,9 +85,8 @@ class SamplerRouter:
                 metrics=self._metrics,
                 meter=EngineMeter(samples=self._samples, base_model=model.name),
                 pins=self._pins,
-                operation_timeout=self._settings.sampler.operation_timeout,
+                settings=self._settings.sampler,
                 max_lora_rank=largest,
-                max_adapters=self._settings.sampler.max_adapters,
             )
         return sampler
 
@@ -123,13 +122,11 @@ class SamplerRouter:
         waiting = sampler.waiting
         if waiting >= self._settings.max_waiting_samples:
             self._limits.note_refusal("sampler_samples")
-            seconds = retry_after(sampler.rate, waiting=waiting)
-            raise Overloaded(
-                f"{waiting} samples wait at this sampler already "
-                f"(TANDEM_MAX_WAITING_SAMPLES); ask again in {seconds:g} s",
+            raise overloaded(
+                f"{waiting} samples wait at this sampler already (TANDEM_MAX_WAITING_SAMPLES)",
                 limit="sampler_samples",
-                retry_after=seconds,
-                position=waiting + 1,
+                waiting=waiting,
+                per_second=sampler.rate,
             )
         reserved = self._limits.reserve_sample(future.owner, size=request.ByteSize())
         future.on_end(lambda _outcome: reserved.close())

@@ -37,6 +37,7 @@ from tandem.errors import (
     WorkerStartFailed,
     from_failure,
 )
+from tandem.settings import SamplerSettings
 from tandem.telemetry import get_log
 from tandem.v1 import sampler_pb2
 
@@ -94,8 +95,7 @@ class Sample:
 
 class Sampler:
     """Serves the base model, versions of all weights one after the other, and, if `max_lora_rank`
-    is above 0, adapters up to that rank side by side. `max_adapters` bounds what `loaded` lists;
-    `operation_timeout` in seconds."""
+    is above 0, adapters up to that rank side by side."""
 
     def __init__(
         self,
@@ -106,9 +106,8 @@ class Sampler:
         metrics: Metrics,
         meter: EngineMeter,
         pins: Pins,
-        operation_timeout: float,
+        settings: SamplerSettings,
         max_lora_rank: int,
-        max_adapters: int,
     ) -> None:
         self.session_id = session_id
         self.model = model
@@ -117,11 +116,10 @@ class Sampler:
         self.reason = ""  # why the engine last ended or did not start
         self.worker: Worker | None = None
         self._fleet = fleet
-        self._timeout = operation_timeout
+        self._settings = settings
         self._metrics = metrics
         self._meter = meter
         self._pins = pins
-        self._max_adapters = max_adapters
         self._weights = ""  # those of the base model
         self._adapters: dict[str, None] = {}
         self._samples: dict[str, Sample] = {}
@@ -303,7 +301,7 @@ class Sampler:
         self._set_weights("")  # an adapter is served on top of the base model's weights
         self._adapters.pop(name, None)
         self._adapters[name] = None
-        if len(self._adapters) > self._max_adapters:
+        if len(self._adapters) > self._settings.max_adapters:  # for the status only
             del self._adapters[next(iter(self._adapters))]
 
     def _set_weights(self, name: str) -> None:
@@ -380,7 +378,9 @@ class Sampler:
             if not self._died.is_set():  # it may have ended at the moment when it became ready
                 self.worker = worker
                 self._set_state("ready")
-                self._client.set_result(SamplerClient(worker, timeout=self._timeout))
+                self._client.set_result(
+                    SamplerClient(worker, timeout=self._settings.operation_timeout)
+                )
             await self._died.wait()
             try:
                 await self._fleet.stop(worker, reason=self.reason)
