@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from gateway.access import Access
 from gateway.auth.audit import AuditLog
 from gateway.auth.identity import Identity
 from gateway.auth.keys import KeyStore, check_listening
@@ -217,14 +216,6 @@ class Gateway:
                 loss_definitions=self.loss_definitions,
                 data_dir=settings.data_dir,
             ),
-        )
-        self.access = Access(
-            identity=self.identity,
-            metrics=metrics,
-            sessions=self.sessions,
-            sampling=self.sampling,
-            session_queries=self.session_queries,
-            checkpoints=self.checkpoints,
         )
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._log = get_log()

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from pydantic import BaseModel, Field
 from sqlalchemy.exc import IntegrityError
 
-from gateway.api.dependencies import AccessDep, AuditDep, CallerDep, GatewayDep, RawBody
+from gateway.api.dependencies import AccessDep, AuditDep, GatewayDep, RawBody
 from gateway.api.fields import Answer
 from gateway.api.routing import Router
 from gateway.core import Gateway
@@ -147,12 +147,11 @@ async def create_custom_loss(
     raw: RawBody,
     gateway: GatewayDep,
     access: AccessDep,
-    caller: CallerDep,
     audit: AuditDep,
 ) -> CustomLossAccepted:
     """Register a traced loss. One that is not allowed is refused at once, so that the SDK raises
     its typed error at once."""
-    session = await access.session(body.session_id, caller)
+    session = await access.session(body.session_id)
     store = cast(CustomLossStore, gateway.loss_definitions["custom"])
     loss_id = await store.create(
         session_id=session.id,

@@ -1,7 +1,8 @@
 """What path operations depend on: the gateway, the caller, the audit note, things of the caller.
 
-A dependency that resolves something named in the path raises what it would raise for a thing
-that does not exist: an id says nothing about whether another owner has it.
+`Access` resolves what a caller names, or raises what it would raise for a thing that does not
+exist: an id says nothing about whether another owner has it. Roles are checked before
+(`routing.py`).
 """
 
 from __future__ import annotations
@@ -12,14 +13,25 @@ from typing import Annotated, cast
 from fastapi import Depends
 from starlette.requests import Request
 
-from gateway.access import Access
 from gateway.api.fields import PathText
-from gateway.auth.identity import Caller
-from gateway.checkpoints.catalog import Checkpoint
+from gateway.api.routing import Refuses
+from gateway.auth.identity import Caller, Readers
+from gateway.checkpoints.catalog import Checkpoint, unknown_checkpoint
 from gateway.core import Gateway
-from gateway.identifiers import CheckpointPath, make_checkpoint_path
+from gateway.identifiers import CheckpointPath, make_checkpoint_path, parse_checkpoint_path
 from gateway.sampling.sessions import SamplingSession
 from gateway.sessions.queries import SessionRecord
+from gateway.sessions.registry import Session, why_ended
+from tandem.errors import (
+    PermissionDenied,
+    SessionFinished,
+    Unauthenticated,
+    UnknownRequest,
+    UnknownRun,
+    UnknownSampler,
+    UnknownSession,
+    UnknownWeights,
+)
 
 
 @dataclass
@@ -35,21 +47,107 @@ class AuditNote:
         self.detail = detail
 
 
+@dataclass(frozen=True)
+class Access:
+    """Resolves ids for a caller; everything is an admin's."""
+
+    gateway: Gateway
+    caller: Caller
+
+    async def session(self, session_id: str) -> Session:
+        """Return the active session, and keep it alive. Raises `SessionFinished` or
+        `UnknownSession`."""
+        session = self._active(session_id)
+        if session is not None:
+            self._keep_alive(session_id)
+            return session
+        ended = await self.gateway.session_queries.session(session_id, self.caller)
+        raise SessionFinished(why_ended(session_id, reason=ended.reason, detail=ended.detail))
+
+    async def run(self, run_id: str) -> Session:
+        """Return the active session of a training run; the run itself may not exist. Raises
+        `SessionFinished` or `UnknownRun`."""
+        try:
+            return await self.session(run_id.partition(":train:")[0])
+        except UnknownSession as error:
+            raise UnknownRun(f"there is no training run {run_id!r} on this server") from error
+
+    async def sampling_session(self, sampler_id: str) -> SamplingSession:
+        """Return one that can be sampled from. Raises `UnknownSampler`, or `SessionFinished`
+        where its session is about to end."""
+        if not await self._owns(sampler_id.partition(":sample:")[0]):
+            raise _unknown_sampler(sampler_id)
+        found = await self.gateway.sampling.require(sampler_id)
+        await self.session(found.session_id)
+        return found
+
+    async def past_sampling_session(self, sampler_id: str) -> None:
+        """Check that a sampling session exists or existed. Raises `UnknownSampler`."""
+        owned = await self._owns(sampler_id.partition(":sample:")[0])
+        if not owned or not await self.gateway.sampling.known(sampler_id):
+            raise _unknown_sampler(sampler_id)
+
+    async def request(self, request_id: str) -> None:
+        """Check that a request id is of the caller's session, and keep that alive. Raises
+        `UnknownRequest`."""
+        session_id = request_id.partition(":")[0]
+        if not await self._owns(session_id):
+            raise UnknownRequest(f"there is no request {request_id!r} on this server")
+        self._keep_alive(session_id)
+
+    def readers(self, *, token: str | None = None) -> Readers:
+        """Return on whose behalf a checkpoint is read. `token`: a key or token of the owner who
+        lends it. Raises `PermissionDenied` where it is not valid."""
+        if not token:
+            return Readers((self.caller,))
+        try:
+            return Readers((self.caller, self.gateway.identity.identify(token.encode())))
+        except Unauthenticated as error:
+            self.gateway.metrics.refused_keys.labels(reason="weights_access_token").inc()
+            raise PermissionDenied(f"the access token for the weights: {error.message}") from error
+
+    async def checkpoint(self, path: str | CheckpointPath) -> Checkpoint:
+        """Return one to read: the caller's own, or a published one. Raises `UnknownWeights`, or
+        `InvalidRequest` for what is no checkpoint path."""
+        return await self.gateway.checkpoints.get(str(path), readers=self.readers())
+
+    async def own_checkpoint(self, path: str | CheckpointPath) -> Checkpoint:
+        """Return one to change. Raises `UnknownWeights` or `InvalidRequest`."""
+        found = await self.gateway.checkpoints.find(parse_checkpoint_path(str(path)))
+        if found is None or not self.caller.may_see(found.owner):
+            raise unknown_checkpoint(str(path))
+        return found
+
+    def _active(self, session_id: str) -> Session | None:
+        session = self.gateway.sessions.get(session_id)
+        return session if session is not None and self.caller.may_see(session.owner) else None
+
+    def _keep_alive(self, session_id: str) -> None:
+        if self.caller.may_change:
+            self.gateway.sessions.touch(session_id)
+
+    async def _owns(self, session_id: str) -> bool:
+        """Return whether a session, active or ended, is the caller's."""
+        if self._active(session_id) is not None:
+            return True
+        try:
+            await self.gateway.session_queries.session(session_id, self.caller)
+        except UnknownSession:
+            return False
+        return True
+
+
+def _unknown_sampler(sampler_id: str) -> UnknownSampler:
+    return UnknownSampler(f"there is no sampling session {sampler_id!r}")
+
+
 def gateway_of(request: Request) -> Gateway:
     return cast(Gateway, request.app.state.gateway)
 
 
-def caller_of(request: Request) -> Caller:
-    """Return whose key or token came with the request."""
-    return cast(Caller, request.state.caller)
-
-
-async def _gateway(request: Request) -> Gateway:
-    return gateway_of(request)
-
-
-async def _caller(request: Request) -> Caller:
-    return caller_of(request)
+def access_of(request: Request) -> Access:
+    """Return what resolves ids for the caller, whose key or token came with the request."""
+    return Access(gateway=gateway_of(request), caller=cast(Caller, request.state.caller))
 
 
 def audit_note_of(request: Request) -> AuditNote:
@@ -59,12 +157,23 @@ def audit_note_of(request: Request) -> AuditNote:
     return note
 
 
-async def _audit_note(request: Request) -> AuditNote:
-    return audit_note_of(request)
+# FastAPI awaits these, where it would run plain functions in a thread.
+
+
+async def _gateway(request: Request) -> Gateway:
+    return gateway_of(request)
 
 
 async def _access(request: Request) -> Access:
-    return gateway_of(request).access
+    return access_of(request)
+
+
+async def _caller(request: Request) -> Caller:
+    return cast(Caller, request.state.caller)
+
+
+async def _audit_note(request: Request) -> AuditNote:
+    return audit_note_of(request)
 
 
 async def _base_url(request: Request) -> str:
@@ -77,18 +186,15 @@ async def _raw_body(request: Request) -> bytes:
 
 
 GatewayDep = Annotated[Gateway, Depends(_gateway)]
+AccessDep = Annotated[Access, Depends(_access)]
 CallerDep = Annotated[Caller, Depends(_caller)]
 AuditDep = Annotated[AuditNote, Depends(_audit_note)]
 BaseUrl = Annotated[str, Depends(_base_url)]
 RawBody = Annotated[bytes, Depends(_raw_body)]
 
-AccessDep = Annotated[Access, Depends(_access)]
 
-
-async def _sampling_session(
-    sampler_id: PathText, access: AccessDep, caller: CallerDep
-) -> SamplingSession:
-    return await access.sampling_session(sampler_id, caller)
+async def _sampling_session(sampler_id: PathText, access: AccessDep) -> SamplingSession:
+    return await access.sampling_session(sampler_id)
 
 
 async def _past_session(
@@ -104,22 +210,24 @@ async def _path(run_id: PathText, kind: PathText, name: PathText) -> CheckpointP
 _CheckpointPath = Annotated[CheckpointPath, Depends(_path)]
 
 
-async def _readable(path: _CheckpointPath, access: AccessDep, caller: CallerDep) -> Checkpoint:
-    return await access.checkpoint(path, caller)
+async def _readable(path: _CheckpointPath, access: AccessDep) -> Checkpoint:
+    return await access.checkpoint(path)
 
 
-async def _own(path: _CheckpointPath, access: AccessDep, caller: CallerDep) -> Checkpoint:
-    return await access.own_checkpoint(path, caller)
+async def _own(path: _CheckpointPath, access: AccessDep) -> Checkpoint:
+    return await access.own_checkpoint(path)
 
 
-OwnSamplingSession = Annotated[SamplingSession, Depends(_sampling_session)]
+CHECKPOINT = Refuses(UnknownWeights, rules=["The path must be that of a checkpoint."])
+
+OwnSamplingSession = Annotated[SamplingSession, Depends(_sampling_session), Refuses(UnknownSampler)]
 """The sampling session in the path, which can be sampled from."""
 
-PastSession = Annotated[SessionRecord, Depends(_past_session)]
+PastSession = Annotated[SessionRecord, Depends(_past_session), Refuses(UnknownSession)]
 """The session in the path, active or ended."""
 
-ReadableCheckpoint = Annotated[Checkpoint, Depends(_readable)]
+ReadableCheckpoint = Annotated[Checkpoint, Depends(_readable), CHECKPOINT]
 """The checkpoint in the path: the caller's own, or a published one."""
 
-OwnCheckpoint = Annotated[Checkpoint, Depends(_own)]
+OwnCheckpoint = Annotated[Checkpoint, Depends(_own), CHECKPOINT]
 """The checkpoint in the path, to change."""

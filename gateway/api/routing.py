@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from types import EllipsisType, NoneType
-from typing import Any, Literal, TypeVar, cast, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, cast, get_type_hints
 
 from fastapi import APIRouter
 from fastapi.datastructures import Default
@@ -104,6 +104,15 @@ class PathOperation(APIRoute):
         return checked
 
 
+class Refuses:
+    """What a dependency raises, and the rules behind it; it stands in its `Annotated`, and counts
+    for every operation that depends on it."""
+
+    def __init__(self, *errors: type[TandemError], rules: Sequence[str] = ()) -> None:
+        self.errors = errors
+        self.rules = rules
+
+
 class Router(APIRouter):
     """`refusal` is the form of its errors, `status_of` their status (the SDK's by default)."""
 
@@ -130,7 +139,6 @@ class Router(APIRouter):
         audit: str | EllipsisType | None = ...,
         errors: Sequence[type[TandemError]] = (),
         rules: Sequence[str] = (),
-        status: int = 200,
         response_model: object = ...,
         responses: Responses | None = None,
         body_limit: int | None = None,
@@ -138,13 +146,13 @@ class Router(APIRouter):
         body_schema: type[BaseModel] | None = None,
         raw: Mapping[str, object] | None = None,
     ) -> Callable[[Endpoint], Endpoint]:
-        """Register a path operation.
+        """Register a path operation; one that returns None answers with 204.
 
         Args:
             role: what a request needs.
             audit: the action in the audit log (RESOURCE_VERB), or None for one that changes
                 nothing that anybody owns; must be stated for every method but GET.
-            errors: what it raises beside what every route refuses.
+            errors: what it raises beside what every route and its dependencies refuse.
             rules: what the request must be and a schema cannot say; only where there are any
                 may a request that fits the schema be refused with 400.
             response_model: where it differs from the return annotation.
@@ -161,8 +169,6 @@ class Router(APIRouter):
         facts: dict[str, object] = {ROLE: role}
         if isinstance(audit, str):
             facts[AUDIT] = audit
-        if rules:
-            facts[RULES] = list(rules)
         if body_limit is not None:
             facts[_BODY_LIMIT] = body_limit
         if most_values is not None:
@@ -180,21 +186,29 @@ class Router(APIRouter):
         def register(endpoint: Endpoint) -> Endpoint:
             hints = get_type_hints(endpoint, include_extras=True)
             answered = hints.pop("return")
-            common = [*_common_errors(role), *_input_errors(hints.values(), raw=raw is not None)]
-            if rules:
-                common.append(InvalidRequest)
+            notes = [note for hint in hints.values() for note in getattr(hint, "__metadata__", ())]
+            refused = [note for note in notes if isinstance(note, Refuses)]
+            raised = [*_common_errors(role), *errors, *(e for note in refused for e in note.errors)]
+            if raw is not None or any(
+                _is_class(getattr(h, "__origin__", h), BaseModel) for h in hints.values()
+            ):
+                raised += (MalformedPayload, InvalidRequest, PayloadTooLarge, RequestTimedOut)
+            if found := [*rules, *(rule for note in refused for rule in note.rules)]:
+                facts[RULES] = found
+            if found or any(isinstance(note, Query) for note in notes):
+                raised.append(InvalidRequest)
             if response_model is not ...:
                 answered = response_model
-            plain = answered in (None, NoneType) or _is_class(answered, Response)
+            plain = answered in (NoneType, NoReturn) or _is_class(answered, Response)
             self.add_api_route(
                 path,
                 endpoint,
                 methods=[method],
-                status_code=status,
+                status_code=204 if answered is NoneType else 200,
                 response_model=None if plain else answered,
                 response_model_exclude_unset=True,
                 response_class=Response if plain else Default(JSONResponse),
-                responses=self._responses([*common, *errors], path, responses or {}),
+                responses=self._responses(raised, path, responses or {}),
                 operation_id=endpoint.__name__,
                 openapi_extra=facts,
             )
@@ -273,14 +287,6 @@ def _common_errors(role: Role) -> Iterable[type[TandemError]]:
         yield from (Unauthenticated, TokenRefused, Overloaded)
     if role in ("member", "admin"):
         yield from (PermissionDenied, LimitExceeded)
-
-
-def _input_errors(hints: Iterable[object], *, raw: bool) -> Iterable[type[TandemError]]:
-    """Return what is refused while the body and the query are read."""
-    if raw or any(_is_class(hint, BaseModel) for hint in hints):
-        yield from (MalformedPayload, InvalidRequest, PayloadTooLarge, RequestTimedOut)
-    if any(isinstance(fact, Query) for hint in hints for fact in getattr(hint, "__metadata__", ())):
-        yield InvalidRequest
 
 
 def _is_class(hint: object, of: type) -> bool:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from gateway.api.openai.schemas import Model
-from gateway.auth.identity import Caller
+from gateway.auth.identity import Caller, Readers
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.catalog import Checkpoint
 from gateway.checkpoints.versions import WeightVersion
@@ -45,7 +45,6 @@ class ModelDirectory:
         self._checkpoints = gateway.checkpoints
         self._versions = gateway.versions
         self._runs = gateway.runs
-        self._access = gateway.access
 
     @asynccontextmanager
     async def resolve(self, name: str, caller: Caller) -> AsyncIterator[SamplingTarget]:
@@ -53,8 +52,7 @@ class ModelDirectory:
         `UnknownModel`, `UnknownWeights` or `InvalidRequest`, and the same for another owner's
         weights as for weights that do not exist."""
         if name.startswith(_SCHEME):
-            readers = self._access.readers(caller)
-            async with self._checkpoints.reading(name, readers=readers) as checkpoint:
+            async with self._checkpoints.reading(name, readers=Readers((caller,))) as checkpoint:
                 if checkpoint.path.kind != "sampler_weights":
                     raise UnknownWeights(
                         f"{name!r} is not for sampling; use what save_weights_for_sampler wrote "
@@ -87,7 +85,7 @@ class ModelDirectory:
             if not target.version.run_id:
                 return _base_model(target.model)
             if name.startswith(_SCHEME):
-                return self._saved(await self._access.checkpoint(name, caller))
+                return self._saved(await self._checkpoints.get(name, readers=Readers((caller,))))
             return _model(
                 name=name,
                 base_model=target.model.name,

@@ -233,7 +233,6 @@ async def add_model(body: AddModel, gateway: GatewayDep, audit: AuditDep) -> Mod
     "/models/{name:path}",
     role="admin",
     audit="model_remove",
-    status=204,
     errors=[UnknownModel],
 )
 async def remove_model(name: PathText, gateway: GatewayDep) -> None:

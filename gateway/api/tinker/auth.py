@@ -48,7 +48,6 @@ async def own_key(gateway: GatewayDep, caller: CallerDep) -> OwnKey:
     "/apikey/me",
     role="reader",  # whoever holds a key may give it up
     audit="apikey_delete",
-    status=204,
     errors=[PermissionDenied],
 )
 async def delete_own_key(gateway: GatewayDep, caller: CallerDep, audit: AuditDep) -> None:

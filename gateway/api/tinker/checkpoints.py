@@ -8,6 +8,7 @@ from fastapi import Header, Query
 from pydantic import BaseModel, Field
 
 from gateway.api.dependencies import (
+    CHECKPOINT,
     AccessDep,
     AuditDep,
     BaseUrl,
@@ -39,7 +40,6 @@ _TYPES: dict[str, Literal["training", "sampler", "external"]] = {
 }
 _LARGEST_PAGE = 10_000
 _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
-_PATH = ["The path must be that of a checkpoint."]
 
 router = Router("/api/v1", tag="SDK")
 own_router = Router("/api/tandem/v1", tag="Tandem")
@@ -153,9 +153,6 @@ async def user_checkpoints(
     _ONE,
     role="member",
     audit="checkpoint_delete",
-    status=204,
-    errors=[UnknownWeights],
-    rules=_PATH,
 )
 async def delete_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
     """Delete a checkpoint and its files."""
@@ -167,9 +164,6 @@ async def delete_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> N
     f"{_ONE}/publish",
     role="member",
     audit="checkpoint_publish",
-    status=204,
-    errors=[UnknownWeights],
-    rules=_PATH,
 )
 async def publish_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
     """Let everybody with a key read the checkpoint. Idempotent."""
@@ -181,9 +175,6 @@ async def publish_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> 
     f"{_ONE}/publish",
     role="member",
     audit="checkpoint_unpublish",
-    status=204,
-    errors=[UnknownWeights],
-    rules=_PATH,
 )
 async def unpublish_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
     """Make a published checkpoint its owner's alone again."""
@@ -195,9 +186,7 @@ async def unpublish_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -
     f"{_ONE}/ttl",
     role="member",
     audit="checkpoint_ttl_set",
-    status=204,
-    errors=[UnknownWeights],
-    rules=["From an hour to ten years.", *_PATH],
+    rules=["From an hour to ten years."],
 )
 async def set_checkpoint_ttl(body: Ttl, checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
     """Set when a checkpoint expires, counted from now; null: never."""
@@ -209,7 +198,6 @@ async def set_checkpoint_ttl(body: Ttl, checkpoint: OwnCheckpoint, gateway: Gate
     "GET",
     f"{_ONE}/external_weights_urls",
     role="reader",
-    errors=[UnknownWeights],
     rules=["The checkpoint must be one that was exported."],
 )
 async def external_weights_urls(
@@ -225,28 +213,23 @@ async def external_weights_urls(
     return await _signed(gateway, checkpoint, base_url)
 
 
-@own_router.operation(
-    "GET", "/checkpoints/files", role="reader", errors=[UnknownWeights], rules=_PATH
-)
+@own_router.operation("GET", "/checkpoints/files", role="reader")
 async def checkpoint_files(
-    path: Annotated[str, Query()],
+    path: Annotated[str, Query(), CHECKPOINT],
     gateway: GatewayDep,
     access: AccessDep,
-    caller: CallerDep,
     base_url: BaseUrl,
 ) -> SignedUrls:
     """Return signed addresses of the files of any checkpoint (`?path=tinker://…`)."""
-    return await _signed(gateway, await access.checkpoint(path, caller), base_url)
+    return await _signed(gateway, await access.checkpoint(path), base_url)
 
 
-@router.operation(
-    "POST", "/weights_info", role="reader", audit=None, errors=[UnknownWeights], rules=_PATH
-)
+@router.operation("POST", "/weights_info", role="reader", audit=None)
 async def weights_info(
-    body: TinkerPath, gateway: GatewayDep, access: AccessDep, caller: CallerDep
+    body: Annotated[TinkerPath, CHECKPOINT], gateway: GatewayDep, access: AccessDep
 ) -> WeightsInfo:
     """Return what a client must know to load a checkpoint."""
-    checkpoint = await access.checkpoint(body.tinker_path, caller)
+    checkpoint = await access.checkpoint(body.tinker_path)
     training = (await gateway.checkpoints.origin(checkpoint.path.run_id)).training
     optimizer = optimizer_name(training.optimizer)
     if (lora := training.lora) is None:
@@ -279,7 +262,6 @@ async def copy_weights(
     body: CopyWeights,
     gateway: GatewayDep,
     access: AccessDep,
-    caller: CallerDep,
     audit: AuditDep,
     x_tinker_weights_access_token: Annotated[
         str | Omitted, Header(description="Another key, which may read the source")
@@ -291,14 +273,14 @@ async def copy_weights(
     """Copy a checkpoint into a project, or into a session. Answers when it is copied."""
     check_ttl(body.ttl_seconds)
     token = x_tinker_weights_access_token or body.weights_access_token
-    readers = access.readers(caller, token=token)
+    readers = access.readers(token=token)
     await gateway.checkpoints.get(body.source_path, readers=readers)
-    owner, run_id, project_id = caller.owner, None, body.destination_project_id or ""
+    owner, run_id, project_id = access.caller.owner, None, body.destination_project_id or ""
     if body.session_id is not None:
         if body.model_seq_id is None:
             raise InvalidRequest("copy_weights with a session_id needs a model_seq_id, too")
         # A copy in a session is of the session's project, and of its owner.
-        session = await access.session(body.session_id, caller)
+        session = await access.session(body.session_id)
         owner, project_id = session.owner, session.project_id
         run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
     elif not project_id:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from gateway.api.dependencies import AccessDep, AuditDep, AuditNote, CallerDep, GatewayDep, RawBody
+from gateway.api.dependencies import AccessDep, AuditDep, AuditNote, GatewayDep, RawBody
 from gateway.api.fields import Answer
 from gateway.api.request_body import SMALL_BODY
 from gateway.api.routing import Router
@@ -92,12 +92,11 @@ async def create_model(
     raw: RawBody,
     gateway: GatewayDep,
     access: AccessDep,
-    caller: CallerDep,
     audit: AuditDep,
 ) -> OperationAccepted:
     """Begin a training run. A user's mistake is answered at once, so that the SDK raises its
     typed error at once."""
-    await access.session(body.session_id, caller)
+    await access.session(body.session_id)
     optimizer = known_optimizer(body.optimizer_config)
     name, full = split_model_name(body.base_model)
     model = gateway.models.get(name)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from gateway.api.dependencies import AccessDep, CallerDep, GatewayDep, caller_of, gateway_of
+from gateway.api.dependencies import AccessDep, GatewayDep, access_of
 from gateway.api.fields import Answer
 from gateway.api.request_body import JSON, PROTOBUF, parse
 from gateway.api.routing import Router, binary, json_content, model_response
@@ -175,10 +175,11 @@ async def retrieve_future(request: Request) -> Response:
     while it has not finished; 410 for a sample that is to be asked for again; 404 otherwise. A
     large result is answered with its size alone where the client allows that.
     """
-    gateway, caller = gateway_of(request), caller_of(request)
+    access = access_of(request)
+    gateway = access.gateway
     body = parse(Retrieve, await request.body())
     request_id = body.request_id
-    await gateway.access.request(request_id, caller)
+    await access.request(request_id)
     future = gateway.futures.get(request_id)
     if future is not None:
         outcome = await gateway.futures.wait(future, timeout=gateway.settings.long_poll)
@@ -188,7 +189,9 @@ async def retrieve_future(request: Request) -> Response:
             size = outcome.size
             if size > INLINE_BYTES:
                 return model_response(ResultSize(request_id=request_id, response_payload_size=size))
-        if caller.may_change:  # what only a reader has seen must still be there for its owner
+        if (
+            access.caller.may_change
+        ):  # what only a reader has seen must still be there for its owner
             future.fetched_at = time.monotonic()
         return _result(outcome)
     recalled = await gateway.recall(request_id)
@@ -210,12 +213,12 @@ async def retrieve_future(request: Request) -> Response:
     responses={410: {"model": FailedOperation, "description": "A cursor of an earlier gateway."}},
 )
 async def retrieve_futures(
-    body: RetrieveMany, gateway: GatewayDep, access: AccessDep, caller: CallerDep
+    body: RetrieveMany, gateway: GatewayDep, access: AccessDep
 ) -> FinishedSamples | Response:
     """Return which samples of a client have finished since its last poll. 410 when the cursor is
     of an earlier gateway: what the client waits for is not known here."""
     target = body.target
-    await access.past_sampling_session(target.sampling_session_id, caller)
+    await access.past_sampling_session(target.sampling_session_id)
     longest = gateway.settings.long_poll
     polled = await gateway.completions.poll(
         Target(target.sampling_session_id, target.cloned_sampler_id),
@@ -245,17 +248,14 @@ async def retrieve_futures(
     "/cancel_future",
     role="member",
     audit=None,
-    status=204,
     errors=[UnknownRequest],
     rules=["Only samples can be cancelled."],
 )
-async def cancel_future(
-    body: Cancel, gateway: GatewayDep, access: AccessDep, caller: CallerDep
-) -> None:
+async def cancel_future(body: Cancel, gateway: GatewayDep, access: AccessDep) -> None:
     """Cancel a sample, here and in its engine. Idempotent: 204 also for one that has finished or
     is not known any more. Operations of a run cannot be cancelled: later ones build on them."""
     request_id = body.request_id
-    await access.request(request_id, caller)
+    await access.request(request_id)
     owner = split_request_id(request_id)
     if owner is None:
         raise UnknownRequest(f"there is no request {request_id!r} on this server")

@@ -11,10 +11,9 @@ from starlette.responses import Response
 from gateway.api.dependencies import (
     AccessDep,
     AuditDep,
-    CallerDep,
     GatewayDep,
     OwnSamplingSession,
-    caller_of,
+    access_of,
     gateway_of,
 )
 from gateway.api.fields import Answer
@@ -143,19 +142,18 @@ async def create_sampling_session(
     body: CreateSamplingSession,
     gateway: GatewayDep,
     access: AccessDep,
-    caller: CallerDep,
     audit: AuditDep,
 ) -> CreatedSamplingSession:
     """Begin to sample from a base model or a checkpoint."""
-    await access.session(body.session_id, caller)
+    await access.session(body.session_id)
     session = await gateway.sampling.create(
         session_id=body.session_id,
         number=body.sampling_session_seq_id,
         base_model=body.base_model,
         model_path=body.model_path,
-        readers=access.readers(caller),
+        readers=access.readers(),
     )
-    await access.session(body.session_id, caller)  # it may have ended meanwhile
+    await access.session(body.session_id)  # it may have ended meanwhile
     _sampler_of(gateway, session)
     audit.note(session.id)
     return CreatedSamplingSession(type="create_sampling_session", sampling_session_id=session.id)
@@ -164,17 +162,15 @@ async def create_sampling_session(
 @router.operation(
     "POST", "/join_sampling_session", role="member", audit=None, errors=[UnknownSampler]
 )
-async def join_sampling_session(
-    body: Join, gateway: GatewayDep, access: AccessDep, caller: CallerDep
-) -> Joined:
+async def join_sampling_session(body: Join, gateway: GatewayDep, access: AccessDep) -> Joined:
     """Return a number for one more client of a sampling session, such as one that was unpickled
     elsewhere."""
-    await access.sampling_session(body.sampling_session_id, caller)
+    await access.sampling_session(body.sampling_session_id)
     number = await gateway.sampling.join(body.sampling_session_id)
     return Joined(type="join_sampling_session", client_counter=number)
 
 
-@router.operation("GET", "/samplers/{sampler_id}", role="reader", errors=[UnknownSampler])
+@router.operation("GET", "/samplers/{sampler_id}", role="reader")
 async def get_sampler(session: OwnSamplingSession) -> SamplerInfo:
     """Return what a sampling session samples from."""
     return SamplerInfo(
@@ -185,20 +181,20 @@ async def get_sampler(session: OwnSamplingSession) -> SamplerInfo:
 
 
 async def _session_and_seq_id(request: Request, body: Sample) -> tuple[SamplingSession, int]:
-    gateway, caller = gateway_of(request), caller_of(request)
+    access = access_of(request)
+    gateway, owner = access.gateway, access.caller.owner
     if body.sampling_session_id is None:
         session = await gateway.implicit_sessions.create(
-            owner=caller.owner,
+            owner=owner,
             base_model=body.base_model,
             model_path=body.model_path,
-            readers=gateway.access.readers(caller),
+            readers=access.readers(),
         )
-        return session, gateway.implicit_sessions.next_seq_id(
-            owner=caller.owner, sampling_session_id=session.id
-        )
+        seq_id = gateway.implicit_sessions.next_seq_id(owner=owner, sampling_session_id=session.id)
+        return session, seq_id
     if body.seq_id is None:
         raise InvalidRequest("a sample in a sampling session needs a seq_id")
-    session = await gateway.access.sampling_session(body.sampling_session_id, caller)
+    session = await access.sampling_session(body.sampling_session_id)
     return session, body.seq_id
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NoReturn
 
 from pydantic import BaseModel, Field
 
@@ -128,7 +128,7 @@ async def capabilities(gateway: GatewayDep) -> Capabilities:
     audit=None,
     rules=["Always refused: the SDK that calls it is too old."],
 )
-async def forward_of_old_sdk() -> None:
+async def forward_of_old_sdk() -> NoReturn:
     """Refuse what SDKs before 0.25 call; newer ones send forward to forward_backward."""
     raise json_refused("forward")
 

@@ -146,9 +146,9 @@ class TraceExport(Answer):
     audit=None,
     errors=[UnknownSession, SessionFinished],
 )
-async def session_heartbeat(body: Heartbeat, access: AccessDep, caller: CallerDep) -> Beat:
+async def session_heartbeat(body: Heartbeat, access: AccessDep) -> Beat:
     """Keep a session alive. 410 for one that has ended, which stops the SDK's loop."""
-    await access.session(body.session_id, caller)
+    await access.session(body.session_id)
     return Beat(type="session_heartbeat")
 
 
@@ -185,7 +185,6 @@ async def create_session(
     "/sessions/{session_id}/finish",
     role="member",
     audit="session_finish",
-    status=204,
     errors=[UnknownSession],
 )
 async def finish_session(
@@ -193,13 +192,12 @@ async def finish_session(
     body: Finish,
     gateway: GatewayDep,
     access: AccessDep,
-    caller: CallerDep,
     audit: AuditDep,
 ) -> None:
     """End a session. Answers when its workers are stopped; the first reason counts."""
     audit.note(session_id, reason=body.reason.type)
     with suppress(SessionFinished):  # the first reason counts; this only waits for the end
-        await access.session(session_id, caller)
+        await access.session(session_id)
     await gateway.end_session(
         session_id=session_id,
         state="finished",
@@ -263,8 +261,6 @@ async def get_session(
     "/sessions/{session_id}/project",
     role="member",
     audit="project_assign",
-    status=204,
-    errors=[UnknownSession],
 )
 async def assign_session_project(
     body: Project, session: PastSession, gateway: GatewayDep, audit: AuditDep
@@ -274,9 +270,7 @@ async def assign_session_project(
     await gateway.sessions.assign_project(session_id=session.id, project_id=body.project_id)
 
 
-@router.operation(
-    "GET", "/sessions/{session_id}/trace_export", role="reader", errors=[UnknownSession]
-)
+@router.operation("GET", "/sessions/{session_id}/trace_export", role="reader")
 async def trace_export(session: PastSession, gateway: GatewayDep, base_url: BaseUrl) -> TraceExport:
     """Return the signed address of the session's trace up to now."""
     url = f"{base_url}{gateway.traces.address(session.id)}"

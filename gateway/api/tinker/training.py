@@ -18,15 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.access import Access
 from gateway.api.dependencies import (
+    Access,
     AccessDep,
     AuditNote,
-    CallerDep,
     GatewayDep,
+    access_of,
     audit_note_of,
-    caller_of,
-    gateway_of,
 )
 from gateway.api.fields import Answer
 from gateway.api.request_body import (
@@ -39,7 +37,7 @@ from gateway.api.request_body import (
     parse_json,
     validate,
 )
-from gateway.api.routing import Router, binary, model_response
+from gateway.api.routing import Refuses, Router, binary, model_response
 from gateway.api.tinker.checkpoints import OptimizerName, optimizer_name
 from gateway.api.tinker.create_model import (
     CreateViaLoad,
@@ -50,8 +48,6 @@ from gateway.api.tinker.create_model import (
     known_optimizer,
 )
 from gateway.api.tinker.sdk_version import json_refused
-from gateway.auth.identity import Caller
-from gateway.core import Gateway
 from gateway.runs.operations import (
     AdamParams,
     Body,
@@ -80,7 +76,6 @@ from tandem.errors import (
 from tandem.wire.v1 import tinker_pb2
 
 PROTO = "protos/tandem/wire/v1/tinker.proto"
-_ERRORS = [UnknownRun, SessionFinished, Overloaded]
 _LATER = (
     "A body that names its run and its sequence number but is wrong otherwise is accepted, takes "
     "that number in the run's journal, and fails there: `retrieve_future` says why."
@@ -138,9 +133,7 @@ class TrainingInfo(Answer):
 class Submitter:
     """Puts an operation of the caller into its run's journal."""
 
-    gateway: Gateway
     access: Access
-    caller: Caller
     audit: AuditNote
     raw: bytes
 
@@ -157,7 +150,7 @@ class Submitter:
         `raw` is what the journal keeps of the body, where that is not all of it.
         """
         raw = self.raw if raw is None else raw
-        await self.access.run(addressed.model_id, self.caller)
+        await self.access.run(addressed.model_id)
         body: Body | None = None
         refused: UserError | None = None
         try:
@@ -167,7 +160,7 @@ class Submitter:
             self.audit.note(_target(addressed.model_id, body))
         except UserError as error:
             refused = error
-        await self.gateway.runs.submit(
+        await self.access.gateway.runs.submit(
             run_id=addressed.model_id,
             seq_id=addressed.seq_id,
             kind=kind,
@@ -179,18 +172,17 @@ class Submitter:
 
 
 async def _submitter(request: Request) -> Submitter:
-    """One dependency rather than five: each takes FastAPI about 8 us, and optim_step is hot."""
-    gateway = gateway_of(request)
+    """One dependency rather than three: each takes FastAPI about 8 us, and optim_step is hot."""
     return Submitter(
-        gateway=gateway,
-        access=gateway.access,
-        caller=caller_of(request),
-        audit=audit_note_of(request),
-        raw=await request.body(),
+        access=access_of(request), audit=audit_note_of(request), raw=await request.body()
     )
 
 
-SubmitterDep = Annotated[Submitter, Depends(_submitter)]
+SubmitterDep = Annotated[
+    Submitter,
+    Depends(_submitter),
+    Refuses(UnknownRun, SessionFinished, Overloaded, rules=[_LATER]),
+]
 
 
 # Raw: a protobuf that goes into the journal as it came; the gateway decodes its routing fields
@@ -201,7 +193,7 @@ SubmitterDep = Annotated[Submitter, Depends(_submitter)]
     "/forward_backward",
     role="member",
     audit=None,
-    errors=_ERRORS,
+    errors=[UnknownRun, SessionFinished, Overloaded],
     rules=[_LATER, "The body must name a run and a sequence number of at least 1."],
     raw={
         PROTOBUF: {"schema": binary("ForwardBackwardRequest of protos/tandem/wire/v1/tinker.proto")}
@@ -210,7 +202,6 @@ SubmitterDep = Annotated[Submitter, Depends(_submitter)]
 )
 async def forward_backward(request: Request) -> Response:
     """Compute a batch's loss, and its gradients unless `forward_only` is set."""
-    gateway = gateway_of(request)
     if request.headers.get("content-type", "").startswith(JSON):
         raise json_refused("forward_backward")
     try:
@@ -229,8 +220,9 @@ async def forward_backward(request: Request) -> Response:
         raise MalformedPayload(
             "the body is not a ForwardBackwardRequest: model_id or seq_id is missing"
         )
-    await gateway.access.run(routing.model_id, caller_of(request))
-    await gateway.runs.submit(
+    access = access_of(request)
+    await access.run(routing.model_id)
+    await access.gateway.runs.submit(
         run_id=routing.model_id,
         seq_id=routing.seq_id,
         kind="forward" if routing.forward_only else "forward_backward",
@@ -245,8 +237,7 @@ async def forward_backward(request: Request) -> Response:
     "/optim_step",
     role="member",
     audit=None,
-    errors=_ERRORS,
-    rules=[_LATER, "A step takes either `adam_params` or `optimizer_params`."],
+    rules=["A step takes either `adam_params` or `optimizer_params`."],
     body_schema=OptimStepFields,
 )
 async def optim_step(body: Addressed, submitter: SubmitterDep) -> OperationAccepted:
@@ -259,8 +250,6 @@ async def optim_step(body: Addressed, submitter: SubmitterDep) -> OperationAccep
     "/save_weights",
     role="member",
     audit="checkpoint_write",
-    errors=_ERRORS,
-    rules=[_LATER],
     body_schema=SaveWeights,
 )
 async def save_weights(body: Addressed, submitter: SubmitterDep) -> OperationAccepted:
@@ -273,8 +262,6 @@ async def save_weights(body: Addressed, submitter: SubmitterDep) -> OperationAcc
     "/save_weights_for_sampler",
     role="member",
     audit="checkpoint_write",
-    errors=_ERRORS,
-    rules=[_LATER],
     body_schema=SaveWeightsForSampler,
 )
 async def save_weights_for_sampler(body: Addressed, submitter: SubmitterDep) -> OperationAccepted:
@@ -288,8 +275,6 @@ async def save_weights_for_sampler(body: Addressed, submitter: SubmitterDep) -> 
     "/save_weights_external",
     role="member",
     audit="checkpoint_write",
-    errors=_ERRORS,
-    rules=[_LATER],
     body_schema=SaveWeightsExternal,
 )
 async def save_weights_external(body: Addressed, submitter: SubmitterDep) -> OperationAccepted:
@@ -303,9 +288,8 @@ async def save_weights_external(body: Addressed, submitter: SubmitterDep) -> Ope
     "/load_weights",
     role="member",
     audit="checkpoint_read",
-    errors=[*_ERRORS, UnknownSession, UnknownModel, UnknownWeights],
+    errors=[UnknownSession, UnknownModel, UnknownWeights],
     rules=[
-        _LATER,
         "Without a `session_id`, a run (`model_id`) and a sequence number (`seq_id`) are needed. "
         "A new run is made where `session_id` is given; its path must be that of a training "
         "checkpoint that fits the model and the training asked for.",
@@ -315,7 +299,7 @@ async def save_weights_external(body: Addressed, submitter: SubmitterDep) -> Ope
 async def load_weights(body: AddressedOrNew, submitter: SubmitterDep) -> OperationAccepted:
     """Load a saved state into a new run (`session_id`, `model_seq_id`), or into an existing one
     (`model_id`)."""
-    readers = submitter.access.readers(submitter.caller, token=body.weights_access_token)
+    readers = submitter.access.readers(token=body.weights_access_token)
     raw, fields = _without_token(submitter.raw)
 
     def read(fields: dict[str, object]) -> LoadWeights:
@@ -325,20 +309,18 @@ async def load_weights(body: AddressedOrNew, submitter: SubmitterDep) -> Operati
         return await submitter.submit(validate(Addressed, fields), "load_weights", read, raw=raw)
     check_small(raw)
     new, load = validate(CreateViaLoad, fields), read(fields)
-    await submitter.access.session(new.session_id, submitter.caller)
+    await submitter.access.session(new.session_id)
     return await create_via_load(
-        submitter.gateway, raw, body=new, load=load, readers=readers, audit=submitter.audit
+        submitter.access.gateway, raw, body=new, load=load, readers=readers, audit=submitter.audit
     )
 
 
 @router.operation(
     "POST", "/get_info", role="reader", audit=None, errors=[UnknownRun, SessionFinished]
 )
-async def get_info(
-    body: ModelId, gateway: GatewayDep, access: AccessDep, caller: CallerDep
-) -> TrainingInfo:
+async def get_info(body: ModelId, gateway: GatewayDep, access: AccessDep) -> TrainingInfo:
     """Return what a run trains; also once it has ended, while its session is active."""
-    await access.run(body.model_id, caller)
+    await access.run(body.model_id)
     run = gateway.runs.get(body.model_id)
     if run is None:
         raise UnknownRun(f"training run {body.model_id!r} does not run on this server")
@@ -425,9 +407,9 @@ async def _refuse(request: Request, prefix: bytes, error: UserError) -> Response
     routing = read_routing_prefix(prefix)
     if routing is None:
         raise error
-    gateway = gateway_of(request)
-    await gateway.access.run(routing.run_id, caller_of(request))
-    await gateway.runs.submit(
+    access = access_of(request)
+    await access.run(routing.run_id)
+    await access.gateway.runs.submit(
         run_id=routing.run_id, seq_id=routing.seq_id, kind="forward_backward", refused=error
     )
     raise error
