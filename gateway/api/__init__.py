@@ -3,7 +3,7 @@
 `tinker` (the SDK, `/api/v1`), `tandem` (the command line, `/api/tandem/v1`) and `openai`
 (`/v1`) have one module per subject: its request and response models, its router, its path
 operations. They share what lies in this folder: `routing` (a router whose operations state a
-role), `dependencies` (the gateway, the caller, things of the caller), `request_body` (bounded
+role), `dependencies` (the gateway, the caller, what the caller names), `request_body` (bounded
 reading and parsing), `errors` (exceptions as answers, by dialect), `middleware` (what surrounds
 every request), `fields` (types of models) and `openapi`.
 

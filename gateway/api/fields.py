@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from fastapi import Query
 from pydantic import (
@@ -26,6 +26,13 @@ class Answer(BaseModel):
     that a route leaves unset are left out of its answer."""
 
     model_config = ConfigDict(extra="forbid", from_attributes=True, protected_namespaces=())
+
+    @classmethod
+    def of(cls, source: object, **others: object) -> Self:
+        """Return the answer with `others`, and its other fields from the attributes of `source`
+        that have their names."""
+        same = {name: getattr(source, name) for name in cls.model_fields if name not in others}
+        return cls.model_validate({**same, **others})
 
 
 def iso(seconds: object) -> object:

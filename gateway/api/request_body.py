@@ -197,10 +197,9 @@ def parse(model: type[Model], body: bytes, *, most_values: int = MOST_VALUES) ->
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        if first["type"] == "json_invalid":
-            raise MalformedPayload(f"the body is not JSON: {first['msg']}") from error
-        raise InvalidRequest(fault(first["loc"], first["msg"])) from error
+        if error.errors(include_url=False)[0]["type"] == "json_invalid":
+            raise MalformedPayload(f"the body is not JSON: {first_fault(error)}") from error
+        raise InvalidRequest(first_fault(error)) from error
 
 
 def validate(model: type[Model], fields: object) -> Model:
@@ -208,8 +207,12 @@ def validate(model: type[Model], fields: object) -> Model:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        raise InvalidRequest(fault(first["loc"], first["msg"])) from error
+        raise InvalidRequest(first_fault(error)) from error
+
+
+def first_fault(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False)[0]
+    return fault(first["loc"], first["msg"])
 
 
 def fault(where: tuple[int | str, ...], message: str) -> str:

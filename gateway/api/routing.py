@@ -189,9 +189,8 @@ class Router(APIRouter):
             notes = [note for hint in hints.values() for note in getattr(hint, "__metadata__", ())]
             refused = [note for note in notes if isinstance(note, Refuses)]
             raised = [*_common_errors(role), *errors, *(e for note in refused for e in note.errors)]
-            if raw is not None or any(
-                _is_class(getattr(h, "__origin__", h), BaseModel) for h in hints.values()
-            ):
+            bodies = (getattr(hint, "__origin__", hint) for hint in hints.values())
+            if raw is not None or any(_is_class(body, BaseModel) for body in bodies):
                 raised += (MalformedPayload, InvalidRequest, PayloadTooLarge, RequestTimedOut)
             if found := [*rules, *(rule for note in refused for rule in note.rules)]:
                 facts[RULES] = found

@@ -8,7 +8,7 @@ import pytest
 import tinker
 from tinker import TrainingClient
 
-from gateway.api.tinker.sdk_version import TESTED
+from gateway.api.tinker.service import TESTED
 from tests.conformance.conform.claims import PATH, all_claims, render
 from tests.conformance.conform.surface import NEWEST, OLDEST, commands, public_methods, surface
 from tests.support.plain_http import PlainClient

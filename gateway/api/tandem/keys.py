@@ -60,7 +60,7 @@ async def create_key(
     key, secret = await gateway.keys.create(body)
     audit.note(key.id, owner=key.owner, role=key.role)
     response.headers["Cache-Control"] = "no-store"
-    return NewKeyInfo(**described(gateway.keys, key).model_dump(), key=secret)
+    return NewKeyInfo.of(described(gateway.keys, key), key=secret)
 
 
 @router.operation(
@@ -72,15 +72,4 @@ async def revoke_key(key_id: PathText, gateway: GatewayDep) -> KeyInfo:
 
 
 def described(keys: KeyStore, key: Key) -> KeyInfo:
-    return KeyInfo(
-        id=key.id,
-        owner=key.owner,
-        role=key.role,
-        name=key.name,
-        state=keys.ended(key) or "active",
-        created_at=key.created_at,
-        expires_at=key.expires_at,
-        revoked_at=key.revoked_at,
-        last_used_at=keys.last_used_at(key),
-        local=key.local,
-    )
+    return KeyInfo.of(key, state=keys.ended(key) or "active", last_used_at=keys.last_used_at(key))

@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 from gateway.api.dependencies import AuditDep, CallerDep, GatewayDep
 from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router, file_response
-from gateway.checkpoints.base_models import BaseModelEntry
 from tandem import __version__
 from tandem.errors import UnknownModel
 
@@ -137,27 +136,16 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
             data_dir=str(gateway.settings.data_dir) if admin else "",
         ),
         sessions=[
-            SessionStatus(
-                id=session.id,
-                owner=session.owner,
-                display_name=session.display_name,
-                created_at=session.created_at,
-                idle_seconds=round(time.monotonic() - session.seen_at, 1),
-            )
+            SessionStatus.of(session, idle_seconds=round(time.monotonic() - session.seen_at, 1))
             for session in gateway.sessions.all()
             if session.id in mine
         ],
         runs=[
-            RunStatus(
-                id=run.id,
-                session_id=run.session_id,
+            RunStatus.of(
+                run,
                 base_model=run.model.name,
-                state=run.state,
                 reason=run.error.message if run.error is not None else "",
                 worker=run.worker.worker_id if run.worker is not None else "",
-                step=run.step,
-                parameters=run.parameters,
-                ranks=run.ranks,
                 queued=run.dispatcher.queued,
                 under_way=run.dispatcher.under_way,
                 weight_version=run.parent,
@@ -166,37 +154,25 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
             if run.session_id in mine
         ],
         samplers=[
-            SamplerStatus(
-                session_id=sampler.session_id,
+            SamplerStatus.of(
+                sampler,
                 base_model=sampler.model.name,
-                state=sampler.state,
-                reason=sampler.reason,
                 worker=sampler.worker.worker_id if sampler.worker is not None else "",
                 weight_version=sampler.weights,
                 adapters=sorted(sampler.loaded - {sampler.weights}),
-                max_lora_rank=sampler.max_lora_rank,
-                waiting=sampler.waiting,
             )
             for sampler in gateway.samplers.all()
             if sampler.session_id in mine
         ],
         sampling_sessions=[
-            SamplingSessionStatus(
-                id=session.id,
-                kind=session.kind,
-                base_model=session.base_model,
-                weight_version=session.version.name,
-            )
+            SamplingSessionStatus.of(session, weight_version=session.version.name)
             for session in gateway.sampling.all()
             if session.session_id in mine
         ],
         workers=[
-            WorkerStatus(
+            WorkerStatus.of(
+                worker,
                 id=worker.worker_id,
-                kind=worker.kind,
-                session_id=worker.session_id,
-                run_id=worker.run_id,
-                state=worker.state,
                 pid=worker.details.pid if admin else 0,
                 address=worker.worker.handle.address if worker.worker and admin else "",
                 metrics_port=worker.worker.handle.metrics_port if worker.worker and admin else 0,
@@ -212,7 +188,7 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
 @router.operation("GET", "/models", role="reader")
 async def list_models(gateway: GatewayDep) -> RegisteredModels:
     """List the base models."""
-    return RegisteredModels(models=[_model(entry) for entry in gateway.models.all()])
+    return RegisteredModels(models=[ModelEntry.of(entry) for entry in gateway.models.all()])
 
 
 @router.operation(
@@ -225,7 +201,7 @@ async def list_models(gateway: GatewayDep) -> RegisteredModels:
 async def add_model(body: AddModel, gateway: GatewayDep, audit: AuditDep) -> ModelEntry:
     """Register a base model. A name that is registered already gets the new path."""
     audit.note(body.name)
-    return _model(await gateway.models.add(name=body.name, path=body.path))
+    return ModelEntry.of(await gateway.models.add(name=body.name, path=body.path))
 
 
 @router.operation(
@@ -265,7 +241,3 @@ async def get_version() -> Version:
 async def metrics(gateway: GatewayDep) -> Response:
     """Return the gateway's metrics for Prometheus."""
     return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-
-def _model(entry: BaseModelEntry) -> ModelEntry:
-    return ModelEntry(name=entry.name, path=entry.path, max_length=entry.max_length)

@@ -149,13 +149,12 @@ def _check_window(starting_on: dt.datetime, ending_before: dt.datetime) -> None:
 
 
 def _event(event: UsageEvent) -> UsageOfHour:
-    return UsageOfHour(
+    return UsageOfHour.of(
+        event,
         bucket_start=event.hour,
         bucket_end=event.hour + HOUR,
-        base_model=event.base_model,
         user_id=urn_of(event.owner),
         user_name=event.owner,
-        session_id=event.session_id,
         project_id=event.project_id or None,
         estimated_cost_usd=None,
         effective_rate_usd_per_million_tokens=None,

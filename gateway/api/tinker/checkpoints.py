@@ -316,13 +316,11 @@ async def _signed(gateway: Gateway, checkpoint: Checkpoint, base_url: str) -> Si
 
 def described(checkpoint: Checkpoint) -> CheckpointInfo:
     path = checkpoint.path
-    return CheckpointInfo(
+    return CheckpointInfo.of(
+        checkpoint,
         checkpoint_id=f"{path.kind}/{path.name}",
         checkpoint_type=_TYPES[path.kind],
         time=checkpoint.created_at,
         tinker_path=str(path),
         size_bytes=checkpoint.bytes,
-        public=checkpoint.public,
-        user_metadata=checkpoint.user_metadata,
-        expires_at=checkpoint.expires_at,
     )

@@ -189,9 +189,7 @@ async def retrieve_future(request: Request) -> Response:
             size = outcome.size
             if size > INLINE_BYTES:
                 return model_response(ResultSize(request_id=request_id, response_payload_size=size))
-        if (
-            access.caller.may_change
-        ):  # what only a reader has seen must still be there for its owner
+        if access.caller.may_change:  # what only a reader has seen stays for its owner
             future.fetched_at = time.monotonic()
         return _result(outcome)
     recalled = await gateway.recall(request_id)

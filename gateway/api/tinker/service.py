@@ -1,7 +1,8 @@
-"""Health, configuration of the client, capabilities, telemetry."""
+"""Health, configuration of the client, its release, capabilities, telemetry."""
 
 from __future__ import annotations
 
+import re
 from typing import Literal, NoReturn
 
 from pydantic import BaseModel, Field
@@ -9,11 +10,21 @@ from pydantic import BaseModel, Field
 from gateway.api.dependencies import GatewayDep
 from gateway.api.fields import Answer
 from gateway.api.routing import Router
-from gateway.api.tinker.sdk_version import check_sdk_version, json_refused
+from tandem.errors import SdkTooOld
 
 router = Router("/api/v1", tag="SDK")
 
 SDK_VERSION = ["The SDK must not be too old."]
+
+OLDEST = (0, 25)
+"""The first SDK that sends forward_backward as protobuf alone, as this gateway takes it."""
+
+TESTED = (0, 27)
+"""The first that the conformance suite runs with."""
+
+_WANTED = f"tinker>={TESTED[0]}.{TESTED[1]}"
+
+_RELEASE = re.compile(r"(\d+)\.(\d+)(?:\.\d+)?")
 
 
 class ClientVersion(BaseModel):
@@ -138,3 +149,37 @@ async def telemetry(batch: TelemetryBatch, gateway: GatewayDep) -> Accepted:
     """Count and drop: what a client sends about itself is not kept."""
     gateway.metrics.telemetry_events.inc(len(batch.events))
     return Accepted(status="accepted")
+
+
+def check_sdk_version(version: str) -> str | None:
+    """A warning for the client's log, if any. Raises `SdkTooOld`.
+
+    What is no release number (a build of one's own) is let through: it can still be told by
+    what it sends.
+    """
+    found = _RELEASE.match(version)
+    if found is None:
+        return None
+    release = (int(found[1]), int(found[2]))
+    if release < OLDEST:
+        raise SdkTooOld(_too_old(f"the SDK tinker {version} is too old for this server"))
+    if release < TESTED:
+        return (
+            f"tinker {version} is older than what this server is tested with; if anything "
+            f"fails, install {_WANTED}"
+        )
+    return None
+
+
+def json_refused(what: str) -> SdkTooOld:
+    """The error for a body as only an old SDK sends it."""
+    return SdkTooOld(
+        _too_old(
+            f"{what} came as JSON, which SDKs older than tinker {OLDEST[0]}.{OLDEST[1]} send; "
+            "this server takes protobuf alone"
+        )
+    )
+
+
+def _too_old(why: str) -> str:
+    return f'{why}. Install {_WANTED}: pip install --upgrade "{_WANTED}"'

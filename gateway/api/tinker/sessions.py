@@ -19,8 +19,7 @@ from gateway.api.dependencies import (
 from gateway.api.fields import Answer, Limit, Moment, Offset, PathText, Time, UserMetadata
 from gateway.api.request_body import SMALL_BODY
 from gateway.api.routing import Router
-from gateway.api.tinker.sdk_version import check_sdk_version
-from gateway.api.tinker.service import SDK_VERSION
+from gateway.api.tinker.service import SDK_VERSION, check_sdk_version
 from gateway.auth.identity import Scope, urn_of
 from gateway.runs.queries import Storage
 from gateway.sessions.metadata import Metadata
@@ -166,16 +165,8 @@ async def create_session(
     """Begin a session. An SDK that is too old is refused; one that was not tested gets a warning
     for its log."""
     warning = check_sdk_version(body.sdk_version)
-    session = await gateway.sessions.create(
-        NewSession(
-            owner=caller.owner,
-            project_id=body.project_id or "",
-            display_name=body.display_name,
-            user_metadata=body.user_metadata,
-            tags=body.tags,
-            sdk_version=body.sdk_version,
-        )
-    )
+    fields = body.model_dump() | {"project_id": body.project_id or ""}
+    session = await gateway.sessions.create(NewSession(owner=caller.owner, **fields))
     audit.note(session.id)
     return CreatedSession(type="create_session", session_id=session.id, warning_message=warning)
 
@@ -218,7 +209,7 @@ async def list_sessions(
     found = await gateway.session_queries.session_ids(
         caller, scope=access_scope, limit=limit, offset=offset
     )
-    return SessionIds(sessions=list(found))
+    return SessionIds(sessions=found)
 
 
 @router.operation(
@@ -235,7 +226,7 @@ async def search_sessions(body: Search, gateway: GatewayDep, caller: CallerDep) 
     storage = await gateway.run_queries.storage_of([session.id for session in page.sessions])
     return SessionPage(
         sessions=[_summary(s, storage.get(s.id, Storage())) for s in page.sessions],
-        next_cursor=NextPage(**vars(page.next_cursor)) if page.next_cursor else None,
+        next_cursor=NextPage.of(page.next_cursor) if page.next_cursor is not None else None,
     )
 
 
@@ -248,11 +239,8 @@ async def get_session(
 ) -> SessionContents:
     """Return what a session has: its runs, its samplers, its metadata."""
     found = await gateway.session_queries.contents(session_id, caller, scope=access_scope)
-    return SessionContents(
-        training_run_ids=list(found.run_ids),
-        sampler_ids=list(found.sampler_ids),
-        user_metadata=found.session.user_metadata,
-        display_name=found.session.display_name,
+    return SessionContents.of(
+        found.session, training_run_ids=found.run_ids, sampler_ids=found.sampler_ids
     )
 
 
@@ -278,15 +266,12 @@ async def trace_export(session: PastSession, gateway: GatewayDep, base_url: Base
 
 
 def _summary(session: SessionRecord, storage: Storage) -> SessionSummary:
-    return SessionSummary(
+    return SessionSummary.of(
+        session,
         session_id=session.id,
-        created_at=session.created_at,
         owner=urn_of(session.owner),
-        project_id=session.project_id,
         status=_status(session),
         checkpoints_count=storage.count,
-        display_name=session.display_name,
-        user_metadata=session.user_metadata,
         checkpoint_storage_bytes=storage.bytes,
     )
 

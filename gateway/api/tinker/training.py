@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
@@ -33,7 +34,7 @@ from gateway.api.request_body import (
     PROTOBUF,
     SMALL_BODY,
     BodyTooLarge,
-    fault,
+    first_fault,
     parse_json,
     validate,
 )
@@ -47,7 +48,7 @@ from gateway.api.tinker.create_model import (
     create_via_load,
     known_optimizer,
 )
-from gateway.api.tinker.sdk_version import json_refused
+from gateway.api.tinker.service import json_refused
 from gateway.runs.operations import (
     AdamParams,
     Body,
@@ -80,6 +81,9 @@ _LATER = (
     "A body that names its run and its sequence number but is wrong otherwise is accepted, takes "
     "that number in the run's journal, and fails there: `retrieve_future` says why."
 )
+
+_ROUTING_BYTES = 256
+"""More than the two fields take that say whose operation a forward_backward is."""
 
 router = Router("/api/v1", tag="SDK")
 
@@ -391,8 +395,7 @@ def _optim_step(fields: dict[str, object]) -> OptimStep:
             return OptimStep(params=DimuonParams.model_validate(step.optimizer_params))
         return OptimStep(params=AdamParams.model_validate(step.optimizer_params))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        raise OptimizerSetting(f"{where}: {fault(first['loc'], first['msg'])}") from error
+        raise OptimizerSetting(f"{where}: {first_fault(error)}") from error
 
 
 def _loss_reference(routing: tinker_pb2.ForwardBackwardRouting) -> LossReference | None:
@@ -404,55 +407,24 @@ def _loss_reference(routing: tinker_pb2.ForwardBackwardRouting) -> LossReference
 async def _refuse(request: Request, prefix: bytes, error: UserError) -> Response:
     """Refuse a forward_backward whose body cannot be taken. Where its first bytes name its
     sequence number, it takes that, so that the operations after it do not wait."""
-    routing = read_routing_prefix(prefix)
+    routing = _routing_in(prefix)
     if routing is None:
         raise error
     access = access_of(request)
-    await access.run(routing.run_id)
+    await access.run(routing.model_id)
     await access.gateway.runs.submit(
-        run_id=routing.run_id, seq_id=routing.seq_id, kind="forward_backward", refused=error
+        run_id=routing.model_id, seq_id=routing.seq_id, kind="forward_backward", refused=error
     )
     raise error
 
 
-_MODEL_ID_TAG = (1 << 3) | 2  # field 1, length-delimited
-_SEQ_ID_TAG = (2 << 3) | 0  # field 2, varint
-
-
-@dataclass(frozen=True)
-class RoutingPrefix:
-    run_id: str
-    seq_id: int
-
-
-def read_routing_prefix(prefix: bytes) -> RoutingPrefix | None:
+def _routing_in(prefix: bytes) -> tinker_pb2.ForwardBackwardRouting | None:
     """Read the run id and the seq_id from the first bytes of a message that cannot be parsed;
     None where it does not begin with them. Protobuf writers put fields in the order of their
-    numbers, and these are the first two.
-
-    Literal example: `b"\\n\\x03run\\x10\\x05"` gives `RoutingPrefix(run_id="run", seq_id=5)`.
-    """
-    if len(prefix) < 2 or prefix[0] != _MODEL_ID_TAG:
-        return None
-    length, start = _varint(prefix, 1)
-    end = start + length
-    if length < 1 or end >= len(prefix) or prefix[end] != _SEQ_ID_TAG:
-        return None
-    seq_id, after = _varint(prefix, end + 1)
-    if seq_id < 1 or after <= end + 1:
-        return None
-    try:
-        return RoutingPrefix(run_id=prefix[start:end].decode(), seq_id=seq_id)
-    except UnicodeDecodeError:
-        return None
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number and the index after it; (0, `at`) where there is none of at most 5
-    bytes."""
-    value = 0
-    for index, byte in enumerate(data[at : at + 5]):
-        value |= (byte & 0x7F) << (7 * index)
-        if byte < 0x80:
-            return value, at + index + 1
-    return 0, at
+    numbers, and these are the first two."""
+    for end in range(4, min(len(prefix), _ROUTING_BYTES) + 1):
+        with suppress(DecodeError):  # it is cut within a field
+            routing = tinker_pb2.ForwardBackwardRouting.FromString(prefix[:end])
+            if routing.model_id and routing.seq_id >= 1:
+                return routing
+    return None

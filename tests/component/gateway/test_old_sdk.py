@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.api.tinker.sdk_version import check_sdk_version
+from gateway.api.tinker.service import check_sdk_version
 from tandem.errors import SdkTooOld
 
 
