@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from gateway.app import create_app
 from gateway.core import Gateway
 from gateway.http_connection import bounded_protocol
+from gateway.storage.data_directory import write_private
 from tandem.errors import TandemError
 from tandem.settings import GatewaySettings
 from tandem.stack import ENDPOINT_NAME
@@ -37,9 +38,8 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            write_endpoint(
-                self._endpoint, url=self.url, pid=os.getpid(), api_key=self.gateway.api_key
-            )
+            endpoint = {"url": self.url, "pid": os.getpid(), "api_key": self.gateway.api_key}
+            write_private(self._endpoint, orjson.dumps(endpoint))
             get_log().info("listening", url=self.url)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -58,16 +58,6 @@ class GatewayServer(uvicorn.Server):
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def write_endpoint(path: Path, *, url: str, pid: int, api_key: str) -> None:
-    """Write `{"url", "pid", "api_key"}` atomically, readable only by its owner."""
-    partial = path.with_name(f".{path.name}.{pid}")
-    partial.unlink(missing_ok=True)
-    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(orjson.dumps({"url": url, "pid": pid, "api_key": api_key}))
-    partial.rename(path)
 
 
 def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
@@ -90,30 +80,25 @@ def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
     return GatewayServer(config, app=app, endpoint=settings.data_dir / ENDPOINT_NAME)
 
 
-def _protect_secrets() -> None:
+def _set_process_limits() -> None:
     """Make new files readable only by their owner, and write no core dumps, which would contain
-    the secrets in memory. Workers inherit both."""
+    the secrets in memory. Allow many connections: each is an open file, and the usual soft limit
+    is 1024. Workers inherit all three."""
     os.umask(0o077)
-    _soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
-
-
-def _raise_file_limit() -> None:
-    """Allow many connections: each is an open file, and the usual soft limit is 1024."""
-    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
 
 
 def run(settings: GatewaySettings) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status."""
     configure_logging(service="gateway", level=settings.log_level)
-    _protect_secrets()
+    _set_process_limits()
     settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     # uvicorn handles these signals while it serves, and raises them again afterwards, when
     # everything is stopped already.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    _raise_file_limit()
     try:
         app = create_app(settings)
     except TandemError as error:  # a setting that names nothing

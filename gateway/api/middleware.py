@@ -23,7 +23,6 @@ from gateway.core import Gateway
 from tandem.errors import InternalError, Overloaded, TokenRefused, Unauthenticated
 from tandem.telemetry import get_log
 
-_CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _PIECE = 256 * 2**10
 """Bytes of an answer that are handed over at once: what the connection holds for a client that
 reads slowly."""
@@ -37,7 +36,7 @@ class RequestBoundary:
         self, app: ASGIApp, *, routes: Sequence[PathOperation], errors: ErrorResponses
     ) -> None:
         self._app = app
-        self._routes = routes
+        self._audited = [(route.audit, route) for route in routes if route.audit is not None]
         self._open = [
             (route.path.partition("{")[0], route) for route in routes if route.role in OPEN_ROLES
         ]
@@ -79,7 +78,7 @@ class RequestBoundary:
             gateway.metrics.request_seconds.labels(route=name).observe(
                 time.perf_counter() - started
             )
-            if isinstance(route, PathOperation) and _is_audited(scope, route, status=status):
+            if isinstance(route, PathOperation):
                 _audit(scope, route, status=status)
 
     def _is_open(self, scope: Scope) -> bool:
@@ -101,19 +100,16 @@ class RequestBoundary:
         self._log.warning(
             "key_refused", reason=refusal.type, address=_address(scope), path=scope["path"][:200]
         )
-        if scope["method"] not in _CHANGING:
-            return
-        for route in self._routes:
+        for action, route in self._audited:
             match, found = route.matches(scope)
             if match is Match.FULL:
-                if route.audit is not None:
-                    gateway.audit.record_unknown(
-                        action=route.audit,
-                        target=_target(found["path_params"]),
-                        address=_address(scope),
-                        status=refusal.status,
-                        reason=refusal.type,
-                    )
+                gateway.audit.record_unknown(
+                    action=action,
+                    target=_target(found["path_params"]),
+                    address=_address(scope),
+                    status=refusal.status,
+                    reason=refusal.type,
+                )
                 return
 
     async def _unauthenticated(
@@ -176,22 +172,14 @@ def _gateway(scope: Scope) -> Gateway:
     return cast(Gateway, scope["app"].state.gateway)
 
 
-def _is_audited(scope: Scope, route: PathOperation, *, status: int) -> bool:
-    """Whether it was a request to change something, by a known caller, that reached a route
-    (whose path may take other methods, where the status is 405)."""
-    return (
-        route.audit is not None
-        and scope["method"] in _CHANGING
-        and "caller" in scope.get("state", {})
-        and status != 405
-    )
-
-
 def _audit(scope: Scope, route: PathOperation, *, status: int) -> None:
-    state = scope["state"]
-    caller: Caller = state["caller"]
+    """Record a request to change something, by a known caller, that reached the route (whose path
+    may take other methods, where the status is 405)."""
+    state = scope.get("state", {})
+    caller: Caller | None = state.get("caller")
+    if route.audit is None or caller is None or status == 405:
+        return
     note: AuditNote = state.get("audit_note") or AuditNote()
-    assert route.audit is not None
     _gateway(scope).audit.record(
         actor=caller.urn,
         action=route.audit,

@@ -48,12 +48,17 @@ def _keep(path: Path, new: str) -> str:
     try:
         return path.read_text(encoding="ascii").strip()
     except FileNotFoundError:
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.unlink(missing_ok=True)
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "w", encoding="ascii") as file:
-            file.write(new + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
+        write_private(path, f"{new}\n".encode())
         return new
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file atomically that only its owner may read."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)

@@ -205,11 +205,7 @@ async def add_model(body: AddModel, gateway: GatewayDep, audit: AuditDep) -> Mod
 
 
 @router.operation(
-    "DELETE",
-    "/models/{name:path}",
-    role="admin",
-    audit="model_remove",
-    errors=[UnknownModel],
+    "DELETE", "/models/{name:path}", role="admin", audit="model_remove", errors=[UnknownModel]
 )
 async def remove_model(name: PathText, gateway: GatewayDep) -> None:
     """Remove a base model's name. What runs with the model continues."""

@@ -148,34 +148,19 @@ async def user_checkpoints(
     )
 
 
-@router.operation(
-    "DELETE",
-    _ONE,
-    role="member",
-    audit="checkpoint_delete",
-)
+@router.operation("DELETE", _ONE, role="member", audit="checkpoint_delete")
 async def delete_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
     """Delete a checkpoint and its files."""
     await gateway.checkpoints.delete(checkpoint)
 
 
-@router.operation(
-    "POST",
-    f"{_ONE}/publish",
-    role="member",
-    audit="checkpoint_publish",
-)
+@router.operation("POST", f"{_ONE}/publish", role="member", audit="checkpoint_publish")
 async def publish_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
     """Let everybody with a key read the checkpoint. Idempotent."""
     await gateway.checkpoints.set_public(checkpoint, public=True)
 
 
-@router.operation(
-    "DELETE",
-    f"{_ONE}/publish",
-    role="member",
-    audit="checkpoint_unpublish",
-)
+@router.operation("DELETE", f"{_ONE}/publish", role="member", audit="checkpoint_unpublish")
 async def unpublish_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
     """Make a published checkpoint its owner's alone again."""
     await gateway.checkpoints.set_public(checkpoint, public=False)

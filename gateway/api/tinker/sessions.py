@@ -244,12 +244,7 @@ async def get_session(
     )
 
 
-@router.operation(
-    "PUT",
-    "/sessions/{session_id}/project",
-    role="member",
-    audit="project_assign",
-)
+@router.operation("PUT", "/sessions/{session_id}/project", role="member", audit="project_assign")
 async def assign_session_project(
     body: Project, session: PastSession, gateway: GatewayDep, audit: AuditDep
 ) -> None:

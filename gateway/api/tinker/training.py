@@ -250,11 +250,7 @@ async def optim_step(body: Addressed, submitter: SubmitterDep) -> OperationAccep
 
 
 @router.operation(
-    "POST",
-    "/save_weights",
-    role="member",
-    audit="checkpoint_write",
-    body_schema=SaveWeights,
+    "POST", "/save_weights", role="member", audit="checkpoint_write", body_schema=SaveWeights
 )
 async def save_weights(body: Addressed, submitter: SubmitterDep) -> OperationAccepted:
     """Save a run's state, to resume from, under a name."""
