@@ -85,9 +85,7 @@ class CustomLossStore:
 
         Raises `UnknownLoss`, also for a loss of another session.
         """
-        found = None
-        if loss_id.startswith(f"{session_id}:loss:"):
-            found = await self._find(loss_id)
+        found = await self._find(loss_id) if loss_id.startswith(f"{session_id}:loss:") else None
         if found is None:
             raise UnknownLoss(
                 f"there is no custom loss {loss_id[:150]!r} in session {session_id}; create it "

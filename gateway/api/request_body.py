@@ -72,7 +72,8 @@ class BoundedRequest(Request):
         most_values: int = MOST_VALUES,
     ) -> None:
         super().__init__(scope, receive)
-        most = cast(Gateway, self.app.state.gateway).settings.max_payload_bytes
+        self._gateway = cast(Gateway, self.app.state.gateway)
+        most = self._gateway.settings.max_payload_bytes
         self._limit = most if body_limit is None else min(body_limit, most)
         self._most_values = most_values
         self._content: bytes | None = None
@@ -121,7 +122,7 @@ class BoundedRequest(Request):
         if size <= limit:
             reservation.extend(size)
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + cast(Gateway, self.app.state.gateway).settings.http.body_timeout
+        deadline = loop.time() + self._gateway.settings.http.body_timeout
         chunks: list[bytes] = []
         read = 0
         more = True
@@ -145,14 +146,13 @@ class BoundedRequest(Request):
 
     async def _next_chunk(self, *, deadline: float) -> tuple[bytes, bool]:
         """Return the next chunk and whether more follow. `deadline` in the loop's time."""
-        gateway = cast(Gateway, self.app.state.gateway)
-        settings = gateway.settings.http
+        settings = self._gateway.settings.http
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(min(loop.time() + settings.body_gap_timeout, deadline)):
                 message = await self.receive()
         except TimeoutError:
-            gateway.metrics.timeouts.labels(what="body").inc()
+            self._gateway.metrics.timeouts.labels(what="body").inc()
             raise RequestTimedOut(
                 f"the body of the request did not arrive: nothing of it came for "
                 f"{settings.body_gap_timeout:g} s, or not all of it within "

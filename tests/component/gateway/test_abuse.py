@@ -12,7 +12,7 @@ from sqlalchemy import select
 
 from gateway.api.openai.schemas import ChatCompletionRequest, CompletionRequest
 from gateway.api.request_body import MOST_TOKENS, MOST_VALUES, parse, parse_json
-from gateway.api.tinker.sample_body import Sample
+from gateway.api.tinker.sampling import Sample
 from gateway.api.tinker.service import TelemetryBatch
 from gateway.futures.completion_feed import _MOST_TARGETS, CompletionFeed, Target
 from gateway.futures.table import FutureTable
