@@ -242,14 +242,10 @@ def structured_output(request: SamplingFields) -> sampler_pb2.StructuredOutput |
     asked: list[tuple[str, str, object]] = []
     if request.response_format is not None:
         asked += _response_format(request.response_format)
-    guided: Json = {
-        "json": request.guided_json,
-        "regex": request.guided_regex,
-        "choice": request.guided_choice,
-    }
-    asked += [
-        (f"guided_{kind}", kind, value) for kind, value in guided.items() if value is not None
-    ]
+    for kind in ("json", "regex", "choice"):
+        value: object = getattr(request, f"guided_{kind}")
+        if value is not None:
+            asked.append((f"guided_{kind}", kind, value))
     for kind, value in (request.structured_outputs or {}).items():
         if value is not None and value is not False:
             asked.append((f"structured_outputs.{kind}"[:100], kind, value))

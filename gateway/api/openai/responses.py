@@ -157,18 +157,23 @@ class ResponseBuilder:
         self, sampled: sampler_pb2.SampleDelta | tinker_pb2.SampleResponse, *, prompt: int
     ) -> list[Json]:
         """Return the parts for new tokens of a sample of the prompt with this index, or for the
-        tokens of all its samples that no delta carried."""
+        tokens of all its samples that no delta carried; none if the client would see nothing."""
         if isinstance(sampled, sampler_pb2.SampleDelta):
             choice = self._choices[prompt * self._n + sampled.index]
-            return self._parts(choice, SampledTokens.of_delta(sampled))
-        return [
-            part
-            for choice, sequence in self._sequences(sampled, prompt=prompt)
-            if choice.finish is None
-            for part in self._parts(
-                choice, SampledTokens.of_sequence(sequence, skip=choice.token_count)
-            )
-        ]
+            added = [(choice, SampledTokens.of_delta(sampled))]
+        else:
+            added = [
+                (choice, SampledTokens.of_sequence(sequence, skip=choice.token_count))
+                for choice, sequence in self._sequences(sampled, prompt=prompt)
+                if choice.finish is None
+            ]
+        shows_tokens = self._request.return_token_ids or self._request.alternatives is not None
+        found = []
+        for choice, tokens in added:
+            part = self._write(choice, tokens, "part")
+            if choice.new_text or choice.finish or (shows_tokens and tokens.ids):
+                found.append(self._chunk(part))
+        return found
 
     def closing(self) -> list[Json]:
         """Return the last part of a stream: the usage, if it is wanted."""
@@ -183,14 +188,6 @@ class ResponseBuilder:
             self._completion_tokens += sum(len(s.tokens) // 4 for s in sample.sequences)
         choices = self._choices[prompt * self._n : (prompt + 1) * self._n]
         yield from zip(choices, sample.sequences, strict=True)
-
-    def _parts(self, choice: Choice, tokens: SampledTokens) -> list[Json]:
-        """Return no part if the client would see nothing of the tokens."""
-        part = self._write(choice, tokens, "part")
-        shows_tokens = self._request.return_token_ids or self._request.alternatives is not None
-        if choice.new_text or choice.finish or (shows_tokens and tokens.ids):
-            return [self._chunk(part)]
-        return []
 
     def _chunk(self, *choices: Json) -> Json:
         chunk = {**self._heading, "object": self.chunk_object_name, "choices": list(choices)}
