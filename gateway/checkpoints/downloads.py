@@ -42,14 +42,6 @@ class Address:
     signature: str
 
 
-@dataclass(frozen=True)
-class SignedFiles:
-    """Addresses by file name, relative to the server. `expires` is in seconds since 1970."""
-
-    addresses: dict[str, str]
-    expires: int
-
-
 class DownloadSigner:
     def __init__(
         self, *, key: bytes, checkpoints: CheckpointCatalog, versions: VersionStore
@@ -58,15 +50,13 @@ class DownloadSigner:
         self._checkpoints = checkpoints
         self._versions = versions
 
-    async def sign(self, path: CheckpointPath) -> SignedFiles:
-        """Return an address for each file of a checkpoint. Raise `UnknownWeights`."""
+    async def sign(self, path: CheckpointPath) -> tuple[dict[str, str], int]:
+        """Return the address of each file of a checkpoint, relative to the server, by the file's
+        name; and when all expire, in seconds since 1970. Raise `UnknownWeights`."""
         async with self._checkpoints.reading(str(path), readers=None) as checkpoint:
             files = await self._versions.files(checkpoint)
         expires = int(time.time()) + LIFETIME
-        return SignedFiles(
-            addresses={name: self._address(checkpoint, name, expires) for name in files},
-            expires=expires,
-        )
+        return {name: self._address(checkpoint, name, expires) for name in files}, expires
 
     @asynccontextmanager
     async def reading(self, address: Address, *, method: str) -> AsyncIterator[Path]:

@@ -30,20 +30,8 @@ PREFIX = "/api/v1/trace_files/"
 _PURPOSE = "trace"
 _BATCH = 500
 _MICRO = 1e6
-_OPERATION_COLUMNS = [
-    operations.c[name]
-    for name in (
-        "run_id",
-        "seq_id",
-        "kind",
-        "state",
-        "accepted_at",
-        "ended_at",
-        "error_type",
-        "error",
-    )
-]
-"""Without the requests and results, which can be large."""
+_OPERATION_COLUMNS = [c for c in operations.c if c.name not in ("request", "result")]
+"""Without those that can be large."""
 
 
 @dataclass(frozen=True)

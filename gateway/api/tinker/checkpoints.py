@@ -292,11 +292,9 @@ def optimizer_name(name: Literal["adamw", "dimuon"]) -> OptimizerName:
 
 
 async def _signed(gateway: Gateway, checkpoint: Checkpoint, base_url: str) -> SignedUrls:
-    signed = await gateway.downloads.sign(checkpoint.path)
-    return SignedUrls(
-        urls={name: f"{base_url}{address}" for name, address in signed.addresses.items()},
-        expires=signed.expires,
-    )
+    addresses, expires = await gateway.downloads.sign(checkpoint.path)
+    urls = {name: f"{base_url}{address}" for name, address in addresses.items()}
+    return SignedUrls(urls=urls, expires=expires)
 
 
 def described(checkpoint: Checkpoint) -> CheckpointInfo:
