@@ -141,11 +141,7 @@ router = Router("/api/v1", tag="SDK")
     rules=["The rest of the body is the traced loss (docs/custom-losses.md)."],
 )
 async def create_custom_loss(
-    body: CreateCustomLoss,
-    raw: RawBody,
-    gateway: GatewayDep,
-    access: AccessDep,
-    audit: AuditDep,
+    body: CreateCustomLoss, raw: RawBody, gateway: GatewayDep, access: AccessDep, audit: AuditDep
 ) -> CustomLossAccepted:
     """Register a traced loss. One that is not allowed is refused at once, so that the SDK raises
     its typed error at once."""

@@ -9,9 +9,8 @@ refused. The deadlines of bodies that are wanted belong to whoever reads them.
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from http import HTTPStatus
-from typing import Literal, cast
+from typing import Literal
 
 import orjson
 from uvicorn.config import Config
@@ -210,10 +209,3 @@ class BoundedProtocol(HttpToolsProtocol):
         ]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()
-
-
-def bounded_protocol(*, settings: HttpSettings, metrics: Metrics) -> type[asyncio.Protocol]:
-    """Return what uvicorn calls to make a protocol, as `Config(http=…)` takes it."""
-    return cast(
-        type[asyncio.Protocol], partial(BoundedProtocol, settings=settings, metrics=metrics)
-    )

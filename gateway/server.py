@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import signal
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +19,7 @@ from fastapi import FastAPI
 
 from gateway.app import create_app
 from gateway.core import Gateway
-from gateway.http_connection import bounded_protocol
+from gateway.http_connection import BoundedProtocol
 from gateway.storage.data_directory import write_private
 from tandem.errors import TandemError
 from tandem.settings import GatewaySettings
@@ -62,12 +64,13 @@ class GatewayServer(uvicorn.Server):
 
 def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
     """Return a server for an application of `create_app`. It does not run yet."""
+    protocol = partial(BoundedProtocol, settings=settings.http, metrics=app.state.metrics)
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
         loop="uvloop",
-        http=bounded_protocol(settings=settings.http, metrics=app.state.metrics),
+        http=cast(type[asyncio.Protocol], protocol),
         ws="none",
         lifespan="on",
         access_log=False,

@@ -88,11 +88,7 @@ class OperationAccepted(Answer):
     body_limit=SMALL_BODY,
 )
 async def create_model(
-    body: CreateModel,
-    raw: RawBody,
-    gateway: GatewayDep,
-    access: AccessDep,
-    audit: AuditDep,
+    body: CreateModel, raw: RawBody, gateway: GatewayDep, access: AccessDep, audit: AuditDep
 ) -> OperationAccepted:
     """Begin a training run. A user's mistake is answered at once, so that the SDK raises its
     typed error at once."""

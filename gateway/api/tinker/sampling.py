@@ -204,10 +204,7 @@ async def asample(request: Request) -> Response:
     rules=["Either `base_model` or `model_path` is needed, and the path must be one."],
 )
 async def create_sampling_session(
-    body: CreateSamplingSession,
-    gateway: GatewayDep,
-    access: AccessDep,
-    audit: AuditDep,
+    body: CreateSamplingSession, gateway: GatewayDep, access: AccessDep, audit: AuditDep
 ) -> CreatedSamplingSession:
     """Begin to sample from a base model or a checkpoint."""
     await access.session(body.session_id)

@@ -179,11 +179,7 @@ async def create_session(
     errors=[UnknownSession],
 )
 async def finish_session(
-    session_id: PathText,
-    body: Finish,
-    gateway: GatewayDep,
-    access: AccessDep,
-    audit: AuditDep,
+    session_id: PathText, body: Finish, gateway: GatewayDep, access: AccessDep, audit: AuditDep
 ) -> None:
     """End a session. Answers when its workers are stopped; the first reason counts."""
     audit.note(session_id, reason=body.reason.type)
