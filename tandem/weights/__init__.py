@@ -1,17 +1,15 @@
 """Weight versions: immutable, checksummed directories of safetensors that a run publishes.
 
 All ranks write into a partial directory at once; the manifest is written last, and one rename
-gives the version its name. A reader verifies a version before use (`open_version`), and collection
+gives the version its name. A reader verifies a version before use (`open_version`); the gateway
 removes those that nothing references. The module is torch-free: only the services handle tensors.
 """
 
 from tandem.weights.manifest import Canary, FileEntry, Manifest, checksum_file
 from tandem.weights.store import (
     PartialVersion,
-    collect,
     new_version_name,
     open_version,
-    sweep_partials,
     version_path,
 )
 
@@ -21,9 +19,7 @@ __all__ = [
     "Manifest",
     "PartialVersion",
     "checksum_file",
-    "collect",
     "new_version_name",
     "open_version",
-    "sweep_partials",
     "version_path",
 ]

@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Collection
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -116,30 +115,3 @@ def open_version(path: Path, *, name: str = "", checksums: bool = True) -> Manif
         if checksums and checksum_file(file).checksum != entry.checksum:
             raise LoadFailed(f"{manifest.version}: {entry.name} is damaged (wrong checksum)")
     return manifest
-
-
-def collect(data_dir: Path, *, run_id: str, keep: Collection[str]) -> list[str]:
-    """Remove the versions of a run that `keep` does not name; return their names."""
-    directory = version_path(data_dir, f"{run_id}/x").parent
-    if not directory.is_dir():
-        return []
-    removed = []
-    for child in sorted(directory.iterdir()):
-        name = f"{run_id}/{child.name}"
-        if child.name.startswith(_PARTIAL_PREFIX) or name in keep:
-            continue
-        shutil.rmtree(child, ignore_errors=True)
-        removed.append(name)
-    return removed
-
-
-def sweep_partials(data_dir: Path, *, run_id: str) -> int:
-    """Remove what interrupted publishes left behind; return how many.
-
-    Call it only when the run's trainer is gone.
-    """
-    directory = version_path(data_dir, f"{run_id}/x").parent
-    partials = list(directory.glob(f"{_PARTIAL_PREFIX}*")) if directory.is_dir() else []
-    for partial in partials:
-        shutil.rmtree(partial, ignore_errors=True)
-    return len(partials)

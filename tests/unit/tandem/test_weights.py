@@ -11,10 +11,8 @@ from tandem.weights import (
     Manifest,
     PartialVersion,
     checksum_file,
-    collect,
     new_version_name,
     open_version,
-    sweep_partials,
     version_path,
 )
 from tandem.weights.manifest import MANIFEST_NAME
@@ -163,33 +161,6 @@ def test_a_version_in_the_making_cannot_be_opened(tmp_path):
     for path in (partial.path, partial.final):
         with pytest.raises(LoadFailed, match="not a published weight version"):
             open_version(path)
-
-
-def test_collection_keeps_what_is_named_and_what_is_in_the_making(tmp_path):
-    versions = [publish(tmp_path, number=number) for number in range(1, 5)]
-    partial, _ = write(tmp_path, number=5)
-    names = [manifest.version for _, manifest in versions]
-    assert collect(tmp_path, run_id=RUN, keep={names[1], names[3]}) == [names[0], names[2]]
-    assert [path.exists() for path, _ in versions] == [False, True, False, True]
-    assert partial.path.exists()
-    assert collect(tmp_path, run_id=RUN, keep={names[1], names[3]}) == []
-    assert open_version(versions[3][0], name=names[3])
-
-
-def test_collection_touches_no_other_run(tmp_path):
-    path, _ = publish(tmp_path)
-    assert collect(tmp_path, run_id="s-ab12:train:1", keep=()) == []
-    assert collect(tmp_path, run_id="s-ab12:train", keep=()) == []
-    assert path.exists()
-
-
-def test_sweeping_removes_only_what_an_interrupted_publish_left(tmp_path):
-    path, manifest = publish(tmp_path)
-    partial, _ = write(tmp_path, number=2)
-    assert sweep_partials(tmp_path, run_id=RUN) == 1
-    assert not partial.path.exists()
-    assert open_version(path) == manifest
-    assert sweep_partials(tmp_path, run_id="never:train:0") == 0
 
 
 def test_names_never_repeat_and_sort_by_number():
