@@ -70,7 +70,7 @@ class Gateway:
         one without a key.
         """
         with locked_data_directory(settings.data_dir):
-            database = Database.at(url=settings.database_url, data_dir=settings.data_dir)
+            database = Database(url=settings.database_url, data_dir=settings.data_dir)
             try:
                 await database.open()
                 keys = KeyStore(database=database)

@@ -37,7 +37,7 @@ class Request(BaseModel):
 async def answer(request: Request, settings: GatewaySettings) -> dict[str, object]:
     """Raise a `TandemError`, also if a gateway uses the directory after all."""
     with locked_data_directory(settings.data_dir):
-        database = Database.at(url=settings.database_url, data_dir=settings.data_dir)
+        database = Database(url=settings.database_url, data_dir=settings.data_dir)
         try:
             await database.open()
             keys = KeyStore(database=database)

@@ -14,15 +14,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from sqlalchemy import Executable, RowMapping, Select, Table, event, make_url
+from sqlalchemy import Executable, RowMapping, Select, Table, event
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 from gateway.fair_queue import FairQueue
 from gateway.storage.migrations import upgrade
@@ -31,7 +30,6 @@ from tandem.telemetry import get_log
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_BUSY_TIMEOUT_MS = 10_000
 _MAX_BATCH = 512
 _MAX_BATCH_BYTES = 32 * 2**20
 """Of the files that one transaction waits for; more only where a single file is larger."""
@@ -42,24 +40,26 @@ Value = TypeVar("Value")
 Record = TypeVar("Record", bound="DataclassInstance")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Write:
     """Statements that are committed together, each with the rows that it is executed for."""
 
     statements: Sequence[tuple[Executable, Sequence[Row]]]
     before: FileWork | None = None
     after: FileWork | None = None
-    done: asyncio.Future[None] | None = None
     size: int = 0
+    done: asyncio.Future[None] | None = None
 
 
 class Database:
-    """Call `await open()` before use, and `await close()`, which writes what is queued."""
+    """Call `await open()` before use, and `await close()`, which writes what is queued. Without a
+    URL, it is SQLite in the data directory."""
 
-    def __init__(self, *, url: str) -> None:
-        self._url = url
-        self._is_sqlite = make_url(url).get_backend_name() == "sqlite"
-        self._engine: AsyncEngine | None = None
+    def __init__(self, *, url: str, data_dir: Path) -> None:
+        self._engine = create_async_engine(url or f"sqlite+aiosqlite:///{data_dir / 'tandem.db'}")
+        self._is_sqlite = self._engine.dialect.name == "sqlite"
+        if self._is_sqlite:
+            event.listen(self._engine.sync_engine, "connect", _prepare_sqlite)
         self._queue: deque[_Write] = deque()
         self._owner_queues: FairQueue[_Write] = FairQueue()
         self._work = asyncio.Event()
@@ -67,15 +67,7 @@ class Database:
         self._writer: asyncio.Task[None] | None = None
         self._log = get_log()
 
-    @classmethod
-    def at(cls, *, url: str, data_dir: Path) -> Database:
-        """Return the database of this URL; if it is empty, SQLite in the data directory."""
-        return cls(url=url or f"sqlite+aiosqlite:///{data_dir / 'tandem.db'}")
-
     async def open(self) -> None:
-        self._engine = create_async_engine(self._url)
-        if self._is_sqlite:
-            event.listen(self._engine.sync_engine, "connect", _prepare_sqlite)
         async with self._engine.connect() as connection:
             await connection.run_sync(upgrade)
         self._writer = asyncio.create_task(self._run_writer(), name="database-writer")
@@ -85,10 +77,7 @@ class Database:
             self._closing = True
             self._work.set()
             await self._writer
-            self._writer = None
-        if self._engine is not None:
-            await self._engine.dispose()
-            self._engine = None
+        await self._engine.dispose()
 
     async def write(
         self,
@@ -104,11 +93,11 @@ class Database:
         raises, nothing is written and the error is raised here. `owner` chooses the queue of an
         owner; without one, the write goes before those of all owners.
         """
-        await self._committed([(statement, rows)], before=before, owner=owner, size=size)
+        await self._committed(_Write([(statement, rows)], before=before, size=size), owner)
 
     async def write_together(self, *statements: Executable) -> None:
         """As `write`, for several statements of which all are committed, or none."""
-        await self._committed([(statement, ()) for statement in statements])
+        await self._committed(_Write([(statement, ()) for statement in statements]))
 
     def write_soon(
         self,
@@ -124,10 +113,9 @@ class Database:
     async def flush(self) -> None:
         """Return when everything queued before is committed, except writes in an owner's queue:
         their callers wait for them."""
-        await self._committed([])
+        await self._committed(_Write([]))
 
     async def read(self, statement: Executable) -> Sequence[RowMapping]:
-        assert self._engine is not None
         async with self._engine.connect() as connection:
             return (await connection.execute(statement)).mappings().all()
 
@@ -137,7 +125,6 @@ class Database:
 
     async def read_value(self, statement: Select[Value]) -> Value:
         """Return the one value of a query that always has one, such as a count."""
-        assert self._engine is not None
         async with self._engine.connect() as connection:
             return (await connection.execute(statement)).scalar_one()
 
@@ -150,19 +137,12 @@ class Database:
             set_={name: table.c[name] + insert.excluded[name] for name in counters},
         )
 
-    async def _committed(
-        self,
-        statements: Sequence[tuple[Executable, Sequence[Row]]],
-        *,
-        before: FileWork | None = None,
-        owner: str = "",
-        size: int = 0,
-    ) -> None:
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._put(_Write(statements, before=before, done=done, size=size), owner=owner)
-        await done
+    async def _committed(self, write: _Write, owner: str = "") -> None:
+        write.done = asyncio.get_running_loop().create_future()
+        self._put(write, owner)
+        await write.done
 
-    def _put(self, write: _Write, *, owner: str = "") -> None:
+    def _put(self, write: _Write, owner: str = "") -> None:
         if owner:
             self._owner_queues.put(owner, write)
         else:
@@ -170,17 +150,14 @@ class Database:
         self._work.set()
 
     async def _run_writer(self) -> None:
-        assert self._engine is not None
         async with self._engine.connect() as connection:
             while True:
                 await self._work.wait()
-                batch = self._take_batch()
-                if batch:
+                self._work.clear()
+                while batch := self._take_batch():
                     await self._write_batch(connection, batch)
-                elif self._closing:
+                if self._closing:
                     return
-                else:
-                    self._work.clear()
 
     def _take_batch(self) -> list[_Write]:
         """Take writes without an owner first: they wait only for the commit itself."""
@@ -194,46 +171,39 @@ class Database:
         return batch
 
     async def _write_batch(self, connection: AsyncConnection, batch: list[_Write]) -> None:
-        batch = await self._do_file_work(batch)
-        try:
-            await _execute(connection, batch)
-        except Exception:  # noqa: BLE001 - a driver's refusal of a value is no SQLAlchemyError
-            # One bad row must neither fail the others nor end the writer: try each alone.
-            for write in batch:
-                try:
-                    await _execute(connection, [write])
-                except Exception as error:  # noqa: BLE001 - its caller is told, or the log
-                    self._fail(write, error)
+        batch = self._succeeded(batch, await _try_each([write.before for write in batch]))
+        batch = await self._commit(connection, batch)
         for write in batch:
             if write.done is not None and not write.done.done():
                 write.done.set_result(None)
-        later = [write.after for write in batch if write.after is not None]
-        if later:
-            for failure in await asyncio.to_thread(_try_each, later):
-                if failure is not None:  # what was committed stays; files may be left over
-                    self._log.error("file_work_failed", error=str(failure))
+        for error in await _try_each([write.after for write in batch]):
+            if error is not None:  # what was committed stays; files may be left over
+                self._log.error("file_work_failed", error=str(error))
 
-    async def _do_file_work(self, batch: list[_Write]) -> list[_Write]:
-        """Do what comes before the writes; return those that may go on."""
-        work = [write.before for write in batch if write.before is not None]
-        if not work:
-            return batch
-        errors = iter(await asyncio.to_thread(_try_each, work))
-        kept = []
-        for write in batch:
-            failure = next(errors) if write.before is not None else None
-            if failure is None:
-                kept.append(write)
+    async def _commit(self, connection: AsyncConnection, batch: list[_Write]) -> list[_Write]:
+        """Return the writes that were committed."""
+        try:
+            await _execute(connection, batch)
+        except Exception as error:  # noqa: BLE001 - a driver's refusal is no SQLAlchemyError
+            if len(batch) == 1:
+                return self._succeeded(batch, [error])
+            # One bad row must neither fail the others nor end the writer: try each alone.
+            return [done for write in batch for done in await self._commit(connection, [write])]
+        return batch
+
+    def _succeeded(
+        self, batch: Sequence[_Write], errors: Sequence[Exception | None]
+    ) -> list[_Write]:
+        """Return the writes without an error; tell the callers of the others, or the log."""
+        for write, error in zip(batch, errors, strict=True):
+            if error is None:
+                continue
+            if write.done is not None and not write.done.done():
+                write.done.set_exception(error)
             else:
-                self._fail(write, failure)
-        return kept
-
-    def _fail(self, write: _Write, error: Exception) -> None:
-        if write.done is not None and not write.done.done():
-            write.done.set_exception(error)
-        else:
-            statements = [str(statement) for statement, _ in write.statements]
-            self._log.error("write_failed", error=str(error), statements=statements)
+                statements = [str(statement) for statement, _ in write.statements]
+                self._log.error("write_failed", error=str(error), statements=statements)
+        return [write for write, error in zip(batch, errors, strict=True) if error is None]
 
 
 async def _execute(connection: AsyncConnection, batch: Sequence[_Write]) -> None:
@@ -244,14 +214,9 @@ async def _execute(connection: AsyncConnection, batch: Sequence[_Write]) -> None
             merged[-1][1].extend(map(dict, rows))  # neighbours become one executemany
         else:
             merged.append((statement, list(map(dict, rows))))
-    try:
+    async with connection.begin():
         for statement, parameters in merged:
             await connection.execute(statement, parameters or None)
-        await connection.commit()
-    except BaseException:
-        with suppress(SQLAlchemyError):
-            await connection.rollback()
-        raise
 
 
 def from_row(type_: type[Record], row: RowMapping, **changes: object) -> Record:
@@ -261,25 +226,24 @@ def from_row(type_: type[Record], row: RowMapping, **changes: object) -> Record:
     return make(**values | changes)
 
 
-def _try_each(work: Sequence[FileWork]) -> list[Exception | None]:
-    """Call each; return the error of each, None where it succeeded."""
-    errors: list[Exception | None] = []
-    for call in work:
+async def _try_each(work: Sequence[FileWork | None]) -> list[Exception | None]:
+    """Do what file work there is, in a thread; return the error of each."""
+
+    def error_of(call: FileWork | None) -> Exception | None:
         try:
-            call()
-            errors.append(None)
+            if call is not None:
+                call()
         except Exception as error:  # noqa: BLE001 - its caller is told, or the log
-            errors.append(error)
-    return errors
+            return error
+        return None
+
+    if not any(work):
+        return [None] * len(work)
+    return await asyncio.to_thread(lambda: [error_of(call) for call in work])
 
 
-def _prepare_sqlite(connection: object, _record: object) -> None:
-    cursor = connection.cursor()  # type: ignore[attr-defined]
-    for pragma in (
-        "journal_mode=WAL",
-        "synchronous=NORMAL",
-        f"busy_timeout={_BUSY_TIMEOUT_MS}",
-        "foreign_keys=ON",
-    ):
+def _prepare_sqlite(connection: DBAPIConnection, _record: object) -> None:
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()

@@ -80,7 +80,7 @@ def test_a_transaction_has_something_of_every_owner(tmp_path):
     """A thousand writes wait in one owner's queue; one of another is in the next transaction."""
 
     async def committed_before() -> int:
-        database = Database.at(url="", data_dir=tmp_path)
+        database = Database(url="", data_dir=tmp_path)
         await database.open()
 
         def write(name: str, owner: str) -> asyncio.Task[None]:

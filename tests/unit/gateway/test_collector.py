@@ -31,7 +31,7 @@ class Store:
 
     def __init__(self, data_dir: Path, *, collector=GarbageCollector, **arguments) -> None:
         self.data_dir = data_dir
-        self.database = Database.at(url="", data_dir=data_dir)
+        self.database = Database(url="", data_dir=data_dir)
         self.checkpoints = CheckpointCatalog(
             database=self.database,
             pins=Pins(),

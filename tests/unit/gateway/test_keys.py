@@ -15,7 +15,7 @@ from tandem.errors import InvalidRequest, UnknownKey, UserError
 
 @pytest.fixture
 async def database(tmp_path):
-    database = Database.at(url="", data_dir=tmp_path)
+    database = Database(url="", data_dir=tmp_path)
     await database.open()
     yield database
     await database.close()

@@ -35,7 +35,7 @@ def test_shares_of_a_clock_add_up_to_the_time_in_which_there_was_work():
 
 @pytest.fixture
 async def database(tmp_path):
-    database = Database.at(url="", data_dir=tmp_path)
+    database = Database(url="", data_dir=tmp_path)
     await database.open()
     yield database
     await database.close()
