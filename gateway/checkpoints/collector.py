@@ -17,11 +17,10 @@ import asyncio
 import secrets
 import shutil
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from sqlalchemy import select, update
+from sqlalchemy import literal, select, union_all, update
 
 from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.identifiers import relative_state_folder, relative_version_folder, run_folder_name
@@ -35,21 +34,13 @@ _TRASH = ".trash"
 
 
 class GarbageCollector:
-    """`remove_tree` removes a folder with its content."""
-
     def __init__(
-        self,
-        *,
-        database: Database,
-        data_dir: Path,
-        checkpoints: CheckpointCatalog,
-        remove_tree: Callable[[Path], None] = shutil.rmtree,
+        self, *, database: Database, data_dir: Path, checkpoints: CheckpointCatalog
     ) -> None:
         self._database = database
         self._data_dir = data_dir
         self._checkpoints = checkpoints
         self._pins = checkpoints.pins
-        self._remove_tree = remove_tree
         self._lock = asyncio.Lock()
         self._log = get_log()
 
@@ -83,12 +74,12 @@ class GarbageCollector:
             unnamed = [folder for folder in found if folder not in named]
             if run_id is not None and self._pins.is_resolving(run_id):
                 if unnamed:
-                    self._pins.after_resolving(run_id, lambda: self._checkpoints.mark(run_id))
+                    self._checkpoints.mark(run_id)
                 return not unnamed
             unused = [folder for folder in unnamed if folder not in used]
             if unused:
                 await asyncio.to_thread(self._remove, unused)
-                await self._note(run_id, set(unused))
+                await self._note(run_id, unused)
                 self._log.info("collected", run_id=run_id, folders=unused)
             if partials:
                 await asyncio.to_thread(self._remove_empty_run_folders, run_id)
@@ -103,29 +94,24 @@ class GarbageCollector:
         ]
 
     def _run_folders(self, run_id: str | None) -> list[Path]:
-        roots = [self._data_dir / name for name in _ROOTS]
-        if run_id is not None:
-            found = [root / run_folder_name(run_id) for root in roots]
-        else:
-            found = [path for root in roots if root.is_dir() for path in sorted(root.iterdir())]
+        name = run_folder_name(run_id) if run_id is not None else "*"
+        found = [path for root in _ROOTS for path in sorted(self._data_dir.glob(f"{root}/{name}"))]
         return [path for path in found if _is_own_folder(path) and path.name != _TRASH]
 
     async def _named(self, run_id: str | None) -> set[str]:
         await self._database.flush()
-        sampled = select(sampling_sessions.c.version).where(
+        saved = select(checkpoints.c.folder, checkpoints.c.version)
+        sampled = select(literal(""), sampling_sessions.c.version).where(
             sampling_sessions.c.state == "active", sampling_sessions.c.run_id != ""
         )
-        saved = select(checkpoints.c.folder, checkpoints.c.version)
         if run_id is not None:
-            sampled = sampled.where(sampling_sessions.c.run_id == run_id)
             saved = saved.where(checkpoints.c.run_id == run_id)
+            sampled = sampled.where(sampling_sessions.c.run_id == run_id)
         return {
-            relative_version_folder(row["version"]) for row in await self._database.read(sampled)
-        } | {
             relative_state_folder(Path(row["folder"]))
             if row["folder"]
             else relative_version_folder(row["version"])
-            for row in await self._database.read(saved)
+            for row in await self._database.read(union_all(saved, sampled))
         }
 
     def _remove(self, folders: list[str]) -> None:
@@ -135,21 +121,17 @@ class GarbageCollector:
             trash.parent.mkdir(exist_ok=True)
             with suppress(FileNotFoundError):  # a partial folder that its writer just discarded
                 (self._data_dir / folder).rename(trash)
-                self._delete(trash)
         self._empty_trash()
-
-    def _delete(self, trash: Path) -> None:
-        try:
-            self._remove_tree(trash) if _is_own_folder(trash) else trash.unlink()
-        except OSError as error:  # stays in the trash until it is emptied again
-            self._log.error("not_removed", path=str(trash), reason=str(error))
 
     def _empty_trash(self) -> None:
         for trash in (self._data_dir / root / _TRASH for root in _ROOTS):
             if not _is_own_folder(trash):
                 continue
             for child in trash.iterdir():
-                self._delete(child)
+                try:
+                    shutil.rmtree(child) if _is_own_folder(child) else child.unlink()
+                except OSError as error:  # stays in the trash until it is emptied again
+                    self._log.error("not_removed", path=str(child), reason=str(error))
             if not any(trash.iterdir()):
                 trash.rmdir()
 
@@ -158,19 +140,13 @@ class GarbageCollector:
             if not any(folder.iterdir()):
                 folder.rmdir()
 
-    async def _note(self, run_id: str | None, removed: set[str]) -> None:
+    async def _note(self, run_id: str | None, removed: list[str]) -> None:
         """Record in the database which versions were removed."""
-        present = select(weight_versions.c.name).where(weight_versions.c.collected_at.is_(None))
+        paths = [str(self._data_dir / folder) for folder in removed]
+        gone = update(weight_versions).where(weight_versions.c.path.in_(paths))
         if run_id is not None:
-            present = present.where(weight_versions.c.run_id == run_id)
-        rows = await self._database.read(present)
-        names = [row["name"] for row in rows if relative_version_folder(row["name"]) in removed]
-        if names:
-            await self._database.write(
-                update(weight_versions)
-                .where(weight_versions.c.name.in_(names))
-                .values(collected_at=time.time())
-            )
+            gone = gone.where(weight_versions.c.run_id == run_id)
+        await self._database.write(gone.values(collected_at=time.time()))
 
 
 def _is_own_folder(path: Path) -> bool:

@@ -20,11 +20,11 @@ from sqlalchemy import insert, select
 
 from gateway.auth.identity import Readers
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog, insert_row
-from gateway.checkpoints.versions import VersionStore, WeightVersion, files_of, version_row
+from gateway.checkpoints.versions import VersionStore, files_of, version_row
 from gateway.identifiers import CheckpointPath, new_session_id, new_state_folder, run_id_of
 from gateway.storage.database import Database
 from gateway.storage.tables import runs, sessions
-from tandem.errors import CheckpointDamaged, InvalidRequest, ServerError, StorageFull
+from tandem.errors import CheckpointDamaged, InvalidRequest, StorageFull
 from tandem.weights import Manifest, PartialVersion, new_version_name
 from tandem.weights.store import fsync_path
 
@@ -71,7 +71,6 @@ class CheckpointCopier:
         if run_id not in self._under_way:
             task = asyncio.create_task(self._copy(request, run_id))
             self._under_way[run_id] = (request.source, task)
-            task.add_done_callback(lambda done: self._ended(run_id, done))
         source, task = self._under_way[run_id]
         if source != request.source:
             raise InvalidRequest(f"a copy of other weights is being made as {run_id}")
@@ -82,32 +81,32 @@ class CheckpointCopier:
         tasks = [task for _, task in self._under_way.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _ended(self, run_id: str, task: asyncio.Task[str]) -> None:
-        self._under_way.pop(run_id, None)
-        if task.cancelled() or task.exception() is not None:
-            self._checkpoints.mark(run_id)  # files without a name may be left
-
     async def _copy(self, request: CopyRequest, run_id: str) -> str:
-        # `resolving` keeps the garbage collector, which may be removing what an earlier attempt
-        # left of this run, away from the partial folder.
-        with self._checkpoints.pins.resolving(run_id):
-            async with self._checkpoints.reading(request.source, readers=request.readers) as source:
-                path = replace(source.path, run_id=run_id)
-                run = await self._database.read_one(
-                    select(runs.c.reason).where(runs.c.id == run_id)
-                )
-                if run is not None:
-                    if run["reason"] == _REASON and await self._checkpoints.find(path) is not None:
-                        return str(path)  # a repeated request
-                    raise InvalidRequest(f"there is a training run {run_id} already")
-                await self._checkpoints.check_quota(
-                    owner=request.owner, expected_bytes=source.bytes
-                )
-                await self._make(request, source, path)
-                return str(path)
+        catalog = self._checkpoints
+        try:
+            # `resolving` keeps the garbage collector, which may be removing what an earlier
+            # attempt left of this run, away from the partial folder.
+            with catalog.pins.resolving(run_id):
+                async with catalog.reading(request.source, readers=request.readers) as source:
+                    path = replace(source.path, run_id=run_id)
+                    run = await self._database.read_one(
+                        select(runs.c.reason).where(runs.c.id == run_id)
+                    )
+                    if run is None:
+                        await catalog.check_quota(owner=request.owner, expected_bytes=source.bytes)
+                        await self._make(request, source, path)
+                    elif run["reason"] != _REASON or await catalog.find(path) is None:
+                        raise InvalidRequest(f"there is a training run {run_id} already")
+                    return str(path)
+        except BaseException:
+            catalog.mark(run_id)  # files without a name may be left
+            raise
+        finally:
+            del self._under_way[run_id]
 
     async def _make(self, request: CopyRequest, source: Checkpoint, path: CheckpointPath) -> None:
-        now = time.time()
+        """Make the files, then write the copy, its run and its session in one transaction."""
+        now, run_id = time.time(), path.run_id
         copy = replace(
             source,
             path=path,
@@ -117,46 +116,29 @@ class CheckpointCopier:
             expires_at=now + request.ttl_seconds if request.ttl_seconds else None,
         )
         if source.folder:
-            version = None
-            folder = Path(source.folder)
-            target = new_state_folder(self._data_dir, run_id=path.run_id, name=path.name)
-            copy = replace(copy, folder=str(target))
+            folder = new_state_folder(self._data_dir, run_id=run_id, name=path.name)
+            copy = replace(copy, folder=str(folder))
         else:
-            old = await self._versions.version(source.version)
-            name = new_version_name(run_id=path.run_id, number=1)
-            version = replace(old, name=name, path=self._versions.path_of(name), run_id=path.run_id)
-            folder, target = Path(old.path), Path(version.path)
-            copy = replace(copy, version=name)
-        with self._checkpoints.pins.pinned(copy.relative_folder):
-            await asyncio.to_thread(_link_files, source, folder, target, version)
-            await self._write_rows(request, source, copy, version)
-
-    async def _write_rows(
-        self,
-        request: CopyRequest,
-        source: Checkpoint,
-        copy: Checkpoint,
-        version: WeightVersion | None,
-    ) -> None:
-        """Write the copy, its run and its session in one transaction."""
-        origin = await self._checkpoints.origin(source.path.run_id)
-        run_id, now = copy.path.run_id, copy.created_at
+            copy = replace(copy, version=new_version_name(run_id=run_id, number=1))
         session_id = run_id.partition(":")[0]
-        belongs = {"owner": request.owner, "project_id": request.project_id}
+        ended = {
+            "owner": request.owner,
+            "project_id": request.project_id,
+            "created_at": now,
+            "ended_at": now,
+        }
         statements = [
+            insert_row(copy),
             insert(runs).values(
                 id=run_id,
                 session_id=session_id,
                 base_model=copy.base_model,
-                training=origin.training.model_dump(),
+                training=(await self._checkpoints.origin(source.path.run_id)).training.model_dump(),
                 state="ended",
                 error_type=InvalidRequest.type,
                 reason=_REASON,
-                created_at=now,
-                ended_at=now,
-                **belongs,
+                **ended,
             ),
-            insert_row(copy),
         ]
         if request.run_id is None:
             statements.append(
@@ -165,35 +147,35 @@ class CheckpointCopier:
                     state="finished",
                     reason="success",
                     detail=f"made for a copy of {source.path}",
-                    created_at=now,
-                    ended_at=now,
-                    **belongs,
+                    **ended,
                 )
             )
-        if version is not None:
+        target = self._data_dir / copy.relative_folder
+        if copy.version:
+            version = replace(
+                await self._versions.version(source.version),
+                name=copy.version,
+                path=str(target),
+                run_id=run_id,
+            )
             statements.append(version_row(version, parent=source.version, size=copy.bytes))
-        await self._database.write_together(*statements)
+        with self._checkpoints.pins.pinned(copy.relative_folder):
+            await asyncio.to_thread(
+                _link_files, source, self._data_dir / source.relative_folder, copy, target
+            )
+            await self._database.write_together(*statements)
 
 
 def _session_id(request: CopyRequest) -> str:
     """Derive the id from the request, so that a repeated idempotency key gives the same one."""
-    if not request.idempotency_key:
+    key = request.idempotency_key
+    if not key:
         return new_session_id()
-    identity = repr(
-        (
-            request.owner,
-            request.idempotency_key,
-            request.source,
-            request.project_id,
-            request.ttl_seconds,
-        )
-    )
-    return f"s-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    identity = (request.owner, key, request.source, request.project_id, request.ttl_seconds)
+    return f"s-{hashlib.sha256(repr(identity).encode()).hexdigest()[:12]}"
 
 
-def _link_files(
-    source: Checkpoint, folder: Path, target: Path, version: WeightVersion | None
-) -> None:
+def _link_files(source: Checkpoint, folder: Path, copy: Checkpoint, target: Path) -> None:
     """Link the files into a new folder. The folder of a weight version gets a manifest of its own,
     which names the version and its run."""
     partial = PartialVersion(target)
@@ -201,21 +183,23 @@ def _link_files(
     try:
         for name, file in files_of(source, folder).items():
             _link(file, partial.path / name)
-        if version is None:
-            fsync_path(partial.path)
-            partial.path.rename(target)
-            fsync_path(target.parent)
-        else:
+        if copy.version:
             manifest = Manifest.model_validate_json((folder / "manifest.json").read_bytes())
             changes = {
-                "version": version.name,
-                "run_id": version.run_id,
+                "version": copy.version,
+                "run_id": copy.path.run_id,
                 "parent": source.version,
             }
             partial.commit(manifest.model_copy(update=changes))
+        else:
+            fsync_path(partial.path)
+            partial.path.rename(target)
+            fsync_path(target.parent)
     except OSError as error:
         partial.discard()
-        raise _storage_error(source, error) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull(f"there is no room for a copy of {source.path}") from error
+        raise CheckpointDamaged(f"{source.path} could not be copied: {error}") from error
 
 
 def _link(file: Path, target: Path) -> None:
@@ -226,9 +210,3 @@ def _link(file: Path, target: Path) -> None:
             raise
         shutil.copyfile(file, target)
         fsync_path(target)
-
-
-def _storage_error(source: Checkpoint, error: OSError) -> ServerError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageFull(f"there is no room for a copy of {source.path}")
-    return CheckpointDamaged(f"{source.path} could not be copied: {error}")

@@ -9,7 +9,7 @@ pinned the folder, because the name may be deleted in between.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 
@@ -20,7 +20,6 @@ class Pins:
         self._folders: Counter[str] = Counter()
         self._resolving: Counter[str] = Counter()
         self._of_run: defaultdict[str, list[str]] = defaultdict(list)
-        self._callbacks: dict[str, Callable[[], None]] = {}
 
     def folders(self) -> set[str]:
         """Return the folders that are pinned now."""
@@ -66,15 +65,9 @@ class Pins:
             yield
         finally:
             _decrement(self._resolving, run_id)
-            if run_id not in self._resolving and run_id in self._callbacks:
-                self._callbacks.pop(run_id)()
 
     def is_resolving(self, run_id: str) -> bool:
         return run_id in self._resolving
-
-    def after_resolving(self, run_id: str, callback: Callable[[], None]) -> None:
-        """Call `callback` once, when no name of this run is being looked up any more."""
-        self._callbacks[run_id] = callback
 
 
 def _decrement(counter: Counter[str], key: str) -> None:

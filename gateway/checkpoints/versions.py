@@ -78,10 +78,9 @@ class VersionStore:
         return float(row["created_at"]) if row is not None else 0.0
 
     async def files(self, checkpoint: Checkpoint) -> dict[str, Path]:
-        """Return the files of a checkpoint by name. Raise `UnknownWeights` or
-        `CheckpointDamaged`."""
-        folder = checkpoint.folder or (await self.version(checkpoint.version)).path
-        return await asyncio.to_thread(files_of, checkpoint, Path(folder))
+        """Return the files of a checkpoint by name. Raise `CheckpointDamaged`."""
+        folder = self._data_dir / checkpoint.relative_folder
+        return await asyncio.to_thread(files_of, checkpoint, folder)
 
     async def check_space(self, *, expected_bytes: int, what: str) -> None:
         """Raise `StorageFull` if the disk has no room to `what` (a phrase such as "publish the

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from pathlib import Path
 
@@ -29,7 +28,7 @@ PATH = f"tinker://{RUN}/weights/a"
 class Store:
     """The database and the files, without the rest of a gateway."""
 
-    def __init__(self, data_dir: Path, *, collector=GarbageCollector, **arguments) -> None:
+    def __init__(self, data_dir: Path, *, collector=GarbageCollector) -> None:
         self.data_dir = data_dir
         self.database = Database(url="", data_dir=data_dir)
         self.checkpoints = CheckpointCatalog(
@@ -39,10 +38,7 @@ class Store:
         )
         self.versions = VersionStore(database=self.database, data_dir=data_dir, min_free_bytes=0)
         self.collector = collector(
-            database=self.database,
-            data_dir=data_dir,
-            checkpoints=self.checkpoints,
-            **arguments,
+            database=self.database, data_dir=data_dir, checkpoints=self.checkpoints
         )
 
     def reading(self, path: str):
@@ -150,10 +146,8 @@ async def test_what_is_read_stays_and_goes_when_the_reader_has_ended(store):
 
 async def test_nothing_of_a_run_goes_while_one_of_its_names_is_looked_up(store):
     path = folder(store, "checkpoints/s-1_train_0/a-11111111")
-    with store.checkpoints.pins.resolving(RUN):
-        with store.checkpoints.pins.resolving(RUN):
-            assert await store.collector.collect(RUN) is False
-        assert store.checkpoints.take_marked() == []
+    with store.checkpoints.pins.resolving(RUN), store.checkpoints.pins.resolving(RUN):
+        assert await store.collector.collect(RUN) is False
     assert path.exists()
     assert store.checkpoints.take_marked() == [RUN], "it is looked at again"
     assert await store.collector.collect(RUN) is True
@@ -210,21 +204,15 @@ async def test_an_overwrite_leaves_the_old_or_the_new_and_never_neither(store):
     assert seen == {"1", "2"}
 
 
-async def test_what_the_disk_refuses_to_remove_is_tried_again(tmp_path):
-    broken = [True]
+async def test_what_the_disk_refuses_to_remove_is_tried_again(store, monkeypatch):
+    def refuse(trash):
+        raise PermissionError("no")
 
-    def remove(trash):
-        if broken:
-            raise PermissionError("no")
-        shutil.rmtree(trash)
-
-    store = Store(tmp_path, remove_tree=remove)
-    await store.database.open()
     path = folder(store, "checkpoints/s-1_train_0/a-11111111")
-    await store.collector.collect(RUN)
+    with monkeypatch.context() as broken:
+        broken.setattr("shutil.rmtree", refuse)
+        await store.collector.collect(RUN)
     assert not path.exists()
     assert len(list((store.data_dir / "checkpoints/.trash").iterdir())) == 1
-    broken.clear()
     await store.collector.empty_trash()
     assert not (store.data_dir / "checkpoints/.trash").exists()
-    await store.database.close()
