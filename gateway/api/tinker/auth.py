@@ -1,14 +1,24 @@
-"""Tokens for keys, and what a key may know of itself."""
+"""Tokens for keys, what a key may know of itself, and the audit log as the SDK reads it."""
 
 from __future__ import annotations
 
+import datetime as dt
+from typing import Annotated, Literal
+
+from fastapi import Query
+from pydantic import JsonValue
+
 from gateway.api.dependencies import AuditDep, CallerDep, GatewayDep
-from gateway.api.fields import Answer, AuthRefusal
+from gateway.api.fields import Answer, AuthRefusal, Day, Omitted, Time
 from gateway.api.routing import Router
+from gateway.auth.audit import Entry
 from gateway.auth.identity import ORGANIZATION
 from tandem.errors import PermissionDenied, Unauthenticated
 
 router = Router("/api/v1/auth", tag="SDK", refusal=AuthRefusal)
+audit_router = Router("/api/v1", tag="SDK")
+
+EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 
 class Token(Answer):
@@ -20,6 +30,21 @@ class OwnKey(Answer):
     name: str
     note: str
     details: dict[str, dict[str, str]]
+
+
+class AuditEntry(Answer):
+    """`event_details` has the actor, the target, the address, the status, and what the action
+    notes beside them. The fields after it are those that older SDKs read of checkpoints."""
+
+    timestamp: Time
+    event: str
+    event_details: dict[str, JsonValue]
+    tinker_path: str | None
+    model_id: str | None
+
+
+class AuditLogPage(Answer):
+    entries: list[AuditEntry]
 
 
 @router.operation("POST", "/token", role="reader", audit=None)
@@ -62,3 +87,27 @@ async def delete_own_key(gateway: GatewayDep, caller: CallerDep, audit: AuditDep
             "TANDEM_API_KEY) and start it again"
         )
     await gateway.keys.revoke(caller.key_id)
+
+
+@audit_router.operation("GET", "/audit", role="admin")
+async def audit_log(
+    gateway: GatewayDep,
+    event_type: Annotated[EventType, Query()] = "all",
+    day: Annotated[Day | Omitted, Query()] = None,
+) -> AuditLogPage:
+    """Return the audit log of a day (UTC; today by default), oldest first."""
+    today = dt.datetime.now(dt.UTC).date()
+    found = await gateway.audit.of_day(day=day or today, event_type=event_type)
+    return AuditLogPage(entries=[_entry(entry) for entry in found])
+
+
+def _entry(entry: Entry) -> AuditEntry:
+    path = entry.target if entry.target.startswith("tinker://") else None
+    details = {name: getattr(entry, name) for name in ("actor", "target", "address", "status")}
+    return AuditEntry(
+        timestamp=entry.at,
+        event=entry.action,
+        event_details=details | dict(entry.detail),
+        tinker_path=path,
+        model_id=path.split("/")[2] if path else None,
+    )

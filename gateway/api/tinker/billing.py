@@ -16,7 +16,6 @@ from gateway.usage.reports import UsageEvent
 from tandem.errors import InvalidRequest
 
 _LONGEST = dt.timedelta(days=14)
-_GIGABYTE = 1e9
 
 router = Router("/api/v1/billing/usage", tag="SDK")
 
@@ -100,10 +99,7 @@ async def usage_events(
     )
     return UsageEvents(
         data=[_event(event) for event in report.events],
-        sessions={
-            session_id: SessionNotes(user_metadata=metadata)
-            for session_id, metadata in report.metadata.items()
-        },
+        sessions={id: SessionNotes(user_metadata=of) for id, of in report.metadata.items()},
         cost_data_through=None,
     )
 
@@ -124,7 +120,7 @@ async def checkpoint_storage(
                 user_name=item.owner,
                 checkpoint_count=item.count,
                 size_bytes=item.bytes,
-                size_gigabytes=item.bytes / _GIGABYTE,
+                size_gigabytes=item.bytes / 1e9,
                 estimated_monthly_cost_usd=None,
             )
             for item in items
@@ -166,13 +162,10 @@ def _event(event: UsageEvent) -> UsageOfHour:
 
 def _info(event: UsageEvent) -> TokensUsed | CheckpointsSaved:
     match event.type:
-        case "sampling_prefill" | "sampling_prefill_cached":
-            return TokensUsed(
-                type="sampling_prefill",
-                cached=event.type == "sampling_prefill_cached",
-                token_count=event.quantity,
-            )
+        case "sampling_prefill" | "sampling_prefill_cached" as kind:
+            cached = kind == "sampling_prefill_cached"
+            return TokensUsed(type="sampling_prefill", cached=cached, token_count=event.quantity)
         case "checkpoint":
             return CheckpointsSaved(type="checkpoint", count=event.quantity)
-        case _:
-            return TokensUsed(type=event.type, token_count=event.quantity)
+        case kind:
+            return TokensUsed(type=kind, token_count=event.quantity)

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Annotated, Literal
 
-from fastapi import Header, Query
+from fastapi import Depends, Header, Query
 from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import FileResponse
 
 from gateway.api.dependencies import (
     CHECKPOINT,
     AccessDep,
     AuditDep,
     BaseUrl,
-    CallerDep,
     GatewayDep,
     OwnCheckpoint,
     ReadableCheckpoint,
 )
 from gateway.api.fields import Answer, Omitted, PathText, Time, UserMetadata
-from gateway.api.routing import Router
+from gateway.api.routing import Router, file_response
 from gateway.checkpoints.catalog import Checkpoint
 from gateway.checkpoints.copies import CopyRequest
+from gateway.checkpoints.downloads import PREFIX, Address
 from gateway.core import Gateway
 from gateway.identifiers import check_ttl, run_id_of
 from tandem.errors import (
+    AddressExpired,
+    AddressForged,
     CheckpointDamaged,
     InvalidRequest,
     SessionFinished,
@@ -43,6 +49,9 @@ _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 router = Router("/api/v1", tag="SDK")
 own_router = Router("/api/tandem/v1", tag="Tandem")
+files_router = Router(tag="SDK")
+
+_FILE = file_response("application/octet-stream", "The file, or the part that `Range` asks for")
 
 
 class TinkerPath(BaseModel):
@@ -121,27 +130,26 @@ class Copied(Answer):
 
 
 @router.operation("GET", "/training_runs/{run_id}/checkpoints", role="reader", errors=[UnknownRun])
-async def run_checkpoints(
-    run_id: PathText, gateway: GatewayDep, caller: CallerDep
-) -> RunCheckpoints:
+async def run_checkpoints(run_id: PathText, access: AccessDep) -> RunCheckpoints:
     """Return the checkpoints of one run, oldest first."""
-    run = await gateway.run_queries.run(run_id, caller, scope="accessible")
-    found = await gateway.checkpoints.of_run(run.id)
+    run = await access.gateway.run_queries.run(run_id, access.caller, scope="accessible")
+    found = await access.gateway.checkpoints.of_run(run.id)
     return RunCheckpoints(
-        checkpoints=[described(c) for c in found if c.public or caller.may_see(c.owner)]
+        checkpoints=[described(c) for c in found if c.public or access.caller.may_see(c.owner)]
     )
 
 
 @router.operation("GET", "/checkpoints", role="reader")
 async def user_checkpoints(
-    gateway: GatewayDep,
-    caller: CallerDep,
+    access: AccessDep,
     limit: Annotated[int, Query(ge=0, lt=10**12)] = 100,
     offset: Annotated[int, Query(ge=0, lt=10**12)] = 0,
 ) -> CheckpointPage:
     """Return a page of the caller's checkpoints, newest first; 10,000 at most."""
     limit = min(limit, _LARGEST_PAGE)
-    found, total = await gateway.checkpoints.of_owner(caller.owner, limit=limit, offset=offset)
+    found, total = await access.gateway.checkpoints.of_owner(
+        access.caller.owner, limit=limit, offset=offset
+    )
     return CheckpointPage(
         checkpoints=[described(c) for c in found],
         cursor=PageCursor(offset=offset, limit=limit, total_count=total),
@@ -200,36 +208,28 @@ async def external_weights_urls(
 
 @own_router.operation("GET", "/checkpoints/files", role="reader")
 async def checkpoint_files(
-    path: Annotated[str, Query(), CHECKPOINT],
-    gateway: GatewayDep,
-    access: AccessDep,
-    base_url: BaseUrl,
+    path: Annotated[str, Query(), CHECKPOINT], access: AccessDep, base_url: BaseUrl
 ) -> SignedUrls:
     """Return signed addresses of the files of any checkpoint (`?path=tinker://…`)."""
-    return await _signed(gateway, await access.checkpoint(path), base_url)
+    return await _signed(access.gateway, await access.checkpoint(path), base_url)
 
 
 @router.operation("POST", "/weights_info", role="reader", audit=None)
-async def weights_info(
-    body: Annotated[TinkerPath, CHECKPOINT], gateway: GatewayDep, access: AccessDep
-) -> WeightsInfo:
+async def weights_info(body: Annotated[TinkerPath, CHECKPOINT], access: AccessDep) -> WeightsInfo:
     """Return what a client must know to load a checkpoint."""
     checkpoint = await access.checkpoint(body.tinker_path)
-    training = (await gateway.checkpoints.origin(checkpoint.path.run_id)).training
-    optimizer = optimizer_name(training.optimizer)
-    if (lora := training.lora) is None:
-        return WeightsInfo(
-            base_model=checkpoint.base_model, is_lora=False, optimizer_config=optimizer
-        )
-    return WeightsInfo(
+    training = (await access.gateway.checkpoints.origin(checkpoint.path.run_id)).training
+    info = WeightsInfo(
         base_model=checkpoint.base_model,
-        is_lora=True,
-        optimizer_config=optimizer,
-        lora_rank=lora.rank,
-        train_unembed=lora.unembedding,
-        train_mlp=lora.mlp,
-        train_attn=lora.attention,
+        is_lora=training.lora is not None,
+        optimizer_config=optimizer_name(training.optimizer),
     )
+    if (lora := training.lora) is not None:
+        info.lora_rank = lora.rank
+        info.train_unembed = lora.unembedding
+        info.train_mlp = lora.mlp
+        info.train_attn = lora.attention
+    return info
 
 
 @router.operation(
@@ -245,7 +245,6 @@ async def weights_info(
 )
 async def copy_weights(
     body: CopyWeights,
-    gateway: GatewayDep,
     access: AccessDep,
     audit: AuditDep,
     x_tinker_weights_access_token: Annotated[
@@ -259,7 +258,7 @@ async def copy_weights(
     check_ttl(body.ttl_seconds)
     token = x_tinker_weights_access_token or body.weights_access_token
     readers = access.readers(token=token)
-    await gateway.checkpoints.get(body.source_path, readers=readers)
+    await access.gateway.checkpoints.get(body.source_path, readers=readers)
     owner, run_id, project_id = access.caller.owner, None, body.destination_project_id or ""
     if body.session_id is not None:
         if body.model_seq_id is None:
@@ -272,7 +271,7 @@ async def copy_weights(
         raise InvalidRequest(
             "copy_weights needs a destination_project_id, or a session_id and a model_seq_id"
         )
-    path = await gateway.copies.copy(
+    path = await access.gateway.copies.copy(
         CopyRequest(
             source=body.source_path,
             readers=readers,
@@ -285,6 +284,41 @@ async def copy_weights(
     )
     audit.note(path, source=body.source_path)
     return Copied(tinker_path=path)
+
+
+async def _pinned_file(
+    request: Request,
+    gateway: GatewayDep,
+    run_id: PathText,
+    kind: PathText,
+    name: PathText,
+    file: PathText,
+    folder: Annotated[str, Query()] = "",
+    expires: Annotated[str, Query()] = "",
+    signature: Annotated[str, Query()] = "",
+) -> AsyncIterator[Path]:
+    """Yield the file, which stays on the disk until the last byte is sent, even when its
+    checkpoint is deleted meanwhile."""
+    address = Address(run_id, kind, name, file, folder, expires, signature)
+    async with gateway.downloads.reading(address, method=request.method) as path:
+        yield path
+
+
+@files_router.operation(
+    "GET",
+    PREFIX + "{run_id}/{kind}/{name}/{file}",
+    role="signature",
+    errors=[AddressForged, AddressExpired, UnknownWeights],
+    responses={200: _FILE, 206: _FILE},
+)
+async def download(file: Annotated[Path, Depends(_pinned_file)]) -> FileResponse:
+    """Return a file of a checkpoint, whole, or the part that a Range header asks for."""
+    return FileResponse(
+        file,
+        media_type="application/octet-stream",
+        filename=file.name,
+        headers={"Cache-Control": "private, no-store", "X-Content-Type-Options": "nosniff"},
+    )
 
 
 def optimizer_name(name: Literal["adamw", "dimuon"]) -> OptimizerName:

@@ -14,7 +14,7 @@ from gateway.api.fields import Answer
 from gateway.api.request_body import JSON, PROTOBUF, parse
 from gateway.api.routing import Router, binary, json_content, model_response
 from gateway.futures.completion_feed import Target
-from gateway.futures.table import Future, Outcome
+from gateway.futures.table import Future, Outcome, Result
 from gateway.identifiers import split_request_id
 from tandem.errors import InvalidRequest, TandemError, UnknownRequest, UnknownSampler
 
@@ -131,7 +131,7 @@ class FinishedSamples(Answer):
     cursor: int = Field(ge=0)
 
 
-Result = (
+AnyResult = (
     FailedOperation
     | ResultSize
     | RunCreated
@@ -160,7 +160,7 @@ _RESULT_BYTES = binary(
     raw=json_content(Retrieve),
     responses={
         200: {
-            "model": Result,
+            "model": AnyResult,
             "description": "The result, by the kind of the operation, or why there is none.",
             "content": {PROTOBUF: {"schema": _RESULT_BYTES}},
         },
@@ -185,10 +185,9 @@ async def retrieve_future(request: Request) -> Response:
         outcome = await gateway.futures.wait(future, timeout=gateway.settings.long_poll)
         if outcome is None:
             return _try_again(future)
-        if body.allow_metadata_only and not isinstance(outcome, TandemError):
-            size = outcome.size
-            if size > INLINE_BYTES:
-                return model_response(ResultSize(request_id=request_id, response_payload_size=size))
+        size = outcome.size if isinstance(outcome, Result) else 0
+        if body.allow_metadata_only and size > INLINE_BYTES:
+            return model_response(ResultSize(request_id=request_id, response_payload_size=size))
         if access.caller.may_change:  # what only a reader has seen stays for its owner
             future.fetched_at = time.monotonic()
         return _result(outcome)
@@ -210,15 +209,13 @@ async def retrieve_future(request: Request) -> Response:
     response_model=FinishedSamples,
     responses={410: {"model": FailedOperation, "description": "A cursor of an earlier gateway."}},
 )
-async def retrieve_futures(
-    body: RetrieveMany, gateway: GatewayDep, access: AccessDep
-) -> FinishedSamples | Response:
+async def retrieve_futures(body: RetrieveMany, access: AccessDep) -> FinishedSamples | Response:
     """Return which samples of a client have finished since its last poll. 410 when the cursor is
     of an earlier gateway: what the client waits for is not known here."""
     target = body.target
     await access.past_sampling_session(target.sampling_session_id)
-    longest = gateway.settings.long_poll
-    polled = await gateway.completions.poll(
+    longest = access.gateway.settings.long_poll
+    polled = await access.gateway.completions.poll(
         Target(target.sampling_session_id, target.cloned_sampler_id),
         after=body.prev_cursor,
         timeout=longest if body.timeout is None else min(body.timeout, longest),
@@ -272,13 +269,8 @@ def _gone(sentence: str) -> Response:
 def _result(outcome: Outcome) -> Response:
     if isinstance(outcome, TandemError):
         # The SDK shows its user the sentence alone, so that the type is part of it.
-        return model_response(
-            FailedOperation(
-                error=f"{outcome.type}: {outcome.message}",
-                type=outcome.type,
-                category=outcome.category,
-            )
-        )
+        sentence = f"{outcome.type}: {outcome.message}"
+        return model_response(FailedOperation.of(outcome, error=sentence))
     headers = {WEIGHT_VERSION_HEADER: outcome.weight_version} if outcome.weight_version else None
     media = PROTOBUF if outcome.media == "protobuf" else JSON
     if outcome.file is not None:

@@ -7,7 +7,8 @@ vocabulary and the model's length, and says the rest in its answer.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import chain
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
@@ -15,12 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api.dependencies import (
+    Access,
     AccessDep,
     AuditDep,
     GatewayDep,
     OwnSamplingSession,
     access_of,
-    gateway_of,
 )
 from gateway.api.fields import Answer
 from gateway.api.request_body import MOST_TOKENS, FirstFault, parse
@@ -47,7 +48,6 @@ from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 
 router = Router("/api/v1", tag="SDK")
-
 
 Ints = Annotated[list[int], FirstFault()]
 
@@ -102,6 +102,11 @@ class Sample(BaseModel):
     prompt_alt_tokens_k: int = Field(0, ge=0, le=1000)
     prompt_logprobs_last_n: int | None = Field(None, ge=1, le=2**31 - 1)
     record_stability_info: bool | None = None
+
+
+_MESSAGE = sampler_pb2.SampleRequest.DESCRIPTOR
+_SAME = {name for name in Sample.model_fields if name in _MESSAGE.fields_by_name}
+"""The fields that a sample and the message for the engine have in common."""
 
 
 class CreateSamplingSession(BaseModel):
@@ -164,18 +169,18 @@ class SamplerInfo(Answer):
 async def asample(request: Request) -> Response:
     """Ask for samples. Idempotent: a repeated seq_id returns the original request_id. 429 when
     too many samples wait."""
-    gateway = gateway_of(request)
+    access = access_of(request)
+    gateway = access.gateway
     body = parse(Sample, await request.body(), most_values=MOST_TOKENS)
-    session, seq_id = await _session_and_seq_id(request, body)
+    session, seq_id = await _session_and_seq_id(access, body)
     request_id = request_id_of(owner=session.id, seq_id=seq_id)
     if gateway.futures.get(request_id) is None:
         sampler = _sampler_of(gateway, session)
-        version = session.version
-        message = sample_request(body)
+        message = _sample_request(body)
         message.operation_id = request_id
         message.session_id = session.session_id
         message.seq_id = seq_id
-        message.version.CopyFrom(version.to_proto())
+        message.version.CopyFrom(session.version.to_proto())
         future = Future(
             request_id=request_id,
             source="sample",
@@ -242,8 +247,7 @@ async def get_sampler(session: OwnSamplingSession) -> SamplerInfo:
     )
 
 
-async def _session_and_seq_id(request: Request, body: Sample) -> tuple[SamplingSession, int]:
-    access = access_of(request)
+async def _session_and_seq_id(access: Access, body: Sample) -> tuple[SamplingSession, int]:
     gateway, owner = access.gateway, access.caller.owner
     if body.sampling_session_id is None:
         session = await gateway.implicit_sessions.create(
@@ -273,33 +277,22 @@ def _sampler_of(gateway: Gateway, session: SamplingSession) -> Sampler:
     )
 
 
-def sample_request(body: Sample) -> sampler_pb2.SampleRequest:
+def _sample_request(body: Sample) -> sampler_pb2.SampleRequest:
     """Return the message for the engine, without whose sample it is. Raises a `UserError`."""
-    params = body.sampling_params
+    params, targets = body.sampling_params, body.target_prompt_logprobs
     if body.prompt_logprobs_last_n is not None and not body.prompt_logprobs:
         raise InvalidRequest(
             "prompt_logprobs_last_n is about prompt logprobs; ask for them, too "
             "(include_prompt_logprobs)"
         )
     message = sampler_pb2.SampleRequest(
+        **body.model_dump(include=_SAME),
         prompt_tokens=_prompt_tokens(body.prompt),
-        num_samples=body.num_samples,
-        prompt_logprobs=bool(body.prompt_logprobs),
-        topk_prompt_logprobs=body.topk_prompt_logprobs,
-        topk_sample_logprobs=body.topk_sample_logprobs,
-        prompt_alt_tokens_k=body.prompt_alt_tokens_k,
-        prompt_logprobs_last_n=body.prompt_logprobs_last_n,
+        target_prompt_tokens=b"" if targets is None else _tensor(targets).SerializeToString(),
         params=sampler_pb2.SamplingParams(
-            max_tokens=params.max_tokens,
-            seed=params.seed,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            stop_given=params.stop is not None,
+            **params.model_dump(exclude={"stop"}), stop_given=params.stop is not None
         ),
     )
-    if body.target_prompt_logprobs is not None:
-        message.target_prompt_tokens = _tensor(body.target_prompt_logprobs).SerializeToString()
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
     for stop in stops:
         if isinstance(stop, str):
@@ -321,29 +314,21 @@ def _tensor(tensor: TokenTensor) -> tinker_pb2.Tensor:
     shape = tensor.shape if tensor.shape is not None else [len(tensor.data)]
     if not all(0 <= size < 2**31 for size in shape):
         raise InvalidRequest(f"target_prompt_logprobs cannot have the shape {shape}")
+    values, rows, columns = (
+        _packed("q", numbers or (), "target_prompt_logprobs")
+        for numbers in (tensor.data, tensor.sparse_crow_indices, tensor.sparse_col_indices)
+    )
     message = tinker_pb2.Tensor(dtype=tinker_pb2.DTYPE_INT64, shape=shape)
     if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
-        message.dense = _int64(tensor.data)
-        return message
-    message.sparse_csr.values = _int64(tensor.data)
-    message.sparse_csr.crow_indices = _int64(tensor.sparse_crow_indices or ())
-    message.sparse_csr.col_indices = _int64(tensor.sparse_col_indices or ())
+        message.dense = values
+    else:
+        message.sparse_csr.values = values
+        message.sparse_csr.crow_indices = rows
+        message.sparse_csr.col_indices = columns
     return message
 
 
-def _int64(numbers: Sequence[int]) -> bytes:
-    try:
-        return array("q", numbers).tobytes()
-    except OverflowError as error:
-        raise TokenOutOfVocabulary(
-            "target_prompt_logprobs holds a number that is no token id"
-        ) from error
-
-
 def _prompt_tokens(prompt: Prompt) -> bytes:
-    """int32, little endian, as all machines that vLLM runs on have it."""
-    tokens = array("i")
-    assert tokens.itemsize == 4
     for chunk in prompt.chunks:
         if chunk.type != "encoded_text":
             raise UnsupportedInput(
@@ -352,10 +337,16 @@ def _prompt_tokens(prompt: Prompt) -> bytes:
             )
         if chunk.tokens is None:
             raise InvalidRequest("prompt: a chunk of encoded_text has no tokens")
-        try:
-            tokens.extend(chunk.tokens)
-        except OverflowError as error:
-            raise TokenOutOfVocabulary("the prompt holds a number that is no token id") from error
-    if not tokens:
+    tokens = chain.from_iterable(chunk.tokens or () for chunk in prompt.chunks)
+    packed = _packed("i", tokens, "the prompt")
+    if not packed:
         raise EmptyBatch("the prompt is empty")
-    return tokens.tobytes()
+    return packed
+
+
+def _packed(typecode: Literal["i", "q"], numbers: Iterable[int], what: str) -> bytes:
+    """Return int32 or int64, little endian, as all machines that vLLM runs on have them."""
+    try:
+        return array(typecode, numbers).tobytes()
+    except OverflowError as error:
+        raise TokenOutOfVocabulary(f"{what} holds a number that is no token id") from error

@@ -23,7 +23,6 @@ TESTED = (0, 27)
 """The first that the conformance suite runs with."""
 
 _WANTED = f"tinker>={TESTED[0]}.{TESTED[1]}"
-
 _RELEASE = re.compile(r"(\d+)\.(\d+)(?:\.\d+)?")
 
 
@@ -119,17 +118,13 @@ async def dynamic_config() -> DynamicConfig:
 @router.operation("GET", "/get_server_capabilities", role="reader")
 async def capabilities(gateway: GatewayDep) -> Capabilities:
     """Return the registered base models."""
-    return Capabilities(
-        supported_models=[
-            SupportedModel(
-                model_name=entry.name,
-                max_context_length=entry.max_length,
-                trainable=True,
-                sampleable=True,
-            )
-            for entry in gateway.models.all()
-        ]
-    )
+    found = [
+        SupportedModel(
+            model_name=m.name, max_context_length=m.max_length, trainable=True, sampleable=True
+        )
+        for m in gateway.models.all()
+    ]
+    return Capabilities(supported_models=found)
 
 
 @router.operation(
@@ -162,7 +157,7 @@ def check_sdk_version(version: str) -> str | None:
         return None
     release = (int(found[1]), int(found[2]))
     if release < OLDEST:
-        raise SdkTooOld(_too_old(f"the SDK tinker {version} is too old for this server"))
+        raise _too_old(f"the SDK tinker {version} is too old for this server")
     if release < TESTED:
         return (
             f"tinker {version} is older than what this server is tested with; if anything "
@@ -173,13 +168,11 @@ def check_sdk_version(version: str) -> str | None:
 
 def json_refused(what: str) -> SdkTooOld:
     """The error for a body as only an old SDK sends it."""
-    return SdkTooOld(
-        _too_old(
-            f"{what} came as JSON, which SDKs older than tinker {OLDEST[0]}.{OLDEST[1]} send; "
-            "this server takes protobuf alone"
-        )
+    return _too_old(
+        f"{what} came as JSON, which SDKs older than tinker {OLDEST[0]}.{OLDEST[1]} send; "
+        "this server takes protobuf alone"
     )
 
 
-def _too_old(why: str) -> str:
-    return f'{why}. Install {_WANTED}: pip install --upgrade "{_WANTED}"'
+def _too_old(why: str) -> SdkTooOld:
+    return SdkTooOld(f'{why}. Install {_WANTED}: pip install --upgrade "{_WANTED}"')

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import StreamingResponse
 
 from gateway.api.dependencies import (
     AccessDep,
@@ -18,7 +19,7 @@ from gateway.api.dependencies import (
 )
 from gateway.api.fields import Answer, Limit, Moment, Offset, PathText, Time, UserMetadata
 from gateway.api.request_body import SMALL_BODY
-from gateway.api.routing import Router
+from gateway.api.routing import Router, file_response
 from gateway.api.tinker.service import SDK_VERSION, check_sdk_version
 from gateway.auth.identity import Scope, urn_of
 from gateway.runs.queries import Storage
@@ -26,12 +27,14 @@ from gateway.sessions.metadata import Metadata
 from gateway.sessions.queries import SessionRecord
 from gateway.sessions.registry import NewSession
 from gateway.sessions.search import Cursor, EndReason, SessionFilters
-from tandem.errors import SessionFinished, UnknownSession
+from gateway.usage.trace_exports import PREFIX
+from tandem.errors import AddressExpired, AddressForged, SessionFinished, UnknownSession
 
 _LONGEST_DETAIL = 4000
 """Characters. Every operation that the end of a session fails repeats them."""
 
 router = Router("/api/v1", tag="SDK")
+files_router = Router(tag="SDK")
 
 
 class CreateSession(BaseModel):
@@ -254,6 +257,28 @@ async def trace_export(session: PastSession, gateway: GatewayDep, base_url: Base
     """Return the signed address of the session's trace up to now."""
     url = f"{base_url}{gateway.traces.address(session.id)}"
     return TraceExport(status="ready", url=url, error=None)
+
+
+@files_router.operation(
+    "GET",
+    PREFIX + "{file}",
+    role="signature",
+    errors=[AddressForged, AddressExpired],
+    responses={200: file_response("application/json", "A trace, as the Chrome trace viewer reads")},
+)
+async def trace_file(
+    gateway: GatewayDep,
+    file: PathText,
+    expires: Annotated[str, Query()] = "",
+    signature: Annotated[str, Query()] = "",
+) -> StreamingResponse:
+    """Return a session's trace, generated as it is sent."""
+    content = gateway.traces.generate(file=file, expires=expires, signature=signature)
+    return StreamingResponse(
+        content,
+        media_type="application/json",
+        headers={"Content-Disposition": f'attachment; filename="{file}"'},
+    )
 
 
 def _summary(session: SessionRecord, storage: Storage) -> SessionSummary:

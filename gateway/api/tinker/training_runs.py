@@ -1,20 +1,114 @@
-"""Training runs as they are listed and described, also long after they have ended."""
+"""Training runs: how they begin, what they train, and how they are listed, also long after they
+have ended."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import secrets
+from typing import Annotated, Literal
 
 from fastapi import Query
+from pydantic import BaseModel, Field
 
-from gateway.api.dependencies import CallerDep, GatewayDep
+from gateway.api.dependencies import (
+    AccessDep,
+    AuditDep,
+    AuditNote,
+    GatewayDep,
+    RawBody,
+)
 from gateway.api.fields import Answer, Limit, Offset, PathText, ProjectFilter, Time, UserMetadata
+from gateway.api.request_body import SMALL_BODY
 from gateway.api.routing import Router
-from gateway.api.tinker.checkpoints import CheckpointInfo, PageCursor, described
-from gateway.auth.identity import Caller, Scope
+from gateway.api.tinker.checkpoints import (
+    CheckpointInfo,
+    OptimizerName,
+    PageCursor,
+    described,
+    optimizer_name,
+)
+from gateway.auth.identity import Caller, Readers, Scope
+from gateway.checkpoints.base_models import BaseModelEntry
+from gateway.checkpoints.compatibility import training_from
+from gateway.core import Gateway
+from gateway.identifiers import request_id_of, run_id_of, split_model_name
+from gateway.runs.operations import LoadWeights
 from gateway.runs.queries import RunRecord
-from tandem.errors import UnknownRun
+from gateway.sessions.metadata import Metadata
+from tandem.errors import (
+    InvalidRequest,
+    OptimizerSetting,
+    SessionFinished,
+    UnknownModel,
+    UnknownRun,
+    UnknownSession,
+    UnsuitableLora,
+)
+from tandem.worker import LoraSpec, TrainingSpec
+
+TRAINING_KEY = "tandem_training"
+"""The key of `user_metadata` that chooses the kind of training; its only value is `full`. An
+unmodified client has no other place for it."""
 
 router = Router("/api/v1", tag="SDK")
+
+
+class OptimizerConfig(BaseModel):
+    type: str = "adamw"
+    version: int | None = None
+
+
+class LoraConfig(BaseModel):
+    """As the SDK has it. No seed: one is drawn."""
+
+    rank: int = Field(ge=1, le=512)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModel(BaseModel):
+    session_id: str
+    model_seq_id: int = Field(ge=0, lt=10**18)
+    base_model: str
+    user_metadata: Metadata | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class CreateViaLoad(BaseModel):
+    session_id: str
+    model_seq_id: int = Field(ge=0, lt=10**18)
+    base_model: str | None = None
+    user_metadata: Metadata | None = None
+    optimizer_config: OptimizerConfig | None = None
+
+
+class OperationAccepted(Answer):
+    """An operation in a run's journal; `retrieve_future` returns its result."""
+
+    request_id: str
+    model_id: str
+
+
+class ModelId(BaseModel):
+    model_id: str
+
+
+class ModelData(Answer):
+    arch: str | None
+    model_name: str
+    tokenizer_id: str
+
+
+class TrainingInfo(Answer):
+    type: Literal["get_info"]
+    model_id: str
+    model_name: str
+    is_lora: bool
+    lora_rank: int | None
+    model_data: ModelData
+    optimizer_config: OptimizerName
 
 
 class RunInfo(Answer):
@@ -35,21 +129,111 @@ class RunPage(Answer):
     cursor: PageCursor
 
 
+@router.operation(
+    "POST",
+    "/create_model",
+    role="member",
+    audit="run_create",
+    errors=[UnknownSession, UnknownModel, SessionFinished],
+    rules=[
+        "The optimizer must be a known one, and a LoRA configuration must train something.",
+    ],
+    body_limit=SMALL_BODY,
+)
+async def create_model(
+    body: CreateModel, raw: RawBody, gateway: GatewayDep, access: AccessDep, audit: AuditDep
+) -> OperationAccepted:
+    """Begin a training run. A user's mistake is answered at once, so that the SDK raises its
+    typed error at once."""
+    await access.session(body.session_id)
+    optimizer = known_optimizer(body.optimizer_config)
+    model, full = _model_of(gateway, body.base_model, body.user_metadata)
+    lora = None if full or body.lora_config is None else _lora_spec(body.lora_config)
+    await gateway.runs.create(
+        session_id=body.session_id,
+        model_seq_id=body.model_seq_id,
+        model=model,
+        training=TrainingSpec(lora=lora, optimizer=optimizer),
+        load=None,
+        user_metadata=body.user_metadata,
+        request=raw,
+    )
+    run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
+    audit.note(run_id, base_model=body.base_model)
+    return accepted(run_id, 0)
+
+
+async def create_via_load(
+    gateway: Gateway,
+    raw: bytes,
+    *,
+    body: CreateViaLoad,
+    load: LoadWeights,
+    readers: Readers,
+    audit: AuditNote,
+) -> OperationAccepted:
+    """Begin a run, in a session of the caller, with a saved state that one of `readers` may
+    read. `raw` is the body as it is kept in the journal."""
+    asked = known_optimizer(body.optimizer_config) if body.optimizer_config else None
+    checkpoint = await gateway.checkpoints.get_trainable(load.path, readers=readers)
+    model, full = _model_of(gateway, body.base_model or checkpoint.base_model, body.user_metadata)
+    saved = (await gateway.checkpoints.origin(checkpoint.path.run_id)).training
+    await gateway.runs.create(
+        session_id=body.session_id,
+        model_seq_id=body.model_seq_id,
+        model=model,
+        training=training_from(
+            path=load.path, saved=saved, full=full, optimizer=load.optimizer, asked=asked
+        ),
+        load=load,
+        user_metadata=body.user_metadata,
+        request=raw,
+    )
+    run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
+    audit.note(run_id, load=load.path)
+    return accepted(run_id, 0)
+
+
+@router.operation(
+    "POST", "/get_info", role="reader", audit=None, errors=[UnknownRun, SessionFinished]
+)
+async def get_info(body: ModelId, access: AccessDep) -> TrainingInfo:
+    """Return what a run trains; also once it has ended, while its session is active."""
+    await access.run(body.model_id)
+    run = access.gateway.runs.get(body.model_id)
+    if run is None:
+        raise UnknownRun(f"training run {body.model_id!r} does not run on this server")
+    lora = run.training.lora
+    return TrainingInfo(
+        type="get_info",
+        model_id=run.id,
+        model_name=run.model.name,
+        is_lora=lora is not None,
+        lora_rank=lora.rank if lora is not None else None,
+        model_data=ModelData(
+            arch=run.architecture or None,
+            model_name=run.model.name,
+            # The SDK takes it as it is, where it would cut a name or a path in pieces.
+            tokenizer_id=run.model.path,
+        ),
+        optimizer_config=optimizer_name(run.training.optimizer),
+    )
+
+
 @router.operation("GET", "/training_runs", role="reader")
 async def training_runs(
-    gateway: GatewayDep,
-    caller: CallerDep,
+    access: AccessDep,
     limit: Limit = 20,
     offset: Offset = 0,
     access_scope: Annotated[Scope, Query()] = "owned",
     project_id: Annotated[ProjectFilter, Query()] = None,
 ) -> RunPage:
     """Return a page of runs, newest first."""
-    runs, total = await gateway.run_queries.runs(
-        caller, scope=access_scope, project_id=project_id, limit=limit, offset=offset
+    runs, total = await access.gateway.run_queries.runs(
+        access.caller, scope=access_scope, project_id=project_id, limit=limit, offset=offset
     )
     return RunPage(
-        training_runs=[_run(run, caller) for run in runs],
+        training_runs=[_run(run, access.caller) for run in runs],
         cursor=PageCursor(offset=offset, limit=limit, total_count=total),
     )
 
@@ -57,12 +241,57 @@ async def training_runs(
 @router.operation("GET", "/training_runs/{run_id}", role="reader", errors=[UnknownRun])
 async def training_run(
     run_id: PathText,
-    gateway: GatewayDep,
-    caller: CallerDep,
+    access: AccessDep,
     access_scope: Annotated[Scope, Query()] = "owned",
 ) -> RunInfo:
     """Describe a run, also long after it has ended."""
-    return _run(await gateway.run_queries.run(run_id, caller, scope=access_scope), caller)
+    run = await access.gateway.run_queries.run(run_id, access.caller, scope=access_scope)
+    return _run(run, access.caller)
+
+
+def accepted(run_id: str, seq_id: int) -> OperationAccepted:
+    return OperationAccepted(request_id=request_id_of(owner=run_id, seq_id=seq_id), model_id=run_id)
+
+
+def known_optimizer(config: OptimizerConfig) -> Literal["adamw", "dimuon"]:
+    """Return the optimizer asked for. Raises `OptimizerSetting`."""
+    if config.type == "dimuon" and config.version in (None, 1):
+        return "dimuon"
+    if config.type == "adamw":
+        return "adamw"
+    version = f" version {config.version}" if config.version is not None else ""
+    raise OptimizerSetting(
+        f"the optimizer {config.type!r}{version} is unknown; known: adamw, dimuon version 1"
+    )
+
+
+def _model_of(
+    gateway: Gateway, base_model: str, user_metadata: Metadata | None
+) -> tuple[BaseModelEntry, bool]:
+    """Return the model, and whether full training is asked for: by the suffix of its name, or in
+    the metadata. Raises `UnknownModel` or `InvalidRequest`."""
+    name, full = split_model_name(base_model)
+    model = gateway.models.get(name)
+    choice = (user_metadata or {}).get(TRAINING_KEY)
+    if not full and choice not in (None, "full"):
+        raise InvalidRequest(f"user_metadata: {TRAINING_KEY} is {choice!r}; known: 'full'")
+    return model, full or choice == "full"
+
+
+def _lora_spec(config: LoraConfig) -> LoraSpec:
+    """Raises `UnsuitableLora` where nothing would be trained."""
+    if not (config.train_attn or config.train_mlp or config.train_unembed):
+        raise UnsuitableLora(
+            "lora_config trains nothing; set one of train_attn, train_mlp and train_unembed"
+        )
+    return LoraSpec(
+        rank=config.rank,
+        alpha=32.0,  # of every rank: a learning rate then suits all of them about as well
+        seed=secrets.randbits(31) if config.seed is None else config.seed,
+        attention=config.train_attn,
+        mlp=config.train_mlp,
+        unembedding=config.train_unembed,
+    )
 
 
 def _run(run: RunRecord, caller: Caller) -> RunInfo:
@@ -73,9 +302,9 @@ def _run(run: RunRecord, caller: Caller) -> RunInfo:
         described(last) if last is not None and (own or last.public) else None
         for last in (run.last_training, run.last_sampler)
     )
-    return RunInfo(
+    return RunInfo.of(
+        run,
         training_run_id=run.id,
-        base_model=run.base_model,
         model_owner=run.owner,
         is_lora=lora is not None,
         lora_rank=lora.rank if lora is not None else None,
