@@ -83,13 +83,12 @@ class ChatTemplate:
         return _cut_at_mark(text) if continue_final_message else text
 
     def _choose(self, *, with_tools: bool) -> jinja2.Template:
-        if with_tools and "tool_use" in self._templates:
-            return self._templates["tool_use"]
-        if "default" not in self._templates:
+        name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
             raise InvalidRequest(
                 f"the model only has chat templates for {', '.join(sorted(self._templates))}"
             )
-        return self._templates["default"]
+        return self._templates[name]
 
     def _bounded_text(self, template: jinja2.Template, variables: Mapping[str, object]) -> str:
         """Render the template: a loop that its author, or a request's values, made endless ends
@@ -209,11 +208,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

@@ -16,8 +16,8 @@ from gateway.api.openai.schemas import (
     MAX_PROMPTS,
     ChatCompletionRequest,
     CompletionRequest,
+    InferenceRequest,
     Json,
-    SamplingFields,
 )
 from gateway.api.openai.tokenizer import ModelTokenizer
 from tandem.errors import EmptyBatch, TokenOutOfVocabulary, UnsupportedInput
@@ -45,7 +45,7 @@ class StopConditions:
 
 
 def prompts_of(
-    request: SamplingFields, tokenizer: ModelTokenizer, *, max_length: int | None
+    request: InferenceRequest, tokenizer: ModelTokenizer, *, max_length: int | None
 ) -> list[Prompt]:
     """Return the prompts of a request; a chat has one. `max_length` of the model, in tokens.
     Raises `InvalidRequest` or one of its kinds, or `SequenceTooLong`."""
@@ -54,7 +54,6 @@ def prompts_of(
         special = bool(request.add_special_tokens)
         given: Sequence[str | Sequence[int]] = [render_chat(tokenizer.chat_template(), request)]
     else:
-        assert isinstance(request, CompletionRequest)
         special = request.add_special_tokens is not False
         given = _given_prompts(request)
     return [
@@ -68,7 +67,7 @@ def prompts_of(
     ]
 
 
-def stop_conditions(request: SamplingFields, tokenizer: ModelTokenizer) -> StopConditions:
+def stop_conditions(request: InferenceRequest, tokenizer: ModelTokenizer) -> StopConditions:
     """Raise `InvalidField` for stop strings or token ids that are none."""
     strings = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(strings) > _MAX_STOPS or any(not 0 < len(s) <= _MAX_STOP_CHARACTERS for s in strings):
@@ -86,14 +85,14 @@ def stop_conditions(request: SamplingFields, tokenizer: ModelTokenizer) -> StopC
 
 
 def make_sample_request(
-    request: SamplingFields, *, prompt: Prompt, stops: StopConditions
+    request: InferenceRequest, *, prompt: Prompt, stops: StopConditions
 ) -> sampler_pb2.SampleRequest:
     """Return the engine's request for one prompt, without its place in a sampling session. An
     engine samples at least one token. Raises `InvalidField`, `EmptyBatch` or
     `TokenOutOfVocabulary`."""
     limit = request.token_limit
     top = request.alternatives or 0
-    scores_prompt = request.echoes and request.alternatives is not None
+    scores_prompt = bool(request.echo) and request.alternatives is not None
     return sampler_pb2.SampleRequest(
         prompt_tokens=_int32(prompt.token_ids),
         num_samples=request.n or 1,
@@ -236,7 +235,7 @@ _STRUCTURES = {
 """The forms of vLLM's `structured_outputs`, and what their values must be."""
 
 
-def structured_output(request: SamplingFields) -> sampler_pb2.StructuredOutput | None:
+def structured_output(request: InferenceRequest) -> sampler_pb2.StructuredOutput | None:
     """Return the form that samples must have: OpenAI's `response_format`, or vLLM's names for the
     same; None for free text. The sampler checks the form itself. Raises `InvalidField`."""
     asked: list[tuple[str, str, object]] = []

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import numpy as np
-
 from gateway.api.openai.prompts import Prompt, StopConditions
-from gateway.api.openai.schemas import FinishReason, Json, SamplingFields
+from gateway.api.openai.schemas import FinishReason, InferenceRequest, Json
 from gateway.api.openai.tokenizer import Detokenizer, ModelTokenizer, StopCutter
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
@@ -41,24 +40,20 @@ class SampledTokens:
     finish: FinishReason | None = None
 
     @staticmethod
-    def of_sequence(sequence: tinker_pb2.SampledSequence, *, skip: int = 0) -> SampledTokens:
-        """Read a whole sample, without its first `skip` tokens."""
-        ids = _ints(sequence.tokens)
-        return SampledTokens(
-            ids=ids[skip:],
-            logprobs=_floats(sequence.logprobs)[skip:],
-            alternatives=_alternatives(sequence.topk_sampled_logprobs, count=len(ids))[skip:],
-            finish=_finish_reason(sequence.stop_reason),
-        )
-
-    @staticmethod
-    def of_delta(delta: sampler_pb2.SampleDelta) -> SampledTokens:
-        ids = _ints(delta.tokens)
+    def read(
+        sample: tinker_pb2.SampledSequence | sampler_pb2.SampleDelta,
+        topk: tinker_pb2.TopkLogprobs,
+        *,
+        finished: bool = True,
+    ) -> SampledTokens:
+        """Read a whole sample, or what a delta adds to one."""
+        length = sample.stop_reason == tinker_pb2.STOP_REASON_LENGTH
+        ids = array("i", sample.tokens)
         return SampledTokens(
             ids=ids,
-            logprobs=_floats(delta.logprobs),
-            alternatives=_alternatives(delta.topk, count=len(ids)),
-            finish=_finish_reason(delta.stop_reason) if delta.finished else None,
+            logprobs=array("f", sample.logprobs),
+            alternatives=_alternatives(topk, count=len(ids)),
+            finish=("length" if length else "stop") if finished else None,
         )
 
 
@@ -70,7 +65,7 @@ class Choice:
 
     def __init__(
         self,
-        request: SamplingFields,
+        request: InferenceRequest,
         *,
         index: int,
         prompt: Prompt,
@@ -80,7 +75,6 @@ class Choice:
         self.index = index
         self.prompt = prompt
         self.new_text = ""
-        self.token_count = 0
         self.text_offset = 0
         self.finish: FinishReason | None = None
         keep_stop = request.include_stop_str_in_output
@@ -93,7 +87,6 @@ class Choice:
         )
 
     def add(self, tokens: SampledTokens) -> None:
-        self.token_count += len(tokens.ids)
         spoken = [token for token in tokens.ids if token not in self._silent]
         self.new_text = self._cutter.push(self._detokenizer.push(spoken))
         if tokens.finish is not None:
@@ -112,7 +105,7 @@ class ResponseBuilder:
 
     def __init__(
         self,
-        request: SamplingFields,
+        request: InferenceRequest,
         *,
         tokenizer: ModelTokenizer,
         prompts: Sequence[Prompt],
@@ -138,13 +131,26 @@ class ResponseBuilder:
 
     def response(self, samples: Sequence[tinker_pb2.SampleResponse]) -> Json:
         """Return the whole response; `samples` are in the order of the prompts."""
+        for sample in samples:
+            self.count(sample)
+        sampled = [(sequence, sample) for sample in samples for sequence in sample.sequences]
         written = [
-            self._write(choice, SampledTokens.of_sequence(sequence), "whole", sample)
-            for prompt, sample in enumerate(samples)
-            for choice, sequence in self._sequences(sample, prompt=prompt)
+            self._write(
+                choice,
+                SampledTokens.read(sequence, sequence.topk_sampled_logprobs),
+                "whole",
+                sample,
+            )
+            for choice, (sequence, sample) in zip(self._choices, sampled, strict=True)
         ]
         content = {**self._heading, "object": self.object_name, "choices": written}
         return {**content, "usage": self._usage()}
+
+    def count(self, sample: tinker_pb2.SampleResponse) -> None:
+        """Count the usage of a prompt whose samples are finished."""
+        self._cached_tokens += sample.prompt_cache_hit_tokens
+        if self._request.max_tokens != 0:
+            self._completion_tokens += sum(len(s.tokens) // 4 for s in sample.sequences)
 
     def opening(self) -> list[Json]:
         """Return the parts that begin the choices of a stream, before any token is sampled."""
@@ -153,41 +159,20 @@ class ResponseBuilder:
         nothing = SampledTokens()
         return [self._chunk(self._write(choice, nothing, "opening")) for choice in self._choices]
 
-    def parts(
-        self, sampled: sampler_pb2.SampleDelta | tinker_pb2.SampleResponse, *, prompt: int
-    ) -> list[Json]:
-        """Return the parts for new tokens of a sample of the prompt with this index, or for the
-        tokens of all its samples that no delta carried; none if the client would see nothing."""
-        if isinstance(sampled, sampler_pb2.SampleDelta):
-            choice = self._choices[prompt * self._n + sampled.index]
-            added = [(choice, SampledTokens.of_delta(sampled))]
-        else:
-            added = [
-                (choice, SampledTokens.of_sequence(sequence, skip=choice.token_count))
-                for choice, sequence in self._sequences(sampled, prompt=prompt)
-                if choice.finish is None
-            ]
+    def parts(self, delta: sampler_pb2.SampleDelta, *, prompt: int) -> list[Json]:
+        """Return the part for new tokens of a sample of the prompt with this index; none if the
+        client would see nothing. The deltas of a sample are all that it has."""
+        choice = self._choices[prompt * self._n + delta.index]
+        tokens = SampledTokens.read(delta, delta.topk, finished=delta.finished)
+        part = self._write(choice, tokens, "part")
         shows_tokens = self._request.return_token_ids or self._request.alternatives is not None
-        found = []
-        for choice, tokens in added:
-            part = self._write(choice, tokens, "part")
-            if choice.new_text or choice.finish or (shows_tokens and tokens.ids):
-                found.append(self._chunk(part))
-        return found
+        if choice.new_text or choice.finish or (shows_tokens and tokens.ids):
+            return [self._chunk(part)]
+        return []
 
     def closing(self) -> list[Json]:
         """Return the last part of a stream: the usage, if it is wanted."""
         return [{**self._chunk(), "usage": self._usage()}] if self._request.wants_usage else []
-
-    def _sequences(
-        self, sample: tinker_pb2.SampleResponse, *, prompt: int
-    ) -> Iterator[tuple[Choice, tinker_pb2.SampledSequence]]:
-        """Yield the choices of a prompt with their whole samples, and count the usage."""
-        self._cached_tokens += sample.prompt_cache_hit_tokens
-        if self._request.max_tokens != 0:
-            self._completion_tokens += sum(len(s.tokens) // 4 for s in sample.sequences)
-        choices = self._choices[prompt * self._n : (prompt + 1) * self._n]
-        yield from zip(choices, sample.sequences, strict=True)
 
     def _chunk(self, *choices: Json) -> Json:
         chunk = {**self._heading, "object": self.chunk_object_name, "choices": list(choices)}
@@ -236,11 +221,11 @@ class ResponseBuilder:
         }
 
     def _has_opening(self) -> bool:
-        return bool(self._request.echoes or self._request.return_token_ids)
+        return bool(self._request.echo or self._request.return_token_ids)
 
     def _content(self, choice: Choice, stage: Stage) -> Json:
         """Return the field that holds the new text."""
-        if not self._request.echoes or stage == "part":
+        if not self._request.echo or stage == "part":
             return {"text": choice.new_text}
         text, token_ids = choice.prompt.text, choice.prompt.token_ids
         return {
@@ -255,10 +240,10 @@ class ResponseBuilder:
         ids = tokens.ids
         logprobs: Sequence[float | None] = tokens.logprobs
         rows = tokens.alternatives
-        if sample is not None and self._request.echoes:
+        if sample is not None and self._request.echo:
             prompt = choice.prompt.token_ids
             ids = [*prompt, *ids]
-            logprobs = [None, *_floats(sample.prompt_logprobs)[1:], *logprobs]
+            logprobs = [None, *array("f", sample.prompt_logprobs)[1:], *logprobs]
             rows = [*_alternatives(sample.topk_prompt_logprobs, count=len(prompt)), *rows]
         offsets = []
         for token in ids:
@@ -333,25 +318,9 @@ def _alternatives(topk: tinker_pb2.TopkLogprobs, *, count: int) -> list[Alternat
     `count` tokens has alternatives."""
     if not topk.length:
         return [()] * count
-    shape = (topk.length, topk.k)
-    ids = np.frombuffer(topk.token_ids, "<i4").reshape(shape)
-    logprobs = np.frombuffer(topk.logprobs, "<f4").reshape(shape)
-    return [
-        [(i, value) for i, value in zip(row, values, strict=True) if value > _NO_ALTERNATIVE]
-        for row, values in zip(ids.tolist(), logprobs.tolist(), strict=True)
-    ]
-
-
-def _finish_reason(reason: int) -> FinishReason:
-    return "length" if reason == tinker_pb2.STOP_REASON_LENGTH else "stop"
-
-
-def _ints(data: bytes) -> list[int]:
-    return np.frombuffer(data, "<i4").tolist()  # type: ignore[no-any-return]
-
-
-def _floats(data: bytes) -> list[float]:
-    return np.frombuffer(data, "<f4").tolist()  # type: ignore[no-any-return]
+    cells = list(zip(array("i", topk.token_ids), array("f", topk.logprobs), strict=True))
+    rows = (cells[start : start + topk.k] for start in range(0, len(cells), topk.k))
+    return [[cell for cell in row if cell[1] > _NO_ALTERNATIVE] for row in rows]
 
 
 def _json_number(logprob: float) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Annotated, cast
 
 import orjson
 from fastapi import Depends
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.dependencies import CallerDep
@@ -21,10 +22,10 @@ from gateway.api.openai.schemas import (
     Completion,
     CompletionRequest,
     ErrorResponse,
+    InferenceRequest,
     Json,
     Model,
     ModelList,
-    SamplingFields,
 )
 from gateway.api.openai.service import ClientDisconnected, Generation, InferenceService
 from gateway.api.request_body import MOST_TOKENS
@@ -129,21 +130,30 @@ async def openai_model(model: PathText, service: ServiceDep, caller: CallerDep) 
 
 
 async def _respond(
-    running: AbstractAsyncContextManager[Generation], body: SamplingFields
+    running: AbstractAsyncContextManager[Generation], body: InferenceRequest
 ) -> Response:
-    if body.stream:
-        return EventStream(running)
     try:
+        if body.stream:
+            parts = _parts(running)
+            return EventStream(await anext(parts), parts)
         async with running as sampled:
             content = await sampled.response()
     except ClientDisconnected:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     response = json_response(content)
-    response.headers[VERSION_HEADER] = sampled.weight_version
+    response.headers[VERSION_HEADER] = str(content["tandem_weight_version"])
     return response
 
 
-class EventStream(Response):
+async def _parts(
+    running: AbstractAsyncContextManager[Generation],
+) -> AsyncGenerator[list[Json], None]:
+    async with running as sampled, aclosing(sampled.parts()) as steps:
+        async for parts in steps:
+            yield parts
+
+
+class EventStream(StreamingResponse):
     """Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html): a line
     `data: JSON` for each part, and `data: [DONE]` at the end.
 
@@ -153,45 +163,29 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, running: AbstractAsyncContextManager[Generation]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["Content-Length"]
-        self._running = running
+    def __init__(self, first: list[Json], others: AsyncGenerator[list[Json], None]) -> None:
+        version = str(first[0]["tandem_weight_version"])
+        no_buffers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(self._events(first), headers={VERSION_HEADER: version, **no_buffers})
+        self._others = others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
+        async with aclosing(self._others):
+            await super().__call__(scope, receive, send)
+
+    async def _events(self, parts: list[Json]) -> AsyncIterator[bytes]:
         try:
-            async with self._running as sampled, aclosing(sampled.parts()) as steps:
-                async for parts in steps:
-                    if not started:
-                        self.headers[VERSION_HEADER] = sampled.weight_version
-                        await send(
-                            {
-                                "type": "http.response.start",
-                                "status": self.status_code,
-                                "headers": self.raw_headers,
-                            }
-                        )
-                        started = True
-                    await send(_body(b"".join(map(_event, parts))))
-            await send(_body(b"data: [DONE]\n\n"))
+            yield b"".join(map(_event, parts))
+            async for parts in self._others:
+                yield b"".join(map(_event, parts))
+            yield b"data: [DONE]\n\n"
         except ClientDisconnected:
             pass
-        except Exception as error:
-            if not started:
-                raise
+        except Exception as error:  # noqa: BLE001 - the response has begun
             if not isinstance(error, TandemError):
-                get_log().exception("stream_failed", path=scope["path"])
+                get_log().exception("stream_failed")
                 error = InternalError(f"{type(error).__name__} in the gateway; see its log")
-            await send(_body(_event(error_content(error))))
-        if started:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        else:
-            await Response(status_code=_CLIENT_CLOSED_REQUEST)(scope, receive, send)
-
-
-def _body(content: bytes) -> dict[str, object]:
-    return {"type": "http.response.body", "body": content, "more_body": True}
+            yield _event(error_content(error))
 
 
 def _event(content: Json) -> bytes:

@@ -8,11 +8,12 @@ that means "off" is accepted, since clients send their defaults.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gateway.api.errors import InvalidField
+from gateway.api.fields import Answer
 from gateway.api.request_body import FirstFault
 
 Json = dict[str, object]
@@ -70,25 +71,19 @@ class SamplingFields(BaseModel):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    @property
-    def token_limit(self) -> int | None:
-        """Tokens to sample; None: as many as fit."""
-        return self.max_tokens
-
-    @property
-    def alternatives(self) -> int | None:
-        """How many alternatives to show with each token's logprob; None: no logprobs at all."""
-        raise NotImplementedError
-
-    @property
-    def echoes(self) -> bool:
-        """Whether the text and the logprobs begin with the prompt's."""
-        return False
-
     @model_validator(mode="after")
-    def _check_fields(self) -> SamplingFields:
+    def _check_fields(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            _check_extra(name, value, known=type(self).model_fields)
+            if value is None or name in HARMLESS_FIELDS:
+                continue
+            if name not in _UNSUPPORTED_FIELDS:
+                known = ", ".join(sorted(type(self).model_fields))
+                raise InvalidField(
+                    f"unknown field {name[:100]!r}; known: {known}", param=name[:100]
+                )
+            off, instead = _UNSUPPORTED_FIELDS[name]
+            if (isinstance(value, bool), value) not in [(isinstance(o, bool), o) for o in off]:
+                raise InvalidField(f"{name} would change the result: {instead}", param=name)
         if self.stream_options is not None and not self.stream:
             raise InvalidField("stream_options needs stream to be true", param="stream_options")
         return self
@@ -104,18 +99,16 @@ class CompletionRequest(SamplingFields):
 
     @property
     def token_limit(self) -> int:
+        """Tokens to sample."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def alternatives(self) -> int | None:
+        """How many alternatives to show with each token's logprob; None: no logprobs at all."""
         return self.logprobs
 
-    @property
-    def echoes(self) -> bool:
-        return bool(self.echo)
-
     @model_validator(mode="after")
-    def _check_completion(self) -> CompletionRequest:
+    def _check_completion(self) -> Self:
         if self.best_of not in (None, 1, self.n or 1):
             raise InvalidField(
                 "best_of is not offered; ask for n choices with logprobs and choose yourself",
@@ -135,6 +128,8 @@ class CompletionRequest(SamplingFields):
 
 
 class ChatCompletionRequest(SamplingFields):
+    echo: ClassVar[bool] = False
+
     messages: Objects = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
@@ -148,14 +143,16 @@ class ChatCompletionRequest(SamplingFields):
 
     @property
     def token_limit(self) -> int | None:
+        """Tokens to sample; None: as many as fit."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def alternatives(self) -> int | None:
+        """As those of a completion."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
-    def _check_chat(self) -> ChatCompletionRequest:
+    def _check_chat(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise InvalidField("top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.max_tokens == 0:
@@ -174,6 +171,8 @@ class ChatCompletionRequest(SamplingFields):
             )
         return self
 
+
+InferenceRequest = CompletionRequest | ChatCompletionRequest
 
 HARMLESS_FIELDS = frozenset(
     {
@@ -228,30 +227,10 @@ _UNSUPPORTED_FIELDS: Mapping[str, tuple[Sequence[object], str]] = {
 """Fields that would change the result: the values that mean "off", and what to do instead."""
 
 
-def _check_extra(name: str, value: object, *, known: Mapping[str, object]) -> None:
-    if value is None or name in HARMLESS_FIELDS:
-        return
-    if name not in _UNSUPPORTED_FIELDS:
-        raise InvalidField(
-            f"unknown field {name[:100]!r}; known: {', '.join(sorted(known))}", param=name[:100]
-        )
-    off, instead = _UNSUPPORTED_FIELDS[name]
-    if not any(
-        value == other and isinstance(value, bool) == isinstance(other, bool) for other in off
-    ):
-        raise InvalidField(f"{name} would change the result: {instead}", param=name)
-
-
 # --- Responses -----------------------------------------------------------------------------
 
 
-class ResponseModel(BaseModel):
-    """Responses have the declared fields and no others; unset fields are left out."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class Model(ResponseModel):
+class Model(Answer):
     id: str
     object: Literal["model"]
     created: int
@@ -261,23 +240,23 @@ class Model(ResponseModel):
     max_model_len: int | None
 
 
-class ModelList(ResponseModel):
+class ModelList(Answer):
     object: Literal["list"]
     data: list[Model]
 
 
-class PromptTokensDetails(ResponseModel):
+class PromptTokensDetails(Answer):
     cached_tokens: int
 
 
-class Usage(ResponseModel):
+class Usage(Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
 
-class _Response(ResponseModel):
+class _Response(Answer):
     id: str
     created: int
     model: str
@@ -285,7 +264,7 @@ class _Response(ResponseModel):
     usage: Usage
 
 
-class _Choice(ResponseModel):
+class _Choice(Answer):
     """`token_ids` and `prompt_token_ids`: with `return_token_ids`, as vLLM has them."""
 
     index: int = Field(ge=0)
@@ -294,7 +273,7 @@ class _Choice(ResponseModel):
     prompt_token_ids: list[int] | None = None
 
 
-class CompletionLogprobs(ResponseModel):
+class CompletionLogprobs(Answer):
     """One entry per token of the choice, end and stop tokens included. `text_offset` is in
     characters; the first token of a prompt has no logprob."""
 
@@ -314,7 +293,7 @@ class Completion(_Response):
     choices: list[CompletionChoice]
 
 
-class TokenLogprob(ResponseModel):
+class TokenLogprob(Answer):
     token: str
     logprob: float
     bytes: list[int]
@@ -324,12 +303,12 @@ class ContentLogprob(TokenLogprob):
     top_logprobs: list[TokenLogprob]
 
 
-class ChatLogprobs(ResponseModel):
+class ChatLogprobs(Answer):
     content: list[ContentLogprob]
     refusal: None
 
 
-class ChatMessage(ResponseModel):
+class ChatMessage(Answer):
     role: Literal["assistant"]
     content: str
     refusal: None
@@ -349,7 +328,7 @@ class ChatCompletion(_Response):
 # --- Errors --------------------------------------------------------------------------------
 
 
-class ErrorDetails(ResponseModel):
+class ErrorDetails(Answer):
     message: str
     type: str
     param: str | None
@@ -361,5 +340,5 @@ class ErrorDetails(ResponseModel):
     queue_position: int | None = None
 
 
-class ErrorResponse(ResponseModel):
+class ErrorResponse(Answer):
     error: ErrorDetails

@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from functools import lru_cache
+from pathlib import Path
 
 from starlette.types import Receive
 
@@ -14,10 +16,10 @@ from gateway.api.openai.errors import EngineStarting
 from gateway.api.openai.models import ModelDirectory, SamplingTarget
 from gateway.api.openai.prompts import make_sample_request, prompts_of, stop_conditions
 from gateway.api.openai.responses import ChatBuilder, ResponseBuilder
-from gateway.api.openai.schemas import CompletionRequest, Json, SamplingFields
-from gateway.api.openai.tokenizer import ModelTokenizer, Tokenizers
+from gateway.api.openai.schemas import CompletionRequest, InferenceRequest, Json
+from gateway.api.openai.tokenizer import ModelTokenizer
 from gateway.auth.identity import Caller
-from gateway.checkpoints.versions import WeightVersion
+from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.core import Gateway
 from gateway.fair_queue import FairSemaphore
 from gateway.futures.table import Future, Outcome
@@ -25,9 +27,12 @@ from gateway.identifiers import request_id_of
 from gateway.sampling.implicit_sessions import ImplicitSessions
 from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import SamplingSession
-from tandem.errors import GatewayRestarted, OperationTimedOut, TandemError
+from tandem.errors import GatewayRestarted, OperationTimedOut, TandemError, UnsupportedInput
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
+
+_MAX_TOKENIZERS = 8
+"""Models whose tokenizers are kept, the most recently used."""
 
 
 class ClientDisconnected(Exception):
@@ -44,7 +49,7 @@ class InferenceService:
 
     def __init__(self, gateway: Gateway, *, max_preparing: int = 2) -> None:
         self._gateway = gateway
-        self._tokenizers = Tokenizers()
+        self._loading = lru_cache(maxsize=_MAX_TOKENIZERS)(_load_tokenizer)
         self._preparation = FairSemaphore(slots=max_preparing)
         self._implicit_sessions = ImplicitSessions(
             sessions=gateway.sessions,
@@ -57,7 +62,7 @@ class InferenceService:
 
     @asynccontextmanager
     async def start(
-        self, request: SamplingFields, *, caller: Caller, receive: Receive
+        self, request: InferenceRequest, *, caller: Caller, receive: Receive
     ) -> AsyncIterator[Generation]:
         """Start sampling; what has not ended with the block is cancelled. An invalid request
         starts nothing. Raises a `TandemError`.
@@ -67,7 +72,7 @@ class InferenceService:
         gateway = self._gateway
         max_choices = gateway.settings.openai.max_choices
         async with self.models.resolve(request.model, caller) as target:
-            tokenizer = await self._tokenizers.get(target.model)
+            tokenizer = await self._tokenizer(target.model)
             async with self._preparation.turn(caller.owner):
                 sample_requests, builder = await prepare(request, target, tokenizer)
             choices = len(sample_requests) * (request.n or 1)
@@ -86,12 +91,7 @@ class InferenceService:
                 rank=max(target.rank, gateway.settings.sampler.max_lora_rank),
             )
             generation = Generation(
-                gateway,
-                session=session,
-                sampler=sampler,
-                owner=caller.owner,
-                version=target.version,
-                builder=builder,
+                gateway, session=session, sampler=sampler, owner=caller.owner, builder=builder
             )
             try:
                 for sample_request in sample_requests:
@@ -104,9 +104,22 @@ class InferenceService:
             finally:
                 generation.cancel()
 
+    async def _tokenizer(self, model: BaseModelEntry) -> ModelTokenizer:
+        """Return the model's tokenizer; a model that was added again is read again. Raises
+        `UnsupportedInput` for a model without a readable tokenizer."""
+        try:
+            return await asyncio.shield(self._loading(model))
+        except UnsupportedInput:
+            self._loading.cache_clear()  # its folder may be repaired
+            raise
+
+
+def _load_tokenizer(model: BaseModelEntry) -> asyncio.Task[ModelTokenizer]:
+    return asyncio.create_task(asyncio.to_thread(ModelTokenizer, model.name, Path(model.path)))
+
 
 async def prepare(
-    request: SamplingFields, target: SamplingTarget, tokenizer: ModelTokenizer
+    request: InferenceRequest, target: SamplingTarget, tokenizer: ModelTokenizer
 ) -> tuple[list[sampler_pb2.SampleRequest], ResponseBuilder]:
     """Return one engine request per prompt, and the builder of the response. Raises
     `InvalidRequest` or one of its kinds, `SequenceTooLong`, `EmptyBatch` or
@@ -147,17 +160,15 @@ class Generation:
         session: SamplingSession,
         sampler: Sampler,
         owner: str,
-        version: WeightVersion,
         builder: ResponseBuilder,
         poll_interval: float = 2.0,
         max_unread: int = 64,
     ) -> None:
-        self.weight_version = version.name
         self._gateway = gateway
         self._session = session
         self._sampler = sampler
         self._owner = owner
-        self._version = version
+        self._version = session.version  # a later request may change it
         self._builder = builder
         self._poll_interval = poll_interval
         self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
@@ -227,7 +238,10 @@ class Generation:
         ready = self._builder.opening()
         while (event := await self.next()) is not None:
             prompt, sampled = event
-            ready += self._builder.parts(sampled, prompt=prompt)
+            if isinstance(sampled, tinker_pb2.SampleResponse):
+                self._builder.count(sampled)
+            else:
+                ready += self._builder.parts(sampled, prompt=prompt)
             if ready and self._events.empty():
                 yield ready
                 ready = []

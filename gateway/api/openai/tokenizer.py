@@ -6,11 +6,11 @@ beside it say which tokens are special and which end a sequence.
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
@@ -19,11 +19,9 @@ from tokenizers.decoders import DecodeStream
 
 from gateway.api.openai.chat_template import ChatTemplate, find_template
 from gateway.api.openai.schemas import Json
-from gateway.checkpoints.base_models import BaseModelEntry
 from tandem.errors import InvalidRequest, SequenceTooLong, UnsupportedInput
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
-_MAX_LOADED = 8
 _MAX_CHARACTERS_PER_TOKEN = 256
 
 _REPLACEMENT = "\ufffd"
@@ -45,28 +43,24 @@ class TokenText:
 
 
 class ModelTokenizer:
-    """Encodes and decodes text, and holds the model's chat template. Thread-safe."""
+    """Encodes and decodes text, and holds the model's chat template, all read from its folder.
+    Thread-safe. Raises `UnsupportedInput`, which says what the folder lacks."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        tokenizer: Tokenizer,
-        named: dict[str, str],
-        end_tokens: Sequence[int],
-        template: ChatTemplate | None,
-    ) -> None:
+    def __init__(self, name: str, folder: Path) -> None:
         self.name = name
-        self.end_tokens = tuple(end_tokens)
-        self._tokenizer = tokenizer
-        self._template = template
+        self._tokenizer = tokenizer = _read_tokenizer(name, folder)
+        config = _read_json(folder / "tokenizer_config.json")
+        named = _named_tokens(config, _read_json(folder / "special_tokens_map.json"))
+        with _readable(f"the chat template of the model {name!r}"):
+            source = find_template(folder, config)
+        self._template = ChatTemplate(source, special_tokens=named) if source else None
+        self.end_tokens = tuple(_end_tokens(folder, tokenizer, named))
         special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
         ids = [tokenizer.token_to_id(token) for token in {*special, *named.values()}]
         self.special = frozenset(id_ for id_ in ids if id_ is not None)
-        anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
-        self._anchor = anchor
-        self._anchor_text = self.decode(anchor)
-        self._texts: dict[int, TokenText] = {}
+        self._anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        self._anchor_text = self.decode(self._anchor)
+        self.token = cache(self._token)
 
     def encode(
         self, text: str, *, add_special_tokens: bool, max_length: int | None = None
@@ -99,13 +93,6 @@ class ModelTokenizer:
         except Exception:  # noqa: BLE001 - "invalid prefix"; `tokenizers` raises nothing narrower
             return _REPLACEMENT
 
-    def token(self, id_: int) -> TokenText:
-        """Return one token as it reads within a text."""
-        found = self._texts.get(id_)
-        if found is None:
-            found = self._texts[id_] = self._read(id_)
-        return found
-
     def chat_template(self) -> ChatTemplate:
         """Raise `UnsupportedInput` for a model without one."""
         if self._template is None:
@@ -115,7 +102,8 @@ class ModelTokenizer:
             )
         return self._template
 
-    def _read(self, id_: int) -> TokenText:
+    def _token(self, id_: int) -> TokenText:
+        """Return one token as it reads within a text."""
         piece = self._tokenizer.id_to_token(id_)
         if piece is None:
             return TokenText(text="", raw=b"")
@@ -217,61 +205,18 @@ class StopCutter:
         return next((size for size in sizes if self._held.endswith(stop[:size])), 0)
 
 
-class Tokenizers:
-    """Loads and keeps the tokenizers of the most recently used models."""
-
-    def __init__(self) -> None:
-        self._loading: OrderedDict[BaseModelEntry, asyncio.Task[ModelTokenizer]] = OrderedDict()
-
-    async def get(self, model: BaseModelEntry) -> ModelTokenizer:
-        """Return the model's tokenizer; a model that was added again is read again. Raises
-        `UnsupportedInput` for a model without a readable tokenizer."""
-        task = self._loading.get(model)
-        if task is None:
-            load = asyncio.to_thread(load_tokenizer, model.name, Path(model.path))
-            task = self._loading[model] = asyncio.create_task(load)
-            if len(self._loading) > _MAX_LOADED:
-                self._loading.popitem(last=False)
-        self._loading.move_to_end(model)
-        try:
-            return await asyncio.shield(task)
-        except UnsupportedInput:
-            self._loading.pop(model, None)  # its folder may be repaired
-            raise
-
-
-def load_tokenizer(name: str, folder: Path) -> ModelTokenizer:
-    """Load the tokenizer of a model's folder. Raises `UnsupportedInput`, which says what the
-    folder lacks."""
+def _read_tokenizer(name: str, folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UnsupportedInput(
             f"the model {name!r} has no tokenizer.json, so it accepts no text; transformers "
             "writes one into its folder (AutoTokenizer.from_pretrained(…).save_pretrained(…))"
         )
-    try:
+    with _readable(f"the tokenizer.json of the model {name!r}"):
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises nothing narrower
-        raise UnsupportedInput(
-            f"the tokenizer.json of the model {name!r} cannot be read: {error}"
-        ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    config = _read_json(folder / "tokenizer_config.json")
-    named = _named_tokens(config, _read_json(folder / "special_tokens_map.json"))
-    try:
-        source = find_template(folder, config)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UnsupportedInput(
-            f"the chat template of the model {name!r} cannot be read: {error}"
-        ) from error
-    return ModelTokenizer(
-        name=name,
-        tokenizer=tokenizer,
-        named=named,
-        end_tokens=_end_tokens(folder, tokenizer, named),
-        template=ChatTemplate(source, special_tokens=named) if source else None,
-    )
+    return tokenizer
 
 
 def _end_tokens(folder: Path, tokenizer: Tokenizer, named: dict[str, str]) -> list[int]:
@@ -304,13 +249,21 @@ def _named_tokens(*configs: Json) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> Json:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.is_file():
         return {}
-    except (OSError, ValueError) as error:
-        raise UnsupportedInput(f"{path.name} of the model cannot be read: {error}") from error
+    with _readable(f"{path.name} of the model"):
+        content = json.loads(path.read_text(encoding="utf-8"))
     return content if isinstance(content, dict) else {}
+
+
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    """Raise `UnsupportedInput` for whatever is wrong with a file: `tokenizers` raises nothing
+    narrower than `Exception`."""
+    try:
+        yield
+    except Exception as error:
+        raise UnsupportedInput(f"{what} cannot be read: {error}") from error
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -11,7 +11,7 @@ from gateway.api.errors import InvalidField
 from gateway.api.openai.chat_template import ChatTemplate, find_template
 from gateway.api.openai.prompts import render_chat
 from gateway.api.openai.schemas import ChatCompletionRequest
-from gateway.api.openai.tokenizer import load_tokenizer
+from gateway.api.openai.tokenizer import ModelTokenizer
 from tandem.errors import InvalidRequest, UnsupportedInput
 from tests.support.gateway.speaking_models import (
     CHAT_TEMPLATE,
@@ -68,7 +68,7 @@ def test_the_text_and_the_tokens_are_those_of_transformers(tmp_path, template, c
         tokenize=False,
         **({"add_generation_prompt": True} | more | more.pop("chat_template_kwargs", {})),
     )
-    tokenizer = load_tokenizer("m", folder)
+    tokenizer = ModelTokenizer("m", folder)
     text = render_chat(tokenizer.chat_template(), chat_request(MESSAGES, **changes))
     assert text == expected
     tokens = tokenizer.encode(text, add_special_tokens=False)
@@ -85,7 +85,7 @@ def test_a_prompt_has_the_tokens_of_transformers(tmp_path, make, named):
 
     folder = write_speaking_model(tmp_path / "m", make(), **named)
     reference = PreTrainedTokenizerFast.from_pretrained(folder)
-    tokenizer = load_tokenizer("m", folder)
+    tokenizer = ModelTokenizer("m", folder)
     for text in ("hello world!", " the €", "a"):
         assert tokenizer.encode(text, add_special_tokens=True) == reference(text)["input_ids"]
     assert set(reference.all_special_ids) <= tokenizer.special
@@ -211,7 +211,7 @@ def test_the_end_tokens_are_those_of_the_sampler(tmp_path, config, expected):
     from sampler_service.vllm.model_config import end_tokens, tokenizer_end_token
 
     folder = write_speaking_model(tmp_path / "m", byte_tokenizer())
-    assert load_tokenizer("m", folder).end_tokens == tokenizer_end_token(folder)
+    assert ModelTokenizer("m", folder).end_tokens == tokenizer_end_token(folder)
     for name, content in config.items():
         (folder / name).write_text(json.dumps(content))
-    assert load_tokenizer("m", folder).end_tokens == end_tokens(folder) == expected
+    assert ModelTokenizer("m", folder).end_tokens == end_tokens(folder) == expected

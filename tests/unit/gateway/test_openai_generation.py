@@ -53,10 +53,9 @@ def make_generation(*, state="ready", closing=False, **settings):
     )
     generation = Generation(
         gateway,
-        session=SimpleNamespace(id="s-1:sample:0", session_id="s-1"),
+        session=SimpleNamespace(id="s-1:sample:0", session_id="s-1", version=base_version(MODEL)),
         sampler=sampler,
         owner="ann",
-        version=base_version(MODEL),
         builder=None,
         poll_interval=0.01,
         max_unread=MAX_UNREAD,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.openai.tokenizer import Detokenizer, StopCutter, load_tokenizer
+from gateway.api.openai.tokenizer import Detokenizer, ModelTokenizer, StopCutter
 from tests.support.gateway.speaking_models import (
     byte_tokenizer,
     letter_tokenizer,
@@ -29,7 +29,7 @@ def tokenizers(tmp_path_factory):
         "letters": (letter_tokenizer(), {}),
     }
     return {
-        name: load_tokenizer(name, write_speaking_model(folder / name, made, **config))
+        name: ModelTokenizer(name, write_speaking_model(folder / name, made, **config))
         for name, (made, config) in kinds.items()
     }
 
