@@ -36,14 +36,6 @@ class Prompt:
     text: str | None = None
 
 
-@dataclass(frozen=True)
-class StopConditions:
-    """What ends a sample: the request's stop strings and tokens, and the model's end tokens."""
-
-    strings: Sequence[str]
-    token_ids: Sequence[int]
-
-
 def prompts_of(
     request: InferenceRequest, tokenizer: ModelTokenizer, *, max_length: int | None
 ) -> list[Prompt]:
@@ -67,8 +59,12 @@ def prompts_of(
     ]
 
 
-def stop_conditions(request: InferenceRequest, tokenizer: ModelTokenizer) -> StopConditions:
-    """Raise `InvalidField` for stop strings or token ids that are none."""
+def sampling_params(
+    request: InferenceRequest, tokenizer: ModelTokenizer
+) -> sampler_pb2.SamplingParams:
+    """Return the parameters of the engine, with the model's end tokens beside the stop tokens. An
+    engine samples at least one token. Raise `InvalidField` for stop strings or token ids that
+    are none."""
     strings = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(strings) > _MAX_STOPS or any(not 0 < len(s) <= _MAX_STOP_CHARACTERS for s in strings):
         raise InvalidField(
@@ -81,16 +77,24 @@ def stop_conditions(request: InferenceRequest, tokenizer: ModelTokenizer) -> Sto
             "stop_token_ids holds a number that is not a token id", param="stop_token_ids"
         )
     ends = [] if request.ignore_eos else [t for t in tokenizer.end_tokens if t not in tokens]
-    return StopConditions(strings=strings, token_ids=[*tokens, *ends])
+    limit = request.token_limit
+    return sampler_pb2.SamplingParams(
+        max_tokens=None if limit is None else max(1, limit),
+        seed=request.seed,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_k=request.top_k or -1,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        stop_given=True,
+        stop_strings=strings,
+        stop_token_ids=[*tokens, *ends],
+    )
 
 
 def make_sample_request(
-    request: InferenceRequest, *, prompt: Prompt, stops: StopConditions
+    request: InferenceRequest, *, prompt: Prompt, params: sampler_pb2.SamplingParams
 ) -> sampler_pb2.SampleRequest:
-    """Return the engine's request for one prompt, without its place in a sampling session. An
-    engine samples at least one token. Raises `InvalidField`, `EmptyBatch` or
-    `TokenOutOfVocabulary`."""
-    limit = request.token_limit
+    """Return the engine's request for one prompt, without its place in a sampling session. Raises
+    `InvalidField`, `EmptyBatch` or `TokenOutOfVocabulary`."""
     top = request.alternatives or 0
     scores_prompt = bool(request.echo) and request.alternatives is not None
     return sampler_pb2.SampleRequest(
@@ -99,16 +103,7 @@ def make_sample_request(
         prompt_logprobs=scores_prompt,
         topk_prompt_logprobs=top if scores_prompt else 0,
         topk_sample_logprobs=top,
-        params=sampler_pb2.SamplingParams(
-            max_tokens=None if limit is None else max(1, limit),
-            seed=request.seed,
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_k=request.top_k or -1,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            stop_given=True,
-            stop_strings=stops.strings,
-            stop_token_ids=stops.token_ids,
-        ),
+        params=params,
         structured=structured_output(request),
     )
 

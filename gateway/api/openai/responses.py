@@ -8,10 +8,11 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from itertools import accumulate
+from typing import Literal
 
-from gateway.api.openai.prompts import Prompt, StopConditions
-from gateway.api.openai.schemas import FinishReason, InferenceRequest, Json
+from gateway.api.openai.prompts import Prompt
+from gateway.api.openai.schemas import ChatCompletionRequest, FinishReason, InferenceRequest, Json
 from gateway.api.openai.tokenizer import Detokenizer, ModelTokenizer, StopCutter
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
@@ -40,7 +41,7 @@ class SampledTokens:
     finish: FinishReason | None = None
 
     @staticmethod
-    def read(
+    def of(
         sample: tinker_pb2.SampledSequence | sampler_pb2.SampleDelta,
         topk: tinker_pb2.TopkLogprobs,
         *,
@@ -58,10 +59,9 @@ class SampledTokens:
 
 
 class Choice:
-    """One choice, whose tokens become text as they arrive: `new_text` is what the last ones added,
-    and may lag behind them. Stop tokens and stop strings are among the tokens, and are not in the
-    text unless `include_stop_str_in_output` is set. `text_offset` is for logprobs, in characters.
-    """
+    """One choice of a completion, whose tokens become text as they arrive: `new_text` is what the
+    last ones added, and may lag behind them. Stop tokens and stop strings are among the tokens,
+    and are not in the text unless `include_stop_str_in_output` is set."""
 
     def __init__(
         self,
@@ -69,186 +69,78 @@ class Choice:
         *,
         index: int,
         prompt: Prompt,
-        stops: StopConditions,
+        params: sampler_pb2.SamplingParams,
         tokenizer: ModelTokenizer,
     ) -> None:
-        self.index = index
-        self.prompt = prompt
         self.new_text = ""
-        self.text_offset = 0
         self.finish: FinishReason | None = None
+        self._request = request
+        self._index = index
+        self._prompt = prompt
+        self._tokenizer = tokenizer
+        self._text_offset = 0
         keep_stop = request.include_stop_str_in_output
-        self._silent = frozenset[int]() if keep_stop else frozenset(stops.token_ids)
-        self._cutter = StopCutter(stops.strings, keep=keep_stop)
+        self._silent = frozenset[int]() if keep_stop else frozenset(params.stop_token_ids)
+        self._cutter = StopCutter(params.stop_strings, keep=keep_stop)
         self._detokenizer = Detokenizer(
             tokenizer,
             context=prompt.token_ids[-16:],
             skip_special_tokens=request.skip_special_tokens,
         )
 
-    def add(self, tokens: SampledTokens) -> None:
+    def write(
+        self,
+        tokens: SampledTokens,
+        stage: Stage,
+        sample: tinker_pb2.SampleResponse | None = None,
+    ) -> Json:
+        """Add the tokens, and return what they add to the response; `sample` is that of a whole
+        response."""
+        if self._request.max_tokens == 0:  # an engine samples at least one token
+            tokens = SampledTokens(finish=tokens.finish and "length")
+        self._add(tokens)
+        shows_logprobs = self._request.alternatives is not None and stage != "opening"
+        written: Json = {
+            "index": self._index,
+            **self._content(stage),
+            "logprobs": self._logprobs(tokens, sample) if shows_logprobs else None,
+            "finish_reason": self.finish,
+        }
+        if self._request.return_token_ids:
+            written["token_ids"] = list(tokens.ids)
+            if stage != "part":
+                written["prompt_token_ids"] = list(self._prompt.token_ids)
+        return written
+
+    def _add(self, tokens: SampledTokens) -> None:
         spoken = [token for token in tokens.ids if token not in self._silent]
         self.new_text = self._cutter.push(self._detokenizer.push(spoken))
         if tokens.finish is not None:
             self.new_text += self._cutter.push(self._detokenizer.finish()) + self._cutter.finish()
             self.finish = "stop" if self._cutter.stopped else tokens.finish
 
-
-class ResponseBuilder:
-    """Builds the response of a completion: whole with `response`, or in parts with `opening`,
-    `parts` and `closing`. Choices are in the order of the prompts, `n` for each.
-    `ChatBuilder` overrides what a chat has in another form."""
-
-    id_prefix: ClassVar[str] = "cmpl"
-    object_name: ClassVar[str] = "text_completion"
-    chunk_object_name: ClassVar[str] = "text_completion"
-
-    def __init__(
-        self,
-        request: InferenceRequest,
-        *,
-        tokenizer: ModelTokenizer,
-        prompts: Sequence[Prompt],
-        stops: StopConditions,
-        weight_version: str,
-    ) -> None:
-        self._request = request
-        self._tokenizer = tokenizer
-        self._n = request.n or 1
-        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        self._cached_tokens = 0
-        self._completion_tokens = 0
-        self._heading: Json = {
-            "id": f"{self.id_prefix}-{secrets.token_hex(14)}",
-            "created": int(time.time()),
-            "model": request.model,
-            "tandem_weight_version": weight_version,
-        }
-        self._choices = [
-            Choice(request, index=index, prompt=prompt, stops=stops, tokenizer=tokenizer)
-            for index, prompt in enumerate(p for p in prompts for _ in range(self._n))
-        ]
-
-    def response(self, samples: Sequence[tinker_pb2.SampleResponse]) -> Json:
-        """Return the whole response; `samples` are in the order of the prompts."""
-        for sample in samples:
-            self.count(sample)
-        sampled = [(sequence, sample) for sample in samples for sequence in sample.sequences]
-        written = [
-            self._write(
-                choice,
-                SampledTokens.read(sequence, sequence.topk_sampled_logprobs),
-                "whole",
-                sample,
-            )
-            for choice, (sequence, sample) in zip(self._choices, sampled, strict=True)
-        ]
-        content = {**self._heading, "object": self.object_name, "choices": written}
-        return {**content, "usage": self._usage()}
-
-    def count(self, sample: tinker_pb2.SampleResponse) -> None:
-        """Count the usage of a prompt whose samples are finished."""
-        self._cached_tokens += sample.prompt_cache_hit_tokens
-        if self._request.max_tokens != 0:
-            self._completion_tokens += sum(len(s.tokens) // 4 for s in sample.sequences)
-
-    def opening(self) -> list[Json]:
-        """Return the parts that begin the choices of a stream, before any token is sampled."""
-        if not self._has_opening():
-            return []
-        nothing = SampledTokens()
-        return [self._chunk(self._write(choice, nothing, "opening")) for choice in self._choices]
-
-    def parts(self, delta: sampler_pb2.SampleDelta, *, prompt: int) -> list[Json]:
-        """Return the part for new tokens of a sample of the prompt with this index; none if the
-        client would see nothing. The deltas of a sample are all that it has."""
-        choice = self._choices[prompt * self._n + delta.index]
-        tokens = SampledTokens.read(delta, delta.topk, finished=delta.finished)
-        part = self._write(choice, tokens, "part")
-        shows_tokens = self._request.return_token_ids or self._request.alternatives is not None
-        if choice.new_text or choice.finish or (shows_tokens and tokens.ids):
-            return [self._chunk(part)]
-        return []
-
-    def closing(self) -> list[Json]:
-        """Return the last part of a stream: the usage, if it is wanted."""
-        return [{**self._chunk(), "usage": self._usage()}] if self._request.wants_usage else []
-
-    def _chunk(self, *choices: Json) -> Json:
-        chunk = {**self._heading, "object": self.chunk_object_name, "choices": list(choices)}
-        return {**chunk, "usage": None} if self._request.wants_usage else chunk
-
-    def _write(
-        self,
-        choice: Choice,
-        tokens: SampledTokens,
-        stage: Stage,
-        sample: tinker_pb2.SampleResponse | None = None,
-    ) -> Json:
-        """Add the tokens to the choice, and return what they add to the response."""
-        if self._request.max_tokens == 0:  # an engine samples at least one token
-            tokens = SampledTokens(finish=tokens.finish and "length")
-        choice.add(tokens)
-        shows_logprobs = self._request.alternatives is not None and stage != "opening"
-        written: Json = {
-            "index": choice.index,
-            **self._content(choice, stage),
-            "logprobs": self._logprobs(choice, tokens, sample) if shows_logprobs else None,
-            "finish_reason": choice.finish,
-        }
-        if self._request.return_token_ids:
-            written["token_ids"] = list(tokens.ids)
-            if stage != "part":
-                written["prompt_token_ids"] = list(choice.prompt.token_ids)
-        return written
-
-    def _token_name(self, token: int) -> str:
-        """Return how logprobs name a token: `" world"`, `"bytes:\\xe2\\x82"` for a part of a
-        character, or `"token_id:17"` if the client asked for names that are unique."""
-        if self._request.return_tokens_as_token_ids:
-            return f"token_id:{token}"
-        found = self._tokenizer.token(token)
-        if "\ufffd" not in found.text:
-            return found.text
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found.raw)
-
-    def _usage(self) -> Json:
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": self._completion_tokens,
-            "total_tokens": self._prompt_tokens + self._completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
-        }
-
-    def _has_opening(self) -> bool:
-        return bool(self._request.echo or self._request.return_token_ids)
-
-    def _content(self, choice: Choice, stage: Stage) -> Json:
+    def _content(self, stage: Stage) -> Json:
         """Return the field that holds the new text."""
         if not self._request.echo or stage == "part":
-            return {"text": choice.new_text}
-        text, token_ids = choice.prompt.text, choice.prompt.token_ids
-        return {
-            "text": (self._tokenizer.decode(token_ids) if text is None else text) + choice.new_text
-        }
+            return {"text": self.new_text}
+        text = self._prompt.text
+        if text is None:
+            text = self._tokenizer.decode(self._prompt.token_ids)
+        return {"text": text + self.new_text}
 
-    def _logprobs(
-        self, choice: Choice, tokens: SampledTokens, sample: tinker_pb2.SampleResponse | None
-    ) -> Json:
-        """Return the logprobs of the next tokens of a choice. `sample`: of a whole response; in an
-        echo, those of its prompt come first, and its first token has none."""
+    def _logprobs(self, tokens: SampledTokens, sample: tinker_pb2.SampleResponse | None) -> Json:
+        """Return the logprobs of the tokens. In an echo, those of the prompt come first, and its
+        first token has none."""
         ids = tokens.ids
         logprobs: Sequence[float | None] = tokens.logprobs
         rows = tokens.alternatives
         if sample is not None and self._request.echo:
-            prompt = choice.prompt.token_ids
+            prompt = self._prompt.token_ids
             ids = [*prompt, *ids]
             logprobs = [None, *array("f", sample.prompt_logprobs)[1:], *logprobs]
             rows = [*_alternatives(sample.topk_prompt_logprobs, count=len(prompt)), *rows]
-        offsets = []
-        for token in ids:
-            offsets.append(choice.text_offset)
-            choice.text_offset += len(self._tokenizer.token(token).text)
+        lengths = (len(self._tokenizer.token(token).text) for token in ids)
+        *offsets, self._text_offset = accumulate(lengths, initial=self._text_offset)
         tops = [self._top(*position) for position in zip(ids, logprobs, rows, strict=True)]
         return {
             "tokens": [self._token_name(token) for token in ids],
@@ -261,47 +153,41 @@ class ResponseBuilder:
         """Return the likeliest tokens, and the sampled one too if it is not among them."""
         if logprob is None:
             return None
-        shown = row[: self._request.alternatives]
-        found: Json = {self._token_name(other): _json_number(value) for other, value in shown}
-        found.setdefault(self._token_name(token), _json_number(logprob))
+        shown = [*row[: self._request.alternatives], (token, logprob)]
+        found: Json = {}
+        for other, value in shown:
+            found.setdefault(self._token_name(other), _json_number(value))
         return found
 
+    def _token_name(self, token: int) -> str:
+        """Return how logprobs name a token: `" world"`, `"bytes:\\xe2\\x82"` for a part of a
+        character, or `"token_id:17"` if the client asked for names that are unique."""
+        if self._request.return_tokens_as_token_ids:
+            return f"token_id:{token}"
+        found = self._tokenizer.token(token)
+        if "\ufffd" not in found.text:
+            return found.text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found.raw)
 
-class ChatBuilder(ResponseBuilder):
-    """Chats have one prompt, whose token ids vLLM's clients also look for at the top level."""
 
-    id_prefix = "chatcmpl"
-    object_name = "chat.completion"
-    chunk_object_name = "chat.completion.chunk"
+class ChatChoice(Choice):
+    """What a choice of a chat has in another form."""
 
-    def _has_opening(self) -> bool:
-        return True
-
-    def response(self, samples: Sequence[tinker_pb2.SampleResponse]) -> Json:
-        prompt_ids = list(self._choices[0].prompt.token_ids)
-        more: Json = {"prompt_token_ids": prompt_ids} if self._request.return_token_ids else {}
-        return {**super().response(samples), **more}
-
-    def _content(self, choice: Choice, stage: Stage) -> Json:
+    def _content(self, stage: Stage) -> Json:
         if stage == "whole":
-            return {"message": {"role": "assistant", "content": choice.new_text, "refusal": None}}
+            return {"message": {"role": "assistant", "content": self.new_text, "refusal": None}}
         if stage == "opening":
             return {"delta": {"role": "assistant", "content": ""}}
-        return {
-            "delta": {"content": choice.new_text} if choice.new_text or not choice.finish else {}
-        }
+        return {"delta": {"content": self.new_text} if self.new_text or not self.finish else {}}
 
-    def _logprobs(
-        self, choice: Choice, tokens: SampledTokens, sample: tinker_pb2.SampleResponse | None
-    ) -> Json:
+    def _logprobs(self, tokens: SampledTokens, sample: tinker_pb2.SampleResponse | None) -> Json:
+        positions = zip(tokens.ids, tokens.logprobs, tokens.alternatives, strict=True)
         content = [
             {
                 **self._entry(token, logprob),
                 "top_logprobs": [self._entry(*t) for t in row[: self._request.alternatives]],
             }
-            for token, logprob, row in zip(
-                tokens.ids, tokens.logprobs, tokens.alternatives, strict=True
-            )
+            for token, logprob, row in positions
         ]
         return {"content": content, "refusal": None}
 
@@ -310,6 +196,96 @@ class ChatBuilder(ResponseBuilder):
             "token": self._token_name(token),
             "logprob": _json_number(logprob),
             "bytes": list(self._tokenizer.token(token).raw),
+        }
+
+
+class ResponseBuilder:
+    """Builds the response to a request: whole with `response`, or in parts with `opening`, `parts`
+    and `closing`. Choices are in the order of the prompts, `n` for each."""
+
+    def __init__(
+        self,
+        request: InferenceRequest,
+        *,
+        tokenizer: ModelTokenizer,
+        prompts: Sequence[Prompt],
+        params: sampler_pb2.SamplingParams,
+        weight_version: str,
+    ) -> None:
+        self._request = request
+        self._prompts = prompts
+        self._is_chat = isinstance(request, ChatCompletionRequest)
+        self._n = request.n or 1
+        self._cached_tokens = 0
+        self._completion_tokens = 0
+        self._heading: Json = {
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(14)}",
+            "object": "chat.completion" if self._is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": request.model,
+            "tandem_weight_version": weight_version,
+        }
+        make_choice = ChatChoice if self._is_chat else Choice
+        self._choices = [
+            make_choice(request, index=index, prompt=prompt, params=params, tokenizer=tokenizer)
+            for index, prompt in enumerate(p for p in prompts for _ in range(self._n))
+        ]
+
+    def response(self, samples: Sequence[tinker_pb2.SampleResponse]) -> Json:
+        """Return the whole response; `samples` are in the order of the prompts. A chat's prompt
+        is where vLLM's clients also look for its token ids."""
+        for sample in samples:
+            self.count(sample)
+        sequences = ((sequence, sample) for sample in samples for sequence in sample.sequences)
+        written = [
+            choice.write(SampledTokens.of(one, one.topk_sampled_logprobs), "whole", sample)
+            for choice, (one, sample) in zip(self._choices, sequences, strict=True)
+        ]
+        content = {**self._heading, "choices": written, "usage": self._usage()}
+        if self._is_chat and self._request.return_token_ids:
+            content["prompt_token_ids"] = list(self._prompts[0].token_ids)
+        return content
+
+    def count(self, sample: tinker_pb2.SampleResponse) -> None:
+        """Count the usage of a prompt whose samples are finished."""
+        self._cached_tokens += sample.prompt_cache_hit_tokens
+        if self._request.max_tokens != 0:
+            self._completion_tokens += sum(len(s.tokens) // 4 for s in sample.sequences)
+
+    def opening(self) -> list[Json]:
+        """Return the parts that begin the choices of a stream, before any token is sampled."""
+        if not (self._is_chat or self._request.echo or self._request.return_token_ids):
+            return []
+        return [self._chunk(one.write(SampledTokens(), "opening")) for one in self._choices]
+
+    def parts(self, delta: sampler_pb2.SampleDelta, *, prompt: int) -> list[Json]:
+        """Return the part for new tokens of a sample of the prompt with this index; none if the
+        client would see nothing. The deltas of a sample are all that it has."""
+        choice = self._choices[prompt * self._n + delta.index]
+        tokens = SampledTokens.of(delta, delta.topk, finished=delta.finished)
+        part = choice.write(tokens, "part")
+        shows_tokens = self._request.return_token_ids or self._request.alternatives is not None
+        if choice.new_text or choice.finish or (shows_tokens and tokens.ids):
+            return [self._chunk(part)]
+        return []
+
+    def closing(self) -> list[Json]:
+        """Return the last part of a stream: the usage, if it is wanted."""
+        return [{**self._chunk(), "usage": self._usage()}] if self._request.wants_usage else []
+
+    def _chunk(self, *choices: Json) -> Json:
+        chunk = {**self._heading, "choices": list(choices)}
+        if self._is_chat:
+            chunk["object"] = "chat.completion.chunk"
+        return {**chunk, "usage": None} if self._request.wants_usage else chunk
+
+    def _usage(self) -> Json:
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in self._prompts)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
 
 

@@ -14,9 +14,9 @@ from starlette.types import Receive
 from gateway.api.errors import InvalidField
 from gateway.api.openai.errors import EngineStarting
 from gateway.api.openai.models import ModelDirectory, SamplingTarget
-from gateway.api.openai.prompts import make_sample_request, prompts_of, stop_conditions
-from gateway.api.openai.responses import ChatBuilder, ResponseBuilder
-from gateway.api.openai.schemas import CompletionRequest, InferenceRequest, Json
+from gateway.api.openai.prompts import make_sample_request, prompts_of, sampling_params
+from gateway.api.openai.responses import ResponseBuilder
+from gateway.api.openai.schemas import InferenceRequest, Json
 from gateway.api.openai.tokenizer import ModelTokenizer
 from gateway.auth.identity import Caller
 from gateway.checkpoints.base_models import BaseModelEntry
@@ -124,17 +124,16 @@ async def prepare(
     """Return one engine request per prompt, and the builder of the response. Raises
     `InvalidRequest` or one of its kinds, `SequenceTooLong`, `EmptyBatch` or
     `TokenOutOfVocabulary`."""
-    stops = stop_conditions(request, tokenizer)
+    params = sampling_params(request, tokenizer)
     prompts = await asyncio.to_thread(
         prompts_of, request, tokenizer, max_length=target.model.max_length
     )
-    sample_requests = [make_sample_request(request, prompt=one, stops=stops) for one in prompts]
-    make_builder = ResponseBuilder if isinstance(request, CompletionRequest) else ChatBuilder
-    builder = make_builder(
+    sample_requests = [make_sample_request(request, prompt=one, params=params) for one in prompts]
+    builder = ResponseBuilder(
         request,
         tokenizer=tokenizer,
         prompts=prompts,
-        stops=stops,
+        params=params,
         weight_version=target.version.name,
     )
     return sample_requests, builder
