@@ -28,10 +28,8 @@ _MAX_LISTED = 1000
 
 @dataclass(frozen=True)
 class SamplingTarget:
-    """What a request samples from: `name` is the client's name for it, `rank` that of the
-    adapter, or 0 without one."""
+    """What a request samples from; `rank` is that of the adapter, or 0 without one."""
 
-    name: str
     model: BaseModelEntry
     version: WeightVersion
     rank: int
@@ -58,18 +56,17 @@ class ModelDirectory:
                         f"{name!r} is not for sampling; use what save_weights_for_sampler wrote "
                         "(tinker://RUN/sampler_weights/NAME)"
                     )
-                version = await self._versions.version(checkpoint.version)
-                yield await self._target(name, version)
+                yield await self._target(await self._versions.version(checkpoint.version))
         elif _RUN_ID.fullmatch(name):
             with ExitStack() as pinned:
                 with self._checkpoints.pins.resolving(name):
                     version = await self._newest(name, caller)
                     folder = relative_version_folder(version.name)
                     pinned.enter_context(self._checkpoints.pins.pinned(folder))
-                yield await self._target(name, version)
+                yield await self._target(version)
         else:
             model = self._models.get(name)
-            yield SamplingTarget(name=name, model=model, version=base_version(model), rank=0)
+            yield SamplingTarget(model=model, version=base_version(model), rank=0)
 
     async def all(self, caller: Caller) -> list[Model]:
         """Return the base models, then what the caller's runs saved for sampling, newest first."""
@@ -113,12 +110,12 @@ class ModelDirectory:
             "save_weights_for_sampler"
         )
 
-    async def _target(self, name: str, version: WeightVersion) -> SamplingTarget:
+    async def _target(self, version: WeightVersion) -> SamplingTarget:
         rank = 0
         if version.adapter:
             rank = (await self._checkpoints.origin(version.run_id)).training.rank
         model = self._models.get(version.base_model)
-        return SamplingTarget(name=name, model=model, version=version, rank=rank)
+        return SamplingTarget(model=model, version=version, rank=rank)
 
     def _saved(self, checkpoint: Checkpoint) -> Model:
         entry = next((m for m in self._models.all() if m.name == checkpoint.base_model), None)

@@ -153,10 +153,9 @@ class Choice:
         """Return the likeliest tokens, and the sampled one too if it is not among them."""
         if logprob is None:
             return None
-        shown = [*row[: self._request.alternatives], (token, logprob)]
-        found: Json = {}
-        for other, value in shown:
-            found.setdefault(self._token_name(other), _json_number(value))
+        shown = row[: self._request.alternatives]
+        found: Json = {self._token_name(other): _json_number(value) for other, value in shown}
+        found.setdefault(self._token_name(token), _json_number(logprob))
         return found
 
     def _token_name(self, token: int) -> str:

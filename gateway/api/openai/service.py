@@ -19,7 +19,6 @@ from gateway.api.openai.responses import ResponseBuilder
 from gateway.api.openai.schemas import InferenceRequest, Json
 from gateway.api.openai.tokenizer import ModelTokenizer
 from gateway.auth.identity import Caller
-from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.core import Gateway
 from gateway.fair_queue import FairSemaphore
 from gateway.futures.table import Future, Outcome
@@ -27,12 +26,12 @@ from gateway.identifiers import request_id_of
 from gateway.sampling.implicit_sessions import ImplicitSessions
 from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import SamplingSession
-from tandem.errors import GatewayRestarted, OperationTimedOut, TandemError, UnsupportedInput
+from tandem.errors import GatewayRestarted, OperationTimedOut, TandemError
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 
 _MAX_TOKENIZERS = 8
-"""Models whose tokenizers are kept, the most recently used."""
+"""Models whose tokenizers are kept: the most recently used, and a model added again anew."""
 
 
 class ClientDisconnected(Exception):
@@ -49,7 +48,9 @@ class InferenceService:
 
     def __init__(self, gateway: Gateway, *, max_preparing: int = 2) -> None:
         self._gateway = gateway
-        self._loading = lru_cache(maxsize=_MAX_TOKENIZERS)(_load_tokenizer)
+        self._tokenizer = lru_cache(maxsize=_MAX_TOKENIZERS)(
+            lambda model: ModelTokenizer(model.name, Path(model.path))
+        )
         self._preparation = FairSemaphore(slots=max_preparing)
         self._implicit_sessions = ImplicitSessions(
             sessions=gateway.sessions,
@@ -72,9 +73,8 @@ class InferenceService:
         gateway = self._gateway
         max_choices = gateway.settings.openai.max_choices
         async with self.models.resolve(request.model, caller) as target:
-            tokenizer = await self._tokenizer(target.model)
             async with self._preparation.turn(caller.owner):
-                sample_requests, builder = await prepare(request, target, tokenizer)
+                sample_requests, builder = await asyncio.to_thread(self._prepare, request, target)
             choices = len(sample_requests) * (request.n or 1)
             if choices > max_choices:
                 raise InvalidField(
@@ -83,7 +83,7 @@ class InferenceService:
                     param="n",
                 )
             session = await self._implicit_sessions.serve(
-                owner=caller.owner, model=target.name, version=target.version, rank=target.rank
+                owner=caller.owner, model=request.model, version=target.version, rank=target.rank
             )
             sampler = gateway.samplers.ensure(
                 session_id=session.session_id,
@@ -104,39 +104,24 @@ class InferenceService:
             finally:
                 generation.cancel()
 
-    async def _tokenizer(self, model: BaseModelEntry) -> ModelTokenizer:
-        """Return the model's tokenizer; a model that was added again is read again. Raises
-        `UnsupportedInput` for a model without a readable tokenizer."""
-        try:
-            return await asyncio.shield(self._loading(model))
-        except UnsupportedInput:
-            self._loading.cache_clear()  # its folder may be repaired
-            raise
-
-
-def _load_tokenizer(model: BaseModelEntry) -> asyncio.Task[ModelTokenizer]:
-    return asyncio.create_task(asyncio.to_thread(ModelTokenizer, model.name, Path(model.path)))
-
-
-async def prepare(
-    request: InferenceRequest, target: SamplingTarget, tokenizer: ModelTokenizer
-) -> tuple[list[sampler_pb2.SampleRequest], ResponseBuilder]:
-    """Return one engine request per prompt, and the builder of the response. Raises
-    `InvalidRequest` or one of its kinds, `SequenceTooLong`, `EmptyBatch` or
-    `TokenOutOfVocabulary`."""
-    params = sampling_params(request, tokenizer)
-    prompts = await asyncio.to_thread(
-        prompts_of, request, tokenizer, max_length=target.model.max_length
-    )
-    sample_requests = [make_sample_request(request, prompt=one, params=params) for one in prompts]
-    builder = ResponseBuilder(
-        request,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        params=params,
-        weight_version=target.version.name,
-    )
-    return sample_requests, builder
+    def _prepare(
+        self, request: InferenceRequest, target: SamplingTarget
+    ) -> tuple[list[sampler_pb2.SampleRequest], ResponseBuilder]:
+        """Return one engine request per prompt, and the builder of the response; called in a
+        thread. Raises `InvalidRequest` or one of its kinds, `SequenceTooLong`, `EmptyBatch` or
+        `TokenOutOfVocabulary`."""
+        tokenizer = self._tokenizer(target.model)
+        params = sampling_params(request, tokenizer)
+        prompts = prompts_of(request, tokenizer, max_length=target.model.max_length)
+        requests = [make_sample_request(request, prompt=one, params=params) for one in prompts]
+        builder = ResponseBuilder(
+            request,
+            tokenizer=tokenizer,
+            prompts=prompts,
+            params=params,
+            weight_version=target.version.name,
+        )
+        return requests, builder
 
 
 Event = tuple[int, sampler_pb2.SampleDelta | tinker_pb2.SampleResponse]
@@ -223,20 +208,19 @@ class Generation:
         self._disconnect_listener = asyncio.create_task(listen())
 
     async def response(self) -> Json:
-        """Return the whole response. Raises as `next`."""
-        found: dict[int, tinker_pb2.SampleResponse] = {}
-        while (event := await self.next()) is not None:
-            prompt, sampled = event
-            if isinstance(sampled, tinker_pb2.SampleResponse):
-                found[prompt] = sampled
+        """Return the whole response. Raises as `events`."""
+        found = {
+            prompt: sampled
+            async for prompt, sampled in self.events()
+            if isinstance(sampled, tinker_pb2.SampleResponse)
+        }
         return self._builder.response([found[prompt] for prompt in sorted(found)])
 
     async def parts(self) -> AsyncGenerator[list[Json], None]:
         """Yield the parts of a streamed response, those that are ready at once together; the first
-        come with the first token. Raises as `next`."""
+        come with the first token. Raises as `events`."""
         ready = self._builder.opening()
-        while (event := await self.next()) is not None:
-            prompt, sampled = event
+        async for prompt, sampled in self.events():
             if isinstance(sampled, tinker_pb2.SampleResponse):
                 self._builder.count(sampled)
             else:
@@ -246,29 +230,27 @@ class Generation:
                 ready = []
         yield ready + self._builder.closing()
 
-    async def next(self) -> Event | None:
-        """Return the next event; None when every prompt is finished.
+    async def events(self) -> AsyncIterator[Event]:
+        """Yield the events until every prompt is finished.
 
         Raises the error of a sample, `EngineStarting` or `OperationTimedOut` when its time is up,
         `GatewayRestarted`, or `ClientDisconnected`.
         """
-        if self._unfinished == 0:
-            return None
-        event = None
-        while event is None:
+        while self._unfinished:
             try:
                 async with asyncio.timeout(self._poll_interval):
                     event = await self._events.get()
             except TimeoutError:
                 self._gateway.sessions.touch(self._session.session_id)
                 self._check_timeouts()
-        if isinstance(event, Exception):
-            raise event
-        if isinstance(event[1], sampler_pb2.SampleDelta):
-            self._unread_slots.release()
-        else:
-            self._unfinished -= 1
-        return event
+                continue
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event[1], sampler_pb2.SampleDelta):
+                self._unread_slots.release()
+            else:
+                self._unfinished -= 1
+            yield event
 
     def cancel(self) -> None:
         """Cancel what has not ended, here and in the engine."""

@@ -84,9 +84,9 @@ async def test_a_slow_reader_holds_up_the_engine_and_fills_no_memory():
     talking = asyncio.create_task(talk())
     await asyncio.sleep(0)
     assert generation._events.qsize() == MAX_UNREAD
-    seen = []
+    seen, events = [], generation.events()
     while len(seen) < 1000:
-        _prompt, delta = await generation.next()
+        _prompt, delta = await anext(events)
         seen.append(delta.index)
         assert generation._events.qsize() <= MAX_UNREAD
     assert seen == list(range(1000))
@@ -99,9 +99,8 @@ async def test_the_whole_response_comes_after_the_tokens():
     await taken.tell(sampler_pb2.SampleDelta(index=0))
     response = tinker_pb2.SampleResponse(prompt_cache_hit_tokens=3)
     taken.future.resolve(Result(media="protobuf", body=response.SerializeToString()))
-    assert await generation.next() == (0, sampler_pb2.SampleDelta(index=0))
-    assert await generation.next() == (0, response)
-    assert await generation.next() is None
+    told = [event async for event in generation.events()]
+    assert told == [(0, sampler_pb2.SampleDelta(index=0)), (0, response)]
     generation.cancel()
     assert samplers.cancelled == []
 
@@ -114,7 +113,7 @@ async def test_a_disconnect_ends_the_wait():
 
     generation.listen_for_disconnect(receive)
     with pytest.raises(ClientDisconnected):
-        await generation.next()
+        await anext(generation.events())
     generation.cancel()
     assert samplers.cancelled == ["s-1:sample:0:7"]
 
@@ -131,12 +130,12 @@ async def test_a_disconnect_ends_the_wait():
 async def test_every_wait_has_a_timeout(changes, error):
     generation, _samplers = make_generation(**changes)
     with pytest.raises(error):
-        await generation.next()
+        await anext(generation.events())
 
 
 async def test_waiting_keeps_the_session_alive():
     generation, samplers = make_generation()
-    waiting = asyncio.create_task(generation.next())
+    waiting = asyncio.ensure_future(anext(generation.events()))
     while generation._gateway.sessions.touched < 2:  # noqa: ASYNC110 - it is what is waited for
         await asyncio.sleep(0.005)
     samplers.taken[0].future.resolve(Result(media="protobuf"))
