@@ -26,9 +26,8 @@ from gateway.runs.operations import LossDefinitions
 from gateway.runs.queries import RunQueries
 from gateway.runs.registry import RunRegistry
 from gateway.runs.runner import RunnerTools
-from gateway.sampling.implicit_sessions import ImplicitSessions
-from gateway.sampling.router import SamplerRouter
-from gateway.sampling.sessions import SamplingSessionRegistry
+from gateway.sampling.sampler import SamplerRouter
+from gateway.sampling.sessions import ImplicitSessions, SamplingSessionRegistry
 from gateway.sessions.queries import SessionQueries
 from gateway.sessions.registry import SessionRegistry, why_ended
 from gateway.sessions.search import SessionSearch
@@ -185,7 +184,6 @@ class Gateway:
             fleet=self.fleet,
             metrics=metrics,
             samples=self.samples,
-            sampling=self.sampling,
             pins=self.pins,
             sessions=self.sessions,
             limits=self.limits,
@@ -211,6 +209,7 @@ class Gateway:
                 checkpoints=self.checkpoints,
                 versions=self.versions,
                 samplers=self.samplers,
+                sampling=self.sampling,
                 usage=self.usage,
                 metrics=metrics,
                 loss_definitions=self.loss_definitions,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,9 +46,10 @@ from gateway.runs.operations import (
     json_result,
 )
 from gateway.runs.training_run import TrainingRun
-from gateway.sampling.router import SamplerRouter
+from gateway.sampling.sampler import SamplerRouter
+from gateway.sampling.sessions import SamplingSessionRegistry
 from gateway.usage.meter import RunMeter, Subject, TrainerReply, UsageMeter
-from gateway.workers.clients import TrainerClient, WorkerUnavailable
+from gateway.workers.clients import Method, TrainerClient, WorkerUnavailable
 from tandem.errors import InternalError, NameTaken, TandemError, UnknownModel, from_failure
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
@@ -71,6 +72,7 @@ class RunnerTools:
     checkpoints: CheckpointCatalog
     versions: VersionStore
     samplers: SamplerRouter
+    sampling: SamplingSessionRegistry
     usage: UsageMeter
     metrics: Metrics
     loss_definitions: Mapping[str, LossDefinitions]
@@ -149,7 +151,7 @@ class OperationRunner:
     async def _deliver(
         self,
         operation: Operation,
-        method: Callable[[Request], Awaitable[Reply]],
+        method: Method[Request, Reply],
         request: Request,
     ) -> Reply:
         """Call the trainer. Raises the failure that it reports.
@@ -160,7 +162,7 @@ class OperationRunner:
         """
         for attempt in range(_DELIVERIES):
             try:
-                reply = await method(request)
+                reply = await self._client.call(method, request)
             except WorkerUnavailable as error:
                 self._log.warning("connection_broke", attempt=attempt, reason=str(error))
                 await asyncio.sleep(EXIT_REPORT_PATIENCE)
@@ -189,7 +191,7 @@ class OperationRunner:
     async def _forward_backward(
         self, operation: Operation, request: trainer_pb2.ForwardBackwardRequest
     ) -> Outcome:
-        reply = await self._deliver(operation, self._client.forward_backward, request)
+        reply = await self._deliver(operation, self._client.stub.ForwardBackward, request)
         return Result(media="protobuf", body=reply.output)
 
     def _prepare_optim_step(self, operation: Operation, body: OptimStep) -> Prepared:
@@ -206,7 +208,7 @@ class OperationRunner:
         self, operation: Operation, request: trainer_pb2.OptimStepRequest, call: Call
     ) -> Outcome:
         request.gradients_incomplete = call.gradients_incomplete
-        reply = await self._deliver(operation, self._client.optim_step, request)
+        reply = await self._deliver(operation, self._client.stub.OptimStep, request)
         self._run.step = reply.step
         return json_result(type="optim_step", metrics=dict(reply.metrics))
 
@@ -228,7 +230,7 @@ class OperationRunner:
     async def _save(
         self, prepared: Prepared, request: trainer_pb2.SaveCheckpointRequest, body: SaveWeights
     ) -> Outcome:
-        reply = await self._deliver(prepared.operation, self._client.save_checkpoint, request)
+        reply = await self._deliver(prepared.operation, self._client.stub.SaveCheckpoint, request)
         await self._put_checkpoint(
             prepared.path,
             folder=request.path,
@@ -267,7 +269,7 @@ class OperationRunner:
     async def _load(
         self, prepared: Prepared, request: trainer_pb2.LoadCheckpointRequest, body: LoadWeights
     ) -> Outcome:
-        reply = await self._deliver(prepared.operation, self._client.load_checkpoint, request)
+        reply = await self._deliver(prepared.operation, self._client.stub.LoadCheckpoint, request)
         self._run.step = reply.step
         return json_result(type="load_weights", path=body.path, model_id=self._run.id)
 
@@ -308,13 +310,15 @@ class OperationRunner:
                 return json_result(type="save_weights_for_sampler", path=str(prepared.path))
             assert body.sampling_session_seq_id is not None
             call.waiting_for = "the sampler is loading the new weights"
-            session = await self._tools.samplers.serve_published(
-                version,
+            sampler = self._tools.samplers.ensure(
+                session_id=run.session_id, model=run.model, rank=run.training.rank
+            )
+            await sampler.load(version)
+            session = await self._tools.sampling.create_ephemeral(
                 session_id=run.session_id,
-                model=run.model,
-                rank=run.training.rank,
                 number=body.sampling_session_seq_id,
                 kind=body.kind,
+                version=version,
             )
             return json_result(type="save_weights_for_sampler", sampling_session_id=session.id)
 
@@ -373,7 +377,7 @@ class OperationRunner:
         """Let the trainer write a weight version; return it with its bytes."""
         run = self._run
         request.parent = run.parent
-        reply = await self._deliver(operation, self._client.publish, request)
+        reply = await self._deliver(operation, self._client.stub.Publish, request)
         version = WeightVersion(
             name=request.version.name,
             path=reply.version.path or request.version.path,

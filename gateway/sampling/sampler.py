@@ -1,4 +1,7 @@
-"""One sampler: sends samples and loads to its engine, and keeps the engine running.
+"""Samplers: the engine of each, the samples that it takes, and which one serves what.
+
+A session has one sampler for each base model and largest rank of adapters. One that can serve
+what is asked for is reused: engines are slow to start, and each takes a share of the device.
 
 An engine holds nothing that cannot be loaded again. One that dies is started again, with backoff,
 and requests wait for the next one. If an engine cannot start, the waiting requests fail, and it is
@@ -17,16 +20,20 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal, TypeVar
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import WeightVersion
+from gateway.fair_queue import FairStarter
 from gateway.futures.table import Future, Outcome, Result, Waiting
 from gateway.identifiers import relative_version_folder
-from gateway.limits.ledger import Rate
+from gateway.limits.ledger import Rate, overloaded
+from gateway.limits.quotas import Quotas
 from gateway.metrics import Metrics
-from gateway.usage.samples import EngineMeter
+from gateway.sessions.registry import SessionRegistry
+from gateway.usage.samples import EngineMeter, RecentSamples
 from gateway.workers.clients import SamplerClient, Tell, WorkerUnavailable
 from gateway.workers.fleet import Fleet, Worker
 from tandem.errors import (
@@ -37,7 +44,7 @@ from tandem.errors import (
     WorkerStartFailed,
     from_failure,
 )
-from tandem.settings import SamplerSettings
+from tandem.settings import GatewaySettings, SamplerSettings
 from tandem.telemetry import get_log
 from tandem.v1 import sampler_pb2
 
@@ -50,16 +57,17 @@ _REPORT_PATIENCE = 5.0
 _FIRST_WAIT = 0.5
 _JITTER = 0.2
 _STABLE_AFTER = 60.0
+_SMALLEST_RANK = 8
+_LARGEST_RANK = 512
 
 
 @dataclass
 class Backoff:
     """How long to wait before an engine that failed is started again. Durations in seconds.
 
-    Literal use: `await asyncio.sleep(backoff.failed())`, start the engine again, and then
-    `backoff.ready()`. The waits are about 0.5, 1, 2, 4, … 30, 30, each made shorter by up to a
-    fifth, so that engines which failed together do not start together. After an engine that was
-    ready for a minute they begin anew.
+    The waits are about 0.5, 1, 2, 4, … 30, 30, each made shorter by up to a fifth, so that engines
+    which failed together do not start together. After an engine that was ready for a minute they
+    begin anew.
     """
 
     cap: float = 30.0
@@ -90,47 +98,48 @@ class Sample:
     future: Future
     request: sampler_pb2.SampleRequest
     tell: Tell | None = None
+    told: bool = False
     task: asyncio.Task[None] | None = None
 
+    async def tell_and_note(self, delta: sampler_pb2.SampleDelta) -> None:
+        assert self.tell is not None
+        self.told = True
+        await self.tell(delta)
 
+
+@dataclass(eq=False, kw_only=True)
 class Sampler:
     """Serves the base model, versions of all weights one after the other, and, if `max_lora_rank`
-    is above 0, adapters up to that rank side by side."""
+    is above 0, adapters up to that rank side by side.
 
-    def __init__(
-        self,
-        *,
-        session_id: str,
-        model: BaseModelEntry,
-        fleet: Fleet,
-        metrics: Metrics,
-        meter: EngineMeter,
-        pins: Pins,
-        settings: SamplerSettings,
-        max_lora_rank: int,
-    ) -> None:
-        self.session_id = session_id
-        self.model = model
-        self.max_lora_rank = max_lora_rank
+    `reason` says why the engine last ended or did not start. `weights` names the full weights in
+    the engine: a version, or `base/NAME` for the base model.
+    """
+
+    session_id: str
+    model: BaseModelEntry
+    max_lora_rank: int
+    settings: SamplerSettings
+    fleet: Fleet
+    metrics: Metrics
+    meter: EngineMeter
+    pins: Pins
+
+    def __post_init__(self) -> None:
         self.state: EngineState = "starting"
-        self.reason = ""  # why the engine last ended or did not start
+        self.reason = ""
         self.worker: Worker | None = None
-        self._fleet = fleet
-        self._settings = settings
-        self._metrics = metrics
-        self._meter = meter
-        self._pins = pins
-        self._weights = ""  # those of the base model
+        self.weights = f"base/{self.model.name}"
         self._adapters: dict[str, None] = {}
         self._samples: dict[str, Sample] = {}
-        self._completions = Rate()
+        self.completions = Rate()
         self._state_since = time.monotonic()
-        self._wanted = asyncio.Event()
-        self._wanted.set()
+        self._backoff = Backoff()
+        self._start_at = 0.0
         self._died = asyncio.Event()
-        self._client: asyncio.Future[SamplerClient] = asyncio.get_running_loop().create_future()
-        self._supervision = asyncio.create_task(self._supervise(), name=f"sampler-{session_id}")
-        self._log = get_log(session_id=session_id)
+        self._log = get_log(session_id=self.session_id)
+        self.pins.pin(relative_version_folder(self.weights))
+        self._launch()
 
     @property
     def waiting(self) -> int:
@@ -138,53 +147,33 @@ class Sampler:
         return len(self._samples)
 
     @property
-    def rate(self) -> float:
-        """Recent completions per second."""
-        return self._completions.per_second()
-
-    @property
-    def weights(self) -> str:
-        """The full weights in the engine: a version, or `base/NAME` for the base model."""
-        return self._weights or f"base/{self.model.name}"
-
-    @property
     def loaded(self) -> set[str]:
         """The full weights and the adapters that were served last. For the status only: every
         load and every sample names its version, and the engine loads what it needs for it."""
         return {self.weights, *self._adapters}
 
+    # --- Samples ------------------------------------------------------------------------------
+
     def add(self, sample: Sample) -> None:
-        """Take a sample, which waits until `start`. Its weight version is pinned meanwhile."""
-        self._pins.pin(relative_version_folder(sample.request.version.name))
+        """Take a sample, which waits until `start`. Its weight version is pinned until it ends."""
+        self.pins.pin(relative_version_folder(sample.request.version.name))
         self._samples[sample.future.request_id] = sample
+        sample.future.on_end(lambda outcome: self._ended(sample, outcome))
 
     def start(self, sample: Sample) -> None:
-        if sample.future.ended:  # cancelled, or its session has ended
-            return
-        sample.task = asyncio.create_task(self._answer(sample))
-        # Not within the task: a task that is cancelled before it begins runs none of its code.
-        sample.task.add_done_callback(lambda _: self._forget(sample))
+        if not sample.future.ended:  # cancelled, or its session has ended
+            sample.task = asyncio.create_task(self._answer(sample))
 
-    def cancel(self, request_id: str) -> bool:
-        """Cancel a sample, here and in the engine; return False if it is not here or has ended."""
-        sample = self._samples.get(request_id)
-        if sample is None or sample.future.ended:
-            return False
-        sample.future.resolve(SampleCancelled("the sample was cancelled by its client"))
-        self._discard(sample)
-        self._metrics.samples.labels(outcome=SampleCancelled.type).inc()
-        return True
+    def cancel(self, request_id: str) -> None:
+        """Cancel a sample, here and in the engine, if it is here."""
+        if sample := self._samples.get(request_id):
+            sample.future.resolve(SampleCancelled("the sample was cancelled by its client"))
 
     def describe(self, request_id: str) -> Waiting:
         """Say what a sample is waiting for."""
-        before = 0
-        for other in self._samples:
-            if other == request_id:
-                break
-            before += 1
-        sample = self._samples.get(request_id)
+        before = len(list(takewhile(lambda other: other != request_id, self._samples)))
         queue = f"{before} sample{'' if before == 1 else 's'} before this one"
-        if sample is not None:
+        if sample := self._samples.get(request_id):
             queue += f", which has waited {time.monotonic() - sample.future.accepted_at:.0f} s"
         if self.state != "ready":
             age = time.monotonic() - self._state_since
@@ -192,11 +181,51 @@ class Sampler:
             return Waiting(f"the sampler is starting ({age:.0f} s){why}; {queue}", paused=True)
         return Waiting(f"the sampler is at work; {queue}")
 
+    async def _answer(self, sample: Sample) -> None:
+        outcome: Outcome
+        try:
+            outcome = await self._draw(sample)
+        except TandemError as error:
+            outcome = error
+        except Exception as error:  # noqa: BLE001 - a fault of ours must not hang the client
+            self._log.exception("sample_failed", request_id=sample.future.request_id)
+            outcome = InternalError(f"{type(error).__name__} in the gateway: {error}")
+        sample.future.resolve(outcome)
+
+    async def _draw(self, sample: Sample) -> Result:
+        request = sample.request
+        tell = sample.tell_and_note if sample.tell is not None else None
+        await self._ready()  # start-up time is not billed
+        # Without a seed, the next engine draws other tokens than those that were told.
+        answer = self._call(
+            lambda client: client.sample(request, tell),
+            during="this sample",
+            may_repeat=lambda: not sample.told,
+        )
+        reply = await self.meter.measure(request, answer)
+        if reply.HasField("failure"):
+            raise from_failure(reply.failure)
+        self._note_loaded(reply.version.name, adapter=reply.version.adapter)
+        self.metrics.sampled_tokens.inc(reply.sampled_tokens)
+        return Result(media="protobuf", body=reply.response, weight_version=reply.version.name)
+
+    def _ended(self, sample: Sample, outcome: Outcome) -> None:
+        """Forget a sample, whoever ended it."""
+        if sample.task is not None:
+            sample.task.cancel()
+        del self._samples[sample.future.request_id]
+        self.completions.note()
+        self.pins.unpin(relative_version_folder(sample.request.version.name))
+        kind = outcome.type if isinstance(outcome, TandemError) else "done"
+        self.metrics.samples.labels(outcome=kind).inc()
+
+    # --- Weights ------------------------------------------------------------------------------
+
     async def load(self, version: WeightVersion) -> None:
         """Return when the engine serves the version. Raises `LoadFailed` and the like; the engine
         then still serves what it served before."""
         request = sampler_pb2.LoadRequest(version=version.to_proto())
-        with self._pins.pinned(relative_version_folder(version.name)):
+        with self.pins.pinned(relative_version_folder(version.name)):
             reply = await self._call(lambda client: client.load(request), during="a load")
         if reply.HasField("failure"):
             raise from_failure(reply.failure)
@@ -209,117 +238,57 @@ class Sampler:
             canary_difference=reply.canary_difference,
         )
 
-    async def stop(self, error: TandemError) -> None:
-        """End the engine, and fail all samples, and requests that wait for it, with the error."""
-        for sample in list(self._samples.values()):
-            sample.future.resolve(error)
-            self._discard(sample)
-        self._set_state("stopped", error.message)
-        self._supervision.cancel()
-        if not self._client.done():
-            self._fail_waiting(error)
-        await asyncio.gather(self._supervision, return_exceptions=True)
-        if self.worker is not None:
-            await self._fleet.stop(self.worker, reason=error.message)
-            self.worker = None
-        self._set_weights("")
-
-    async def abandon(self) -> None:
-        """Cancel everything without an outcome. The fleet ends the engine."""
-        tasks = [s.task for s in self._samples.values() if s.task is not None]
-        for task in (self._supervision, *tasks):
-            task.cancel()
-        await asyncio.gather(self._supervision, *tasks, return_exceptions=True)
-
-    # --- Samples ------------------------------------------------------------------------------
-
-    async def _answer(self, sample: Sample) -> None:
-        outcome: Outcome
-        try:
-            outcome = await self._draw(sample)
-        except TandemError as error:
-            outcome = error
-        except Exception as error:  # noqa: BLE001 - a fault of ours must not hang the client
-            self._log.exception("sample_failed", request_id=sample.future.request_id)
-            outcome = InternalError(f"{type(error).__name__} in the gateway: {error}")
-        self._metrics.samples.labels(
-            outcome=outcome.type if isinstance(outcome, TandemError) else "done"
-        ).inc()
-        self._forget(sample)
-        sample.future.resolve(outcome)
-
-    def _discard(self, sample: Sample) -> None:
-        if sample.task is not None:
-            sample.task.cancel()
-        else:
-            self._forget(sample)
-
-    def _forget(self, sample: Sample) -> None:
-        if self._samples.get(sample.future.request_id) is sample:
-            del self._samples[sample.future.request_id]
-            self._completions.note()
-            self._pins.unpin(relative_version_folder(sample.request.version.name))
-
-    async def _draw(self, sample: Sample) -> Outcome:
-        request = sample.request
-        await self._ready()  # start-up time is not billed
-        if sample.tell is None:
-            answer = self._call(lambda client: client.sample(request), during="this sample")
-        else:
-            answer = self._stream(request, sample.tell)
-        reply = await self._meter.measure(request, answer)
-        if reply.HasField("failure"):
-            return from_failure(reply.failure)
-        self._note_loaded(reply.version.name, adapter=reply.version.adapter)
-        self._metrics.sampled_tokens.inc(reply.sampled_tokens)
-        return Result(media="protobuf", body=reply.response, weight_version=reply.version.name)
-
-    async def _stream(
-        self, request: sampler_pb2.SampleRequest, tell: Tell
-    ) -> sampler_pb2.SampleReply:
-        """Stream a sample. It is sent to the next engine only if no token was told before the
-        engine died, because without a seed the next one draws other tokens."""
-        told = False
-
-        async def tell_and_note(delta: sampler_pb2.SampleDelta) -> None:
-            nonlocal told
-            told = True
-            await tell(delta)
-
-        return await self._call(
-            lambda client: client.sample_stream(request, tell_and_note),
-            during="this sample",
-            may_repeat=lambda: not told,
-        )
-
-    # --- Weights ------------------------------------------------------------------------------
-
     def _note_loaded(self, name: str, *, adapter: bool) -> None:
-        if not adapter:
-            self._set_weights("" if name == f"base/{self.model.name}" else name)
+        if self.state == "stopped":
             return
-        self._set_weights("")  # an adapter is served on top of the base model's weights
-        self._adapters.pop(name, None)
-        self._adapters[name] = None
-        if len(self._adapters) > self._settings.max_adapters:  # for the status only
-            del self._adapters[next(iter(self._adapters))]
+        # An adapter is served on top of the base model's weights.
+        self._set_weights(f"base/{self.model.name}" if adapter else name)
+        if adapter:
+            self._adapters.pop(name, None)
+            self._adapters[name] = None
+            if len(self._adapters) > self.settings.max_adapters:
+                del self._adapters[next(iter(self._adapters))]
 
     def _set_weights(self, name: str) -> None:
         """Note what the engine has, and pin it: a failed load goes back to it."""
-        if name and self.state != "stopped":
-            self._pins.pin(relative_version_folder(name))
-        else:
-            name = ""
-        if self._weights:
-            self._pins.unpin(relative_version_folder(self._weights))
-        self._weights = name
+        self.pins.pin(relative_version_folder(name))
+        self.pins.unpin(relative_version_folder(self.weights))
+        self.weights = name
 
     # --- The engine ---------------------------------------------------------------------------
+
+    def _launch(self) -> None:
+        self._client: asyncio.Future[SamplerClient] = asyncio.get_running_loop().create_future()
+        self._starting = asyncio.create_task(self._start(), name=f"sampler-{self.session_id}")
+
+    async def stop(self, error: TandemError) -> None:
+        """End the engine, and fail all samples, and requests that wait for it, with the error."""
+        self._set_state("stopped", error.message)
+        for sample in self._samples.values():
+            sample.future.resolve(error)
+        if self._client.done():
+            self._client = asyncio.get_running_loop().create_future()
+        self._fail_waiting(error)
+        self._starting.cancel()
+        await asyncio.gather(self._starting, return_exceptions=True)
+        if self.worker is not None:
+            await self.fleet.stop(self.worker, reason=error.message)
+            self.worker = None
+        self._set_weights(f"base/{self.model.name}")
+
+    async def abandon(self) -> None:
+        """Cancel everything without an outcome. The fleet ends the engine."""
+        self._set_state("stopped")
+        tasks = [self._starting, *(s.task for s in self._samples.values() if s.task is not None)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _ready(self) -> SamplerClient:
         """Return the client of an engine that serves. Raises the `WorkerStartFailed` of the start
         that was waited for, or the error that the engine was stopped with."""
-        self._wanted.set()
+        if self.state == "failed" and self._starting.done():
+            self._launch()
         return await asyncio.shield(self._client)
 
     async def _call(
@@ -337,78 +306,163 @@ class Sampler:
         except WorkerUnavailable as error:
             if not may_repeat():
                 raise WorkerDied(f"the sampler died during {during}: {error}") from error
-            client = await self._next(client)
-            try:
-                return await send(client)
-            except WorkerUnavailable as again:
-                raise WorkerDied(f"the sampler died twice during {during}: {again}") from again
-
-    async def _next(self, broken: SamplerClient) -> SamplerClient:
-        """Return the client of the engine after the broken one; of the same engine if the launcher
-        reports no end, because then only the connection broke."""
-        if self.worker is broken.worker:
-            with suppress(TimeoutError):
+        if self.worker is client.worker:
+            with suppress(TimeoutError):  # no end is reported: only the connection broke
                 async with asyncio.timeout(_REPORT_PATIENCE):
                     await self._died.wait()
-        return await self._ready()
+        client = await self._ready()
+        try:
+            return await send(client)
+        except WorkerUnavailable as again:
+            raise WorkerDied(f"the sampler died twice during {during}: {again}") from again
 
-    async def _supervise(self) -> None:
-        backoff = Backoff()
-        while True:
-            await self._wanted.wait()
-            self._died.clear()
-            self._set_state("starting", self.reason)
-            try:
-                worker = await self._fleet.start(
-                    kind="sampler",
-                    session_id=self.session_id,
-                    model=self.model,
-                    max_lora_rank=self.max_lora_rank,
-                    on_exit=self._on_exit,
-                )
-            except WorkerStartFailed as error:
-                await self._fail_to_start(error, backoff)
-                continue
-            except Exception as error:  # noqa: BLE001 - a fault of ours must not leave clients waiting
+    async def _start(self) -> None:
+        """Start an engine, for all who wait for its client."""
+        await asyncio.sleep(self._start_at - time.monotonic())
+        self._set_state("starting", self.reason)
+        try:
+            worker = await self.fleet.start(
+                kind="sampler",
+                session_id=self.session_id,
+                model=self.model,
+                max_lora_rank=self.max_lora_rank,
+                on_exit=self._on_exit,
+            )
+        except Exception as error:  # noqa: BLE001 - a fault of ours must not leave clients waiting
+            if not isinstance(error, WorkerStartFailed):
                 self._log.exception("start_failed")
                 sentence = f"{type(error).__name__} while the sampler started; see the log"
-                await self._fail_to_start(WorkerStartFailed(sentence), backoff)
-                continue
-            backoff.ready()
-            if not self._died.is_set():  # it may have ended at the moment when it became ready
-                self.worker = worker
-                self._set_state("ready")
-                self._client.set_result(
-                    SamplerClient(worker, timeout=self._settings.operation_timeout)
-                )
-            await self._died.wait()
-            try:
-                await self._fleet.stop(worker, reason=self.reason)
-            except Exception:  # noqa: BLE001 - the next one must start all the same
-                self._log.exception("engine_not_stopped", worker_id=worker.worker_id)
-            await asyncio.sleep(backoff.failed())
+                error = WorkerStartFailed(sentence)
+            self._note_failed("failed", error.message)
+            self._fail_waiting(error)
+        else:
+            self.worker = worker
+            self._died.clear()
+            self._backoff.ready()
+            self._set_state("ready")
+            self._client.set_result(SamplerClient(worker, timeout=self.settings.operation_timeout))
 
-    async def _fail_to_start(self, error: WorkerStartFailed, backoff: Backoff) -> None:
-        self._set_state("failed", error.message)
-        self._wanted.clear()  # the next request starts it again
-        self._fail_waiting(error)
-        self._client = asyncio.get_running_loop().create_future()
-        await asyncio.sleep(backoff.failed())
+    def _on_exit(self, reason: str) -> None:
+        self.worker = None
+        self._died.set()
+        self._set_weights(f"base/{self.model.name}")
+        self._adapters.clear()
+        if self.state != "stopped":
+            self._note_failed("starting", reason)
+            self._launch()
+
+    def _note_failed(self, state: EngineState, reason: str) -> None:
+        self._set_state(state, reason)
+        self._start_at = time.monotonic() + self._backoff.failed()
 
     def _fail_waiting(self, error: TandemError) -> None:
         self._client.set_exception(error)
         self._client.exception()  # marks it as retrieved, since nobody may be waiting
 
-    def _on_exit(self, reason: str) -> None:
-        self.worker = None
-        self._set_weights("")
-        self._adapters.clear()
-        self._set_state("starting", reason)
-        if self._client.done():  # otherwise requests wait on, for the next engine
-            self._client = asyncio.get_running_loop().create_future()
-        self._died.set()
-
     def _set_state(self, state: EngineState, reason: str = "") -> None:
         self.state = state
         self.reason = reason
         self._state_since = time.monotonic()
+
+
+@dataclass(eq=False, kw_only=True)
+class SamplerRouter:
+    """Finds or starts the sampler that can serve what is asked for, and bounds how many samples
+    may wait."""
+
+    settings: GatewaySettings
+    fleet: Fleet
+    metrics: Metrics
+    samples: RecentSamples
+    pins: Pins
+    sessions: SessionRegistry
+    limits: Quotas
+
+    def __post_init__(self) -> None:
+        self._starter = FairStarter()
+        self._samplers: dict[tuple[str, str, int], Sampler] = {}
+
+    def all(self) -> list[Sampler]:
+        return list(self._samplers.values())
+
+    def get(self, *, session_id: str, model_name: str, rank: int) -> Sampler | None:
+        """Return the session's sampler with the smallest rank that can serve adapters of `rank`
+        (0: no adapters)."""
+        found = [
+            sampler
+            for (session, model, largest), sampler in self._samplers.items()
+            if (session, model) == (session_id, model_name) and largest >= rank
+        ]
+        return min(found, key=lambda sampler: sampler.max_lora_rank, default=None)
+
+    def ensure(self, *, session_id: str, model: BaseModelEntry, rank: int) -> Sampler:
+        """As `get`, but start a new sampler if there is none. Raises `LimitExceeded` if the owner
+        may not have another one, and `SessionFinished`."""
+        sampler = self.get(session_id=session_id, model_name=model.name, rank=rank)
+        if sampler is None:
+            owner = self.sessions.require(session_id).owner
+            used = self.sessions.count_of(owner, (s.session_id for s in self._samplers.values()))
+            self.limits.check("samplers", used=used)
+            largest = self._largest_rank(rank)
+            sampler = self._samplers[session_id, model.name, largest] = Sampler(
+                session_id=session_id,
+                model=model,
+                max_lora_rank=largest,
+                settings=self.settings.sampler,
+                fleet=self.fleet,
+                metrics=self.metrics,
+                meter=EngineMeter(samples=self.samples, base_model=model.name),
+                pins=self.pins,
+            )
+        return sampler
+
+    def submit(
+        self,
+        sampler: Sampler,
+        *,
+        future: Future,
+        request: sampler_pb2.SampleRequest,
+        tell: Tell | None = None,
+    ) -> None:
+        """Take a sample, which starts when it is its owner's turn; `tell` is given its tokens as
+        they are drawn. Raises `Overloaded` if too many samples wait already, at this sampler, of
+        this owner or in all: the SDK then sends it again later, and fewer at once."""
+        waiting = sampler.waiting
+        if waiting >= self.settings.max_waiting_samples:
+            self.limits.note_refusal("sampler_samples")
+            raise overloaded(
+                f"{waiting} samples wait at this sampler already (TANDEM_MAX_WAITING_SAMPLES)",
+                limit="sampler_samples",
+                waiting=waiting,
+                per_second=sampler.completions.per_second(),
+            )
+        reserved = self.limits.reserve_sample(future.owner, size=request.ByteSize())
+        future.on_end(lambda _outcome: reserved.close())
+        sample = Sample(future=future, request=request, tell=tell)
+        sampler.add(sample)
+        self._starter.put(future.owner, lambda: sampler.start(sample))
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel a sample; do nothing if it is unknown or has ended."""
+        for sampler in self._samplers.values():
+            sampler.cancel(request_id)
+
+    async def end_session(self, session_id: str, error: TandemError) -> None:
+        """Stop the session's samplers."""
+        keys = [key for key in self._samplers if key[0] == session_id]
+        samplers = [self._samplers.pop(key) for key in keys]
+        await asyncio.gather(*(sampler.stop(error) for sampler in samplers))
+
+    async def close(self) -> None:
+        """Cancel everything without an outcome: clients ask the next gateway."""
+        self._starter.clear()
+        await asyncio.gather(*(sampler.abandon() for sampler in self._samplers.values()))
+        self._samplers.clear()
+
+    def _largest_rank(self, rank: int) -> int:
+        """Round up to a power of two, as engines reserve memory anyway, so that runs of similar
+        ranks share an engine."""
+        if rank == 0:
+            return 0
+        largest = max(rank, self.settings.sampler.max_lora_rank, _SMALLEST_RANK)
+        return min(1 << (largest - 1).bit_length(), _LARGEST_RANK)

@@ -3,23 +3,30 @@
 There are four kinds: `base` (a base model), `named` (a checkpoint for sampling), and two
 ephemeral ones that a run's save creates: `snapshot` (its weights stay the same) and `inflight`
 (it follows the newest inflight save of its run).
+
+Requests that name a model instead of a sampling session get one from `ImplicitSessions`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Hashable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Literal
 
 from sqlalchemy import RowMapping, insert, select, update
 
 from gateway.auth.identity import Readers
 from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
-from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
+from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.checkpoints.versions import VersionStore, WeightVersion
 from gateway.identifiers import relative_version_folder, sampling_session_id_of, split_model_name
 from gateway.limits.quotas import Quotas
-from gateway.sessions.registry import SessionRegistry
+from gateway.sessions.registry import NewSession, SessionRegistry
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import sampling_sessions
 from tandem.errors import InvalidRequest, SessionFinished, UnknownSampler, UnknownWeights
@@ -30,7 +37,8 @@ SamplingKind = Literal["base", "named", "snapshot", "inflight"]
 @dataclass
 class SamplingSession:
     """`version` is what it samples from now, `model_path` what the client named, if anything.
-    `rank` is that of its adapter, or 0; `clients` counts those that joined."""
+    `rank` is that of its adapter, or 0; `clients` counts those that joined. `seq_ids` numbers the
+    requests of an implicit one."""
 
     id: str
     session_id: str
@@ -40,34 +48,27 @@ class SamplingSession:
     version: WeightVersion
     rank: int = 0
     clients: int = 0
+    seq_ids: count[int] = field(default_factory=count)
     used_at: float = field(default_factory=time.monotonic)
 
 
+@dataclass(eq=False, kw_only=True)
 class SamplingSessionRegistry:
-    def __init__(
-        self,
-        *,
-        database: Database,
-        models: BaseModels,
-        checkpoints: CheckpointCatalog,
-        versions: VersionStore,
-        sessions: SessionRegistry,
-        limits: Quotas,
-        idle_ttl: float,
-    ) -> None:
-        self._database = database
-        self._models = models
-        self._checkpoints = checkpoints
-        self._versions = versions
-        self._sessions = sessions
-        self._limits = limits
-        self._idle_ttl = idle_ttl
-        self._active: dict[str, SamplingSession] = {}
+    """`idle_ttl` is in seconds."""
+
+    database: Database
+    models: BaseModels
+    checkpoints: CheckpointCatalog
+    versions: VersionStore
+    sessions: SessionRegistry
+    limits: Quotas
+    idle_ttl: float
+    _active: dict[str, SamplingSession] = field(default_factory=dict, init=False)
 
     async def open(self) -> None:
         """Restore the sampling sessions of an earlier gateway whose session, model and weights
         still exist; end the others."""
-        for row in await self._database.read(
+        for row in await self.database.read(
             select(sampling_sessions)
             .where(sampling_sessions.c.state == "active")
             .order_by(sampling_sessions.c.created_at)
@@ -75,7 +76,7 @@ class SamplingSessionRegistry:
             try:
                 self._active[row["id"]] = await self._restore(row)
             except (SessionFinished, UnknownSampler, UnknownWeights, InvalidRequest):
-                self._note_end([row["id"]])
+                self._update([row["id"]], state="ended")
 
     def all(self) -> list[SamplingSession]:
         return list(self._active.values())
@@ -92,20 +93,27 @@ class SamplingSessionRegistry:
         """Create one for a base model, or for a checkpoint that one of `readers` may read.
 
         Idempotent: a repeated number returns the original. Raises `UnknownModel`,
-        `UnknownWeights`, `InvalidRequest`, `LimitExceeded` or
-        `SessionFinished`.
+        `UnknownWeights`, `InvalidRequest`, `LimitExceeded` or `SessionFinished`.
         """
         existing = self._active.get(sampling_session_id_of(session_id=session_id, number=number))
         if existing is not None:
             return existing
         if model_path:
-            async with self._checkpoints.reading(model_path, readers=readers) as checkpoint:
+            async with self.checkpoints.reading(model_path, readers=readers) as checkpoint:
+                if checkpoint.path.kind != "sampler_weights":
+                    what = (
+                        "a trainer's state" if checkpoint.path.kind == "weights" else "a download"
+                    )
+                    raise UnknownWeights(
+                        f"{str(checkpoint.path)!r} holds {what}; sample from what "
+                        "save_weights_for_sampler wrote (tinker://RUN/sampler_weights/NAME)"
+                    )
                 return await self._add(
                     session_id=session_id,
                     number=number,
                     kind="named",
                     model_path=model_path,
-                    version=await self._named_version(checkpoint),
+                    version=await self.versions.version(checkpoint.version),
                 )
         if not base_model:
             raise InvalidRequest("a sampling session needs a base_model or a model_path")
@@ -114,8 +122,7 @@ class SamplingSessionRegistry:
             session_id=session_id,
             number=number,
             kind="base",
-            model_path="",
-            version=base_version(self._models.get(name)),
+            version=base_version(self.models.get(name)),
         )
 
     async def serve(
@@ -135,11 +142,7 @@ class SamplingSessionRegistry:
             )
         if session.version.name != version.name:
             session.version, session.rank = version, rank
-            await self._database.write(
-                update(sampling_sessions)
-                .where(sampling_sessions.c.id == session.id)
-                .values(version=version.name, run_id=version.run_id)
-            )
+            self._update([session.id], version=version.name, run_id=version.run_id)
         session.used_at = time.monotonic()
         return session
 
@@ -153,31 +156,16 @@ class SamplingSessionRegistry:
     ) -> SamplingSession:
         """Create one for a version that a run has just published. An inflight save moves the
         run's earlier inflight sampling sessions to it."""
-        session = await self._add(
-            session_id=session_id, number=number, kind=kind, model_path="", version=version
-        )
+        session = await self._add(session_id=session_id, number=number, kind=kind, version=version)
         if kind == "inflight":
-            self._follow(version.run_id)
+            of_run = [s for s in self._active.values() if s.version.run_id == version.run_id]
+            inflight = [s for s in of_run if s.kind == "inflight"]
+            # Two saves can be loaded at once, and the older one may be ready last.
+            newest = max((s.version for s in inflight), key=_number)
+            for each in inflight:
+                each.version = newest
+            self._update([s.id for s in inflight], version=newest.name)
         return session
-
-    def _follow(self, run_id: str) -> None:
-        """Move the run's inflight sampling sessions to its newest inflight save. Two saves can be
-        loaded at once, and the older one may be ready last."""
-        inflight = [
-            s for s in self._active.values() if s.kind == "inflight" and s.version.run_id == run_id
-        ]
-        newest = max((s.version for s in inflight), key=_number)
-        for session in inflight:
-            session.version = newest
-        self._database.write_soon(
-            update(sampling_sessions)
-            .where(
-                sampling_sessions.c.kind == "inflight",
-                sampling_sessions.c.run_id == run_id,
-                sampling_sessions.c.state == "active",
-            )
-            .values(version=newest.name)
-        )
 
     async def join(self, sampling_session_id: str) -> int:
         """Return a number for another client, which is never given twice, also not after a
@@ -185,7 +173,7 @@ class SamplingSessionRegistry:
         session = await self.require(sampling_session_id)
         session.clients += 1
         number = session.clients
-        await self._database.write(
+        await self.database.write(
             update(sampling_sessions)
             .where(sampling_sessions.c.id == session.id)
             .values(clients=sampling_sessions.c.clients + 1)
@@ -202,7 +190,7 @@ class SamplingSessionRegistry:
             raise UnknownSampler(f"there is no sampling session {sampling_session_id!r}")
         raise UnknownSampler(
             f"sampling session {sampling_session_id} has ended, because its session has or "
-            f"because it was not used for {self._idle_ttl:g} s"
+            f"because it was not used for {self.idle_ttl:g} s"
         )
 
     async def known(self, sampling_session_id: str) -> bool:
@@ -210,7 +198,7 @@ class SamplingSessionRegistry:
         if sampling_session_id in self._active:
             return True
         found = select(sampling_sessions.c.id).where(sampling_sessions.c.id == sampling_session_id)
-        return await self._database.read_one(found) is not None
+        return await self.database.read_one(found) is not None
 
     def end_session(self, session_id: str) -> list[str]:
         """End a session's sampling sessions; return the runs whose versions they named."""
@@ -219,20 +207,18 @@ class SamplingSessionRegistry:
     def expire_idle(self) -> list[str]:
         """End the ephemeral ones that nobody used for `idle_ttl`, except the newest of each run
         and those whose version is pinned; return the runs whose versions they named."""
-        now, in_use = time.monotonic(), self._checkpoints.pins.folders()
-        newest: dict[str, SamplingSession] = {}
-        for session in self._active.values():
-            if session.kind in ("snapshot", "inflight"):
-                newest[session.version.run_id] = session  # in the order of their creation
-        idle = [
-            s
-            for s in self._active.values()
-            if s.kind in ("snapshot", "inflight")
-            and newest[s.version.run_id] is not s
-            and now - s.used_at > self._idle_ttl
-            and relative_version_folder(s.version.name) not in in_use
-        ]
-        return self._end(idle)
+        now, in_use = time.monotonic(), self.checkpoints.pins.folders()
+        ephemeral = [s for s in self._active.values() if s.kind in ("snapshot", "inflight")]
+        newest = {s.version.run_id: s for s in ephemeral}  # in the order of their creation
+        return self._end(
+            [
+                s
+                for s in ephemeral
+                if newest[s.version.run_id] is not s
+                and now - s.used_at > self.idle_ttl
+                and relative_version_folder(s.version.name) not in in_use
+            ]
+        )
 
     async def _add(
         self,
@@ -240,8 +226,8 @@ class SamplingSessionRegistry:
         session_id: str,
         number: int,
         kind: SamplingKind,
-        model_path: str,
         version: WeightVersion,
+        model_path: str = "",
     ) -> SamplingSession:
         session = SamplingSession(
             id=sampling_session_id_of(session_id=session_id, number=number),
@@ -257,12 +243,12 @@ class SamplingSessionRegistry:
             return existing  # the same request arrived twice at once
         if existing is not None:
             raise InvalidRequest(f"there is a sampling session {session.id} already")
-        owner = self._sessions.require(session_id).owner
-        used = self._sessions.count_of(owner, (s.session_id for s in self._active.values()))
-        self._limits.check("sampling_sessions", used=used)
+        owner = self.sessions.require(session_id).owner
+        used = self.sessions.count_of(owner, (s.session_id for s in self._active.values()))
+        self.limits.check("sampling_sessions", used=used)
         self._active[session.id] = session
         try:
-            await self._database.write(
+            await self.database.write(
                 insert(sampling_sessions),
                 {
                     "id": session.id,
@@ -281,26 +267,17 @@ class SamplingSessionRegistry:
             raise
         return session
 
-    async def _named_version(self, checkpoint: Checkpoint) -> WeightVersion:
-        if checkpoint.path.kind != "sampler_weights":
-            what = "a trainer's state" if checkpoint.path.kind == "weights" else "a download"
-            raise UnknownWeights(
-                f"{str(checkpoint.path)!r} holds {what}; sample from what "
-                "save_weights_for_sampler wrote (tinker://RUN/sampler_weights/NAME)"
-            )
-        return await self._versions.version(checkpoint.version)
-
     async def _rank_of(self, version: WeightVersion) -> int:
         if not version.adapter:
             return 0
-        return (await self._checkpoints.origin(version.run_id)).training.rank
+        return (await self.checkpoints.origin(version.run_id)).training.rank
 
     async def _restore(self, row: RowMapping) -> SamplingSession:
-        self._sessions.require(row["session_id"])
+        self.sessions.require(row["session_id"])
         if row["kind"] == "base":
-            version = base_version(self._models.get(row["base_model"]))
+            version = base_version(self.models.get(row["base_model"]))
         else:
-            version = await self._versions.version(row["version"])
+            version = await self.versions.version(row["version"])
         rank = await self._rank_of(version)
         return from_row(SamplingSession, row, version=version, rank=rank)
 
@@ -308,13 +285,94 @@ class SamplingSessionRegistry:
         for session in ended:
             del self._active[session.id]
         if ended:
-            self._note_end([session.id for session in ended])
+            self._update([session.id for session in ended], state="ended")
         return sorted({s.version.run_id for s in ended if s.version.run_id})
 
-    def _note_end(self, ids: list[str]) -> None:
-        self._database.write_soon(
-            update(sampling_sessions).where(sampling_sessions.c.id.in_(ids)).values(state="ended")
+    def _update(self, ids: list[str], **values: str) -> None:
+        self.database.write_soon(
+            update(sampling_sessions).where(sampling_sessions.c.id.in_(ids)).values(**values)
         )
+
+
+@dataclass(frozen=True)
+class _ImplicitSession:
+    """An owner's session, and the numbers of its sampling sessions by what they sample from."""
+
+    id: str
+    numbers: dict[Hashable, int] = field(default_factory=dict)
+
+
+@dataclass(eq=False, kw_only=True)
+class ImplicitSessions:
+    """Sessions of requests that name none: one per owner, created when it is first needed.
+
+    Samples that name a model instead of a sampling session use one, and so do OpenAI's clients.
+    Such a session has no client that sends heartbeats: requests keep it alive, and without any it
+    expires like other sessions, or after `ttl` seconds.
+    """
+
+    sessions: SessionRegistry
+    sampling: SamplingSessionRegistry
+    display_name: str
+    user_metadata: Mapping[str, str] | None = None
+    ttl: float | None = None
+
+    def __post_init__(self) -> None:
+        self._by_owner: dict[str, _ImplicitSession] = {}
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def create(
+        self, *, owner: str, base_model: str | None, model_path: str | None, readers: Readers
+    ) -> SamplingSession:
+        """Return the owner's sampling session of a base model or a checkpoint; the first request
+        fixes the weights. Raises as `SamplingSessionRegistry.create`."""
+        if (base_model is None) == (model_path is None):
+            raise InvalidRequest(
+                "a sample needs a sampling_session_id with a seq_id, or else one of base_model "
+                "and model_path"
+            )
+        async with self._numbered(owner, (base_model, model_path)) as (session_id, number):
+            return await self.sampling.create(
+                session_id=session_id,
+                number=number,
+                base_model=base_model,
+                model_path=model_path,
+                readers=readers,
+            )
+
+    async def serve(
+        self, *, owner: str, model: str, version: WeightVersion, rank: int
+    ) -> SamplingSession:
+        """Return the owner's sampling session of `model`, which samples from `version` from now
+        on. `rank` is that of its adapter, or 0. Raises `LimitExceeded`."""
+        async with self._numbered(owner, model) as (session_id, number):
+            return await self.sampling.serve(
+                session_id=session_id,
+                number=number,
+                model_path=model if version.run_id else "",
+                version=version,
+                rank=rank,
+            )
+
+    @asynccontextmanager
+    async def _numbered(self, owner: str, key: Hashable) -> AsyncIterator[tuple[str, int]]:
+        """Yield the id of the owner's session and the number in it of the sampling session of
+        `key`, which is assigned if the block succeeds."""
+        async with self._locks[owner]:
+            implicit = self._by_owner.get(owner)
+            if implicit is None or self.sessions.touch(implicit.id) is None:
+                session = await self.sessions.create(
+                    NewSession(
+                        owner=owner,
+                        display_name=self.display_name,
+                        user_metadata=self.user_metadata,
+                        ttl=self.ttl,
+                    )
+                )
+                implicit = self._by_owner[owner] = _ImplicitSession(session.id)
+            number = implicit.numbers.get(key, len(implicit.numbers))
+            yield implicit.id, number
+            implicit.numbers[key] = number
 
 
 def _number(version: WeightVersion) -> int:

@@ -23,7 +23,9 @@ Tell = Callable[[sampler_pb2.SampleDelta], Awaitable[None]]
 """Receives the new tokens of a sample."""
 
 
-class _Method(Protocol[Request, Reply]):
+class Method(Protocol[Request, Reply]):
+    """A method of a stub."""
+
     def __call__(
         self, request: Request, *, metadata: tuple[tuple[str, str], ...], timeout: float
     ) -> Awaitable[Reply]: ...
@@ -34,47 +36,27 @@ class WorkerUnavailable(Exception):
 
 
 class TrainerClient:
-    """Every call raises `WorkerUnavailable` or the `TandemError` that a failure stands for.
+    """Literal use: `await client.call(client.stub.Publish, request)`.
 
+    Every call raises `WorkerUnavailable` or the `TandemError` that a failure stands for.
     `timeout` in seconds is the deadline of each call.
     """
 
     def __init__(self, worker: Worker, *, timeout: float) -> None:
-        self.worker = worker
-        self._stub = trainer_pb2_grpc.TrainerStub(worker.channel)
+        self.stub = trainer_pb2_grpc.TrainerStub(worker.channel)
+        self._worker = worker
         self._timeout = timeout
 
     async def describe(self) -> trainer_pb2.DescribeTrainerReply:
         request = trainer_pb2.DescribeTrainerRequest()
-        return await _call(self.worker, self._stub.Describe, request, _DESCRIBE_TIMEOUT)
+        return await _call(self._worker, self.stub.Describe, request, _DESCRIBE_TIMEOUT)
 
-    async def forward_backward(
-        self, request: trainer_pb2.ForwardBackwardRequest
-    ) -> trainer_pb2.ForwardBackwardReply:
-        return await _call(self.worker, self._stub.ForwardBackward, request, self._timeout)
-
-    async def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepReply:
-        return await _call(self.worker, self._stub.OptimStep, request, self._timeout)
-
-    async def publish(self, request: trainer_pb2.PublishRequest) -> trainer_pb2.PublishReply:
-        return await _call(self.worker, self._stub.Publish, request, self._timeout)
-
-    async def save_checkpoint(
-        self, request: trainer_pb2.SaveCheckpointRequest
-    ) -> trainer_pb2.SaveCheckpointReply:
-        return await _call(self.worker, self._stub.SaveCheckpoint, request, self._timeout)
-
-    async def load_checkpoint(
-        self, request: trainer_pb2.LoadCheckpointRequest
-    ) -> trainer_pb2.LoadCheckpointReply:
-        return await _call(self.worker, self._stub.LoadCheckpoint, request, self._timeout)
+    async def call(self, method: Method[Request, Reply], request: Request) -> Reply:
+        return await _call(self._worker, method, request, self._timeout)
 
 
 class SamplerClient:
-    """Every call raises `WorkerUnavailable` or the `TandemError` that a failure stands for.
-
-    `timeout` in seconds is the deadline of each call.
-    """
+    """Raises and has a deadline as `TrainerClient`."""
 
     def __init__(self, worker: Worker, *, timeout: float) -> None:
         self.worker = worker
@@ -84,16 +66,13 @@ class SamplerClient:
     async def load(self, request: sampler_pb2.LoadRequest) -> sampler_pb2.LoadReply:
         return await _call(self.worker, self._stub.Load, request, self._timeout)
 
-    async def sample(self, request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleReply:
-        return await _call(self.worker, self._stub.Sample, request, self._timeout)
-
-    async def sample_stream(
-        self, request: sampler_pb2.SampleRequest, tell: Tell
+    async def sample(
+        self, request: sampler_pb2.SampleRequest, tell: Tell | None = None
     ) -> sampler_pb2.SampleReply:
-        """Sample as `sample` does, and pass tokens to `tell` as they are drawn.
-
-        Nothing more is read while `tell` waits.
-        """
+        """Return all samples; pass their tokens to `tell`, if given, as they are drawn. Nothing
+        more is read while `tell` waits."""
+        if tell is None:
+            return await _call(self.worker, self._stub.Sample, request, self._timeout)
         async with _errors_translated(self.worker, self._timeout):
             call = self._stub.SampleStream(
                 request, metadata=self.worker.metadata, timeout=self._timeout
@@ -109,7 +88,7 @@ class SamplerClient:
 
 
 async def _call(
-    worker: Worker, method: _Method[Request, Reply], request: Request, timeout: float
+    worker: Worker, method: Method[Request, Reply], request: Request, timeout: float
 ) -> Reply:
     async with _errors_translated(worker, timeout):
         return await method(request, metadata=worker.metadata, timeout=timeout)

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import grpc.aio
@@ -16,7 +16,7 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.metrics import Metrics
 from gateway.storage.database import Database
 from gateway.storage.tables import workers
-from gateway.workers.launchers.base import Launcher, WorkerDetails, WorkerHandle
+from gateway.workers.launchers.base import Launcher, WorkerDetails, WorkerExit, WorkerHandle
 from tandem.errors import TandemError, WorkerCrashed
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
@@ -47,7 +47,8 @@ class Worker:
 class WorkerRecord:
     """What the gateway knows of a worker that starts or serves.
 
-    `state` is "starting" or "ready"; `worker` and `details` are set when it is ready.
+    `state` is "starting" or "ready"; `worker` and `details` are set when it is ready. `reason`
+    says why it ended before that.
     """
 
     worker_id: str
@@ -57,6 +58,7 @@ class WorkerRecord:
     on_exit: Callable[[str], None]
     state: str = "starting"
     started_at: float = field(default_factory=time.time)
+    reason: str = ""
     worker: Worker | None = None
     details: WorkerDetails = field(default_factory=WorkerDetails)
 
@@ -93,16 +95,8 @@ class Fleet:
         for row in await self._database.read(select(workers.c.id)):
             prefix, _, number = row["id"].rpartition("-")
             self._next_number[prefix] = max(self._next_number[prefix], int(number) + 1)
-        exits = self._launcher.watch()
-
-        async def watch() -> None:
-            async for exit_ in exits:
-                try:
-                    self._ended(exit_.worker_id, exit_.reason)
-                except Exception:  # noqa: BLE001 - later exits must still be handled
-                    self._log.exception("exit_not_handled", worker_id=exit_.worker_id)
-
-        self._watcher = asyncio.create_task(watch(), name="worker-watcher")
+        watch = self._note_exits(self._launcher.watch())
+        self._watcher = asyncio.create_task(watch, name="worker-watcher")
 
     async def close(self) -> None:
         """Stop every worker."""
@@ -204,6 +198,8 @@ class Fleet:
         try:
             handle = await self._launcher.start(spec)
             await self._launcher.wait_ready(worker_id)
+            if record.reason:
+                raise WorkerCrashed(record.reason)
         except BaseException as error:
             self._records.pop(worker_id, None)
             reason = error.message if isinstance(error, TandemError) else "the start was cancelled"
@@ -233,13 +229,22 @@ class Fleet:
         )
         return record.worker
 
-    def _ended(self, worker_id: str, reason: str) -> None:
-        record = self._records.pop(worker_id, None)
-        if record is None:
-            return
-        self._metrics.worker_exits.labels(kind=record.kind).inc()
-        self._write_end(worker_id, reason)
-        record.on_exit(reason)
+    async def _note_exits(self, exits: AsyncIterator[WorkerExit]) -> None:
+        async for exit_ in exits:
+            record = self._records.get(exit_.worker_id)
+            if record is None:
+                continue
+            self._metrics.worker_exits.labels(kind=record.kind).inc()
+            if record.worker is None:  # in the moment when it became ready
+                record.reason = exit_.reason
+                continue
+            del self._records[exit_.worker_id]
+            self._write_end(exit_.worker_id, exit_.reason)
+            try:
+                record.on_exit(exit_.reason)
+                await record.worker.channel.close()
+            except Exception:  # noqa: BLE001 - later exits must still be handled
+                self._log.exception("exit_not_handled", worker_id=exit_.worker_id)
 
     def _write_end(self, worker_id: str, reason: str) -> None:
         self._database.write_soon(

@@ -23,9 +23,8 @@ from gateway.core import Gateway
 from gateway.fair_queue import FairSemaphore
 from gateway.futures.table import Future, Outcome
 from gateway.identifiers import request_id_of
-from gateway.sampling.implicit_sessions import ImplicitSessions
 from gateway.sampling.sampler import Sampler
-from gateway.sampling.sessions import SamplingSession
+from gateway.sampling.sessions import ImplicitSessions, SamplingSession
 from tandem.errors import GatewayRestarted, OperationTimedOut, TandemError
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
@@ -95,9 +94,7 @@ class InferenceService:
             )
             try:
                 for sample_request in sample_requests:
-                    seq_id = self._implicit_sessions.next_seq_id(
-                        owner=caller.owner, sampling_session_id=session.id
-                    )
+                    seq_id = next(session.seq_ids)
                     generation.submit(sample_request, seq_id=seq_id, stream=bool(request.stream))
                 generation.listen_for_disconnect(receive)
                 yield generation

@@ -256,8 +256,7 @@ async def _session_and_seq_id(access: Access, body: Sample) -> tuple[SamplingSes
             model_path=body.model_path,
             readers=access.readers(),
         )
-        seq_id = gateway.implicit_sessions.next_seq_id(owner=owner, sampling_session_id=session.id)
-        return session, seq_id
+        return session, next(session.seq_ids)
     if body.seq_id is None:
         raise InvalidRequest("a sample in a sampling session needs a seq_id")
     session = await access.sampling_session(body.sampling_session_id)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -17,12 +18,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerKind, WorkerSpec
 
 _RETRY_SECONDS = 0.1
-_FINAL_CODES = frozenset(
-    {
-        grpc.StatusCode.PERMISSION_DENIED,
-        grpc.StatusCode.UNAUTHENTICATED,
-        grpc.StatusCode.UNIMPLEMENTED,
-    }
+_FINAL_CODES = (
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNIMPLEMENTED,
 )
 """Health answers that waiting does not change."""
 
@@ -114,29 +113,25 @@ async def wait_until_serving(*, address: str, secret: str, timeout: float) -> st
     Uses the streaming Watch method instead of polling, to leave alone a worker that loads a
     model on all cores.
     """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout
-    metadata = ((SECRET_METADATA_KEY, secret),)
     last = "it was not reached"
-    async with grpc.aio.insecure_channel(address, options=GRPC_OPTIONS) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        while (left := deadline - loop.time()) > 0:
-            try:
-                async for reply in stub.Watch(
-                    health_pb2.HealthCheckRequest(),
-                    metadata=metadata,
-                    timeout=left,
-                    wait_for_ready=True,
-                ):
-                    if reply.status == health_pb2.HealthCheckResponse.SERVING:
-                        return ""
-                    status = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
-                    last = f"its health was {status}"
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+    metadata = ((SECRET_METADATA_KEY, secret),)
+    channel = grpc.aio.insecure_channel(address, options=GRPC_OPTIONS)
+    with suppress(TimeoutError):
+        async with channel, asyncio.timeout(timeout):
+            watch = health_pb2_grpc.HealthStub(channel).Watch
+            while True:
+                try:
+                    async for reply in watch(
+                        health_pb2.HealthCheckRequest(), metadata=metadata, wait_for_ready=True
+                    ):
+                        if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                            return ""
+                        status = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+                        last = f"its health was {status}"
+                except grpc.aio.AioRpcError as error:
                     last = f"its health service answered {error.code().name}: {error.details()}"
-                if error.code() in _FINAL_CODES:
-                    return last
-            # The stream ended early: the worker's server is starting or shutting down.
-            await asyncio.sleep(min(_RETRY_SECONDS, max(0.0, deadline - loop.time())))
+                    if error.code() in _FINAL_CODES:
+                        break
+                # The stream ended early: the worker's server is starting or shutting down.
+                await asyncio.sleep(_RETRY_SECONDS)
     return last

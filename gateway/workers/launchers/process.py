@@ -12,7 +12,10 @@ import re
 import select
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,6 @@ from tandem.errors import WorkerCrashed, WorkerStartFailed
 from tandem.telemetry import get_log
 from tandem.worker import WorkerReport, WorkerSpec
 
-_MODULES = {"trainer": "trainer_service", "sampler": "sampler_service"}
 SECRET_VARIABLES = re.compile(
     r"TANDEM_DATABASE_URL|PGPASSWORD"
     r"|.*(_KEY|_KEY_ID|_TOKEN|_SECRET|_PASSWORD|_PASSPHRASE|_CREDENTIALS)",
@@ -49,10 +51,12 @@ _NATIVE_CRASHES = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 )
 
+_NOT_RUNNING = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
 
 def default_command(spec: WorkerSpec) -> list[str]:
     """Return the command that runs the service of the spec's kind with this interpreter."""
-    return [sys.executable, "-m", _MODULES[spec.kind]]
+    return [sys.executable, "-m", f"{spec.kind}_service"]
 
 
 class ProcessLauncher:
@@ -81,27 +85,30 @@ class ProcessLauncher:
         self._log = get_log()
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
-        worker = await self._spawn(spec)
+        async with self._spawning:
+            if self._closed:
+                raise WorkerStartFailed("the launcher is closed")
+            if spec.worker_id in self._workers:
+                raise WorkerStartFailed(f"worker {spec.worker_id} runs already")
+            try:
+                worker = await self._spawn(spec)
+            except OSError as error:
+                raise WorkerStartFailed(f"the {spec.kind} could not be started: {error}") from error
+            self._workers[spec.worker_id] = worker  # `stop` finds it from here on
+            worker.ended.add_done_callback(lambda _: self._forget(worker))
         try:
-            report = await worker.reported()
+            handle = await worker.reported()
         except BaseException:  # a cancelled start leaves nothing behind either
             await worker.kill()
             raise
-        worker.handle = WorkerHandle(
-            worker_id=spec.worker_id,
-            kind=spec.kind,
-            address=report.address,
-            metrics_port=report.metrics_port,
-            secret=spec.secret,
-        )
         self._log.info(
             "worker_started",
             worker_id=spec.worker_id,
             pid=worker.pid,
-            address=report.address,
+            address=handle.address,
             session_id=spec.session_id,
         )
-        return worker.handle
+        return handle
 
     async def wait_ready(self, worker_id: str) -> None:
         worker = self._workers.get(worker_id)
@@ -147,7 +154,7 @@ class ProcessLauncher:
         self._tell(None)
 
     async def _spawn(self, spec: WorkerSpec) -> WorkerProcess:
-        """Start the process and register it, so that `stop` finds it from here on."""
+        """Raises `OSError` when the log cannot be opened or the program cannot be executed."""
         assert re.fullmatch(r"[\w.-]+", spec.worker_id), spec.worker_id  # it names a file
         line = spec.model_dump_json().encode() + b"\n"
         if len(line) > _MAX_SPEC_BYTES:
@@ -155,21 +162,6 @@ class ProcessLauncher:
                 f"the specification of {spec.worker_id} has {len(line)} bytes; at most "
                 f"{_MAX_SPEC_BYTES} are allowed"
             )
-        async with self._spawning:
-            if self._closed:
-                raise WorkerStartFailed("the launcher is closed")
-            if spec.worker_id in self._workers:
-                raise WorkerStartFailed(f"worker {spec.worker_id} runs already")
-            try:
-                worker = await self._execute(spec, line)
-            except OSError as error:
-                raise WorkerStartFailed(f"the {spec.kind} could not be started: {error}") from error
-            self._workers[spec.worker_id] = worker
-            worker.ended.add_done_callback(lambda _: self._forget(worker))
-            return worker
-
-    async def _execute(self, spec: WorkerSpec, line: bytes) -> WorkerProcess:
-        """Raises `OSError` when the log cannot be opened or the program cannot be executed."""
         self._logs.mkdir(parents=True, exist_ok=True)
         log_path = self._logs / f"{spec.worker_id}.log"
         environment = {k: v for k, v in os.environ.items() if not SECRET_VARIABLES.fullmatch(k)}
@@ -197,9 +189,8 @@ class ProcessLauncher:
             os.close(report_fd)
             raise
         finally:
-            os.close(log_fd)
-            os.close(spec_fd)
-            os.close(worker_report_fd)
+            for fd in (log_fd, spec_fd, worker_report_fd):
+                os.close(fd)
         return WorkerProcess(
             spec=spec,
             process=process,
@@ -231,49 +222,41 @@ async def _exits(queue: asyncio.Queue[WorkerExit | None]) -> AsyncIterator[Worke
         yield exit_
 
 
+@dataclass(eq=False, kw_only=True)
 class WorkerProcess:
     """Supervises one process and its group until nothing of it is left.
 
     `failed` completes when the worker will never serve (again): it has reported an error, or
     ended. `ended` completes, with the reason, when nothing of it runs any more. `expected`: its
     end was requested. `awaited`: somebody waits for its readiness and so learns of its end.
+    `deadline`: when it must be ready, in the time of the event loop.
     """
 
-    def __init__(
-        self,
-        *,
-        spec: WorkerSpec,
-        process: asyncio.subprocess.Process,
-        lifeline_fd: int,
-        report_fd: int,
-        log_path: Path,
-        log_start: int,
-        start_timeout: float,
-        stop_timeout: float,
-    ) -> None:
+    spec: WorkerSpec
+    process: asyncio.subprocess.Process
+    lifeline_fd: int
+    report_fd: int
+    log_path: Path
+    log_start: int
+    start_timeout: float
+    stop_timeout: float
+    handle: WorkerHandle | None = None
+    expected: bool = False
+    awaited: bool = False
+
+    def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.spec = spec
-        self.pid = process.pid
-        self.log_path = log_path
-        self.handle: WorkerHandle | None = None
-        self.expected = False
-        self.awaited = False
-        self.deadline = loop.time() + start_timeout
-        """When it must be ready, in the time of the event loop."""
+        self.pid = self.process.pid
+        self.deadline = loop.time() + self.start_timeout
         self.failed: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
-        self._process = process
-        self._lifeline_fd = lifeline_fd
-        self._log_start = log_start
-        self._start_timeout = start_timeout
-        self._stop_timeout = stop_timeout
         self._address: asyncio.Future[WorkerReport] = loop.create_future()
         self._error = ""
-        self._log = get_log(worker_id=spec.worker_id, pid=process.pid)
-        self._reading = asyncio.create_task(self._read_reports(report_fd))
+        self._log = get_log(worker_id=self.spec.worker_id, pid=self.pid)
+        self._reading = asyncio.create_task(self._read_reports())
         self._supervision = asyncio.create_task(self._supervise())
 
-    async def reported(self) -> WorkerReport:
+    async def reported(self) -> WorkerHandle:
         """Return where the worker listens.
 
         Raises `WorkerStartFailed` when it reports an error, ends, or is silent for too long.
@@ -284,9 +267,17 @@ class WorkerProcess:
         if not self._address.done():
             raise WorkerStartFailed(
                 f"the {self.spec.kind} did not report an address within "
-                f"{self._start_timeout:g} s; its log is {self.log_path}"
+                f"{self.start_timeout:g} s; its log is {self.log_path}"
             )
-        return self._address.result()
+        report = self._address.result()
+        self.handle = WorkerHandle(
+            worker_id=self.spec.worker_id,
+            kind=self.spec.kind,
+            address=report.address,
+            metrics_port=report.metrics_port,
+            secret=self.spec.secret,
+        )
+        return self.handle
 
     async def serving(self, handle: WorkerHandle) -> None:
         """Return when its health service says so. Raises `WorkerStartFailed`, as `reported`."""
@@ -302,7 +293,7 @@ class WorkerProcess:
             if answer := check.result():
                 raise WorkerStartFailed(
                     f"the {handle.kind} did not become ready ({answer}; it had "
-                    f"{self._start_timeout:g} s to start); its log is {self.log_path}"
+                    f"{self.start_timeout:g} s to start); its log is {self.log_path}"
                 )
         finally:
             check.cancel()
@@ -310,14 +301,11 @@ class WorkerProcess:
     async def stop(self) -> None:
         """Ask it to end, kill its group after the stop timeout, return when it has ended."""
         self.expected = True
-        if self._process.returncode is None:
-            try:
-                self._process.terminate()
-            except ProcessLookupError:
-                self._log.debug("worker_ended_before_stop")
-        await asyncio.wait({self.ended}, timeout=self._stop_timeout)
+        with suppress(ProcessLookupError):  # it has ended
+            self.process.terminate()
+        await asyncio.wait({self.ended}, timeout=self.stop_timeout)
         if not self.ended.done():
-            self._log.warning("worker_killed", after_seconds=self._stop_timeout)
+            self._log.warning("worker_killed", after_seconds=self.stop_timeout)
         await self.kill()
 
     async def kill(self) -> None:
@@ -325,7 +313,7 @@ class WorkerProcess:
         self.expected = True
         if not self.ended.done():
             kill_group(self.pid)
-            await asyncio.wait({self.ended}, timeout=self._stop_timeout + 2 * _GROUP_GONE_SECONDS)
+            await asyncio.wait({self.ended}, timeout=self.stop_timeout + 2 * _GROUP_GONE_SECONDS)
         if not self.ended.done():  # stuck in the kernel; the supervision goes on waiting
             self._log.error("worker_not_gone", members=group_members(self.pid))
 
@@ -337,11 +325,11 @@ class WorkerProcess:
         if self.expected:
             return WorkerStartFailed(f"the {self.spec.kind} was stopped while it started")
         reason = self._error or self.ended.result()
-        crashed = -(self._process.returncode or 0) in _NATIVE_CRASHES
+        crashed = -(self.process.returncode or 0) in _NATIVE_CRASHES
         kind = WorkerCrashed if crashed else WorkerStartFailed
         return kind(f"the {self.spec.kind} did not start: {reason}")
 
-    async def _read_reports(self, fd: int) -> None:
+    async def _read_reports(self) -> None:
         """Take each line that the worker reports until it closes its end of the pipe.
 
         Lines that are no report are logged and skipped: a library that writes to the wrong
@@ -349,7 +337,8 @@ class WorkerProcess:
         """
         reader = asyncio.StreamReader(limit=_MAX_REPORT_BYTES)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", buffering=0)
+            lambda: asyncio.StreamReaderProtocol(reader),
+            os.fdopen(self.report_fd, "rb", buffering=0),
         )
         try:
             while True:
@@ -379,43 +368,42 @@ class WorkerProcess:
 
     async def _supervise(self) -> None:
         """Follow the process, and then its group, to their end."""
-        process_ended = asyncio.create_task(self._process.wait())
-        await _first_of(process_ended, self.failed)
-        if not process_ended.done():  # it reported an error and should exit soon
-            await asyncio.wait({process_ended}, timeout=self._stop_timeout)
-            if not process_ended.done():
-                kill_group(self.pid)
-        status = await process_ended
+        exited = asyncio.create_task(self.process.wait())
+        await _first_of(exited, self.failed)
+        await asyncio.wait({exited}, timeout=self.stop_timeout)  # it has reported an error
         # The number cannot belong to another group while one process of this one is left.
         kill_group(self.pid)
-        os.close(self._lifeline_fd)
+        status = await exited
+        os.close(self.lifeline_fd)
         # Its last report is in the pipe, whose other end closes with the last process.
         await asyncio.wait({self._reading}, timeout=_LAST_REPORT_SECONDS)
         self._reading.cancel()
-        if not await group_gone(self.pid, timeout=_GROUP_GONE_SECONDS):
-            self._log.error("worker_group_not_gone", members=group_members(self.pid))
+        deadline = time.monotonic() + _GROUP_GONE_SECONDS
+        while members := group_members(self.pid):
+            if time.monotonic() > deadline:
+                self._log.error("worker_group_not_gone", members=members)
+                break
+            await asyncio.sleep(_POLL_SECONDS)
         self.ended.set_result(self._error or self._describe_exit(status))
         if not self.failed.done():
             self.failed.set_result(None)
 
     def _describe_exit(self, status: int) -> str:
+        """Return a sentence with the end of what it logged, on one line, without its secret."""
         if status < 0:
-            return f"the {self.spec.kind} was killed by {_signal_name(-status)}"
-        sentence = f"the {self.spec.kind} exited with status {status}"
-        tail = self._log_tail()
-        return f"{sentence}; the last lines of its log: {tail}" if tail else sentence
-
-    def _log_tail(self) -> str:
-        """Return the end of what this worker logged, on one line, without its secret."""
+            name = next((s.name for s in signal.Signals if s == -status), f"signal {-status}")
+            return f"the {self.spec.kind} was killed by {name}"
         try:
             with self.log_path.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
-                log.seek(max(self._log_start, size - _TAIL_BYTES))
+                log.seek(max(self.log_start, size - _TAIL_BYTES))
                 text = log.read(_TAIL_BYTES).decode(errors="replace")
         except OSError as error:
-            return f"({error})"
+            text = f"({error})"
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return " | ".join(lines[-_TAIL_LINES:]).replace(self.spec.secret, "(secret)")
+        tail = " | ".join(lines[-_TAIL_LINES:]).replace(self.spec.secret, "(secret)")
+        sentence = f"the {self.spec.kind} exited with status {status}"
+        return f"{sentence}; the last lines of its log: {tail}" if tail else sentence
 
 
 async def _first_of(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:
@@ -423,19 +411,10 @@ async def _first_of(*futures: asyncio.Future[Any], timeout: float | None = None)
     await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def kill_group(pgid: int) -> None:
     """Kill every process of the group; do nothing when there is none."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):  # macOS answers the latter for zombies
         os.killpg(pgid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # macOS answers the latter for zombies
-        return
 
 
 def group_members(pgid: int) -> list[int]:
@@ -444,25 +423,9 @@ def group_members(pgid: int) -> list[int]:
         os.killpg(pgid, 0)  # much cheaper than looking at every process
     except (ProcessLookupError, PermissionError):
         return []
-    return [pid for pid in psutil.pids() if _runs_in_group(pid, pgid)]
-
-
-def _runs_in_group(pid: int, pgid: int) -> bool:
-    try:
-        return os.getpgid(pid) == pgid and psutil.Process(pid).status() not in (
-            psutil.STATUS_ZOMBIE,
-            psutil.STATUS_DEAD,
-        )
-    except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):  # it ended meanwhile
-        return False
-
-
-async def group_gone(pgid: int, *, timeout: float) -> bool:
-    """Wait until no process of the group runs; return False after `timeout` seconds."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout
-    while group_members(pgid):
-        if loop.time() > deadline:
-            return False
-        await asyncio.sleep(_POLL_SECONDS)
-    return True
+    members = []
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):  # it has ended
+            if os.getpgid(pid) == pgid and psutil.Process(pid).status() not in _NOT_RUNNING:
+                members.append(pid)
+    return members

@@ -33,13 +33,13 @@ def result(gate):
     """The request_id of a large result, and its bytes."""
     run_id = gate.run_id(gate.session_id())
 
-    async def large(_client, _request):
+    async def large(_client, _method, _request):
         output = tinker_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
         output.loss_fn_outputs.add().fields["logprobs"].data = bytes(4 * TOKENS)
         return trainer_pb2.ForwardBackwardReply(output=output.SerializeToString())
 
     with pytest.MonkeyPatch.context() as patched, gate.http() as client:
-        patched.setattr(TrainerClient, "forward_backward", large)
+        patched.setattr(TrainerClient, "call", large)
         client.post(
             "/api/v1/forward_backward", content=forward_backward_bytes(run_id, 1), headers=PROTO
         )
