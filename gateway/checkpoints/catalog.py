@@ -14,18 +14,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sqlalchemy import (
-    ColumnElement,
-    Insert,
-    RowMapping,
-    and_,
-    delete,
-    func,
-    insert,
-    or_,
-    select,
-    update,
-)
+from sqlalchemy import ColumnElement, Insert, RowMapping, delete, func, insert, select, update
 
 from gateway.auth.identity import Caller, Readers, visible
 from gateway.checkpoints.pins import Pins
@@ -194,7 +183,9 @@ class CheckpointCatalog:
         group = (runs.c.project_id, checkpoints.c.owner)
         rows = await self._database.read(
             select(
-                *group, func.count().label("count"), func.sum(checkpoints.c.bytes).label("bytes")
+                *group,
+                func.count().label("count"),
+                func.sum(checkpoints.c.bytes).label("bytes"),
             )
             .join(runs, runs.c.id == checkpoints.c.run_id)
             .where(*wanted)
@@ -203,13 +194,14 @@ class CheckpointCatalog:
         )
         return [from_row(StorageUse, row, bytes=int(row["bytes"])) for row in rows]
 
-    async def set_public(self, checkpoint: Checkpoint, *, public: bool) -> None:
-        await self._update(checkpoint, public=public)
-
     async def set_ttl(self, checkpoint: Checkpoint, ttl_seconds: int | None) -> None:
         """Let the checkpoint expire so many seconds from now; None: never."""
         expires_at = time.time() + ttl_seconds if ttl_seconds is not None else None
-        await self._update(checkpoint, expires_at=expires_at)
+        await self.change(checkpoint, expires_at=expires_at)
+
+    async def change(self, checkpoint: Checkpoint, **values: object) -> None:
+        """Set columns of the checkpoint."""
+        await self._database.write(update(checkpoints).where(_is(checkpoint)).values(**values))
 
     async def delete(self, checkpoint: Checkpoint) -> None:
         """Delete the name; the garbage collector removes the files when nobody uses them."""
@@ -244,9 +236,6 @@ class CheckpointCatalog:
             owner=row["owner"], training=TrainingSpec.model_validate(row["training"] or {})
         )
 
-    async def _update(self, checkpoint: Checkpoint, **values: object) -> None:
-        await self._database.write(update(checkpoints).where(_is(checkpoint)).values(**values))
-
 
 def unknown_checkpoint(path: str) -> UnknownWeights:
     return UnknownWeights(f"there is no checkpoint {path!r}; it may be deleted or expired")
@@ -265,12 +254,10 @@ def checkpoint_of(row: RowMapping) -> Checkpoint:
 
 
 def not_expired() -> ColumnElement[bool]:
-    return or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > time.time())
+    return checkpoints.c.expires_at.is_(None) | (checkpoints.c.expires_at > time.time())
 
 
 def _is(checkpoint: Checkpoint) -> ColumnElement[bool]:
     """Match this very checkpoint, not a newer one of the same path."""
-    return and_(
-        checkpoints.c.path == str(checkpoint.path),
-        checkpoints.c.created_at == checkpoint.created_at,
-    )
+    table = checkpoints.c
+    return (table.path == str(checkpoint.path)) & (table.created_at == checkpoint.created_at)

@@ -2,15 +2,13 @@
 
 The library holds Python's interpreter lock while it works, which the gateway cannot afford for
 gigabytes, so encryption is a program of its own: `python -m gateway.checkpoints.encryption
-PARENT_PID` reads one JSON object from its standard input, `{"recipients": ["age1…"], "files":
-[["from", "to"], …]}`, writes and syncs each target, and prints `{"files": [{"name", "bytes",
-"checksum"}, …]}`. It reports a failure on standard error, with exit status 1.
+PARENT_PID PLAIN SEALED NAME` reads the recipients from its standard input, one a line, writes the
+version NAME to the folder SEALED, and prints its bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -19,11 +17,10 @@ from pathlib import Path
 import pyrage
 
 from tandem.errors import InvalidRequest, PublishFailed
-from tandem.weights import FileEntry, PartialVersion, checksum_file, open_version
+from tandem.weights import PartialVersion, checksum_file, open_version
 from tandem.weights.store import fsync_path
 from tandem.worker import die_with_parent
 
-_SUFFIX = ".age"
 _MIN_BYTES_PER_SECOND = 4 * 2**20
 """Encryption that is slower than this is given up."""
 _MAX_RECIPIENTS = 20
@@ -46,50 +43,29 @@ async def encrypt_version(
     `.age` appended to their names. Return its bytes. Raise `PublishFailed`, and leave nothing
     behind in that case."""
     manifest = await asyncio.to_thread(open_version, plain, checksums=False)
-    partial = PartialVersion(sealed)
-    partial.create()
-    try:
-        entries = await _run_program(
-            [
-                (str(plain / entry.name), str(partial.path / f"{entry.name}{_SUFFIX}"))
-                for entry in manifest.files
-            ],
-            recipients=recipients,
-            timeout=60 + manifest.bytes / _MIN_BYTES_PER_SECOND,
-        )
-        written = manifest.model_copy(
-            update={"version": name, "parent": manifest.version, "files": entries, "canary": None}
-        )
-        await asyncio.to_thread(partial.commit, written)
-    except BaseException:
-        await asyncio.to_thread(partial.discard)
-        raise
-    return written.bytes
-
-
-async def _run_program(
-    files: Sequence[tuple[str, str]], *, recipients: Sequence[str], timeout: float
-) -> list[FileEntry]:
+    timeout = 60 + manifest.bytes / _MIN_BYTES_PER_SECOND
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "gateway.checkpoints.encryption", str(os.getpid())),
+        *(plain, sealed, name),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    task = json.dumps({"recipients": list(recipients), "files": files}).encode()
     try:
         async with asyncio.timeout(timeout):
-            answer, errors = await process.communicate(task)
+            answer, errors = await process.communicate("\n".join(recipients).encode())
     except TimeoutError as error:
         raise PublishFailed(f"encrypting the weights took longer than {timeout:.0f} s") from error
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
+        if process.returncode != 0:
+            await asyncio.to_thread(PartialVersion(sealed).discard)
     if process.returncode != 0:
         reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
         raise PublishFailed(f"the weights could not be encrypted: {reason}")
-    return [FileEntry.model_validate(entry) for entry in json.loads(answer)["files"]]
+    return int(answer)
 
 
 def _parse_recipient(text: str) -> object:
@@ -105,20 +81,24 @@ def _parse_recipient(text: str) -> object:
         ) from error
 
 
-def main() -> None:
-    die_with_parent(int(sys.argv[1]))
-    task = json.load(sys.stdin)
-    recipients = [_parse_recipient(text) for text in task["recipients"]]
+def main(parent_pid: str, plain: str, sealed: str, name: str) -> None:
+    die_with_parent(int(parent_pid))
+    recipients = [_parse_recipient(line) for line in sys.stdin.read().splitlines()]
+    manifest = open_version(Path(plain), checksums=False)
+    partial = PartialVersion(Path(sealed))
+    partial.create()
     entries = []
-    for source, target in task["files"]:
-        pyrage.encrypt_file(source, target, recipients)
-        fsync_path(Path(target))
-        entries.append(checksum_file(Path(target)).model_dump())
-    json.dump({"files": entries}, sys.stdout)
+    for entry in manifest.files:
+        target = partial.path / f"{entry.name}.age"
+        pyrage.encrypt_file(f"{plain}/{entry.name}", str(target), recipients)
+        fsync_path(target)
+        entries.append(checksum_file(target))
+    written = manifest.model_copy(
+        update={"version": name, "parent": manifest.version, "files": entries, "canary": None}
+    )
+    partial.commit(written)
+    print(written.bytes)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (OSError, ValueError, pyrage.EncryptError) as problem:
-        sys.exit(f"{type(problem).__name__}: {problem}")
+    main(*sys.argv[1:])

@@ -165,13 +165,13 @@ async def delete_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> N
 @router.operation("POST", f"{_ONE}/publish", role="member", audit="checkpoint_publish")
 async def publish_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
     """Let everybody with a key read the checkpoint. Idempotent."""
-    await gateway.checkpoints.set_public(checkpoint, public=True)
+    await gateway.checkpoints.change(checkpoint, public=True)
 
 
 @router.operation("DELETE", f"{_ONE}/publish", role="member", audit="checkpoint_unpublish")
 async def unpublish_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
     """Make a published checkpoint its owner's alone again."""
-    await gateway.checkpoints.set_public(checkpoint, public=False)
+    await gateway.checkpoints.change(checkpoint, public=False)
 
 
 @router.operation(
