@@ -1,8 +1,8 @@
-"""The database: SQLite by default, and one task that writes.
+"""The database: SQLite by default, and one thread that writes.
 
 Every write goes through a queue to a single writer, which puts everything that is queued into
 one transaction (group commit): under load, a hundred requests share one commit, and SQLite never
-sees two writers. Reads use connections of their own.
+sees two writers. Reads use connections and threads of their own.
 
 Writes of which clients can send many go into a queue of their owner. The writer takes from these
 queues in turn, so that each transaction has something of every owner, however much one of them
@@ -14,14 +14,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from sqlalchemy import Executable, RowMapping, Select, Table, event
+from sqlalchemy import Connection, Executable, RowMapping, Select, Table, create_engine, event
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 from gateway.fair_queue import FairQueue
 from gateway.storage.migrations import upgrade
@@ -30,6 +31,7 @@ from tandem.telemetry import get_log
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+_READERS = 4
 _MAX_BATCH = 512
 _MAX_BATCH_BYTES = 32 * 2**20
 """Of the files that one transaction waits for; more only where a single file is larger."""
@@ -37,6 +39,7 @@ _MAX_BATCH_BYTES = 32 * 2**20
 Row = Mapping[str, object]
 FileWork = Callable[[], None]
 Value = TypeVar("Value")
+Result = TypeVar("Result")
 Record = TypeVar("Record", bound="DataclassInstance")
 
 
@@ -56,10 +59,12 @@ class Database:
     URL, it is SQLite in the data directory."""
 
     def __init__(self, *, url: str, data_dir: Path) -> None:
-        self._engine = create_async_engine(url or f"sqlite+aiosqlite:///{data_dir / 'tandem.db'}")
+        self._engine = create_engine(url or f"sqlite:///{data_dir / 'tandem.db'}")
         self._is_sqlite = self._engine.dialect.name == "sqlite"
         if self._is_sqlite:
-            event.listen(self._engine.sync_engine, "connect", _prepare_sqlite)
+            event.listen(self._engine, "connect", _prepare_sqlite)
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="database-reader")
+        self._writer_thread = ThreadPoolExecutor(1, thread_name_prefix="database-writer")
         self._queue: deque[_Write] = deque()
         self._owner_queues: FairQueue[_Write] = FairQueue()
         self._work = asyncio.Event()
@@ -68,8 +73,7 @@ class Database:
         self._log = get_log()
 
     async def open(self) -> None:
-        async with self._engine.connect() as connection:
-            await connection.run_sync(upgrade)
+        await self._read(upgrade)
         self._writer = asyncio.create_task(self._run_writer(), name="database-writer")
 
     async def close(self) -> None:
@@ -77,7 +81,9 @@ class Database:
             self._closing = True
             self._work.set()
             await self._writer
-        await self._engine.dispose()
+        for threads in (self._writer_thread, self._readers):
+            threads.shutdown()
+        self._engine.dispose()
 
     async def write(
         self,
@@ -116,8 +122,7 @@ class Database:
         await self._committed(_Write([]))
 
     async def read(self, statement: Executable) -> Sequence[RowMapping]:
-        async with self._engine.connect() as connection:
-            return (await connection.execute(statement)).mappings().all()
+        return await self._read(lambda connection: connection.execute(statement).mappings().all())
 
     async def read_one(self, statement: Executable) -> RowMapping | None:
         rows = await self.read(statement)
@@ -125,8 +130,7 @@ class Database:
 
     async def read_value(self, statement: Select[Value]) -> Value:
         """Return the one value of a query that always has one, such as a count."""
-        async with self._engine.connect() as connection:
-            return (await connection.execute(statement)).scalar_one()
+        return await self._read(lambda connection: connection.execute(statement).scalar_one())
 
     def insert_or_add(self, table: Table, *, counters: Sequence[str]) -> Executable:
         """Return a statement that inserts a row, or adds the row's counters to those of the row
@@ -136,6 +140,13 @@ class Database:
             index_elements=list(table.primary_key),
             set_={name: table.c[name] + insert.excluded[name] for name in counters},
         )
+
+    async def _read(self, query: Callable[[Connection], Result]) -> Result:
+        def with_connection() -> Result:
+            with self._engine.connect() as connection:
+                return query(connection)
+
+        return await asyncio.get_running_loop().run_in_executor(self._readers, with_connection)
 
     async def _committed(self, write: _Write, owner: str = "") -> None:
         write.done = asyncio.get_running_loop().create_future()
@@ -150,14 +161,22 @@ class Database:
         self._work.set()
 
     async def _run_writer(self) -> None:
-        async with self._engine.connect() as connection:
-            while True:
-                await self._work.wait()
-                self._work.clear()
-                while batch := self._take_batch():
-                    await self._write_batch(connection, batch)
-                if self._closing:
-                    return
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._writer_thread)
+        connection = await in_thread(self._engine.connect)
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            while batch := self._take_batch():
+                errors = await in_thread(_write, connection, batch)
+                done = [write for write, error in zip(batch, errors, strict=True) if error is None]
+                self._settle(batch, errors)
+                if later := [write.after for write in done if write.after is not None]:
+                    for error in await in_thread(_errors_of, later):
+                        if error is not None:  # what was committed stays; files may be left over
+                            self._log.error("file_work_failed", error=str(error))
+            if self._closing:
+                await in_thread(connection.close)
+                return
 
     def _take_batch(self) -> list[_Write]:
         """Take writes without an owner first: they wait only for the commit itself."""
@@ -170,53 +189,47 @@ class Database:
             taken, size = taken + 1, size + batch[-1].size
         return batch
 
-    async def _write_batch(self, connection: AsyncConnection, batch: list[_Write]) -> None:
-        batch = self._succeeded(batch, await _try_each([write.before for write in batch]))
-        batch = await self._commit(connection, batch)
-        for write in batch:
-            if write.done is not None and not write.done.done():
-                write.done.set_result(None)
-        for error in await _try_each([write.after for write in batch]):
-            if error is not None:  # what was committed stays; files may be left over
-                self._log.error("file_work_failed", error=str(error))
-
-    async def _commit(self, connection: AsyncConnection, batch: list[_Write]) -> list[_Write]:
-        """Return the writes that were committed."""
-        try:
-            await _execute(connection, batch)
-        except Exception as error:  # noqa: BLE001 - a driver's refusal is no SQLAlchemyError
-            if len(batch) == 1:
-                return self._succeeded(batch, [error])
-            # One bad row must neither fail the others nor end the writer: try each alone.
-            return [done for write in batch for done in await self._commit(connection, [write])]
-        return batch
-
-    def _succeeded(
-        self, batch: Sequence[_Write], errors: Sequence[Exception | None]
-    ) -> list[_Write]:
-        """Return the writes without an error; tell the callers of the others, or the log."""
+    def _settle(self, batch: Sequence[_Write], errors: Sequence[Exception | None]) -> None:
+        """Tell the callers of the writes, or the log, what became of them."""
         for write, error in zip(batch, errors, strict=True):
-            if error is None:
-                continue
             if write.done is not None and not write.done.done():
-                write.done.set_exception(error)
-            else:
+                if error is None:
+                    write.done.set_result(None)
+                else:
+                    write.done.set_exception(error)
+            elif error is not None:
                 statements = [str(statement) for statement, _ in write.statements]
                 self._log.error("write_failed", error=str(error), statements=statements)
-        return [write for write, error in zip(batch, errors, strict=True) if error is None]
 
 
-async def _execute(connection: AsyncConnection, batch: Sequence[_Write]) -> None:
-    """Execute the writes in one transaction."""
+def _write(connection: Connection, batch: Sequence[_Write]) -> list[Exception | None]:
+    """Do the file work that comes first, then commit the writes; return the error of each."""
+    errors = _errors_of([write.before for write in batch])
+    ready = [index for index, error in enumerate(errors) if error is None]
+    committed = _commit(connection, [batch[index] for index in ready])
+    for index, error in zip(ready, committed, strict=True):
+        errors[index] = error
+    return errors
+
+
+def _commit(connection: Connection, batch: Sequence[_Write]) -> list[Exception | None]:
+    """Execute the writes in one transaction; return the error of each."""
     merged: list[tuple[Executable, list[dict[str, object]]]] = []
     for statement, rows in (pair for write in batch for pair in write.statements):
         if merged and rows and merged[-1][1] and merged[-1][0] is statement:
             merged[-1][1].extend(map(dict, rows))  # neighbours become one executemany
         else:
             merged.append((statement, list(map(dict, rows))))
-    async with connection.begin():
-        for statement, parameters in merged:
-            await connection.execute(statement, parameters or None)
+    try:
+        with connection.begin():
+            for statement, parameters in merged:
+                connection.execute(statement, parameters or None)
+    except Exception as error:  # noqa: BLE001 - a driver's refusal is no SQLAlchemyError
+        if len(batch) == 1:
+            return [error]
+        # One bad row must neither fail the others nor end the writer: try each alone.
+        return [failure for write in batch for failure in _commit(connection, [write])]
+    return [None] * len(batch)
 
 
 def from_row(type_: type[Record], row: RowMapping, **changes: object) -> Record:
@@ -226,8 +239,8 @@ def from_row(type_: type[Record], row: RowMapping, **changes: object) -> Record:
     return make(**values | changes)
 
 
-async def _try_each(work: Sequence[FileWork | None]) -> list[Exception | None]:
-    """Do what file work there is, in a thread; return the error of each."""
+def _errors_of(work: Sequence[FileWork | None]) -> list[Exception | None]:
+    """Do what file work there is; return the error of each."""
 
     def error_of(call: FileWork | None) -> Exception | None:
         try:
@@ -237,9 +250,7 @@ async def _try_each(work: Sequence[FileWork | None]) -> list[Exception | None]:
             return error
         return None
 
-    if not any(work):
-        return [None] * len(work)
-    return await asyncio.to_thread(lambda: [error_of(call) for call in work])
+    return [error_of(call) for call in work]
 
 
 def _prepare_sqlite(connection: DBAPIConnection, _record: object) -> None:

@@ -135,6 +135,8 @@ def test_the_sdk_raises_its_typed_errors_at_once(gate):
                 ).result()
             else:
                 tinker.ServiceClient(base_url=gate.url, api_key=secret).holder.get_session_id()
+        # The gateway counts a request after its answer has gone out.
+        wait_for(lambda status=status, before=before: answered(gate, status) > before)
         assert answered(gate, status) - before == 1
 
 

@@ -23,7 +23,7 @@ KEY_ID = id_of(digest_of(KEY.encode()))
 
 def identity(*, signing_key: bytes = SIGNING_KEY, ttl: float = 600) -> Identity:
     """Of a gateway with the local key alone; its database is never opened."""
-    keys = KeyStore(database=Database(url="sqlite+aiosqlite://", data_dir=Path()))
+    keys = KeyStore(database=Database(url="sqlite://", data_dir=Path()))
     keys.set_local(KEY)
     return Identity(keys=keys, signing_key=signing_key, token_ttl=ttl)
 
@@ -73,7 +73,7 @@ def test_only_the_key_and_its_own_tokens_are_taken():
 
 
 def test_a_token_ends_with_its_key_and_with_its_time_also_when_it_was_seen_before():
-    keys, later = KeyStore(database=Database(url="sqlite+aiosqlite://", data_dir=Path())), [0.0]
+    keys, later = KeyStore(database=Database(url="sqlite://", data_dir=Path())), [0.0]
     keys.set_local(KEY)
     known = Identity(
         keys=keys,
@@ -107,7 +107,7 @@ def test_owner_and_role_are_those_of_the_key_whatever_the_token_says():
 
 
 def test_a_token_does_not_outlive_its_key():
-    keys = KeyStore(database=Database(url="sqlite+aiosqlite://", data_dir=Path()))
+    keys = KeyStore(database=Database(url="sqlite://", data_dir=Path()))
     local = keys.set_local(KEY)
     ends = time.time() + 60
     keys._keys[local.id] = replace(local, expires_at=ends)

@@ -41,7 +41,6 @@ async def test_the_database_holds_the_hash_of_a_key_and_never_the_key(database, 
     assert key.id.encode() in kept
     assert secret.encode() not in kept
     assert secret.removeprefix("tml-").encode() not in kept
-    await database.open()
 
 
 async def test_keys_are_found_again_after_a_restart_as_they_were_left(database):
