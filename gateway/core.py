@@ -19,7 +19,7 @@ from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import VersionStore
 from gateway.futures.completion_feed import CompletionFeed
 from gateway.futures.table import FutureTable, Outcome
-from gateway.limits.quotas import Quotas
+from gateway.limits import Quotas
 from gateway.metrics import Metrics
 from gateway.runs.journal import Journal
 from gateway.runs.operations import LossDefinitions
@@ -30,16 +30,14 @@ from gateway.sampling.sampler import SamplerRouter
 from gateway.sampling.sessions import ImplicitSessions, SamplingSessionRegistry
 from gateway.sessions.queries import SessionQueries
 from gateway.sessions.registry import SessionRegistry, why_ended
-from gateway.sessions.search import SessionSearch
 from gateway.storage.data_directory import (
     keep_api_key,
     keep_signing_key,
     locked_data_directory,
 )
 from gateway.storage.database import Database
-from gateway.usage.meter import UsageMeter
+from gateway.usage.meter import SampleMeter, UsageMeter
 from gateway.usage.reports import BillingReports
-from gateway.usage.samples import RecentSamples
 from gateway.usage.trace_exports import TraceExporter
 from gateway.workers.fleet import ChannelFactory, Fleet, open_channel
 from gateway.workers.launchers.base import Launcher
@@ -121,12 +119,11 @@ class Gateway:
         self.sessions = SessionRegistry(
             database=database, limits=self.limits, ttl=settings.session_ttl
         )
-        self.search = SessionSearch(database=database, key=signing_key)
-        self.session_queries = SessionQueries(database=database)
+        self.session_queries = SessionQueries(database=database, key=signing_key)
         self.run_queries = RunQueries(database=database)
-        self.usage = UsageMeter(database=database, sessions=self.sessions)
+        self.usage = UsageMeter(database=database)
         self.usage_reports = BillingReports(database=database, usage=self.usage)
-        self.samples = RecentSamples(usage=self.usage)
+        self.samples = SampleMeter(usage=self.usage)
         self.traces = TraceExporter(
             database=database, samples=self.samples, key=signing_key, ttl=settings.trace_ttl
         )
@@ -183,7 +180,7 @@ class Gateway:
             settings=settings,
             fleet=self.fleet,
             metrics=metrics,
-            samples=self.samples,
+            meter=self.samples,
             pins=self.pins,
             sessions=self.sessions,
             limits=self.limits,

@@ -53,16 +53,12 @@ class Housekeeping:
 
     async def expire_sessions(self) -> None:
         """End the sessions whose heartbeats stopped."""
-        sessions = self._gateway.sessions
         await asyncio.gather(
             *(
                 self._gateway.end_session(
-                    session_id=session.id,
-                    state="expired",
-                    reason="expired",
-                    detail=sessions.expired_reason(session),
+                    session_id=session_id, state="expired", reason="expired", detail=detail
                 )
-                for session in sessions.overdue()
+                for session_id, detail in self._gateway.sessions.overdue().items()
             )
         )
 

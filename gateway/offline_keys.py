@@ -18,7 +18,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from gateway.api.tandem.keys import described
-from gateway.auth.audit import AuditLog
+from gateway.auth.audit import AuditLog, Entry
 from gateway.auth.identity import urn_of
 from gateway.auth.keys import LOCAL_OWNER, KeyStore, NewKey
 from gateway.storage.data_directory import locked_data_directory
@@ -62,7 +62,7 @@ def _record(audit: AuditLog, request: Request, said: Mapping[str, object]) -> No
     """Record a change as one by this machine's admin, without an address."""
     if request.action == "list":
         return
-    audit.record(
+    entry = Entry(
         actor=urn_of(LOCAL_OWNER),
         action={"create": "apikey_create", "revoke": "apikey_delete"}[request.action],
         target=str(said["id"]),
@@ -70,6 +70,7 @@ def _record(audit: AuditLog, request: Request, said: Mapping[str, object]) -> No
         status=200,
         detail={"owner": str(said["owner"]), "role": str(said["role"])},
     )
+    audit.record(entry)
 
 
 def main() -> int:

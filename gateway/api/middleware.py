@@ -17,9 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.api.dependencies import AuditNote
 from gateway.api.errors import ErrorResponses
 from gateway.api.routing import OPEN_ROLES, PathOperation
+from gateway.auth.audit import UNKNOWN, Entry
 from gateway.auth.identity import Caller
 from gateway.auth.keys import is_loopback
 from gateway.core import Gateway
+from gateway.limits import Reservation
 from tandem.errors import InternalError, Overloaded, TokenRefused, Unauthenticated
 from tandem.telemetry import get_log
 
@@ -103,13 +105,15 @@ class RequestBoundary:
         for action, route in self._audited:
             match, found = route.matches(scope)
             if match is Match.FULL:
-                gateway.audit.record_unknown(
+                entry = Entry(
+                    actor=UNKNOWN,
                     action=action,
                     target=_target(found["path_params"]),
                     address=_address(scope),
                     status=refusal.status,
-                    reason=refusal.type,
+                    detail={"reason": refusal.type},
                 )
+                gateway.audit.record(entry)
                 return
 
     async def _unauthenticated(
@@ -146,7 +150,7 @@ class RequestReservations:
         except Overloaded as error:
             await self._errors.response(error, path=scope["path"])(scope, receive, send)
             return
-        body = state["body_reservation"] = limits.bodies.empty_reservation(owner)
+        body = state["body_reservation"] = Reservation(limits.bodies, owner, amount=0)
 
         async def send_in_pieces(message: Message) -> None:
             whole: bytes = message.get("body", b"")
@@ -180,7 +184,7 @@ def _audit(scope: Scope, route: PathOperation, *, status: int) -> None:
     if route.audit is None or caller is None or status == 405:
         return
     note: AuditNote = state.get("audit_note") or AuditNote()
-    _gateway(scope).audit.record(
+    entry = Entry(
         actor=caller.urn,
         action=route.audit,
         target=note.target or _target(scope.get("path_params", {})),
@@ -188,6 +192,7 @@ def _audit(scope: Scope, route: PathOperation, *, status: int) -> None:
         status=status,
         detail={"key": caller.key_id, **note.detail},
     )
+    _gateway(scope).audit.record(entry)
 
 
 def _credential(scope: Scope) -> bytes:

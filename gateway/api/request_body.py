@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope
 
 from gateway.core import Gateway
-from gateway.limits.ledger import Reservation
+from gateway.limits import Reservation
 from tandem.errors import InvalidRequest, MalformedPayload, PayloadTooLarge, RequestTimedOut
 
 JSON = "application/json"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime as dt
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import orjson
 from sqlalchemy import ColumnElement, delete, insert, or_, select
@@ -41,15 +41,15 @@ RESOURCES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """`at` is in seconds since 1970; `action` is RESOURCE_VERB; `target` is a path or an id."""
+    """`action` is RESOURCE_VERB; `target` is a path or an id; `at` is in seconds since 1970."""
 
-    at: float
     actor: str
     action: str
     target: str
     address: str
     status: int
     detail: Mapping[str, str]
+    at: float = field(default_factory=time.time)
 
 
 class AuditLog:
@@ -59,47 +59,23 @@ class AuditLog:
         self._minute = 0
         self._unknown = 0
 
-    def record_unknown(
-        self, *, action: str, target: str, address: str, status: int, reason: str
-    ) -> None:
-        """As `record`, for an attempt without a valid key."""
-        minute = int(self._clock() // 60)
-        if minute != self._minute:
-            self._minute, self._unknown = minute, 0
-        self._unknown += 1
-        if self._unknown <= UNKNOWN_ROWS:
-            self.record(
-                actor=UNKNOWN,
-                action=action,
-                target=target,
-                address=address,
-                status=status,
-                detail={"reason": reason},
-            )
-
-    def record(
-        self,
-        *,
-        actor: str,
-        action: str,
-        target: str,
-        address: str,
-        status: int,
-        detail: Mapping[str, str],
-    ) -> None:
-        """Queue a row for writing; the request does not wait for it."""
-        self._database.write_soon(
-            _INSERT,
-            {
-                "at": time.time(),
-                "actor": actor[:100],
-                "action": action[:64],
-                "target": without_credentials(target)[:300],
-                "address": address[:64],
-                "status": status,
-                "detail": orjson.dumps(dict(detail)).decode() if detail else "",
-            },
-        )
+    def record(self, entry: Entry) -> None:
+        """Queue a row for writing; the request does not wait for it. Of the actor `UNKNOWN`, only
+        so many a minute are written."""
+        if entry.actor == UNKNOWN:
+            minute = int(self._clock() // 60)
+            if minute != self._minute:
+                self._minute, self._unknown = minute, 0
+            self._unknown += 1
+            if self._unknown > UNKNOWN_ROWS:
+                return
+        row = {
+            **vars(entry),
+            "target": without_credentials(entry.target)[:300],
+            "address": entry.address[:64],
+            "detail": orjson.dumps(dict(entry.detail)).decode() if entry.detail else "",
+        }
+        self._database.write_soon(_INSERT, row)
 
     async def of_day(self, *, day: dt.date, event_type: str) -> list[Entry]:
         """Return the day's entries (midnight to midnight UTC), oldest first. `event_type` is

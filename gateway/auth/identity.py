@@ -66,12 +66,6 @@ class Readers:
         return public or any(caller.may_see(owner) for caller in self.callers)
 
 
-@dataclass(frozen=True)
-class _Token:
-    key_id: str
-    expires_at: float
-
-
 class Identity:
     """`token_ttl` is in seconds."""
 
@@ -127,17 +121,18 @@ class Identity:
         }
         return jwt.encode(claims, self._signing_key, algorithm=_ALGORITHM)
 
-    def _of_token(self, credential: bytes) -> Caller:
-        token = self._read(credential)
-        if token.expires_at <= self._clock():
+    def _of_token(self, token: bytes) -> Caller:
+        key_id, expires_at = self._read(token)
+        if expires_at <= self._clock():
             raise TokenRefused("the token has expired; exchange the key for a new one")
-        key = self._keys.get(token.key_id)
+        key = self._keys.get(key_id)
         if key is None or self._keys.ended(key) is not None:
             raise TokenRefused("the key that this token was exchanged for is no longer valid")
         self._keys.note_use(key)
-        return Caller(owner=key.owner, key_id=key.id, role=key.role, expires_at=token.expires_at)
+        return Caller(owner=key.owner, key_id=key.id, role=key.role, expires_at=expires_at)
 
-    def _verify(self, token: bytes) -> _Token:
+    def _verify(self, token: bytes) -> tuple[str, float]:
+        """Return the id of the key, and when the token expires."""
         try:
             claims = jwt.decode(
                 token,
@@ -150,7 +145,7 @@ class Identity:
             raise TokenRefused("the token has expired; exchange the key for a new one") from error
         except jwt.PyJWTError as error:
             raise TokenRefused(f"the token is not one of this gateway's: {error}") from error
-        return _Token(key_id=str(claims["key"]), expires_at=float(claims["exp"]))
+        return str(claims["key"]), float(claims["exp"])
 
 
 def visible(owner: ColumnElement[str], caller: Caller, scope: Scope) -> ColumnElement[bool]:

@@ -14,7 +14,7 @@ import hmac
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Annotated, Literal
 
@@ -32,17 +32,8 @@ LOCAL_OWNER = "local"
 LONGEST_LIFE = 10 * 366 * 86_400.0
 """Seconds until a key expires, at most."""
 
-_SECRET_BYTES = 32
-_NO_DIGEST = bytes(32)
 
-_NOTE_USE = (
-    update(keys)
-    .where(keys.c.id == bindparam("this_key"))
-    .values(last_used_at=bindparam("this_time"))
-)
-
-
-@dataclass(frozen=True)
+@dataclass
 class Key:
     """Everything about a key but the key itself. `digest` is its SHA-256; times are in seconds
     since 1970."""
@@ -55,6 +46,7 @@ class Key:
     created_at: float
     expires_at: float | None = None
     revoked_at: float | None = None
+    last_used_at: float | None = None
     local: bool = False
 
     @property
@@ -83,19 +75,17 @@ class KeyStore:
         self._database = database
         self._clock = clock
         self._keys: dict[str, Key] = {}
-        self._used: dict[str, float] = {}
         self._unwritten: set[str] = set()
 
     async def open(self) -> None:
-        for row in await self._database.read(select(keys)):
-            self._keys[row["id"]] = from_row(Key, row)
-            if row["last_used_at"] is not None:
-                self._used[row["id"]] = row["last_used_at"]
+        rows = await self._database.read(select(keys))
+        self._keys = {row["id"]: from_row(Key, row) for row in rows}
 
     def set_local(self, secret: str) -> Key:
         """Set the key of this machine's admin, in place of one that was set before."""
         self._keys = {id_: key for id_, key in self._keys.items() if not key.local}
-        key = self._key(secret, owner=LOCAL_OWNER, role="admin", name="local-key", local=True)
+        new = NewKey(owner=LOCAL_OWNER, role="admin", name="local-key")
+        key = self._key(secret, new, local=True)
         self._keys[key.id] = key
         return key
 
@@ -104,7 +94,7 @@ class KeyStore:
         depends only on the hash, which reveals nothing about a key."""
         digest = digest_of(secret)
         key = self._keys.get(id_of(digest))
-        same = hmac.compare_digest(digest, key.digest if key is not None else _NO_DIGEST)
+        same = key is not None and hmac.compare_digest(digest, key.digest)
         return key if same else None
 
     def get(self, key_id: str) -> Key | None:
@@ -114,9 +104,6 @@ class KeyStore:
         """Return all keys by creation, the local one first."""
         return sorted(self._keys.values(), key=lambda key: (not key.local, key.created_at))
 
-    def last_used_at(self, key: Key) -> float | None:
-        return self._used.get(key.id)
-
     def ended(self, key: Key) -> Literal["revoked", "expired"] | None:
         """Return why a key is no longer valid, "revoked" or "expired"; None for a valid key."""
         if key.revoked_at is not None:
@@ -125,18 +112,11 @@ class KeyStore:
             return "expired"
         return None
 
-    def any_given_out(self) -> bool:
-        """Return whether there is a valid key besides the local one."""
-        return any(not key.local and self.ended(key) is None for key in self._keys.values())
-
     async def create(self, new: NewKey) -> tuple[Key, str]:
         """Return the new key and its secret, which is not kept."""
-        secret = f"tml-{secrets.token_urlsafe(_SECRET_BYTES)}"
-        key = self._key(secret, owner=new.owner, role=new.role, name=new.name)
-        if new.expires_in is not None:
-            key = replace(key, expires_at=key.created_at + new.expires_in)
-        row = vars(key).copy()
-        del row["local"]
+        secret = f"tml-{secrets.token_urlsafe(32)}"
+        key = self._key(secret, new)
+        row = {column.name: getattr(key, column.name) for column in keys.c}
         await self._database.write(insert(keys), row)
         self._keys[key.id] = key
         return key, secret
@@ -154,26 +134,27 @@ class KeyStore:
                 "TANDEM_API_KEY) and start it again"
             )
         if key.revoked_at is None:
-            key = self._keys[key_id] = replace(key, revoked_at=self._clock())
+            key.revoked_at = self._clock()
         await self._database.write(
             update(keys).where(keys.c.id == key_id).values(revoked_at=key.revoked_at)
         )
         return key
 
-    def _key(self, secret: str, *, owner: str, role: Role, name: str, local: bool = False) -> Key:
-        digest = digest_of(secret.encode())
+    def _key(self, secret: str, new: NewKey, *, local: bool = False) -> Key:
+        digest, now = digest_of(secret.encode()), self._clock()
         return Key(
             id=id_of(digest),
             digest=digest,
-            owner=owner,
-            role=role,
-            name=name,
-            created_at=self._clock(),
+            owner=new.owner,
+            role=new.role,
+            name=new.name,
+            created_at=now,
+            expires_at=now + new.expires_in if new.expires_in is not None else None,
             local=local,
         )
 
     def note_use(self, key: Key) -> None:
-        self._used[key.id] = self._clock()
+        key.last_used_at = self._clock()
         if not key.local:
             self._unwritten.add(key.id)
 
@@ -182,15 +163,16 @@ class KeyStore:
         changed, self._unwritten = self._unwritten, set()
         if changed:
             self._database.write_soon(
-                _NOTE_USE,
-                *({"this_key": key_id, "this_time": self._used[key_id]} for key_id in changed),
+                update(keys).where(keys.c.id == bindparam("key_id")),
+                *({"key_id": id_, "last_used_at": self._keys[id_].last_used_at} for id_ in changed),
             )
 
 
 def check_listening(settings: GatewaySettings, *, keys: KeyStore) -> None:
     """Raise `InvalidRequest` if other machines could reach a gateway that has only the local key,
     which is meant for this machine."""
-    if is_loopback(settings.host) or keys.any_given_out():
+    others = (key for key in keys.all() if not key.local and keys.ended(key) is None)
+    if is_loopback(settings.host) or any(others):
         return
     raise InvalidRequest(
         f"the gateway would listen on {settings.host}, where others reach it, and has no key but "

@@ -24,7 +24,7 @@ from gateway.identifiers import (
     relative_state_folder,
     relative_version_folder,
 )
-from gateway.limits.quotas import Quotas
+from gateway.limits import Quotas
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import checkpoints, runs
 from tandem.errors import UnknownWeights
@@ -171,8 +171,8 @@ class CheckpointCatalog:
                 checkpoints.c.owner == owner, not_expired()
             )
         )
-        self._limits.check_checkpoint_bytes(
-            used=int(used), expected=expected_bytes, replaced=replaced_bytes
+        self._limits.check(
+            "checkpoint_bytes", used=int(used) - replaced_bytes, adding=expected_bytes
         )
 
     async def storage_use(self, caller: Caller, *, project_id: str | None) -> list[StorageUse]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NoReturn, Protocol
 
 from gateway.futures.table import Outcome, Waiting
-from gateway.limits.ledger import Rate
+from gateway.limits import Rate
 from gateway.runs.operations import TRAINER_AT_WORK, Call, Operation, Prepared, RunBroken
 from tandem.errors import InternalError, SequenceGap, TandemError
 from tandem.telemetry import get_log, log_context

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from gateway.auth.identity import Readers
 from gateway.futures.table import Future, Outcome, Result
 from gateway.identifiers import CheckpointPath, check_name, check_ttl, parse_checkpoint_path
-from gateway.sessions.metadata import TextMetadata
+from gateway.sessions.registry import TextMetadata
 from gateway.usage.meter import UsageKind
 from tandem.errors import InvalidRequest, TandemError
 from tandem.v1 import trainer_pb2

@@ -13,7 +13,6 @@ from sqlalchemy import RowMapping, func, or_, select
 
 from gateway.auth.identity import Caller, Scope, visible
 from gateway.checkpoints.catalog import Checkpoint, checkpoint_of, not_expired
-from gateway.sessions.metadata import text_metadata
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import checkpoints, operations, runs
 from tandem.errors import SessionFinished, UnknownRun
@@ -116,7 +115,6 @@ class RunQueries:
                 last_request_at=max(
                     row["created_at"], row["last_request_at"] or 0.0, last.get(row["id"], 0.0)
                 ),
-                user_metadata=text_metadata(row["user_metadata"]),
                 last_training=newest.get((row["id"], "weights")),
                 last_sampler=newest.get((row["id"], "sampler_weights")),
             )

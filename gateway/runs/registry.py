@@ -18,8 +18,7 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.futures.table import Future, Outcome
 from gateway.identifiers import relative_version_folder, request_id_of, run_id_of
-from gateway.limits.ledger import overloaded
-from gateway.limits.quotas import Quotas
+from gateway.limits import Quotas, overloaded
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.journal import Journal
 from gateway.runs.operations import (
@@ -264,8 +263,12 @@ class RunRegistry:
         in_memory = payload is None or (
             size <= _SMALL_PAYLOAD and self._limits.held.has_room(run.owner, size)
         )
-        reserved = self._limits.reserve_operation(
-            run.owner, size=size, held=size if in_memory else 0, forced=forced
+        reserved = self._limits.reserve(
+            run.owner,
+            (self._limits.operations, 1),
+            (self._limits.operation_bytes, size),
+            (self._limits.held, size if in_memory else 0),
+            forced=forced,
         )
         operation = Operation(
             run_id=run_id,

@@ -48,7 +48,7 @@ from gateway.runs.operations import (
 from gateway.runs.training_run import TrainingRun
 from gateway.sampling.sampler import SamplerRouter
 from gateway.sampling.sessions import SamplingSessionRegistry
-from gateway.usage.meter import RunMeter, Subject, TrainerReply, UsageMeter
+from gateway.usage.meter import Subject, TrainerReply, UsageMeter
 from gateway.workers.clients import Method, TrainerClient, WorkerUnavailable
 from tandem.errors import InternalError, NameTaken, TandemError, UnknownModel, from_failure
 from tandem.telemetry import get_log
@@ -90,10 +90,8 @@ class OperationRunner:
         self._checkpoints = tools.checkpoints
         self._versions = tools.versions
         self._pins = tools.checkpoints.pins
-        self._meter = RunMeter(
-            usage=tools.usage,
-            subject=Subject(id=run.id, session_id=run.session_id, base_model=run.model.name),
-            ranks=run.ranks,
+        self._subject = Subject(
+            id=run.id, session_id=run.session_id, owner=run.owner, base_model=run.model.name
         )
         self._log = get_log(session_id=run.session_id, run_id=run.id)
 
@@ -169,7 +167,9 @@ class OperationRunner:
             except TandemError as error:
                 raise RunBroken(error) from error
             else:
-                self._meter.note(operation.usage_kind, reply)
+                self._tools.usage.record_reply(
+                    operation.usage_kind, self._subject, reply, ranks=self._run.ranks
+                )
                 if reply.HasField("failure"):
                     raise from_failure(reply.failure)
                 return reply

@@ -29,11 +29,10 @@ from gateway.checkpoints.versions import WeightVersion
 from gateway.fair_queue import FairStarter
 from gateway.futures.table import Future, Outcome, Result, Waiting
 from gateway.identifiers import relative_version_folder
-from gateway.limits.ledger import Rate, overloaded
-from gateway.limits.quotas import Quotas
+from gateway.limits import Quotas, Rate, overloaded
 from gateway.metrics import Metrics
 from gateway.sessions.registry import SessionRegistry
-from gateway.usage.samples import EngineMeter, RecentSamples
+from gateway.usage.meter import SampleMeter, TimeShares
 from gateway.workers.clients import SamplerClient, Tell, WorkerUnavailable
 from gateway.workers.fleet import Fleet, Worker
 from tandem.errors import (
@@ -122,7 +121,7 @@ class Sampler:
     settings: SamplerSettings
     fleet: Fleet
     metrics: Metrics
-    meter: EngineMeter
+    meter: SampleMeter
     pins: Pins
 
     def __post_init__(self) -> None:
@@ -132,6 +131,7 @@ class Sampler:
         self.weights = f"base/{self.model.name}"
         self._adapters: dict[str, None] = {}
         self._samples: dict[str, Sample] = {}
+        self._shares = TimeShares()
         self.completions = Rate()
         self._state_since = time.monotonic()
         self._backoff = Backoff()
@@ -202,7 +202,13 @@ class Sampler:
             during="this sample",
             may_repeat=lambda: not sample.told,
         )
-        reply = await self.meter.measure(request, answer)
+        reply = await self.meter.measure(
+            request,
+            answer,
+            shares=self._shares,
+            owner=sample.future.owner,
+            base_model=self.model.name,
+        )
         if reply.HasField("failure"):
             raise from_failure(reply.failure)
         self._note_loaded(reply.version.name, adapter=reply.version.adapter)
@@ -373,7 +379,7 @@ class SamplerRouter:
     settings: GatewaySettings
     fleet: Fleet
     metrics: Metrics
-    samples: RecentSamples
+    meter: SampleMeter
     pins: Pins
     sessions: SessionRegistry
     limits: Quotas
@@ -411,7 +417,7 @@ class SamplerRouter:
                 settings=self.settings.sampler,
                 fleet=self.fleet,
                 metrics=self.metrics,
-                meter=EngineMeter(samples=self.samples, base_model=model.name),
+                meter=self.meter,
                 pins=self.pins,
             )
         return sampler
@@ -436,7 +442,9 @@ class SamplerRouter:
                 waiting=waiting,
                 per_second=sampler.completions.per_second(),
             )
-        reserved = self.limits.reserve_sample(future.owner, size=request.ByteSize())
+        reserved = self.limits.reserve(
+            future.owner, (self.limits.samples, 1), (self.limits.held, request.ByteSize())
+        )
         future.on_end(lambda _outcome: reserved.close())
         sample = Sample(future=future, request=request, tell=tell)
         sampler.add(sample)

@@ -25,7 +25,7 @@ from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
 from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.checkpoints.versions import VersionStore, WeightVersion
 from gateway.identifiers import relative_version_folder, sampling_session_id_of, split_model_name
-from gateway.limits.quotas import Quotas
+from gateway.limits import Quotas
 from gateway.sessions.registry import NewSession, SessionRegistry
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import sampling_sessions
@@ -366,8 +366,8 @@ class ImplicitSessions:
                         owner=owner,
                         display_name=self.display_name,
                         user_metadata=self.user_metadata,
-                        ttl=self.ttl,
-                    )
+                    ),
+                    ttl=self.ttl,
                 )
                 implicit = self._by_owner[owner] = _ImplicitSession(session.id)
             number = implicit.numbers.get(key, len(implicit.numbers))

@@ -1,21 +1,34 @@
-"""Queries of sessions, active or ended: their owners and contents.
+"""Queries of sessions, active or ended: their owners and contents, and searches in pages.
 
 `owned` is what belongs to the caller; `accessible` is what the caller may see (everything, for an
 admin). A session that the caller may not see is reported as if it did not exist.
+
+In a search, the database selects by owner, project and position; names, metadata and states are
+compared here, chunk by chunk, because databases differ in case folding and in their treatment of
+JSON. A cursor says where the next page begins. It is signed together with its owner and search,
+so that a cursor of another search is refused.
 """
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from sqlalchemy import RowMapping, Select, select
+from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy import ColumnElement, Select, select, tuple_
 
-from gateway.auth.identity import Caller, Scope, visible
-from gateway.sessions.metadata import text_metadata
+from gateway.auth.identity import USER_URN, Caller, Scope, visible
+from gateway.auth.signing import is_signed, sign
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import runs, sampling_sessions, sessions
-from tandem.errors import UnknownSession
+from tandem.errors import InvalidRequest, UnknownSession
+
+EndReason = Literal["success", "errored", "interrupted"]
+
+_CHUNK = 500
+_NEWEST_FIRST = (sessions.c.created_at.desc(), sessions.c.id.desc())
 
 
 @dataclass(frozen=True)
@@ -33,16 +46,50 @@ class SessionRecord:
     created_at: float
 
 
-@dataclass(frozen=True)
-class SessionContents:
-    session: SessionRecord
-    run_ids: Sequence[str]
-    sampler_ids: Sequence[str]
+class _Strict(BaseModel):
+    """An unknown field is refused: a search without that filter would find too much."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class OwnerFilter(_Strict):
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: list[str] = Field(default_factory=list, max_length=10)
+
+
+class StatusFilter(_Strict):
+    """`reasons` selects among the sessions that their client finished; null selects all."""
+
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: Annotated[list[EndReason] | None, Field(min_length=1)] = None
+
+
+class SessionFilters(_Strict):
+    """What to search for; an absent filter matches everything. If both an id and a name are
+    given, a session matches either."""
+
+    session_id: str | None = None
+    project_ids: Annotated[list[str] | None, Field(max_length=1000)] = None
+    user_metadata: dict[str, str] = Field(default_factory=dict, max_length=100)
+    display_name: Annotated[str | None, Field(min_length=1)] = None
+    owner: OwnerFilter = OwnerFilter()
+    statuses: Annotated[list[StatusFilter] | None, Field(min_length=1, max_length=10)] = None
+
+
+class Cursor(_Strict):
+    """In the SDK's format: the last session of the page before, its id with our signature
+    appended."""
+
+    last_created_at: dt.datetime
+    last_session_id: str
 
 
 class SessionQueries:
-    def __init__(self, *, database: Database) -> None:
+    """`key` signs the cursors."""
+
+    def __init__(self, *, database: Database, key: bytes) -> None:
         self._database = database
+        self._key = key
 
     async def session(
         self, session_id: str, caller: Caller, *, scope: Scope = "accessible"
@@ -55,12 +102,10 @@ class SessionQueries:
         )
         if row is None:
             raise UnknownSession(f"there is no session {session_id!r} on this server")
-        return session_of(row)
+        return from_row(SessionRecord, row)
 
-    async def contents(self, session_id: str, caller: Caller, *, scope: Scope) -> SessionContents:
-        """Return a session with its runs and sampling sessions, by creation. Raise
-        `UnknownSession`."""
-        session = await self.session(session_id, caller, scope=scope)
+    async def contents(self, session_id: str) -> tuple[list[str], list[str]]:
+        """Return the ids of a session's runs and of its sampling sessions, by creation."""
         await self._database.flush()
         run_ids, sampler_ids = [
             await self._ids(
@@ -70,7 +115,7 @@ class SessionQueries:
             )
             for table in (runs, sampling_sessions)
         ]
-        return SessionContents(session=session, run_ids=run_ids, sampler_ids=sampler_ids)
+        return run_ids, sampler_ids
 
     async def session_ids(
         self, caller: Caller, *, scope: Scope, limit: int, offset: int
@@ -79,14 +124,95 @@ class SessionQueries:
         return await self._ids(
             select(sessions.c.id)
             .where(visible(sessions.c.owner, caller, scope))
-            .order_by(sessions.c.created_at.desc(), sessions.c.id.desc())
+            .order_by(*_NEWEST_FIRST)
             .limit(limit)
             .offset(offset)
         )
+
+    async def search(
+        self, filters: SessionFilters, caller: Caller, *, limit: int, cursor: Cursor | None
+    ) -> tuple[list[SessionRecord], Cursor | None]:
+        """Return a page of sessions, newest first, and the cursor of the next page. Raise
+        `InvalidRequest` for a cursor that was not issued for this search."""
+        query = select(sessions).where(*_wanted(filters, caller)).order_by(*_NEWEST_FIRST)
+        after = await self._position(filters, caller, cursor) if cursor is not None else None
+        found: list[SessionRecord] = []
+        while len(found) <= limit:
+            position = tuple_(sessions.c.created_at, sessions.c.id)
+            here = query if after is None else query.where(position < after)
+            rows = await self._database.read(here.limit(_CHUNK))
+            records = [from_row(SessionRecord, row) for row in rows]
+            found += [record for record in records if _matches(record, filters)]
+            if len(records) < _CHUNK:
+                break
+            after = (records[-1].created_at, records[-1].id)
+        page = found[:limit]
+        if len(found) <= limit:
+            return page, None
+        last = page[-1]
+        when = dt.datetime.fromtimestamp(last.created_at, tz=dt.UTC)
+        signature = sign(self._key, *_signed(filters, caller, when, last.id))
+        return page, Cursor(last_created_at=when, last_session_id=f"{last.id}.{signature}")
+
+    async def _position(
+        self, filters: SessionFilters, caller: Caller, cursor: Cursor
+    ) -> tuple[float, str]:
+        session_id, _, signature = cursor.last_session_id.rpartition(".")
+        try:
+            when = cursor.last_created_at.astimezone(dt.UTC)
+        except OverflowError:  # a time that UTC has no year for
+            when = None
+        if when is None or not is_signed(
+            self._key, signature, *_signed(filters, caller, when, session_id)
+        ):
+            raise InvalidRequest(
+                "the cursor was not issued for this search; pass `next_cursor` back unchanged and "
+                "with the same filters, or start without a cursor"
+            )
+        # The cursor has only the microseconds.
+        created_at = select(sessions.c.created_at).where(sessions.c.id == session_id)
+        return await self._database.read_value(created_at), session_id
 
     async def _ids(self, query: Select[tuple[str]]) -> list[str]:
         return [row["id"] for row in await self._database.read(query)]
 
 
-def session_of(row: RowMapping) -> SessionRecord:
-    return from_row(SessionRecord, row, user_metadata=text_metadata(row["user_metadata"]))
+def _wanted(filters: SessionFilters, caller: Caller) -> list[ColumnElement[bool]]:
+    scope: Scope = "owned" if filters.owner.type == "own" else "accessible"
+    wanted = [visible(sessions.c.owner, caller, scope)]
+    if filters.owner.type == "user":
+        owners = [urn.removeprefix(USER_URN) for urn in filters.owner.owner_urns]
+        wanted.append(sessions.c.owner.in_(owners))
+    if filters.project_ids is not None:
+        wanted.append(sessions.c.project_id.in_(filters.project_ids))
+    if filters.session_id is not None and filters.display_name is None:
+        wanted.append(sessions.c.id == filters.session_id)
+    return wanted
+
+
+def _signed(
+    filters: SessionFilters, caller: Caller, when: dt.datetime, session_id: str
+) -> Sequence[object]:
+    search = filters.model_dump(include=set(SessionFilters.model_fields))
+    return ("session_search", caller.owner, search, when, session_id)
+
+
+def _matches(session: SessionRecord, filters: SessionFilters) -> bool:
+    if filters.display_name is not None:
+        name = (session.display_name or "").casefold()
+        named = all(word in name for word in filters.display_name.casefold().split())
+        if not named and session.id != filters.session_id:
+            return False
+    if not filters.user_metadata.items() <= (session.user_metadata or {}).items():
+        return False
+    return filters.statuses is None or any(_has(session, s) for s in filters.statuses)
+
+
+def _has(session: SessionRecord, status: StatusFilter) -> bool:
+    """No session is "failed" or "cancelled" here: a run or a request fails alone. A session is
+    finished by its client or expires, for which the SDK has no status."""
+    if status.type == "client_finished":
+        return session.state == "finished" and (
+            status.reasons is None or session.reason in status.reasons
+        )
+    return status.type == session.state == "active"

@@ -1,29 +1,55 @@
-"""The active sessions. A session is one client's connection, alive while heartbeats arrive."""
+"""The active sessions. A session is one client's connection, alive while heartbeats arrive.
+
+The size of the metadata that clients attach to sessions, runs and checkpoints is bounded, because
+lists show it, hundreds of rows at once.
+"""
 
 from __future__ import annotations
 
+import json
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, TypeVar
 
+from pydantic import AfterValidator
 from sqlalchemy import insert, select, update
 
 from gateway.identifiers import new_session_id
-from gateway.limits.quotas import Quotas
-from gateway.sessions.metadata import text_metadata
+from gateway.limits import Quotas
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import runs, sessions
 from tandem.errors import SessionFinished
 
-_REMEMBERED = 10_000
-"""Ended sessions whose owner is remembered without a query to the database."""
+_MAX_CHARACTERS = 2**14
+
+_Content = TypeVar("_Content", bound=Mapping[str, object])
+
+
+def _bounded(metadata: _Content) -> _Content:
+    size = len(json.dumps(metadata, ensure_ascii=False))
+    if size > _MAX_CHARACTERS:
+        raise ValueError(f"it has {size} characters as JSON, {_MAX_CHARACTERS} at most")
+    return metadata
+
+
+def _as_text(metadata: Mapping[str, object]) -> dict[str, str] | None:
+    return {
+        key: value
+        if isinstance(value, str)
+        else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        for key, value in metadata.items()
+    } or None
+
+
+TextMetadata = Annotated[dict[str, str], AfterValidator(_bounded)]
+Metadata = Annotated[dict[str, object], AfterValidator(_bounded), AfterValidator(_as_text)]
+"""An old client sends other values than texts, too; they become their JSON."""
 
 
 @dataclass(frozen=True)
 class NewSession:
-    """What a client says about its session. `sdk_version` is only recorded. A session with a
-    `ttl` has no heartbeats and ends so many seconds after its last request."""
+    """What a client says about its session. `sdk_version` is only recorded."""
 
     owner: str
     project_id: str = ""
@@ -31,11 +57,12 @@ class NewSession:
     user_metadata: Mapping[str, object] | None = None
     tags: Sequence[str] = ()
     sdk_version: str = ""
-    ttl: float | None = None
 
 
 @dataclass
 class Session:
+    """One with a `ttl` has no heartbeats, and ends so many seconds after its last request."""
+
     id: str
     created_at: float
     display_name: str | None
@@ -54,7 +81,6 @@ class SessionRegistry:
         self._limits = limits
         self._ttl = ttl
         self._active: dict[str, Session] = {}
-        self._past_owners: OrderedDict[str, str] = OrderedDict()
 
     async def open(self) -> None:
         for row in await self._database.read(select(sessions).where(sessions.c.state == "active")):
@@ -63,30 +89,13 @@ class SessionRegistry:
     def all(self) -> list[Session]:
         return list(self._active.values())
 
-    async def create(self, new: NewSession) -> Session:
+    async def create(self, new: NewSession, *, ttl: float | None = None) -> Session:
         """Raise `LimitExceeded` if the owner has as many sessions as are allowed."""
         self._limits.check("sessions", used=sum(s.owner == new.owner for s in self.all()))
-        session = Session(
-            id=new_session_id(),
-            created_at=time.time(),
-            display_name=new.display_name,
-            owner=new.owner,
-            project_id=new.project_id,
-            ttl=new.ttl,
-        )
+        row = {**vars(new), "id": new_session_id(), "state": "active", "created_at": time.time()}
+        session = from_row(Session, row, ttl=ttl)
         # Before the row is written, so that concurrent requests count for each other's limit.
         self._active[session.id] = session
-        row = {
-            "id": session.id,
-            "state": "active",
-            "display_name": new.display_name,
-            "user_metadata": text_metadata(new.user_metadata),
-            "tags": list(new.tags),
-            "project_id": new.project_id,
-            "owner": new.owner,
-            "sdk_version": new.sdk_version,
-            "created_at": session.created_at,
-        }
         try:
             await self._database.write(insert(sessions), row)
         except BaseException:
@@ -101,16 +110,9 @@ class SessionRegistry:
     def require(self, session_id: str) -> Session:
         """Return the session, or raise `SessionFinished` if it has ended. Call it after a wait,
         before starting anything that only the end of the session stops."""
-        session = self._active.get(session_id)
-        if session is None:
+        if (session := self._active.get(session_id)) is None:
             raise SessionFinished(f"session {session_id} has ended; make a new ServiceClient")
         return session
-
-    def owner_of(self, session_id: str) -> str:
-        """Return the owner of a session, also for some time after its end, when its last usage is
-        counted; later an empty text."""
-        session = self._active.get(session_id)
-        return session.owner if session is not None else self._past_owners.get(session_id, "")
 
     def count_of(self, owner: str, session_ids: Iterable[str]) -> int:
         """Return how many of the ids belong to active sessions of the owner."""
@@ -128,35 +130,29 @@ class SessionRegistry:
 
     def touch(self, session_id: str) -> Session | None:
         """Record a sign of life. Return None for a session that is not active."""
-        session = self._active.get(session_id)
-        if session is not None:
+        if (session := self._active.get(session_id)) is not None:
             session.seen_at = time.monotonic()
         return session
 
-    def overdue(self) -> list[Session]:
-        """Return the sessions whose last sign of life is older than their ttl."""
+    def overdue(self) -> dict[str, str]:
+        """Return the ids of the sessions whose last sign of life is older than their ttl, each
+        with a sentence that says so."""
         now = time.monotonic()
-        return [s for s in self._active.values() if now - s.seen_at > (s.ttl or self._ttl)]
+        return {
+            s.id: f"no {'heartbeat' if s.ttl is None else 'request'} for {s.ttl or self._ttl:g} s"
+            for s in self._active.values()
+            if now - s.seen_at > (s.ttl or self._ttl)
+        }
 
-    async def end(self, *, session_id: str, state: str, reason: str, detail: str) -> bool:
-        """End the session. Return False if it had ended before: the first reason counts."""
-        session = self._active.pop(session_id, None)
-        if session is None:
-            return False
-        self._past_owners[session_id] = session.owner
-        if len(self._past_owners) > _REMEMBERED:
-            self._past_owners.popitem(last=False)
+    async def end(self, *, session_id: str, state: str, reason: str, detail: str) -> None:
+        """End the session, unless it had ended before: the first reason counts."""
+        if self._active.pop(session_id, None) is None:
+            return
         await self._database.write(
             update(sessions)
             .where(sessions.c.id == session_id)
             .values(state=state, reason=reason, detail=detail, ended_at=time.time())
         )
-        return True
-
-    def expired_reason(self, session: Session) -> str:
-        if session.ttl is not None:
-            return f"no request for {session.ttl:g} s"
-        return f"no heartbeat for {self._ttl:g} s"
 
 
 def why_ended(session_id: str, *, reason: str, detail: str) -> str:

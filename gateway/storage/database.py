@@ -232,7 +232,7 @@ def _commit(connection: Connection, batch: Sequence[_Write]) -> list[Exception |
     return [None] * len(batch)
 
 
-def from_row(type_: type[Record], row: RowMapping, **changes: object) -> Record:
+def from_row(type_: type[Record], row: RowMapping | Row, **changes: object) -> Record:
     """Build a dataclass from the columns that have the names of its fields, and from `changes`."""
     make: Callable[..., Record] = type_
     values = {field.name: row[field.name] for field in fields(type_) if field.name in row}

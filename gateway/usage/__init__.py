@@ -1,7 +1,7 @@
 """What was used, and when: metering, the reports of the billing calls, and traces.
 
 `meter` adds up usage by hour in memory and writes the sums every few seconds; training runs and
-engines (`samples`) report to it what their workers did. `reports` reads the sums in the SDK's
-terms. `trace_exports` draws one session's timeline as a Chrome trace. To meter something new,
-add its kind to `UsageKind` and say in `reports` what it counts as.
+samplers report to it what their workers did. `reports` reads the sums in the SDK's terms.
+`trace_exports` draws one session's timeline as a Chrome trace. To meter something new, add its
+kind to `UsageKind` and say in `reports` what it counts as.
 """

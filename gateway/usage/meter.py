@@ -1,23 +1,24 @@
-"""Adds up usage by hour, subject and kind of event.
+"""Adds up usage by hour, subject and kind of event; measures samples, and remembers recent ones.
 
 Counting happens in memory and never waits. The sums are written to the database every few
-seconds, so a gateway that is killed loses at most the last of these intervals. A subject is a
-training run or a sampling session. Accelerator seconds are those of workers: a trainer's own
-seconds times its ranks; the time in which a sampler works is shared between the samples that it
-works on (`samples.TimeShares`), so that a sum never exceeds what the machines had.
+seconds, so a gateway that is killed loses at most the last of these intervals. Accelerator seconds
+are those of workers: a trainer's own seconds times its ranks; the time in which a sampler works is
+shared between the samples that it works on (`TimeShares`), so that a sum never exceeds what the
+machines had.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from operator import add
 from typing import Literal
 
-from gateway.sessions.registry import SessionRegistry
 from gateway.storage.database import Database
 from gateway.storage.tables import usage
-from tandem.v1 import trainer_pb2
+from tandem.v1 import common_pb2, sampler_pb2, trainer_pb2
 
 UsageKind = Literal[
     "forward",
@@ -30,11 +31,19 @@ UsageKind = Literal[
     "save_weights_external",
     "load_weights",
 ]
+TrainerReply = (
+    trainer_pb2.ForwardBackwardReply
+    | trainer_pb2.OptimStepReply
+    | trainer_pb2.PublishReply
+    | trainer_pb2.SaveCheckpointReply
+    | trainer_pb2.LoadCheckpointReply
+)
 
 HOUR = 3600
 
 _MAX_UNWRITTEN = 4096
 """Sums that are kept in memory; when there are more, they are written at once."""
+_REMEMBERED_SAMPLES = 50_000
 _COUNTERS = ("count", "input_tokens", "cached_tokens", "output_tokens", "accelerator_seconds")
 
 
@@ -44,39 +53,16 @@ class Subject:
 
     id: str
     session_id: str
-    base_model: str
-
-
-@dataclass
-class _Sum:
-    """A row of the table `usage`."""
-
-    hour: int
-    event: UsageKind
-    subject: str
-    session_id: str
     owner: str
     base_model: str
-    count: int = 0
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    accelerator_seconds: float = 0.0
 
 
 class UsageMeter:
-    def __init__(
-        self,
-        *,
-        database: Database,
-        sessions: SessionRegistry,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, *, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
-        self._sessions = sessions
         self._clock = clock
         self._insert_or_add = database.insert_or_add(usage, counters=_COUNTERS)
-        self._sums: dict[tuple[int, str, str], _Sum] = {}
+        self._sums: dict[tuple[int, UsageKind, Subject], tuple[float, ...]] = {}
 
     def record(
         self,
@@ -89,57 +75,145 @@ class UsageMeter:
         accelerator_seconds: float = 0.0,
     ) -> None:
         """Count one event. `cached_tokens` are the input tokens that were not computed."""
-        hour = int(self._clock()) // HOUR * HOUR
-        key = (hour, kind, subject.id)
-        found = self._sums.get(key)
-        if found is None:
-            if len(self._sums) >= _MAX_UNWRITTEN:
-                self.write()
-            found = self._sums[key] = _Sum(
-                hour=hour,
-                event=kind,
-                subject=subject.id,
-                session_id=subject.session_id,
-                owner=self._sessions.owner_of(subject.session_id),
-                base_model=subject.base_model,
-            )
-        found.count += 1
-        found.input_tokens += input_tokens
-        found.cached_tokens += cached_tokens
-        found.output_tokens += output_tokens
-        found.accelerator_seconds += accelerator_seconds
+        key = (int(self._clock()) // HOUR * HOUR, kind, subject)
+        if key not in self._sums and len(self._sums) >= _MAX_UNWRITTEN:
+            self.write()
+        event = (1, input_tokens, cached_tokens, output_tokens, accelerator_seconds)
+        self._sums[key] = tuple(map(add, self._sums.get(key, (0,) * len(event)), event))
+
+    def record_reply(
+        self, kind: UsageKind, subject: Subject, reply: TrainerReply, *, ranks: int
+    ) -> None:
+        """Count what a run's trainer did, unless it failed. `ranks` devices worked at once."""
+        if not reply.HasField("failure"):
+            tokens = reply.tokens if isinstance(reply, trainer_pb2.ForwardBackwardReply) else 0
+            seconds = reply.seconds * max(1, ranks)
+            self.record(kind, subject, input_tokens=tokens, accelerator_seconds=seconds)
 
     def write(self) -> None:
         """Queue what was counted since the last call for writing, without waiting."""
         sums, self._sums = self._sums, {}
-        if sums:
-            self._database.write_soon(self._insert_or_add, *map(vars, sums.values()))
+        rows = [
+            {
+                "hour": hour,
+                "event": kind,
+                "subject": subject.id,
+                "session_id": subject.session_id,
+                "owner": subject.owner,
+                "base_model": subject.base_model,
+                **dict(zip(_COUNTERS, amounts, strict=True)),
+            }
+            for (hour, kind, subject), amounts in sums.items()
+        ]
+        if rows:
+            self._database.write_soon(self._insert_or_add, *rows)
 
 
-TrainerReply = (
-    trainer_pb2.ForwardBackwardReply
-    | trainer_pb2.OptimStepReply
-    | trainer_pb2.PublishReply
-    | trainer_pb2.SaveCheckpointReply
-    | trainer_pb2.LoadCheckpointReply
-)
+@dataclass(frozen=True, slots=True)
+class SampleSpan:
+    """One sample at its engine. `started_at` is in seconds since 1970; `error` is the type of
+    the error, empty for a sample that succeeded."""
+
+    request_id: str
+    session_id: str
+    started_at: float
+    seconds: float
+    weight_version: str
+    prompt_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
+    error: str
 
 
-class RunMeter:
-    """Counts what a run's trainer did, from its replies. `ranks` devices work at once."""
+class SampleMeter:
+    """Meters samples, and remembers the last `_REMEMBERED_SAMPLES` of all sessions for traces,
+    since they are not in the journal of any run."""
 
-    def __init__(self, *, usage: UsageMeter, subject: Subject, ranks: int) -> None:
+    def __init__(self, *, usage: UsageMeter) -> None:
         self._usage = usage
-        self._subject = subject
-        self._ranks = max(1, ranks)
+        self._spans: deque[SampleSpan] = deque(maxlen=_REMEMBERED_SAMPLES)
 
-    def note(self, kind: UsageKind, reply: TrainerReply) -> None:
-        if reply.HasField("failure"):
-            return
-        tokens = reply.tokens if isinstance(reply, trainer_pb2.ForwardBackwardReply) else 0
-        self._usage.record(
-            kind,
-            self._subject,
-            input_tokens=tokens,
-            accelerator_seconds=reply.seconds * self._ranks,
-        )
+    def of_session(self, session_id: str) -> list[SampleSpan]:
+        """Return those that are remembered, by their start."""
+        found = (span for span in self._spans if span.session_id == session_id)
+        return sorted(found, key=lambda span: span.started_at)
+
+    async def measure(
+        self,
+        request: sampler_pb2.SampleRequest,
+        answer: Awaitable[sampler_pb2.SampleReply],
+        *,
+        shares: TimeShares,
+        owner: str,
+        base_model: str,
+    ) -> sampler_pb2.SampleReply:
+        """Await the engine's answer to a request, remember it, and count it if it succeeded.
+        `shares` are those of the engine."""
+        reply = sampler_pb2.SampleReply(failure=common_pb2.Failure(type="unanswered"))
+        started_at, started = time.time(), time.monotonic()
+        mark = shares.start()
+        try:
+            reply = await answer
+            return reply
+        finally:
+            accelerator_seconds = shares.stop(mark)
+            span = SampleSpan(
+                request_id=request.operation_id,
+                session_id=request.session_id,
+                started_at=started_at,
+                seconds=time.monotonic() - started,
+                weight_version=reply.version.name or request.version.name,
+                prompt_tokens=reply.prompt_tokens,
+                cached_tokens=reply.cached_tokens,
+                sampled_tokens=reply.sampled_tokens,
+                error=reply.failure.type,
+            )
+            self._spans.append(span)
+            if not span.error:
+                self._usage.record(
+                    "sample",
+                    Subject(
+                        id=span.request_id.rpartition(":")[0],
+                        session_id=span.session_id,
+                        owner=owner,
+                        base_model=base_model,
+                    ),
+                    input_tokens=span.prompt_tokens,
+                    cached_tokens=span.cached_tokens,
+                    output_tokens=span.sampled_tokens,
+                    accelerator_seconds=accelerator_seconds,
+                )
+
+
+class TimeShares:
+    """Shares the time in which a worker is busy between the things that it works on at once.
+
+    While n things are under way, each gets 1/n of the time that passes, so that all shares add
+    up to the time in which there was any. The cost does not depend on n.
+
+    Literal example: two samples that begin together and take 4 s each get 2 s each.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._under_way = 0
+        self._share = 0.0
+        self._at = clock()
+
+    def start(self) -> float:
+        """Return the mark to pass to `stop`."""
+        self._advance()
+        self._under_way += 1
+        return self._share
+
+    def stop(self, mark: float) -> float:
+        """Return the share, in seconds, of what was started with this mark."""
+        self._advance()
+        self._under_way -= 1
+        return self._share - mark
+
+    def _advance(self) -> None:
+        now = self._clock()
+        if self._under_way:
+            self._share += (now - self._at) / self._under_way
+        self._at = now

@@ -23,7 +23,7 @@ from sqlalchemy import RowMapping, select, tuple_
 from gateway.auth.signing import check_address, sign_address
 from gateway.storage.database import Database
 from gateway.storage.tables import operations, runs, sessions, workers
-from gateway.usage.samples import RecentSamples, SampleSpan
+from gateway.usage.meter import SampleMeter, SampleSpan
 
 PREFIX = "/api/v1/trace_files/"
 
@@ -50,9 +50,7 @@ class Slice:
 class TraceExporter:
     """An address is valid for `ttl` seconds."""
 
-    def __init__(
-        self, *, database: Database, samples: RecentSamples, key: bytes, ttl: float
-    ) -> None:
+    def __init__(self, *, database: Database, samples: SampleMeter, key: bytes, ttl: float) -> None:
         self._database = database
         self._samples = samples
         self._key = key
@@ -105,7 +103,7 @@ class TraceExporter:
             last = (rows[-1]["run_id"], rows[-1]["seq_id"])
             position = tuple_(operations.c.run_id, operations.c.seq_id)
             rows = await self._database.read(query.where(position > last))
-        spans = sorted(self._samples.of_session(session_id), key=lambda span: span.started_at)
+        spans = self._samples.of_session(session_id)
         for start in range(0, len(spans), _BATCH):
             yield map(_sample, spans[start : start + _BATCH])
         yield map(
@@ -168,7 +166,7 @@ def _session(row: RowMapping) -> Slice:
         name=row["display_name"] or row["id"],
         start=row["created_at"],
         end=row["ended_at"] or time.time(),
-        args={"state": row["state"], "reason": row["reason"], "detail": row["detail"]},
+        args=_some(row, "state", "reason", "detail"),
     )
 
 
@@ -188,23 +186,16 @@ def _operation(row: RowMapping) -> Slice:
 
 def _sample(span: SampleSpan) -> Slice:
     sampling_session_id, _, number = span.request_id.rpartition(":")
-    args: dict[str, object] = {
-        "request_id": span.request_id,
-        "seq_id": int(number),
-        "weight_version": span.weight_version,
-        "prompt_tokens": span.prompt_tokens,
-        "cached_tokens": span.cached_tokens,
-        "sampled_tokens": span.sampled_tokens,
-    }
+    names = ["request_id", "weight_version", "prompt_tokens", "cached_tokens", "sampled_tokens"]
     if span.error:
-        args["error"] = span.error
+        names.append("error")
     return Slice(
         track=sampling_session_id,
         category="sample",
         name="sample",
         start=span.started_at,
         end=span.started_at + span.seconds,
-        args=args,
+        args={"seq_id": int(number), **{name: getattr(span, name) for name in names}},
     )
 
 
@@ -215,5 +206,9 @@ def _worker(row: RowMapping) -> Slice:
         name=row["id"],
         start=row["started_at"],
         end=row["ended_at"] or time.time(),
-        args={"kind": row["kind"], "state": row["state"], "reason": row["reason"]},
+        args=_some(row, "kind", "state", "reason"),
     )
+
+
+def _some(row: RowMapping, *columns: str) -> dict[str, object]:
+    return {column: row[column] for column in columns}

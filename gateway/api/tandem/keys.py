@@ -72,4 +72,4 @@ async def revoke_key(key_id: PathText, gateway: GatewayDep) -> KeyInfo:
 
 
 def described(keys: KeyStore, key: Key) -> KeyInfo:
-    return KeyInfo.of(key, state=keys.ended(key) or "active", last_used_at=keys.last_used_at(key))
+    return KeyInfo.of(key, state=keys.ended(key) or "active")

@@ -185,7 +185,7 @@ async def asample(request: Request) -> Response:
             request_id=request_id,
             source="sample",
             kind="sample",
-            owner=gateway.sessions.owner_of(session.session_id),
+            owner=gateway.sessions.require(session.session_id).owner,
             describe=lambda: sampler.describe(request_id),
         )
         gateway.samplers.submit(sampler, future=future, request=message)

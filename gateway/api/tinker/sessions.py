@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Annotated, Literal
 
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.responses import StreamingResponse
 
 from gateway.api.dependencies import (
@@ -23,10 +23,8 @@ from gateway.api.routing import Router, file_response
 from gateway.api.tinker.service import SDK_VERSION, check_sdk_version
 from gateway.auth.identity import Scope, urn_of
 from gateway.runs.queries import Storage
-from gateway.sessions.metadata import Metadata
-from gateway.sessions.queries import SessionRecord
-from gateway.sessions.registry import NewSession
-from gateway.sessions.search import Cursor, EndReason, SessionFilters
+from gateway.sessions.queries import Cursor, EndReason, SessionFilters, SessionRecord
+from gateway.sessions.registry import Metadata, NewSession
 from gateway.usage.trace_exports import PREFIX
 from tandem.errors import AddressExpired, AddressForged, SessionFinished, UnknownSession
 
@@ -64,11 +62,8 @@ class Project(BaseModel):
     project_id: Annotated[str, Field(min_length=1, max_length=200)]
 
 
-class SearchCursor(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class SearchCursor(Cursor):
     last_created_at: Moment
-    last_session_id: str
 
 
 class Search(SessionFilters):
@@ -220,12 +215,13 @@ async def list_sessions(
 )
 async def search_sessions(body: Search, gateway: GatewayDep, caller: CallerDep) -> SessionPage:
     """Return a page of summaries, newest first, and the cursor of the next one."""
-    cursor = Cursor(**body.cursor.model_dump()) if body.cursor is not None else None
-    page = await gateway.search.page(body, caller, limit=body.limit, cursor=cursor)
-    storage = await gateway.run_queries.storage_of([session.id for session in page.sessions])
+    sessions, next_cursor = await gateway.session_queries.search(
+        body, caller, limit=body.limit, cursor=body.cursor
+    )
+    storage = await gateway.run_queries.storage_of([session.id for session in sessions])
     return SessionPage(
-        sessions=[_summary(s, storage.get(s.id, Storage())) for s in page.sessions],
-        next_cursor=NextPage.of(page.next_cursor) if page.next_cursor is not None else None,
+        sessions=[_summary(s, storage.get(s.id, Storage())) for s in sessions],
+        next_cursor=NextPage.of(next_cursor) if next_cursor is not None else None,
     )
 
 
@@ -237,10 +233,9 @@ async def get_session(
     access_scope: Annotated[Scope, Query()] = "owned",
 ) -> SessionContents:
     """Return what a session has: its runs, its samplers, its metadata."""
-    found = await gateway.session_queries.contents(session_id, caller, scope=access_scope)
-    return SessionContents.of(
-        found.session, training_run_ids=found.run_ids, sampler_ids=found.sampler_ids
-    )
+    session = await gateway.session_queries.session(session_id, caller, scope=access_scope)
+    run_ids, sampler_ids = await gateway.session_queries.contents(session_id)
+    return SessionContents.of(session, training_run_ids=run_ids, sampler_ids=sampler_ids)
 
 
 @router.operation("PUT", "/sessions/{session_id}/project", role="member", audit="project_assign")

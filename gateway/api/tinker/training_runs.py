@@ -33,7 +33,7 @@ from gateway.core import Gateway
 from gateway.identifiers import request_id_of, run_id_of, split_model_name
 from gateway.runs.operations import LoadWeights
 from gateway.runs.queries import RunRecord
-from gateway.sessions.metadata import Metadata
+from gateway.sessions.registry import Metadata
 from tandem.errors import (
     InvalidRequest,
     OptimizerSetting,

@@ -197,7 +197,7 @@ def _sample(gateway, sampler_id: str, seq_id: int) -> None:
         request_id=request_id,
         source="sample",
         kind="sample",
-        owner=gateway.sessions.owner_of(session.session_id),
+        owner=gateway.sessions.require(session.session_id).owner,
         describe=lambda: Waiting(""),
     )
     request = sampler_pb2.SampleRequest(

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from gateway.auth.audit import UNKNOWN, UNKNOWN_ROWS, AuditLog
+from gateway.auth.audit import UNKNOWN, UNKNOWN_ROWS, AuditLog, Entry
 from tests.support.gateway.access_world import CALLS, OPERATIONS, World, routes
 from tests.support.gateway.running import KEY, running_gateway
 
@@ -105,10 +105,12 @@ async def test_strangers_cannot_fill_the_disk():
 
     database, now = Counting(), [time.monotonic()]
     log = AuditLog(database=database, clock=lambda: now[0])  # type: ignore[arg-type]
-    row = {"action": "a", "target": "", "address": "", "status": 401, "reason": "r"}
+    entry = Entry(
+        actor=UNKNOWN, action="a", target="", address="", status=401, detail={"reason": "r"}
+    )
     for _ in range(UNKNOWN_ROWS * 5):
-        log.record_unknown(**row)
+        log.record(entry)
     assert database.written == UNKNOWN_ROWS
     now[0] += 60
-    log.record_unknown(**row)
+    log.record(entry)
     assert database.written == UNKNOWN_ROWS + 1

@@ -20,7 +20,7 @@ import tinker
 from tinker import types
 
 from gateway.app import create_app
-from gateway.limits.quotas import Quotas
+from gateway.limits import Quotas
 from gateway.metrics import Metrics
 from gateway.server import GatewayServer, make_server
 from tandem.settings import GatewaySettings, LimitSettings

@@ -14,7 +14,7 @@ from gateway.checkpoints.collector import GarbageCollector
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import VersionStore, WeightVersion
 from gateway.identifiers import parse_checkpoint_path, relative_version_folder
-from gateway.limits.quotas import Quotas
+from gateway.limits import Quotas
 from gateway.metrics import Metrics
 from gateway.storage.database import Database
 from gateway.storage.tables import sampling_sessions

@@ -81,7 +81,7 @@ async def test_the_last_use_is_written_behind_and_once_for_many_uses(database):
     assert not keys._unwritten
     again = KeyStore(database=database)
     await again.open()
-    assert again.last_used_at(key) == 1003.0
+    assert again.get(key.id).last_used_at == 1003.0
 
 
 async def test_what_cannot_be_a_key_is_refused_with_what_is_wrong(database):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from gateway.auth.identity import Caller
-from gateway.limits.quotas import Quotas
+from gateway.limits import Quotas
 from gateway.metrics import Metrics
 from gateway.sessions.registry import NewSession, SessionRegistry
 from gateway.storage.database import Database
-from gateway.usage.meter import Subject, UsageMeter
+from gateway.usage.meter import Subject, TimeShares, UsageMeter
 from gateway.usage.reports import BillingReports
-from gateway.usage.samples import TimeShares
 from tandem.settings import LimitSettings
 
 ADMIN = Caller(owner="local", key_id="k-1", role="admin")
@@ -49,9 +48,11 @@ async def test_usage_is_added_up_by_hour_over_writes_and_restarts(database):
         NewSession(owner="local", project_id="p", user_metadata={"a": "b"})
     )
     now = [7200.0]
-    subject = Subject(id=f"{session.id}:train:0", session_id=session.id, base_model="tiny")
+    subject = Subject(
+        id=f"{session.id}:train:0", session_id=session.id, owner="local", base_model="tiny"
+    )
     for _ in range(2):  # the second is that of the next gateway
-        usage = UsageMeter(database=database, sessions=sessions, clock=lambda: now[0])
+        usage = UsageMeter(database=database, clock=lambda: now[0])
         usage.record("forward", subject, input_tokens=5, accelerator_seconds=0.5)
         usage.write()
         usage.record("forward_backward", subject, input_tokens=10, accelerator_seconds=1.0)
@@ -81,12 +82,11 @@ async def test_usage_is_added_up_by_hour_over_writes_and_restarts(database):
 
 
 async def test_however_many_subjects_there_are_memory_stays_bounded(database):
-    sessions = SessionRegistry(
-        database=database, limits=Quotas(settings=LimitSettings(), metrics=Metrics()), ttl=60
-    )
-    usage = UsageMeter(database=database, sessions=sessions, clock=lambda: 3600.0)
+    usage = UsageMeter(database=database, clock=lambda: 3600.0)
     for number in range(5000):
-        subject = Subject(id=f"s-1:sample:{number}", session_id="s-1", base_model="tiny")
+        subject = Subject(
+            id=f"s-1:sample:{number}", session_id="s-1", owner="local", base_model="tiny"
+        )
         usage.record("sample", subject, input_tokens=2, cached_tokens=1, output_tokens=3)
     assert len(usage._sums) < 5000
     reports = BillingReports(database=database, usage=usage)

@@ -1,0 +1,226 @@
+"""What an owner may have and use, and the errors beyond that.
+
+There are two kinds of limits. What does not pass by waiting (runs, checkpoints, …) is
+`LimitExceeded`, a 403, which the SDK raises at once: whoever owns the things counts them, and
+calls `Quotas.check`. What passes (queues, bodies on their way) is `Overloaded`, a 429 with the
+time to retry after: a `Ledger` counts it.
+
+To add a limit: a field of `tandem.settings.LimitSettings`; then, for things that an owner keeps,
+a call of `Quotas.check` where they are created and a line in `_FREE`, or else a ledger in
+`Quotas` and a reservation where the amount is taken.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from gateway.metrics import Metrics
+from tandem.errors import LimitExceeded, Overloaded
+from tandem.settings import LimitSettings
+
+_CLOSE = "close the sessions that are no longer needed (ServiceClient.close())"
+_FREE: Mapping[str, str] = {
+    "sessions": f"{_CLOSE}; those without a heartbeat end by themselves",
+    "runs": f"{_CLOSE}, and their runs end with them; checkpoints stay",
+    "samplers": f"{_CLOSE}, and their samplers end with them",
+    "sampling_sessions": f"{_CLOSE}; ephemeral ones that nobody uses end by themselves",
+    "checkpoint_bytes": "delete checkpoints (`tinker checkpoint delete`), or give them a ttl "
+    "(`tinker checkpoint set-ttl`)",
+}
+_MIN_RETRY_AFTER = 1.0
+_MAX_RETRY_AFTER = 10.0
+"""Seconds. Well below `sequence_gap_timeout`, so that a refused operation comes back before those
+behind it are given up."""
+_RATE_WINDOW = 30.0
+"""Seconds over which a rate is measured."""
+_ASSUMED_RATE = 10.0
+"""Completions per second where none was measured."""
+
+
+class Quotas:
+    def __init__(self, *, settings: LimitSettings, metrics: Metrics) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self.operations = self._ledger("queued_operations", "queued operations")
+        self.operation_bytes = self._ledger("queued_bytes", "bytes of queued operations")
+        self.samples = self._ledger("waiting_samples", "waiting samples")
+        self.held = self._ledger("held_bytes", "bytes of waiting requests")
+        self.bodies = self._ledger("body_bytes", "bytes of arriving requests")
+        self.requests = self._ledger("requests", "open requests")
+
+    def check(self, what: str, *, used: int, adding: int = 1) -> None:
+        """Raise `LimitExceeded` if `adding` is too much for an owner that uses so many.
+
+        `what` is the field of `LimitSettings`. Where adding takes time, as a save does, what is
+        added meanwhile is not counted, so that several can each exceed the limit once."""
+        limit: int = getattr(self._settings, what)
+        if used + adding <= limit:
+            return
+        self.note_refusal(what)
+        more = f", and {adding} are to come" if adding > 1 else ""
+        raise LimitExceeded(
+            f"the limit of {what.replace('_', ' ')} is {limit} for each owner "
+            f"(TANDEM_LIMIT_{what.upper()}), {used} are used{more}; {_FREE.get(what, _CLOSE)}",
+            limit=what,
+            value=limit,
+            used=used,
+        )
+
+    def reserve(
+        self, owner: str, *amounts: tuple[Ledger, int], forced: bool = False
+    ) -> ExitStack[None]:
+        """Reserve all amounts or none; closing the result releases them. Raises `Overloaded`,
+        unless `forced`."""
+        if not forced:
+            for ledger, amount in amounts:
+                ledger.check(owner, amount)
+        reserved: ExitStack[None] = ExitStack()
+        for ledger, amount in amounts:
+            reserved.callback(ledger.reserve(owner, amount, forced=True).release)
+        return reserved
+
+    def note_refusal(self, limit: str) -> None:
+        self._metrics.refusals.labels(limit=limit).inc()
+
+    def _ledger(self, limit: str, what: str) -> Ledger:
+        """Make a ledger with the limits of these names in the settings, for each owner and, if
+        there is one, for all together."""
+        return Ledger(
+            limit=limit,
+            what=what,
+            per_owner=getattr(self._settings, limit),
+            in_all=getattr(self._settings, f"{limit}_in_all", 2**62),
+            refused=self.note_refusal,
+        )
+
+
+class Rate:
+    """Recent completions per second. One of `_RATE_WINDOW` seconds ago counts 1/e."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._value = 0.0
+        self._at = clock()
+
+    def note(self, count: int = 1) -> None:
+        self._value = self.per_second() + count / _RATE_WINDOW
+        self._at = self._clock()
+
+    def per_second(self) -> float:
+        return self._value * math.exp((self._at - self._clock()) / _RATE_WINDOW)
+
+
+@dataclass
+class Reservation:
+    """What an owner holds of a ledger, until `release`."""
+
+    ledger: Ledger
+    owner: str
+    amount: int
+
+    def extend(self, amount: int) -> None:
+        """Reserve more. Raises `Overloaded`, and keeps what was reserved before."""
+        self.ledger.check(self.owner, amount, held=self.amount)
+        self.ledger.add(self.owner, amount)
+        self.amount += amount
+
+    def release(self) -> None:
+        """Return the amount. Does nothing the second time."""
+        if self.amount:
+            self.ledger.remove(self.owner, self.amount)
+            self.amount = 0
+
+
+class Ledger:
+    """Counts how much of something each owner holds, and all owners together. `what` says what
+    is counted, for messages; `limit` is its name in the settings.
+
+    An owner that holds nothing always passes its own limit, so that one oversized item can pass.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: str,
+        what: str,
+        per_owner: int,
+        in_all: int,
+        refused: Callable[[str], None],
+    ) -> None:
+        self._limit = limit
+        self._what = what
+        self._per_owner = per_owner
+        self._in_all = in_all
+        self._refused = refused
+        # By owner; under None, of all owners.
+        self._held: Counter[str | None] = Counter()
+        self._rates: defaultdict[str | None, Rate] = defaultdict(Rate)
+
+    @property
+    def total(self) -> int:
+        return self._held[None]
+
+    def reserve(self, owner: str, amount: int = 1, *, forced: bool = False) -> Reservation:
+        """Raises `Overloaded`, unless `forced`."""
+        if not forced:
+            self.check(owner, amount)
+        self.add(owner, amount)
+        return Reservation(ledger=self, owner=owner, amount=amount)
+
+    def has_room(self, owner: str, amount: int) -> bool:
+        return self._held[owner] + amount <= self._per_owner and self.total + amount <= self._in_all
+
+    def check(self, owner: str, amount: int, *, held: int = 0) -> None:
+        """Raises `Overloaded`. `held` is what the same request holds already."""
+        self._check(owner, amount, held, most=self._per_owner, whose="this owner", setting="")
+        self._check(None, amount, held, most=self._in_all, whose="all owners", setting="_IN_ALL")
+
+    def _check(
+        self, owner: str | None, amount: int, held: int, *, most: int, whose: str, setting: str
+    ) -> None:
+        waiting = self._held[owner]
+        if waiting > held and waiting + amount > most:
+            self._refused(self._limit)
+            raise overloaded(
+                f"{waiting} {self._what} of {whose} are held already, {most} at most "
+                f"(TANDEM_LIMIT_{self._limit.upper()}{setting})",
+                limit=self._limit,
+                waiting=waiting,
+                per_second=self._rates[owner].per_second(),
+            )
+
+    def add(self, owner: str, amount: int) -> None:
+        self._held[owner] += amount
+        self._held[None] += amount
+
+    def remove(self, owner: str, amount: int) -> None:
+        for holder in (owner, None):
+            self._held[holder] -= amount
+            self._rates[holder].note(amount)
+        if self._held[owner] <= 0:
+            del self._held[owner], self._rates[owner]
+
+
+def overloaded(sentence: str, *, limit: str, waiting: int, per_second: float) -> Overloaded:
+    """Return the error of a queue with `waiting` items of which so many complete per second."""
+    seconds = retry_after(per_second, waiting=waiting)
+    return Overloaded(
+        f"{sentence}; ask again in {seconds:g} s",
+        limit=limit,
+        retry_after=seconds,
+        position=waiting + 1,
+    )
+
+
+def retry_after(per_second: float, *, waiting: int) -> float:
+    """Return the whole seconds, from 1 to 10, in which a tenth of what waits completes.
+
+    Literal example: 1000 wait and 20 complete per second: 5 seconds.
+    """
+    seconds = waiting / 10 / (per_second if per_second > 0 else _ASSUMED_RATE)
+    return float(math.ceil(min(max(seconds, _MIN_RETRY_AFTER), _MAX_RETRY_AFTER)))
