@@ -42,7 +42,6 @@ class Housekeeping:
                 self.sweep_futures()
                 self._gateway.usage.write()
                 self._gateway.keys.write_uses()
-                self._gateway.runs.save_request_times()
                 await self.expire_checkpoints()
                 if time.monotonic() >= next_housekeeping:
                     next_housekeeping = time.monotonic() + _HOUSEKEEPING_INTERVAL

@@ -108,7 +108,7 @@ class CheckpointCatalog:
             raise unknown_checkpoint(path)
         return found
 
-    async def get_trainable(self, path: str, *, readers: Readers) -> Checkpoint:
+    async def get_trainable(self, path: str, *, readers: Readers | None) -> Checkpoint:
         """Return a checkpoint that a trainer can load. Raises as `get`."""
         found = await self.get(path, readers=readers)
         if found.path.kind != "weights":
@@ -119,21 +119,17 @@ class CheckpointCatalog:
         return found
 
     @asynccontextmanager
-    async def reading(self, path: str, *, readers: Readers | None) -> AsyncIterator[Checkpoint]:
+    async def reading(
+        self, path: str, *, readers: Readers | None, trainable: bool = False
+    ) -> AsyncIterator[Checkpoint]:
         """Return the checkpoint and keep its files while the block runs, even if its name is
-        deleted. Raises as `get`."""
+        deleted. Raises as `get`, or as `get_trainable`."""
+        get = self.get_trainable if trainable else self.get
         with ExitStack() as pinned:
             with self.pins.resolving(parse_checkpoint_path(path).run_id):
-                checkpoint = await self.get(path, readers=readers)
+                checkpoint = await get(path, readers=readers)
                 pinned.enter_context(self.pins.pinned(checkpoint.relative_folder))
             yield checkpoint
-
-    async def pin_for_training(self, path: str, *, run_id: str, readers: Readers) -> Checkpoint:
-        """As `get_trainable`; keeps the files until `pins.unpin_for_run` or the end of the run."""
-        with self.pins.resolving(parse_checkpoint_path(path).run_id):
-            checkpoint = await self.get_trainable(path, readers=readers)
-            self.pins.pin_for_run(checkpoint.relative_folder, run_id=run_id)
-        return checkpoint
 
     async def of_run(self, run_id: str) -> list[Checkpoint]:
         """Return the checkpoints of a run, oldest first."""

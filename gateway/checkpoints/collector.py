@@ -50,9 +50,7 @@ class GarbageCollector:
         return await self._collect(run_id, partials=False)
 
     async def collect_ended(self, run_id: str) -> bool:
-        """As `collect`, for a run whose trainer has stopped: removes partial folders as well and
-        ends the run's pins."""
-        self._pins.unpin_run(run_id)
+        """As `collect`, for a run whose trainer has stopped: removes partial folders as well."""
         return await self._collect(run_id, partials=True)
 
     async def collect_all(self) -> None:

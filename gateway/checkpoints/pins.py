@@ -8,7 +8,7 @@ pinned the folder, because the name may be deleted in between.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +19,6 @@ class Pins:
     def __init__(self) -> None:
         self._folders: Counter[str] = Counter()
         self._resolving: Counter[str] = Counter()
-        self._of_run: defaultdict[str, list[str]] = defaultdict(list)
 
     def folders(self) -> set[str]:
         """Return the folders that are pinned now."""
@@ -39,22 +38,6 @@ class Pins:
         try:
             yield
         finally:
-            self.unpin(folder)
-
-    def pin_for_run(self, folder: str, *, run_id: str) -> None:
-        """Pin a folder until `unpin_for_run`, or until the run ends."""
-        self.pin(folder)
-        self._of_run[run_id].append(folder)
-
-    def unpin_for_run(self, folder: str, *, run_id: str) -> None:
-        """Undo one `pin_for_run`. Does nothing when the run has ended meanwhile."""
-        if folder in self._of_run.get(run_id, ()):
-            self._of_run[run_id].remove(folder)
-            self.unpin(folder)
-
-    def unpin_run(self, run_id: str) -> None:
-        """Undo every `pin_for_run` of a run."""
-        for folder in self._of_run.pop(run_id, ()):
             self.unpin(folder)
 
     @contextmanager

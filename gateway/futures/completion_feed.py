@@ -50,7 +50,7 @@ class Polled:
 class _Queue:
     last: int
     waiting: list[Completion] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Future[None] = field(default_factory=asyncio.Future)
     polls: int = 0
     polled_at: float = field(default_factory=time.monotonic)
 
@@ -88,8 +88,7 @@ class CompletionFeed:
         queue.polls += 1
         try:
             if not queue.waiting:
-                queue.changed.clear()
-                await self._futures.wait_for_event(queue.changed, timeout=timeout)
+                await self._futures.wait_until(queue.changed, timeout=timeout)
         finally:
             queue.polls -= 1
             queue.polled_at = time.monotonic()
@@ -132,7 +131,8 @@ class CompletionFeed:
             queue.waiting.append(
                 Completion(cursor=queue.last, request_id=future.request_id, size=size)
             )
-            queue.changed.set()
+            queue.changed.set_result(None)
+            queue.changed = asyncio.Future()
 
         future.on_end(ended)
 

@@ -17,9 +17,9 @@ import shutil
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from gateway.metrics import Metrics
 from tandem.errors import TandemError
@@ -62,28 +62,19 @@ class Waiting:
     paused: bool = False
 
 
+@dataclass(eq=False, kw_only=True)
 class Future:
     """The outcome of one request, now or later. `describe` says what it is waiting for."""
 
-    def __init__(
-        self,
-        *,
-        request_id: str,
-        source: Source,
-        kind: str,
-        describe: Callable[[], Waiting],
-        owner: str = "",
-    ) -> None:
-        self.request_id = request_id
-        self.owner = owner
-        self.source: Source = source
-        self.kind = kind
-        self.describe = describe
-        self.accepted_at = time.monotonic()
-        self.ended_at: float | None = None
-        self.fetched_at: float | None = None
-        self.outcome: Outcome | None = None
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    request_id: str
+    source: Source
+    describe: Callable[[], Waiting]
+    owner: str = ""
+    accepted_at: float = field(default_factory=time.monotonic)
+    ended_at: float | None = None
+    fetched_at: float | None = None
+    outcome: Outcome | None = None
+    done: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
     @property
     def ended(self) -> bool:
@@ -95,12 +86,6 @@ class Future:
             self.ended_at = time.monotonic()
             self.outcome = outcome
             self.done.set_result(None)
-
-    def move_to(self, file: Path) -> None:
-        """Replace the body of the result by a file."""
-        assert isinstance(self.outcome, Result)
-        size = self.outcome.size
-        self.outcome = replace(self.outcome, body=b"", file=file, file_bytes=size)
 
     def on_end(self, tell: Callable[[Outcome], None]) -> None:
         """Call `tell` with the outcome once it is there; soon, if it is there already."""
@@ -187,19 +172,13 @@ class FutureTable:
         """Return the outcome, or None if it is not there within `timeout` seconds or before the
         gateway shuts down. Whoever hands the whole outcome to its client sets `fetched_at`."""
         if not future.ended:
-            either = [future.done, self._closing]
-            await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            await self.wait_until(future.done, timeout=timeout)
         return future.outcome
 
-    async def wait_for_event(self, event: asyncio.Event, *, timeout: float) -> None:
-        """Return when the event is set, after `timeout` seconds, or when the gateway shuts
-        down."""
-        waiting = asyncio.ensure_future(event.wait())
-        either: list[asyncio.Future[Any]] = [waiting, self._closing]
-        try:
-            await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
+    async def wait_until(self, done: asyncio.Future[None], *, timeout: float) -> None:
+        """Return when that is done, after `timeout` seconds, or when the gateway shuts down."""
+        either = [done, self._closing]
+        await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
     @property
     def closing(self) -> bool:
@@ -253,18 +232,13 @@ class FutureTable:
         body = future.outcome.body
         name = hashlib.sha256(future.request_id.encode()).hexdigest()
         file = self._folder / name[:2] / name
-
-        def write() -> None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(body)
-
         try:
-            await asyncio.to_thread(write)
+            await asyncio.to_thread(write_file, file, body)
         except OSError as error:  # it stays in memory, which is better than losing it
             self._log.error("result_not_written", reason=str(error))
             return
         self._metrics.spilled_bytes.inc(len(body))
-        future.move_to(file)
+        future.outcome = replace(future.outcome, body=b"", file=file, file_bytes=len(body))
         if future.request_id not in self._samples.get(future.owner, ()):  # dropped meanwhile
             self._in_background(_remove(file))
 
@@ -281,6 +255,12 @@ class FutureTable:
         # The journal has the results of operations, so that memory need not.
         limit = FETCHED_GRACE if future.source == "operation" else self._result_ttl
         return now - future.ended_at > limit
+
+
+def write_file(file: Path, content: bytes) -> None:
+    """Write a file, and its folder if there is none."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
 
 
 async def _remove(file: Path) -> None:

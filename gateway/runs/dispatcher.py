@@ -1,31 +1,26 @@
 """The dispatcher of one run: gives operations to the trainer in `seq_id` order, a few ahead.
 
-Operations may arrive in any order. The next one is sent as soon as it is there and fewer than
-`window` are under way. Each call names the one sent before it, so that the trainer keeps the
-order whatever the network does. A gap in the sequence that nobody fills fails the operations
-behind it. When the run ends, everything that has not ended fails with the run's error.
+Operations may arrive in any order. The next one is prepared as soon as it is there, the one
+before it was sent, and fewer than `window` are under way. Each call names the one sent before it,
+so that the trainer keeps the order whatever the network does. A gap in the sequence that nobody
+fills fails the operations behind it. When the run ends, everything that has not ended fails with
+the run's error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left, insort
-from collections.abc import Callable
-from typing import NoReturn, Protocol
+from collections.abc import Awaitable, Callable
+from typing import NoReturn
 
 from gateway.futures.table import Outcome, Waiting
 from gateway.limits import Rate
-from gateway.runs.operations import TRAINER_AT_WORK, Call, Operation, Prepared, RunBroken
+from gateway.runs.operations import TRAINER_AT_WORK, Call, Operation, RunBroken
 from tandem.errors import InternalError, SequenceGap, TandemError
 from tandem.telemetry import get_log, log_context
 
-
-class Runner(Protocol):
-    """What the dispatcher needs of an `OperationRunner`."""
-
-    async def prepare(self, operation: Operation, /) -> Prepared: ...
-    async def carry_out(self, prepared: Prepared, call: Call, /) -> Outcome: ...
+CarryOut = Callable[[Call], Awaitable[Outcome]]
 
 
 class Dispatcher:
@@ -45,9 +40,7 @@ class Dispatcher:
         self._gap_timeout = gap_timeout
         self._end = end
         self._waiting: dict[int, Operation] = {}
-        self._order: list[int] = []  # the seq_ids of `_waiting`, sorted
-        self._preparing: Operation | None = None
-        self._under_way: dict[int, tuple[Operation, Call]] = {}
+        self._under_way: dict[int, Call] = {}
         self._next = 1
         self._sent = -1
         self._incomplete = ""
@@ -56,14 +49,13 @@ class Dispatcher:
         self._completions = Rate()
         self._ended: TandemError | None = None
         self._wake = asyncio.Event()
-        self._gap_timer: asyncio.TimerHandle | None = None
-        self._gap_since = 0.0
+        self._gap_since: float | None = None
         self._log = get_log()
 
     @property
     def queued(self) -> int:
         """Operations that have not ended."""
-        return len(self._waiting) + len(self._under_way) + (self._preparing is not None)
+        return len(self._waiting) + len(self._under_way)
 
     @property
     def under_way(self) -> int:
@@ -80,7 +72,7 @@ class Dispatcher:
 
     def awaits(self, seq_id: int) -> bool:
         """Whether operations are waiting, and all of them for this one to arrive."""
-        return seq_id == self._next and bool(self._waiting) and seq_id not in self._waiting
+        return seq_id == self._next and self._gap_since is not None
 
     def put(self, operation: Operation) -> None:
         """Take an operation that is in the journal, and of whose `seq_id` there was no other."""
@@ -97,11 +89,10 @@ class Dispatcher:
             )
         else:
             self._waiting[seq_id] = operation
-            insort(self._order, seq_id)
+            self._note_gap()
             self._wake.set()
-            self._watch_gap()
 
-    async def serve(self, runner: Runner, *, sent: int = -1) -> NoReturn:
+    async def serve(self, carry_out: CarryOut, *, sent: int = -1) -> NoReturn:
         """Carry out operations until cancelled. `sent` is the `seq_id` of what the trainer has
         been given already, or -1. Raises `RunBroken` when an operation ended the run."""
         self._sent = sent
@@ -109,13 +100,9 @@ class Dispatcher:
         try:
             async with asyncio.TaskGroup() as calls:
                 while True:
-                    while (operation := self._take_next()) is not None:
-                        prepared = await self._prepare(runner, operation)
-                        if prepared is not None:
-                            self._send(calls, runner, prepared)
-                    self._watch_gap()
-                    self._wake.clear()
-                    await self._wake.wait()
+                    while (call := self._take_next()) is not None:
+                        calls.create_task(self._carry_out(carry_out, call))
+                    await self._wait()
         except ExceptionGroup as broken:
             raise broken.exceptions[0] from None
 
@@ -125,98 +112,62 @@ class Dispatcher:
         if self._ended is not None:
             return
         self._ended = error
-        self.stop_timer()
         under_way, self._under_way = self._under_way, {}
-        waiting, self._waiting = self._waiting, {}
-        order, self._order = self._order, []
-        if self._preparing is not None:
-            self._end(self._preparing, error)
-        for operation, _call in under_way.values():
+        for operation in [call.operation for call in under_way.values()] + self._take_all():
             self._end(operation, error)
-        for seq_id in order:
-            self._end(waiting[seq_id], error)
-
-    def stop_timer(self) -> None:
-        """Stop watching for gaps."""
-        if self._gap_timer is not None:
-            self._gap_timer.cancel()
-            self._gap_timer = None
 
     def describe(self, seq_id: int) -> Waiting:
         """Say what an operation is waiting for."""
+        now = time.monotonic()
         if not self._ready:
-            age = time.monotonic() - self._created_at
-            return Waiting(f"the trainer is starting ({age:.0f} s)", paused=True)
-        if seq_id in self._under_way:
-            operation, call = self._under_way[seq_id]
+            return Waiting(f"the trainer is starting ({now - self._created_at:.0f} s)", paused=True)
+        if (call := self._under_way.get(seq_id)) is not None:
             before = sum(other < seq_id for other in self._under_way)
             if before == 0 or call.waiting_for != TRAINER_AT_WORK:
-                age = time.monotonic() - operation.accepted_at
+                age = now - call.operation.future.accepted_at
                 return Waiting(f"{call.waiting_for} ({age:.0f} s)")
-            return Waiting(_ahead(before))
-        if self._next not in self._waiting and self._waiting:
-            age = time.monotonic() - self._gap_since
+        elif self._gap_since is not None:
             return Waiting(
-                f"operation {self._next}, which comes before, has not arrived ({age:.0f} s)"
+                f"operation {self._next}, which comes before, has not arrived "
+                f"({now - self._gap_since:.0f} s)"
             )
-        before = bisect_left(self._order, seq_id)
-        return Waiting(_ahead(before + len(self._under_way)))
+        else:
+            before = sum(other < seq_id for other in self._waiting) + len(self._under_way)
+        return Waiting(f"{before} operation{'' if before == 1 else 's'} before this one")
 
-    def _take_next(self) -> Operation | None:
-        """Take the next operation if it may go now."""
+    def _take_next(self) -> Call | None:
+        """Return the call of the next operation if it may go now."""
         operation = self._waiting.get(self._next)
-        holding = sum(not call.released for _, call in self._under_way.values())
-        if operation is None or holding >= self._window:
+        calls = self._under_way.values()
+        if operation is None or sum(not call.released for call in calls) >= self._window:
             return None
-        if self._under_way and (operation.is_exclusive or not self._has_room_for(operation)):
+        if not all(call.sent for call in calls):
             return None
+        size = operation.size + sum(call.operation.size for call in calls)
+        if calls and (operation.is_exclusive or size > self._window_bytes):
+            return None
+        del self._waiting[self._next]
         self._next += 1
-        del self._order[0]
-        self._preparing = operation
-        return self._waiting.pop(operation.seq_id)
-
-    def _has_room_for(self, operation: Operation) -> bool:
-        under_way = sum(other.size for other, _ in self._under_way.values())
-        return under_way + operation.size <= self._window_bytes
-
-    async def _prepare(self, runner: Runner, operation: Operation) -> Prepared | None:
-        """Return None for an operation that failed and is not sent."""
-        try:
-            if operation.refused is not None:
-                raise operation.refused
-            return await runner.prepare(operation)
-        except TandemError as error:
-            failed = error
-        except Exception as error:  # noqa: BLE001 - a fault of ours must not hang the client
-            self._log.exception("prepare_failed", kind=operation.kind)
-            failed = InternalError(f"{type(error).__name__}: {error}")
-        self._preparing = None
-        if operation.changes_gradients:
-            self._incomplete = (
-                f"operation {operation.seq_id}, a forward_backward since the last step, was "
-                f"refused: {failed.message}"
-            )
-        self._end(operation, failed)
-        return None
-
-    def _send(self, calls: asyncio.TaskGroup, runner: Runner, prepared: Prepared) -> None:
-        operation = prepared.operation
-        incomplete = ""
-        if operation.kind == "optim_step":
-            incomplete, self._incomplete = self._incomplete, ""
-        call = Call(previous_seq_id=self._sent, gradients_incomplete=incomplete, wake=self._wake)
+        call = Call(operation, previous_seq_id=self._sent, wake=self._wake)
         self._sent = operation.seq_id
-        self._preparing = None
-        self._under_way[operation.seq_id] = (operation, call)
-        calls.create_task(self._carry_out(runner, prepared, call))
+        if operation.kind == "optim_step":
+            call.gradients_incomplete, self._incomplete = self._incomplete, ""
+        self._under_way[operation.seq_id] = call
+        return call
 
-    async def _carry_out(self, runner: Runner, prepared: Prepared, call: Call) -> None:
-        operation = prepared.operation
+    def _take_all(self) -> list[Operation]:
+        """Return all that wait, in order."""
+        waiting, self._waiting = self._waiting, {}
+        self._gap_since = None
+        return [waiting[seq_id] for seq_id in sorted(waiting)]
+
+    async def _carry_out(self, carry_out: CarryOut, call: Call) -> None:
+        operation = call.operation
         outcome: Outcome
         broken: RunBroken | None = None
         with log_context(run_id=operation.run_id, request_id=operation.future.request_id):
             try:
-                outcome = await runner.carry_out(prepared, call)
+                outcome = operation.refused or await carry_out(call)
             except RunBroken as error:
                 broken, outcome = error, error.error
             except TandemError as error:
@@ -224,42 +175,56 @@ class Dispatcher:
             except Exception as error:  # noqa: BLE001 - a fault of ours must not hang the client
                 self._log.exception("operation_failed", kind=operation.kind)
                 outcome = InternalError(f"{type(error).__name__} in the gateway: {error}")
-                broken = RunBroken(outcome)
+                broken = RunBroken(outcome) if call.sent else None
         if self._ended is not None:
             return
         del self._under_way[operation.seq_id]
+        if isinstance(outcome, TandemError) and not call.sent:
+            self._take_back(call, outcome)
         self._completions.note()
         self._end(operation, outcome)
         if broken is not None:
             raise broken
         self._wake.set()
 
-    def _watch_gap(self) -> None:
-        if self._ended is not None or not self._waiting or self._next in self._waiting:
-            self.stop_timer()
-        elif self._gap_timer is None:
-            self._gap_since = time.monotonic()
-            self._gap_timer = asyncio.get_running_loop().call_later(
-                self._gap_timeout, self._give_up_gap, self._next
+    def _take_back(self, call: Call, error: TandemError) -> None:
+        """Go on as if there had been no such call, of which the trainer has not heard."""
+        self._sent = call.previous_seq_id
+        self._incomplete = self._incomplete or call.gradients_incomplete
+        if call.operation.kind == "forward_backward":
+            self._incomplete = (
+                f"operation {call.operation.seq_id}, a forward_backward since the last step, was "
+                f"refused: {error.message}"
             )
 
-    def _give_up_gap(self, missing: int) -> None:
-        self._gap_timer = None
-        if self._next != missing:  # that one came, and another one is missing by now
-            self._watch_gap()
-            return
-        self._next = self._order[-1] + 1
+    async def _wait(self) -> None:
+        """Return when another operation may be able to go, or when a gap was given up."""
+        self._note_gap()
+        self._wake.clear()
+        left = None
+        if self._gap_since is not None:
+            left = self._gap_since + self._gap_timeout - time.monotonic()
+        try:
+            async with asyncio.timeout(left):
+                await self._wake.wait()
+        except TimeoutError:
+            if self._gap_since is not None:  # otherwise it was filled at the last moment
+                self._give_up_gap()
+
+    def _note_gap(self) -> None:
+        """Note since when operations wait for one that has not arrived."""
+        if not self._waiting or self._next in self._waiting:
+            self._gap_since = None
+        elif self._gap_since is None:
+            self._gap_since = time.monotonic()
+
+    def _give_up_gap(self) -> None:
         message = (
-            f"operation {missing} did not arrive within {self._gap_timeout:g} s, so that those "
+            f"operation {self._next} did not arrive within {self._gap_timeout:g} s, so that those "
             "behind it cannot be carried out in order"
         )
         # Any of them, or the missing one, may have been a forward_backward.
         self._incomplete = message
-        waiting, self._waiting = self._waiting, {}
-        order, self._order = self._order, []
-        for seq_id in order:
-            self._end(waiting[seq_id], SequenceGap(message))
-
-
-def _ahead(before: int) -> str:
-    return f"{before} operation{'' if before == 1 else 's'} before this one"
+        self._next = max(self._waiting) + 1
+        for operation in self._take_all():
+            self._end(operation, SequenceGap(message))

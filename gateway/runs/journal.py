@@ -11,13 +11,14 @@ import asyncio
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from sqlalchemy import and_, bindparam, insert, select, update
+from sqlalchemy import and_, bindparam, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from gateway.fair_queue import FairSemaphore
-from gateway.futures.table import FutureTable, Outcome, Result
+from gateway.futures.table import FutureTable, Outcome, Result, write_file
 from gateway.identifiers import operation_blob, result_blob, split_request_id
 from gateway.metrics import Metrics
 from gateway.runs.operations import Kind, Operation
@@ -37,18 +38,7 @@ _ACCEPT = insert(operations)
 _THIS = and_(
     operations.c.run_id == bindparam("this_run"), operations.c.seq_id == bindparam("this_seq")
 )
-_END = (
-    update(operations)
-    .where(_THIS)
-    .values(
-        state=bindparam("new_state"),
-        ended_at=bindparam("new_ended_at"),
-        error_type=bindparam("new_error_type"),
-        error=bindparam("new_error"),
-        media=bindparam("new_media"),
-        result=bindparam("new_result"),
-    )
-)
+_END = update(operations).where(_THIS)
 _FORGET = update(operations).where(_THIS).values(result=None, media="")
 
 
@@ -79,20 +69,16 @@ class Journal:
         `request` is the body of a JSON request, `payload` the protobuf of a forward_backward.
         Raises `StorageFull`, or sqlalchemy's `IntegrityError` for a `seq_id` that is taken.
         """
-
-        def write_payload() -> None:
-            assert payload is not None
-            file = self._payload_file(operation)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(payload)
-
+        write_payload = None
+        if payload is not None:
+            write_payload = partial(write_file, self._payload_file(operation), payload)
         row = _new_row(operation.run_id, operation.seq_id, operation.kind)
         row["request"] = request if len(request) <= _MAX_REQUEST_BYTES else b""
         try:
             await self._database.write(
                 _ACCEPT,
                 row,
-                before=write_payload if payload is not None else None,
+                before=write_payload,
                 owner=operation.future.owner,
                 size=len(payload or b""),
             )
@@ -143,7 +129,7 @@ class Journal:
         labels = {"kind": operation.kind, "outcome": error.type if error else "done"}
         self._metrics.operations.labels(**labels).inc()
         self._metrics.operation_seconds.labels(kind=operation.kind).observe(
-            time.monotonic() - operation.accepted_at
+            time.monotonic() - operation.future.accepted_at
         )
         operation.future.resolve(outcome)
         if error is not None:
@@ -155,32 +141,26 @@ class Journal:
                 type=error.type,
                 reason=error.message,
             )
-        body = b"" if isinstance(outcome, TandemError) else outcome.body
-        large = len(body) > _INLINE_RESULT_BYTES
-
-        def remove_payload() -> None:
-            self._payload_file(operation).unlink(missing_ok=True)
-
-        def write_result() -> None:
-            path = result_blob(self._data_dir, request_id=operation.future.request_id)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(body)
-
-        self._database.write_soon(
-            _END,
-            {
-                "this_run": operation.run_id,
-                "this_seq": operation.seq_id,
-                "new_state": "done" if error is None else "failed",
-                "new_ended_at": time.time(),
-                "new_error_type": error.type if error is not None else "",
-                "new_error": error.message if error is not None else "",
-                "new_media": "" if isinstance(outcome, TandemError) else outcome.media,
-                "new_result": None if error is not None or large else body,
-            },
-            before=write_result if large else None,
-            after=remove_payload if operation.in_file else None,
-        )
+        row = {
+            "this_run": operation.run_id,
+            "this_seq": operation.seq_id,
+            "state": "failed",
+            "ended_at": time.time(),
+            "error_type": error.type if error else "",
+            "error": error.message if error else "",
+            "media": "",
+            "result": None,
+        }
+        write_result = None
+        if isinstance(outcome, Result):
+            row |= {"state": "done", "media": outcome.media}
+            if len(outcome.body) <= _INLINE_RESULT_BYTES:
+                row["result"] = outcome.body
+            else:
+                file = result_blob(self._data_dir, request_id=operation.future.request_id)
+                write_result = partial(write_file, file, outcome.body)
+        remove = partial(_unlink, [self._payload_file(operation)]) if operation.in_file else None
+        self._database.write_soon(_END, row, before=write_result, after=remove)
 
     async def recall(self, request_id: str) -> Outcome | None:
         """Return the outcome of an operation that memory no longer holds: None if the journal
@@ -231,21 +211,22 @@ class Journal:
     async def abandon(self) -> int:
         """Fail what an earlier gateway left unfinished; return how many operations that were."""
         unfinished = operations.c.state == "accepted"
-        rows = await self._database.read(select(operations.c.run_id).where(unfinished))
-        if rows:
-            await self._database.write(
-                update(operations)
-                .where(unfinished)
-                .values(
-                    state="failed",
-                    ended_at=time.time(),
-                    error_type=GatewayRestarted.type,
-                    error="the gateway restarted before this operation had ended; create the "
-                    "run again, from a checkpoint if there is one",
-                )
+        count = await self._database.read_value(
+            select(func.count()).select_from(operations).where(unfinished)
+        )
+        await self._database.write(
+            update(operations)
+            .where(unfinished)
+            .values(
+                state="failed",
+                ended_at=time.time(),
+                error_type=GatewayRestarted.type,
+                error="the gateway restarted before this operation had ended; create the "
+                "run again, from a checkpoint if there is one",
             )
+        )
         _unlink(_older_than(self._data_dir / "operations", time.time()))
-        return len(rows)
+        return count
 
     def _payload_file(self, operation: Operation) -> Path:
         return operation_blob(self._data_dir, run_id=operation.run_id, seq_id=operation.seq_id)

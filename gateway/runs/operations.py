@@ -1,13 +1,8 @@
-"""What an operation is: its kinds and bodies, and its forms on the way to the trainer.
-
-An `Operation` has been accepted; it becomes `Prepared` at its turn, and a `Call` while the
-trainer works on it.
-"""
+"""What an operation is: its kinds and bodies, and the `Call` that it becomes at its turn."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -16,11 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from gateway.auth.identity import Readers
 from gateway.futures.table import Future, Outcome, Result
-from gateway.identifiers import CheckpointPath, check_name, check_ttl, parse_checkpoint_path
+from gateway.identifiers import check_name, check_ttl, parse_checkpoint_path
 from gateway.sessions.registry import TextMetadata
 from gateway.usage.meter import UsageKind
 from tandem.errors import InvalidRequest, TandemError
-from tandem.v1 import trainer_pb2
 
 TRAINER_AT_WORK = "the trainer is at work on it"
 
@@ -153,21 +147,13 @@ class Operation:
     in_file: bool = False
     size: int = 0
     refused: TandemError | None = None
-    accepted_at: float = field(default_factory=time.monotonic)
-
-    @property
-    def changes_gradients(self) -> bool:
-        return self.kind == "forward_backward"
 
     @property
     def usage_kind(self) -> UsageKind:
         """The kind under which usage is metered. An unnamed save for a sampler is a publish,
         because it leaves no checkpoint."""
-        match self.body:
-            case SaveWeightsForSampler(path=None):
-                return "publish"
-            case LoadWeights():
-                return "load_weights"
+        if isinstance(self.body, SaveWeightsForSampler) and self.body.path is None:
+            return "publish"
         assert self.kind != "create_model", "creating a model asks nothing of a trainer"
         return self.kind
 
@@ -178,42 +164,29 @@ class Operation:
         match self.body:
             case SaveWeights() | SaveWeightsExternal() | LoadWeights():
                 return True
-            case SaveWeightsForSampler(path=str()):
-                return True
-            case _:
-                return False
-
-
-TrainerRequest = (
-    trainer_pb2.ForwardBackwardRequest
-    | trainer_pb2.OptimStepRequest
-    | trainer_pb2.PublishRequest
-    | trainer_pb2.SaveCheckpointRequest
-    | trainer_pb2.LoadCheckpointRequest
-)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """An operation that the trainer can be given: the request, but for its header. `path` is the
-    name that a save gives; `folder` is pinned for the run until the operation has ended."""
-
-    operation: Operation
-    request: TrainerRequest
-    path: CheckpointPath | None = None
-    folder: str = ""
+            case SaveWeightsForSampler(path=path):
+                return path is not None
+        return False
 
 
 @dataclass(eq=False)
 class Call:
-    """An operation under way. `waiting_for` tells its client why it has not ended; `wake` is set
-    when it leaves the window early."""
+    """An operation whose turn it is. `waiting_for` tells its client why it has not ended; `wake`
+    is set when the next one may go."""
 
-    previous_seq_id: int
+    operation: Operation
+    previous_seq_id: int = -1
     gradients_incomplete: str = ""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: bool = False
     released: bool = False
-    waiting_for: str = TRAINER_AT_WORK
+    waiting_for: str = "it is being prepared"
+
+    def send(self) -> None:
+        """Note that all is done that can fail before the trainer hears of the operation."""
+        self.sent = True
+        self.waiting_for = TRAINER_AT_WORK
+        self.wake.set()
 
     def release(self) -> None:
         """Free the slot in the window: the trainer has answered, and the rest of the operation
@@ -235,18 +208,17 @@ def check_body(body: Body) -> None:
     match body:
         case LoadWeights():
             parse_checkpoint_path(body.path)
-        case SaveWeights() | SaveWeightsExternal():
-            check_name(body.path)
+        case (
+            SaveWeights(path=str(name))
+            | SaveWeightsForSampler(path=str(name))
+            | (SaveWeightsExternal(path=str(name)))
+        ):
+            check_name(name)
             check_ttl(body.ttl_seconds)
-        case SaveWeightsForSampler() if body.path is not None:
-            check_name(body.path)
-            check_ttl(body.ttl_seconds)
-        case SaveWeightsForSampler() if body.sampling_session_seq_id is None:
+        case SaveWeightsForSampler(sampling_session_seq_id=None):
             raise InvalidRequest(
                 "save_weights_for_sampler needs a path or a sampling_session_seq_id"
             )
-        case _:
-            pass
 
 
 def json_result(**fields: object) -> Result:

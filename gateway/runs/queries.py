@@ -44,6 +44,17 @@ class RunRecord:
     last_sampler: Checkpoint | None
 
 
+_ACCEPTED_LAST = (
+    select(operations.c.accepted_at)
+    .where(operations.c.run_id == runs.c.id)
+    .order_by(operations.c.seq_id.desc())
+    .limit(1)
+    .scalar_subquery()
+)
+"""Reads one row of each journal, because a journal can be long."""
+_RUNS = select(runs, func.coalesce(_ACCEPTED_LAST, runs.c.created_at).label("last_request_at"))
+
+
 class RunQueries:
     def __init__(self, *, database: Database) -> None:
         self._database = database
@@ -73,7 +84,7 @@ class RunQueries:
                 checkpoints.c.run_id == run_id, checkpoints.c.public, not_expired()
             )
             seen = or_(seen, published.exists())
-        rows = await self._database.read(select(runs).where(runs.c.id == run_id, seen))
+        rows = await self._database.read(_RUNS.where(runs.c.id == run_id, seen))
         if not rows:
             raise UnknownRun(f"there is no training run {run_id!r} on this server")
         return (await self._described(rows))[0]
@@ -86,57 +97,31 @@ class RunQueries:
         if project_id is not None:
             wanted.append(runs.c.project_id == project_id)
         await self._database.flush()
-        count = await self._database.read_one(
-            select(func.count().label("total")).select_from(runs).where(*wanted)
+        total = await self._database.read_value(
+            select(func.count()).select_from(runs).where(*wanted)
         )
         rows = await self._database.read(
-            select(runs)
-            .where(*wanted)
+            _RUNS.where(*wanted)
             .order_by(runs.c.created_at.desc(), runs.c.id.desc())
             .limit(limit)
             .offset(offset)
         )
-        assert count is not None
-        return await self._described(rows), count["total"]
+        return await self._described(rows), total
 
     async def _described(self, rows: Sequence[RowMapping]) -> list[RunRecord]:
-        ids = [row["id"] for row in rows]
-        last = await self._last_operations(ids)
-        newest = await self._newest_checkpoints(ids)
+        newest = await self._newest_checkpoints([row["id"] for row in rows])
         return [
             from_row(
                 RunRecord,
                 row,
-                training=TrainingSpec.model_validate(row["training"])
-                if row["training"]
-                else TrainingSpec(),
+                training=TrainingSpec.model_validate(row["training"] or {}),
                 failed=row["state"] == "ended"
                 and row["error_type"] not in ("", SessionFinished.type),
-                last_request_at=max(
-                    row["created_at"], row["last_request_at"] or 0.0, last.get(row["id"], 0.0)
-                ),
                 last_training=newest.get((row["id"], "weights")),
                 last_sampler=newest.get((row["id"], "sampler_weights")),
             )
             for row in rows
         ]
-
-    async def _last_operations(self, run_ids: Sequence[str]) -> dict[str, float]:
-        """Return when the newest operation of each run was accepted. Reads only the last row of
-        each journal, because a journal can be long."""
-        newest = (
-            select(operations.c.run_id, func.max(operations.c.seq_id).label("seq_id"))
-            .where(operations.c.run_id.in_(run_ids))
-            .group_by(operations.c.run_id)
-            .subquery()
-        )
-        rows = await self._database.read(
-            select(operations.c.run_id, operations.c.accepted_at).join(
-                newest,
-                (operations.c.run_id == newest.c.run_id) & (operations.c.seq_id == newest.c.seq_id),
-            )
-        )
-        return {row["run_id"]: row["accepted_at"] for row in rows}
 
     async def _newest_checkpoints(
         self, run_ids: Sequence[str]

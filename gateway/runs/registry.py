@@ -11,30 +11,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from weakref import WeakValueDictionary
 
+from sqlalchemy import insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.collector import GarbageCollector
-from gateway.futures.table import Future, Outcome
 from gateway.identifiers import relative_version_folder, request_id_of, run_id_of
 from gateway.limits import Quotas, overloaded
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.journal import Journal
-from gateway.runs.operations import (
-    Body,
-    Call,
-    Kind,
-    LoadWeights,
-    Operation,
-    RunBroken,
-    json_result,
-)
-from gateway.runs.runner import EXIT_REPORT_PATIENCE, OperationRunner, RunnerTools
-from gateway.runs.training_run import RunRows, TrainingRun
+from gateway.runs.operations import Body, Call, Kind, LoadWeights, Operation, RunBroken
+from gateway.runs.runner import OperationRunner, RunnerTools, TrainingRun
 from gateway.sessions.registry import SessionRegistry
 from gateway.storage.database import Database
-from gateway.workers.clients import TrainerClient, WorkerUnavailable
+from gateway.storage.tables import runs
+from gateway.workers.clients import EXIT_REPORT_PATIENCE, TrainerClient, WorkerUnavailable
 from gateway.workers.fleet import Fleet
 from tandem.errors import (
     GatewayRestarted,
@@ -66,7 +59,7 @@ class RunRegistry:
         tools: RunnerTools,
     ) -> None:
         self._settings = settings
-        self._rows = RunRows(database=database)
+        self._database = database
         self._journal = journal
         self._sessions = sessions
         self._limits = limits
@@ -74,20 +67,32 @@ class RunRegistry:
         self._collector = collector
         self._tools = tools
         self._runs: dict[str, TrainingRun] = {}
+        self._arriving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._stopping: set[asyncio.Task[None]] = set()
         self._log = get_log()
 
     async def open(self) -> list[str]:
         """Mark the runs of an earlier gateway as ended; return their ids."""
-        return await self._rows.end_all()
+        active = runs.c.state != "ended"
+        lost = await self._database.read(select(runs.c.id).where(active))
+        await self._database.write(
+            update(runs)
+            .where(active)
+            .values(
+                state="ended",
+                error_type=GatewayRestarted.type,
+                reason="the gateway restarted, and the trainer ended with it; create the "
+                "run again, from a checkpoint if there is one",
+                ended_at=time.time(),
+            )
+        )
+        return [row["id"] for row in lost]
 
     async def close(self) -> None:
         """Cancel everything. The next gateway fails what has not ended."""
         lives = [run.life for run in self._runs.values() if run.life is not None]
         for life in lives:
             life.cancel()
-        for run in self._runs.values():
-            run.dispatcher.stop_timer()
         await asyncio.gather(*lives, *self._stopping, return_exceptions=True)
 
     def all(self) -> list[TrainingRun]:
@@ -95,13 +100,6 @@ class RunRegistry:
 
     def get(self, run_id: str) -> TrainingRun | None:
         return self._runs.get(run_id)
-
-    def save_request_times(self) -> None:
-        """Write when runs last received a request, where that changed."""
-        changed = [r for r in self._runs.values() if r.last_request_at != r.saved_request_at]
-        for run in changed:
-            run.saved_request_at = run.last_request_at
-        self._rows.save_request_times(changed)
 
     # --- Creation -----------------------------------------------------------------------------
 
@@ -124,47 +122,52 @@ class RunRegistry:
         """
         run_id = run_id_of(session_id=session_id, model_seq_id=model_seq_id)
         request_id = request_id_of(owner=run_id, seq_id=0)
-        known = await self._rows.ended_with(run_id) is not None
-        while (existing := self._runs.get(run_id)) is not None:
-            await existing.arrived(0)
-            if self._runs.get(run_id) is existing:  # otherwise it could not be written
+        known = await self._ended_with(run_id) is not None
+        async with self._arrival(request_id):
+            if known or run_id in self._runs:
                 return request_id
-        if known:
-            return request_id
-        # Nothing is awaited from here to where the run is registered.
-        session = self._sessions.require(session_id)
-        used = (run.session_id for run in self._runs.values() if run.state != "ended")
-        self._limits.check("runs", used=self._sessions.count_of(session.owner, used))
-        # Start the engine beside the trainer: the training loop needs both.
-        self._tools.samplers.ensure(session_id=session_id, model=model, rank=training.rank)
-        run = self._runs[run_id] = TrainingRun(
-            id=run_id,
-            session_id=session_id,
-            owner=session.owner,
-            model=model,
-            training=training,
-            dispatcher=Dispatcher(
-                window=self._settings.dispatch_window,
-                window_bytes=self._settings.dispatch_window_bytes,
-                gap_timeout=self._settings.sequence_gap_timeout,
-                end=self._journal.end,
-            ),
-        )
-        kind: Kind = "create_model" if load is None else "load_weights"
-        future = Future(
-            request_id=request_id,
-            source="operation",
-            kind=kind,
-            describe=lambda: run.dispatcher.describe(0),
-        )
-        creation = Operation(run_id=run_id, seq_id=0, kind=kind, future=future, body=load)
-        with run.arriving(0):
+            # Nothing is awaited from here to where the run is registered.
+            session = self._sessions.require(session_id)
+            used = (run.session_id for run in self._runs.values() if run.state != "ended")
+            self._limits.check("runs", used=self._sessions.count_of(session.owner, used))
+            # Start the engine beside the trainer: the training loop needs both.
+            self._tools.samplers.ensure(session_id=session_id, model=model, rank=training.rank)
+            run = self._runs[run_id] = TrainingRun(
+                id=run_id,
+                session_id=session_id,
+                owner=session.owner,
+                model=model,
+                training=training,
+                dispatcher=Dispatcher(
+                    window=self._settings.dispatch_window,
+                    window_bytes=self._settings.dispatch_window_bytes,
+                    gap_timeout=self._settings.sequence_gap_timeout,
+                    end=self._journal.end,
+                ),
+            )
+            creation = Operation(
+                run_id=run_id,
+                seq_id=0,
+                kind="create_model" if load is None else "load_weights",
+                future=run.new_future(0),
+                body=load,
+            )
+            row = {
+                "id": run_id,
+                "session_id": session_id,
+                "base_model": model.name,
+                "training": training.model_dump(),
+                "owner": session.owner,
+                "project_id": session.project_id,
+                "state": "active",
+                "user_metadata": user_metadata,
+                "created_at": time.time(),
+            }
             try:
-                await self._rows.add(run, session=session, user_metadata=user_metadata)
+                await self._database.write(insert(runs), row)
                 await self._journal.accept(creation, request=request, payload=None)
             except BaseException:
                 self._runs.pop(run_id, None)
-                run.dispatcher.stop_timer()
                 raise
         run.creation = creation
         if run.error is not None:  # its session has ended meanwhile
@@ -173,22 +176,19 @@ class RunRegistry:
             run.life = asyncio.create_task(self._live(run, creation), name=f"run-{run_id}")
         return request_id
 
+    def _arrival(self, request_id: str) -> asyncio.Lock:
+        """Return the lock that makes equal requests come one after the other: the second finds
+        what the first has written, or goes on if that failed."""
+        return self._arriving.setdefault(request_id, asyncio.Lock())
+
     async def _live(self, run: TrainingRun, creation: Operation) -> None:
         """Start the trainer, and carry out operations until one of them ends the run."""
         try:
             runner = await self._start_trainer(run)
-            sent = -1
-            created: Outcome
-            if creation.body is None:
-                created = json_result(type="create_model", model_id=run.id)
-            else:
-                call = Call(previous_seq_id=-1)
-                created = await runner.carry_out(await runner.prepare(creation), call)
-                sent = 0
-            self._journal.end(creation, created)
+            call = Call(creation)
+            self._journal.end(creation, await runner.carry_out(call))
             run.state = "ready"
-            self._rows.set_ready(run)
-            await run.dispatcher.serve(runner, sent=sent)
+            await run.dispatcher.serve(runner.carry_out, sent=0 if call.sent else -1)
         except RunBroken as broken:
             error = broken.error
         except TandemError as failed:
@@ -215,14 +215,10 @@ class RunRegistry:
         )
         client = TrainerClient(worker, timeout=self._settings.trainer.operation_timeout)
         try:
-            about = await client.describe()
+            run.about = await client.describe()
         except WorkerUnavailable as error:
             await asyncio.sleep(EXIT_REPORT_PATIENCE)  # the report ends the run, and this task
             raise WorkerDied(f"the trainer is gone: {error}") from error
-        run.architecture = about.architecture
-        run.parameters = about.parameters
-        run.trainable_parameters = about.trainable_parameters
-        run.ranks = about.ranks
         return OperationRunner(run=run, client=client, tools=self._tools)
 
     # --- Operations ---------------------------------------------------------------------------
@@ -248,51 +244,44 @@ class RunRegistry:
         if run is None:
             return await self._submit_to_lost(run_id=run_id, seq_id=seq_id, kind=kind)
         request_id = request_id_of(owner=run_id, seq_id=seq_id)
-        run.last_request_at = time.time()
-        if run.dispatcher.passed(seq_id) and await self._journal.has(run_id=run_id, seq_id=seq_id):
-            return request_id
-        await run.arrived(seq_id)  # the same request, sent before; if that one fails, this goes on
-        if self._journal.has_future(request_id):
-            return request_id
-        # The operation that a run waits for is let in whatever the limits say: without it, those
-        # that are there already could not go on, and would never make room.
-        forced = run.dispatcher.awaits(seq_id)
-        if not forced:
-            self._check_queue(run)
-        size = len(request if payload is None else payload)
-        in_memory = payload is None or (
-            size <= _SMALL_PAYLOAD and self._limits.held.has_room(run.owner, size)
-        )
-        reserved = self._limits.reserve(
-            run.owner,
-            (self._limits.operations, 1),
-            (self._limits.operation_bytes, size),
-            (self._limits.held, size if in_memory else 0),
-            forced=forced,
-        )
-        operation = Operation(
-            run_id=run_id,
-            seq_id=seq_id,
-            kind=kind,
-            future=Future(
-                request_id=request_id,
-                source="operation",
-                kind=kind,
-                owner=run.owner,
-                describe=lambda: run.dispatcher.describe(seq_id),
-            ),
-            body=body,
-            payload=payload if in_memory else None,
-            in_file=payload is not None,
-            size=size,
-            refused=refused,
-        )
-        with reserved, run.arriving(seq_id):
-            try:
-                await self._journal.accept(operation, request=request, payload=payload)
-            except IntegrityError:  # the journal has this seq_id; memory has forgotten it
+        async with self._arrival(request_id):
+            if self._journal.has_future(request_id):
                 return request_id
-            release = reserved.pop_all().close  # not at the end of the block, but of the operation
+            passed = run.dispatcher.passed(seq_id)
+            if passed and await self._journal.has(run_id=run_id, seq_id=seq_id):
+                return request_id
+            # The operation that a run waits for is let in whatever the limits say: without it,
+            # those that are there already could not go on, and would never make room.
+            forced = run.dispatcher.awaits(seq_id)
+            if not forced:
+                self._check_queue(run)
+            size = len(request if payload is None else payload)
+            in_memory = payload is None or (
+                size <= _SMALL_PAYLOAD and self._limits.held.has_room(run.owner, size)
+            )
+            operation = Operation(
+                run_id=run_id,
+                seq_id=seq_id,
+                kind=kind,
+                future=run.new_future(seq_id),
+                body=body,
+                payload=payload if in_memory else None,
+                in_file=payload is not None,
+                size=size,
+                refused=refused,
+            )
+            with self._limits.reserve(
+                run.owner,
+                (self._limits.operations, 1),
+                (self._limits.operation_bytes, size),
+                (self._limits.held, size if in_memory else 0),
+                forced=forced,
+            ) as reserved:
+                try:
+                    await self._journal.accept(operation, request=request, payload=payload)
+                except IntegrityError:  # the journal has this seq_id; memory has forgotten it
+                    return request_id
+                release = reserved.pop_all().close  # not now, but when the operation ends
         operation.future.on_end(lambda _outcome: release())
         run.dispatcher.put(operation)
         return request_id
@@ -311,7 +300,7 @@ class RunRegistry:
 
     async def _submit_to_lost(self, *, run_id: str, seq_id: int, kind: Kind) -> str:
         """Accept an operation of a run that a restart of the gateway ended: it has failed."""
-        ended_with = await self._rows.ended_with(run_id)
+        ended_with = await self._ended_with(run_id)
         if ended_with is None:
             raise UnknownRun(f"there is no training run {run_id!r} on this server")
         error_type, reason = ended_with
@@ -321,6 +310,13 @@ class RunRegistry:
             run_id=run_id, seq_id=seq_id, kind=kind, error=GatewayRestarted(reason)
         )
         return request_id_of(owner=run_id, seq_id=seq_id)
+
+    async def _ended_with(self, run_id: str) -> tuple[str, str] | None:
+        """Return the error type and the reason of a run, or None if there never was one."""
+        row = await self._database.read_one(
+            select(runs.c.error_type, runs.c.reason).where(runs.c.id == run_id)
+        )
+        return None if row is None else (row["error_type"], row["reason"])
 
     # --- End ----------------------------------------------------------------------------------
 
@@ -362,7 +358,13 @@ class RunRegistry:
         run.dispatcher.end(error)
         if run.life is not None and run.life is not asyncio.current_task():
             run.life.cancel()
-        self._rows.set_ended(run, error)
+        self._database.write_soon(
+            update(runs)
+            .where(runs.c.id == run.id)
+            .values(
+                state="ended", error_type=error.type, reason=error.message, ended_at=time.time()
+            )
+        )
 
     async def _stop_trainer(self, run: TrainingRun, reason: str) -> None:
         if run.life is not None:

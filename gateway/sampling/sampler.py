@@ -33,7 +33,12 @@ from gateway.limits import Quotas, Rate, overloaded
 from gateway.metrics import Metrics
 from gateway.sessions.registry import SessionRegistry
 from gateway.usage.meter import SampleMeter, TimeShares
-from gateway.workers.clients import SamplerClient, Tell, WorkerUnavailable
+from gateway.workers.clients import (
+    EXIT_REPORT_PATIENCE,
+    SamplerClient,
+    Tell,
+    WorkerUnavailable,
+)
 from gateway.workers.fleet import Fleet, Worker
 from tandem.errors import (
     InternalError,
@@ -51,8 +56,6 @@ EngineState = Literal["starting", "ready", "failed", "stopped"]
 
 _Reply = TypeVar("_Reply")
 
-_REPORT_PATIENCE = 5.0
-"""Seconds within which the launcher reports the end of an engine whose connection broke."""
 _FIRST_WAIT = 0.5
 _JITTER = 0.2
 _STABLE_AFTER = 60.0
@@ -314,7 +317,7 @@ class Sampler:
                 raise WorkerDied(f"the sampler died during {during}: {error}") from error
         if self.worker is client.worker:
             with suppress(TimeoutError):  # no end is reported: only the connection broke
-                async with asyncio.timeout(_REPORT_PATIENCE):
+                async with asyncio.timeout(EXIT_REPORT_PATIENCE):
                     await self._died.wait()
         client = await self._ready()
         try:

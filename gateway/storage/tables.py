@@ -75,12 +75,11 @@ runs = Table(
     Column("training", JSON),  # a tandem.worker.TrainingSpec
     Column("owner", String(100), nullable=False),
     Column("project_id", String(200), nullable=False, default=""),
-    Column("state", String(16), nullable=False),  # starting, ready, ended
+    Column("state", String(16), nullable=False),  # active, ended
     Column("error_type", String(64), nullable=False, default=""),
     Column("reason", Text, nullable=False, default=""),
     Column("user_metadata", JSON),
     Column("created_at", Float, nullable=False),
-    Column("last_request_at", Float),
     Column("ended_at", Float),
     Index("runs_by_session", "session_id"),
     Index("runs_by_owner", "owner", "created_at"),

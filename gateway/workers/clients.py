@@ -15,6 +15,8 @@ from tandem.errors import InternalError, OperationTimedOut, WorkerDied
 from tandem.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 _DESCRIBE_TIMEOUT = 30.0
+EXIT_REPORT_PATIENCE = 5.0
+"""Seconds within which the launcher reports the end of a worker whose connection broke."""
 
 Request = TypeVar("Request", contravariant=True)
 Reply = TypeVar("Reply", covariant=True)

@@ -171,7 +171,6 @@ class Generation:
         future = Future(
             request_id=request_id,
             source="sample",
-            kind="sample",
             owner=self._owner,
             describe=lambda: sampler.describe(request_id),
         )

@@ -148,6 +148,8 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
                 worker=run.worker.worker_id if run.worker is not None else "",
                 queued=run.dispatcher.queued,
                 under_way=run.dispatcher.under_way,
+                parameters=run.about.parameters,
+                ranks=run.about.ranks,
                 weight_version=run.parent,
             )
             for run in gateway.runs.all()

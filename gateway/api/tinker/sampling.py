@@ -184,7 +184,6 @@ async def asample(request: Request) -> Response:
         future = Future(
             request_id=request_id,
             source="sample",
-            kind="sample",
             owner=gateway.sessions.require(session.session_id).owner,
             describe=lambda: sampler.describe(request_id),
         )

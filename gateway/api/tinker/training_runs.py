@@ -211,7 +211,7 @@ async def get_info(body: ModelId, access: AccessDep) -> TrainingInfo:
         is_lora=lora is not None,
         lora_rank=lora.rank if lora is not None else None,
         model_data=ModelData(
-            arch=run.architecture or None,
+            arch=run.about.architecture or None,
             model_name=run.model.name,
             # The SDK takes it as it is, where it would cut a name or a path in pieces.
             tokenizer_id=run.model.path,

@@ -196,7 +196,6 @@ def _sample(gateway, sampler_id: str, seq_id: int) -> None:
     future = Future(
         request_id=request_id,
         source="sample",
-        kind="sample",
         owner=gateway.sessions.require(session.session_id).owner,
         describe=lambda: Waiting(""),
     )

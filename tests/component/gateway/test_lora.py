@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 from sqlalchemy import select
@@ -120,21 +119,6 @@ def test_a_run_belongs_to_its_sessions_owner_and_project(gate):
             gate.gateway.database.read_one(select(runs).where(runs.c.session_id == session_id))
         )
     assert (row["owner"], row["project_id"]) == ("local", "p-7")
-
-
-def test_the_time_of_the_last_request_is_written_soon_after_it(gate):
-    def last() -> float:
-        row = gate.run(gate.gateway.database.read_one(select(runs).where(runs.c.id == run_id)))
-        return row["last_request_at"]
-
-    run_id = gate.run_id(gate.session_id())
-    before = last()
-    with gate.http() as client:
-        asked_at = time.time()
-        step = {"model_id": run_id, "seq_id": 1, "adam_params": {}}
-        client.post("/api/v1/optim_step", json=step)
-    wait_for(lambda: last() >= asked_at)
-    assert before < asked_at
 
 
 # --- Which engine serves it ---------------------------------------------------------------

@@ -170,11 +170,11 @@ async def test_a_save_that_is_named_while_the_collector_looks_stays(tmp_path):
     pins = store.checkpoints.pins
     relative = "checkpoints/s-1_train_0/a-11111111"
     path = folder(store, relative)
-    pins.pin_for_run(relative, run_id=RUN)
+    pins.pin(relative)
     collecting = asyncio.create_task(store.collector.collect(RUN))
     await asyncio.wait_for(seen.wait(), 10)
     await store.checkpoints.put(checkpoint(store, relative))
-    pins.unpin_for_run(relative, run_id=RUN)
+    pins.unpin(relative)
     go_on.set()
     await collecting
     assert path.exists()

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.futures.table import Future, Result
 from gateway.runs.dispatcher import Dispatcher
-from gateway.runs.operations import Operation, Prepared, RunBroken, SaveWeights
+from gateway.runs.operations import Operation, RunBroken, SaveWeights
 from tandem.errors import InternalError, InvalidRequest, SequenceGap, SessionFinished, WorkerDied
 
 DONE = Result(media="json")
@@ -25,13 +25,11 @@ class FakeRunner:
         self.prepare_errors: dict[int, Exception] = {}
         self.errors: dict[int, Exception] = {}
 
-    async def prepare(self, operation, /):
-        if (error := self.prepare_errors.get(operation.seq_id)) is not None:
+    async def carry_out(self, call):
+        seq_id = call.operation.seq_id
+        if (error := self.prepare_errors.get(seq_id)) is not None:
             raise error
-        return Prepared(operation, request=None)
-
-    async def carry_out(self, prepared, call, /):
-        seq_id = prepared.operation.seq_id
+        call.send()
         self.sent.append((call.previous_seq_id, seq_id))
         self.calls[seq_id] = call
         if (gate := self.gates.get(seq_id)) is not None:
@@ -58,9 +56,7 @@ class World:
 
     def put(self, *seq_ids: int, kind: str = "forward_backward", **changes) -> None:
         for seq_id in seq_ids:
-            future = Future(
-                request_id=f"r:{seq_id}", source="operation", kind=kind, describe=lambda: None
-            )
+            future = Future(request_id=f"r:{seq_id}", source="operation", describe=lambda: None)
             self.dispatcher.put(
                 Operation(run_id="r", seq_id=seq_id, kind=kind, future=future, **changes)
             )
@@ -70,7 +66,7 @@ class World:
             self.runner.gates[seq_id] = asyncio.Event()
 
     def serve(self, **options) -> asyncio.Task[None]:
-        return asyncio.create_task(self.dispatcher.serve(self.runner, **options))
+        return asyncio.create_task(self.dispatcher.serve(self.runner.carry_out, **options))
 
     @property
     def sent(self) -> list[int]:
