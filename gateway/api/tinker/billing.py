@@ -99,7 +99,7 @@ async def usage_events(
     )
     return UsageEvents(
         data=[_event(event) for event in report.events],
-        sessions={id: SessionNotes(user_metadata=of) for id, of in report.metadata.items()},
+        sessions={s: SessionNotes(user_metadata=notes) for s, notes in report.metadata.items()},
         cost_data_through=None,
     )
 

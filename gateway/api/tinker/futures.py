@@ -225,13 +225,9 @@ async def retrieve_futures(body: RetrieveMany, access: AccessDep) -> FinishedSam
         return _gone("the gateway restarted, and the samples waited for are gone; ask again")
     return FinishedSamples(
         completions=[
-            Failed(state="failed", request_id=done.request_id)
+            Failed.of(done, state="failed")
             if done.size is None
-            else Finished(
-                state="finished",
-                request_id=done.request_id,
-                response_payload_uncompressed_size=done.size,
-            )
+            else Finished.of(done, state="finished", response_payload_uncompressed_size=done.size)
             for done in polled.completions
         ],
         cursor=polled.cursor,

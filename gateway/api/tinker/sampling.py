@@ -151,14 +151,7 @@ class SamplerInfo(Answer):
     "/asample",
     role="member",
     audit=None,
-    errors=[
-        UnknownSampler,
-        SessionFinished,
-        UnknownModel,
-        UnknownWeights,
-        Overloaded,
-        StorageFull,
-    ],
+    errors=[UnknownSampler, SessionFinished, UnknownModel, UnknownWeights, Overloaded, StorageFull],
     rules=[
         "Either a `sampling_session_id` with a `seq_id`, or a `base_model`, or a `model_path`.",
         "The prompt is text alone, with at least one token; every token is a token id.",
@@ -239,11 +232,7 @@ async def join_sampling_session(body: Join, gateway: GatewayDep, access: AccessD
 @router.operation("GET", "/samplers/{sampler_id}", role="reader")
 async def get_sampler(session: OwnSamplingSession) -> SamplerInfo:
     """Return what a sampling session samples from."""
-    return SamplerInfo(
-        sampler_id=session.id,
-        base_model=session.base_model,
-        model_path=session.model_path or None,
-    )
+    return SamplerInfo.of(session, sampler_id=session.id, model_path=session.model_path or None)
 
 
 async def _session_and_seq_id(access: Access, body: Sample) -> tuple[SamplingSession, int]:

@@ -277,23 +277,17 @@ async def trace_file(
 
 
 def _summary(session: SessionRecord, storage: Storage) -> SessionSummary:
+    status: SessionState | None = None
+    if session.state == "active":
+        status = SessionState(type="active")
+    elif session.state == "finished":
+        reason = Ended(type=session.reason)
+        status = SessionState(type="client_finished", reason=reason, detail=session.detail or None)
     return SessionSummary.of(
         session,
         session_id=session.id,
         owner=urn_of(session.owner),
-        status=_status(session),
+        status=status,
         checkpoints_count=storage.count,
         checkpoint_storage_bytes=storage.bytes,
     )
-
-
-def _status(session: SessionRecord) -> SessionState | None:
-    if session.state == "active":
-        return SessionState(type="active")
-    if session.state == "finished":
-        return SessionState(
-            type="client_finished",
-            reason=Ended(type=session.reason),
-            detail=session.detail or None,
-        )
-    return None

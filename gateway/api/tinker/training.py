@@ -17,28 +17,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.dependencies import (
-    access_of,
-    audit_note_of,
-)
-from gateway.api.request_body import (
-    JSON,
-    PROTOBUF,
-    SMALL_BODY,
-    BodyTooLarge,
-    first_fault,
-    validate,
-)
+from gateway.api.dependencies import access_of, audit_note_of
+from gateway.api.request_body import JSON, PROTOBUF, SMALL_BODY, BodyTooLarge, first_fault, validate
 from gateway.api.routing import Refuses, Router, binary, model_response
 from gateway.api.tinker.service import json_refused
 from gateway.api.tinker.training_runs import (
-    CreateViaLoad,
     OperationAccepted,
     OptimizerConfig,
     accepted,
-    create_via_load,
     known_optimizer,
+    model_of,
 )
+from gateway.checkpoints.compatibility import training_from
+from gateway.identifiers import run_id_of
 from gateway.runs.operations import (
     AdamParams,
     Body,
@@ -52,6 +43,7 @@ from gateway.runs.operations import (
     SaveWeightsForSampler,
     check_body,
 )
+from gateway.sessions.registry import Metadata
 from tandem.errors import (
     MalformedPayload,
     OptimizerSetting,
@@ -97,6 +89,14 @@ class AddressedOrNew(BaseModel):
     weights_access_token: str | None = Field(
         None, description="A key or token of the checkpoint's owner, who lends it"
     )
+
+
+class CreateViaLoad(BaseModel):
+    session_id: str
+    model_seq_id: int = Field(ge=0, lt=10**18)
+    base_model: str | None = None
+    user_metadata: Metadata | None = None
+    optimizer_config: OptimizerConfig | None = None
 
 
 class OptimStepFields(BaseModel):
@@ -244,6 +244,7 @@ async def load_weights(
     """Load a saved state into a new run (`session_id`, `model_seq_id`), or into an existing one
     (`model_id`)."""
     access, raw = access_of(request), await request.body()
+    gateway = access.gateway
     readers = access.readers(token=body.weights_access_token)
     fields = body.model_dump(exclude={"weights_access_token"}, exclude_unset=True)
     if "weights_access_token" in body.model_fields_set:  # which the journal must not keep
@@ -257,9 +258,24 @@ async def load_weights(
     check_small(raw)
     new, load = validate(CreateViaLoad, fields), read(fields)
     await access.session(new.session_id)
-    return await create_via_load(
-        access.gateway, raw, body=new, load=load, readers=readers, audit=audit_note_of(request)
+    asked = known_optimizer(new.optimizer_config) if new.optimizer_config else None
+    checkpoint = await gateway.checkpoints.get_trainable(load.path, readers=readers)
+    model, full = model_of(gateway, new.base_model or checkpoint.base_model, new.user_metadata)
+    saved = (await gateway.checkpoints.origin(checkpoint.path.run_id)).training
+    await gateway.runs.create(
+        session_id=new.session_id,
+        model_seq_id=new.model_seq_id,
+        model=model,
+        training=training_from(
+            path=load.path, saved=saved, full=full, optimizer=load.optimizer, asked=asked
+        ),
+        load=load,
+        user_metadata=new.user_metadata,
+        request=raw,
     )
+    run_id = run_id_of(session_id=new.session_id, model_seq_id=new.model_seq_id)
+    audit_note_of(request).note(run_id, load=load.path)
+    return accepted(run_id, 0)
 
 
 def check_small(raw: bytes) -> None:

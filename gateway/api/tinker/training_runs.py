@@ -9,13 +9,7 @@ from typing import Annotated, Literal
 from fastapi import Query
 from pydantic import BaseModel, Field
 
-from gateway.api.dependencies import (
-    AccessDep,
-    AuditDep,
-    AuditNote,
-    GatewayDep,
-    RawBody,
-)
+from gateway.api.dependencies import AccessDep, AuditDep, GatewayDep, RawBody
 from gateway.api.fields import Answer, Limit, Offset, PathText, ProjectFilter, Time, UserMetadata
 from gateway.api.request_body import SMALL_BODY
 from gateway.api.routing import Router
@@ -26,12 +20,10 @@ from gateway.api.tinker.checkpoints import (
     described,
     optimizer_name,
 )
-from gateway.auth.identity import Caller, Readers, Scope
+from gateway.auth.identity import Caller, Scope
 from gateway.checkpoints.base_models import BaseModelEntry
-from gateway.checkpoints.compatibility import training_from
 from gateway.core import Gateway
 from gateway.identifiers import request_id_of, run_id_of, split_model_name
-from gateway.runs.operations import LoadWeights
 from gateway.runs.queries import RunRecord
 from gateway.sessions.registry import Metadata
 from tandem.errors import (
@@ -74,14 +66,6 @@ class CreateModel(BaseModel):
     user_metadata: Metadata | None = None
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
-
-
-class CreateViaLoad(BaseModel):
-    session_id: str
-    model_seq_id: int = Field(ge=0, lt=10**18)
-    base_model: str | None = None
-    user_metadata: Metadata | None = None
-    optimizer_config: OptimizerConfig | None = None
 
 
 class OperationAccepted(Answer):
@@ -135,9 +119,7 @@ class RunPage(Answer):
     role="member",
     audit="run_create",
     errors=[UnknownSession, UnknownModel, SessionFinished],
-    rules=[
-        "The optimizer must be a known one, and a LoRA configuration must train something.",
-    ],
+    rules=["The optimizer must be a known one, and a LoRA configuration must train something."],
     body_limit=SMALL_BODY,
 )
 async def create_model(
@@ -147,7 +129,7 @@ async def create_model(
     typed error at once."""
     await access.session(body.session_id)
     optimizer = known_optimizer(body.optimizer_config)
-    model, full = _model_of(gateway, body.base_model, body.user_metadata)
+    model, full = model_of(gateway, body.base_model, body.user_metadata)
     lora = None if full or body.lora_config is None else _lora_spec(body.lora_config)
     await gateway.runs.create(
         session_id=body.session_id,
@@ -160,37 +142,6 @@ async def create_model(
     )
     run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
     audit.note(run_id, base_model=body.base_model)
-    return accepted(run_id, 0)
-
-
-async def create_via_load(
-    gateway: Gateway,
-    raw: bytes,
-    *,
-    body: CreateViaLoad,
-    load: LoadWeights,
-    readers: Readers,
-    audit: AuditNote,
-) -> OperationAccepted:
-    """Begin a run, in a session of the caller, with a saved state that one of `readers` may
-    read. `raw` is the body as it is kept in the journal."""
-    asked = known_optimizer(body.optimizer_config) if body.optimizer_config else None
-    checkpoint = await gateway.checkpoints.get_trainable(load.path, readers=readers)
-    model, full = _model_of(gateway, body.base_model or checkpoint.base_model, body.user_metadata)
-    saved = (await gateway.checkpoints.origin(checkpoint.path.run_id)).training
-    await gateway.runs.create(
-        session_id=body.session_id,
-        model_seq_id=body.model_seq_id,
-        model=model,
-        training=training_from(
-            path=load.path, saved=saved, full=full, optimizer=load.optimizer, asked=asked
-        ),
-        load=load,
-        user_metadata=body.user_metadata,
-        request=raw,
-    )
-    run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
-    audit.note(run_id, load=load.path)
     return accepted(run_id, 0)
 
 
@@ -265,7 +216,7 @@ def known_optimizer(config: OptimizerConfig) -> Literal["adamw", "dimuon"]:
     )
 
 
-def _model_of(
+def model_of(
     gateway: Gateway, base_model: str, user_metadata: Metadata | None
 ) -> tuple[BaseModelEntry, bool]:
     """Return the model, and whether full training is asked for: by the suffix of its name, or in
