@@ -12,7 +12,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 # other workers are being talked to meanwhile. A child that becomes another program needs none.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
-from gateway.server import run
+from gateway.app import run
 from tandem.settings import GatewaySettings
 
 if __name__ == "__main__":

@@ -1,21 +1,34 @@
-"""The FastAPI application: routers, middleware, error handlers, lifespan."""
+"""The FastAPI application (routers, middleware, error handlers, lifespan), and the process that
+serves it: a uvicorn server, announced in `gateway.json` while it listens."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
+from typing import cast
 
+import orjson
+import uvicorn
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from gateway import custom_losses
-from gateway.api import openapi
 from gateway.api.errors import ErrorResponses
-from gateway.api.middleware import RequestBoundary, RequestReservations
-from gateway.api.openai.errors import PREFIX, OpenAIDialect
+from gateway.api.middleware import RequestBoundary
+from gateway.api.openai.errors import PREFIX, openai_refusal
 from gateway.api.openai.routes import router as openai
 from gateway.api.openai.service import InferenceService
-from gateway.api.routing import PathOperation
+from gateway.api.routing import PathOperation, identify
 from gateway.api.tandem import keys, status
 from gateway.api.tinker import (
     auth,
@@ -30,11 +43,18 @@ from gateway.api.tinker import (
 )
 from gateway.core import Gateway
 from gateway.housekeeping import Housekeeping
+from gateway.http_connection import BoundedProtocol
 from gateway.metrics import Metrics
+from gateway.storage.data_directory import write_private
 from gateway.workers.fleet import ChannelFactory, open_channel
 from gateway.workers.launchers import Launcher, make_launcher
 from tandem.errors import TandemError
 from tandem.settings import GatewaySettings
+from tandem.stack import ENDPOINT_NAME
+from tandem.telemetry import configure_logging, get_log
+
+_GRACEFUL_SECONDS = 5
+_OBJECTS_BETWEEN_COLLECTIONS = 10_000
 
 ROUTERS = (
     futures.router,
@@ -53,8 +73,7 @@ ROUTERS = (
     status.router,
     checkpoints.own_router,
     keys.router,
-    status.metrics_router,
-    openapi.router,
+    status.root_router,
 )
 """In the order of how often they are called: routes are tried one after the other."""
 
@@ -96,12 +115,19 @@ def create_app(
     for router in ROUTERS:
         app.include_router(router)
     app.include_router(custom_losses.router)
-    app.openapi = partial(openapi.document, app)  # type: ignore[method-assign]
-    errors = ErrorResponses({PREFIX: OpenAIDialect()})
+    app.openapi = partial(status.document, app)  # type: ignore[method-assign]
+    errors = ErrorResponses({PREFIX: openai_refusal})
     errors.register(app)
-    app.add_middleware(RequestReservations, errors=errors)
-    app.add_middleware(RequestBoundary, routes=path_operations(app), errors=errors)
+    app.add_middleware(RequestBoundary, errors=errors)
+    app.router.default = _unknown_path
+    path_operations(app)
     return app
+
+
+async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
+    """Say that there is no such path, to whoever has a key."""
+    identify(scope)
+    raise HTTPException(404)
 
 
 def path_operations(app: FastAPI) -> list[PathOperation]:
@@ -110,3 +136,98 @@ def path_operations(app: FastAPI) -> list[PathOperation]:
     if len(found) != len(app.routes):
         raise TypeError("a route was registered without a role; use `gateway.api.routing.Router`")
     return found
+
+
+class GatewayServer(uvicorn.Server):
+    """Announces itself when it listens, and ends the long polls when it shuts down."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            _keep_what_is_loaded()
+            endpoint = {"url": self.url, "pid": os.getpid(), "api_key": self.gateway.api_key}
+            write_private(self._announcement, orjson.dumps(endpoint))
+            get_log().info("listening", url=self.url)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._announcement.unlink(missing_ok=True)
+        self.gateway.futures.release_waiters()
+        await super().shutdown(sockets)
+
+    @property
+    def gateway(self) -> Gateway:
+        """The gateway that the application serves, once it has started."""
+        return cast(Gateway, cast(FastAPI, self.config.app).state.gateway)
+
+    @property
+    def _announcement(self) -> Path:
+        return self.gateway.settings.data_dir / ENDPOINT_NAME
+
+    @property
+    def url(self) -> str:
+        """Where clients of this machine reach it."""
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
+    """Return a server for an application of `create_app`. It does not run yet."""
+    protocol = partial(BoundedProtocol, settings=settings.http, metrics=app.state.metrics)
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        loop="uvloop",
+        http=cast(type[asyncio.Protocol], protocol),
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        server_header=False,
+        log_config=None,
+        backlog=4096,
+        timeout_keep_alive=settings.http.keep_alive,
+        timeout_graceful_shutdown=_GRACEFUL_SECONDS,
+    )
+    return GatewayServer(config)
+
+
+def _keep_what_is_loaded() -> None:
+    """Take what was loaded so far out of the garbage collector's sight: classes, routes and
+    schemas live as long as the process, and a full collection that looks through them stops the
+    event loop for 0.1 s and more."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS, 10, 10)
+
+
+def _set_process_limits() -> None:
+    """Make new files readable only by their owner, and write no core dumps, which would contain
+    the secrets in memory. Allow many connections: each is an open file, and the usual soft limit
+    is 1024. Workers inherit all three."""
+    os.umask(0o077)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+
+
+def run(settings: GatewaySettings) -> int:
+    """Serve until SIGTERM or SIGINT; return the exit status."""
+    configure_logging(service="gateway", level=settings.log_level)
+    _set_process_limits()
+    settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # uvicorn handles these signals while it serves, and raises them again afterwards, when
+    # everything is stopped already.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    try:
+        app = create_app(settings)
+    except TandemError as error:  # a setting that names nothing
+        print(f"tandem gateway: {error.message}", file=sys.stderr)
+        return 1
+    server = make_server(app, settings)
+    with suppress(SystemExit):  # uvicorn raises it if it cannot start
+        server.run()
+    if app.state.start_error:
+        print(f"tandem gateway: {app.state.start_error}", file=sys.stderr)
+    return 0 if server.started else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from gateway.auth.audit import AuditLog
@@ -67,53 +67,38 @@ class Gateway:
         one without a key.
         """
         with locked_data_directory(settings.data_dir):
-            database = Database(url=settings.database_url, data_dir=settings.data_dir)
+            gateway = cls(
+                settings, launcher=launcher, metrics=metrics, channel_factory=channel_factory
+            )
             try:
-                await database.open()
-                keys = KeyStore(database=database)
-                await keys.open()
-                api_key = settings.api_key or keep_api_key(settings.data_dir)
-                keys.set_local(api_key)
-                check_listening(settings, keys=keys)
-                gateway = cls(
-                    settings=settings,
-                    database=database,
-                    keys=keys,
-                    api_key=api_key,
-                    signing_key=keep_signing_key(settings.data_dir),
-                    launcher=launcher,
-                    metrics=metrics,
-                    channel_factory=channel_factory,
-                )
-                try:
-                    await gateway._restore()
-                    yield gateway
-                finally:
-                    await gateway._close()
+                await gateway._restore()
+                yield gateway
             finally:
-                await database.close()
+                try:
+                    await gateway._close()
+                finally:
+                    await gateway.database.close()
 
     def __init__(
         self,
-        *,
         settings: GatewaySettings,
-        database: Database,
-        keys: KeyStore,
-        api_key: str,
-        signing_key: bytes,
+        *,
         launcher: Launcher,
         metrics: Metrics,
         channel_factory: ChannelFactory,
     ) -> None:
         self.settings = settings
-        self.database = database
-        self.keys = keys
-        self.api_key = api_key
-        self.signing_key = signing_key
-        self.launcher = launcher
         self.metrics = metrics
         self.started_at = time.time()
-        self.identity = Identity(keys=keys, signing_key=signing_key, token_ttl=settings.token_ttl)
+        data_dir = settings.data_dir
+        self.api_key = settings.api_key or keep_api_key(data_dir)
+        self.signing_key = signing_key = keep_signing_key(data_dir)
+        database = Database(url=settings.database_url, data_dir=data_dir)
+        self.database = database
+        self.keys = KeyStore(database=database)
+        self.identity = Identity(
+            keys=self.keys, signing_key=signing_key, token_ttl=settings.token_ttl
+        )
         self.audit = AuditLog(database=database)
         self.limits = Quotas(settings=settings.limit, metrics=metrics)
         self.sessions = SessionRegistry(
@@ -128,7 +113,7 @@ class Gateway:
             database=database, samples=self.samples, key=signing_key, ttl=settings.trace_ttl
         )
         self.futures = FutureTable(
-            folder=settings.data_dir / "results" / "samples",
+            folder=data_dir / "results" / "samples",
             result_ttl=settings.result_ttl,
             bytes_in_memory=settings.limit.result_bytes,
             max_samples=settings.limit.results,
@@ -139,16 +124,14 @@ class Gateway:
         self.pins = Pins()
         self.checkpoints = CheckpointCatalog(database=database, pins=self.pins, limits=self.limits)
         self.versions = VersionStore(
-            database=database,
-            data_dir=settings.data_dir,
-            min_free_bytes=settings.min_free_bytes,
+            database=database, data_dir=data_dir, min_free_bytes=settings.min_free_bytes
         )
         self.collector = GarbageCollector(
-            database=database, data_dir=settings.data_dir, checkpoints=self.checkpoints
+            database=database, data_dir=data_dir, checkpoints=self.checkpoints
         )
         self.copies = CheckpointCopier(
             database=database,
-            data_dir=settings.data_dir,
+            data_dir=data_dir,
             checkpoints=self.checkpoints,
             versions=self.versions,
         )
@@ -172,9 +155,7 @@ class Gateway:
             idle_ttl=settings.sampler_idle_ttl,
         )
         self.implicit_sessions = ImplicitSessions(
-            sessions=self.sessions,
-            sampling=self.sampling,
-            display_name="Samples without a session",
+            sessions=self.sessions, sampling=self.sampling, display_name="Samples without a session"
         )
         self.samplers = SamplerRouter(
             settings=settings,
@@ -188,7 +169,7 @@ class Gateway:
         self.loss_definitions: dict[str, LossDefinitions] = {}
         self.journal = Journal(
             database=database,
-            data_dir=settings.data_dir,
+            data_dir=data_dir,
             futures=self.futures,
             metrics=metrics,
             result_ttl=settings.result_ttl,
@@ -210,7 +191,7 @@ class Gateway:
                 usage=self.usage,
                 metrics=metrics,
                 loss_definitions=self.loss_definitions,
-                data_dir=settings.data_dir,
+                data_dir=data_dir,
             ),
         )
         self._ending: dict[str, asyncio.Task[None]] = {}
@@ -219,6 +200,10 @@ class Gateway:
 
     async def _restore(self) -> None:
         """Takes over from an earlier gateway: its workers, and with them its runs, are gone."""
+        await self.database.open()
+        await self.keys.open()
+        self.keys.set_local(self.api_key)
+        check_listening(self.settings, keys=self.keys)
         await self.futures.open()
         await self.models.open()
         await self.fleet.open()
@@ -292,50 +277,43 @@ class Gateway:
 
     def _register_gauges(self) -> None:
         """Register the gauges that are computed at each scrape."""
-        gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (
-            ("sessions", "Active sessions.", lambda: len(self.sessions.all())),
-            (
-                "runs",
-                "Training runs that have not ended.",
-                lambda: sum(1 for run in self.runs.all() if run.state != "ended"),
-            ),
-            ("workers", "Workers that start or serve.", lambda: len(self.fleet.all())),
-            (
-                "queued_operations",
-                "Operations that have not ended.",
-                lambda: sum(run.dispatcher.queued for run in self.runs.all()),
-            ),
-            (
-                "waiting_samples",
-                "Samples that have not ended.",
-                lambda: sum(sampler.waiting for sampler in self.samplers.all()),
-            ),
-            ("futures", "Futures in memory, with and without a result.", lambda: len(self.futures)),
-            (
-                "queued_bytes",
-                "Bytes of the payloads on disk of operations that have not ended.",
-                lambda: self.limits.operation_bytes.total,
-            ),
-            (
-                "held_bytes",
-                "Bytes of the requests that wait in memory.",
-                lambda: self.limits.held.total,
-            ),
-            (
-                "body_bytes",
-                "Bytes of the bodies that are being received or handled.",
-                lambda: self.limits.bodies.total,
-            ),
-            (
-                "open_requests",
-                "Requests that are being answered, including long polls.",
-                lambda: self.limits.requests.total,
-            ),
-            (
-                "result_bytes",
-                "Bytes of the results in memory that nobody has fetched yet.",
-                lambda: self.futures.bytes_held,
-            ),
+        watch, limits = self.metrics.watch, self.limits
+        watch("sessions", "Active sessions.", lambda: len(self.sessions.all()))
+        watch(
+            "runs",
+            "Training runs that have not ended.",
+            lambda: sum(run.state != "ended" for run in self.runs.all()),
         )
-        for name, help_text, value in gauges:
-            self.metrics.watch(name=name, help_text=help_text, value=value)
+        watch("workers", "Workers that start or serve.", lambda: len(self.fleet.all()))
+        watch(
+            "queued_operations",
+            "Operations that have not ended.",
+            lambda: sum(run.dispatcher.queued for run in self.runs.all()),
+        )
+        watch(
+            "waiting_samples",
+            "Samples that have not ended.",
+            lambda: sum(sampler.waiting for sampler in self.samplers.all()),
+        )
+        watch("futures", "Futures in memory, with and without a result.", lambda: len(self.futures))
+        watch(
+            "queued_bytes",
+            "Bytes of the payloads on disk of operations that have not ended.",
+            lambda: limits.operation_bytes.total,
+        )
+        watch("held_bytes", "Bytes of the requests that wait in memory.", lambda: limits.held.total)
+        watch(
+            "body_bytes",
+            "Bytes of the bodies that are being received or handled.",
+            lambda: limits.bodies.total,
+        )
+        watch(
+            "open_requests",
+            "Requests that are being answered, including long polls.",
+            lambda: limits.requests.total,
+        )
+        watch(
+            "result_bytes",
+            "Bytes of the results in memory that nobody has fetched yet.",
+            lambda: self.futures.bytes_held,
+        )

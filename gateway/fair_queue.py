@@ -47,21 +47,18 @@ class FairQueue(Generic[Item]):
         self._size = 0
 
 
-class FairStarter:
+class FairStarter(FairQueue[Callable[[], None]]):
     """Makes the calls that it is given a few at a time, in turns between owners. The event loop
     serves other requests in between, whose calls may overtake those of a busy owner."""
 
     def __init__(self, *, calls_at_once: int = _CALLS_AT_ONCE) -> None:
+        super().__init__()
         self._calls_at_once = calls_at_once
-        self._queue: FairQueue[Callable[[], None]] = FairQueue()
         self._scheduled = False
 
-    def put(self, owner: str, call: Callable[[], None]) -> None:
-        self._queue.put(owner, call)
+    def put(self, owner: str, item: Callable[[], None]) -> None:
+        super().put(owner, item)
         self._schedule()
-
-    def clear(self) -> None:
-        self._queue.clear()
 
     def _schedule(self) -> None:
         if not self._scheduled:
@@ -70,9 +67,9 @@ class FairStarter:
 
     def _call_some(self) -> None:
         self._scheduled = False
-        for _ in range(min(self._calls_at_once, len(self._queue))):
-            self._queue.take()()
-        if self._queue:
+        for _ in range(min(self._calls_at_once, len(self))):
+            self.take()()
+        if self:
             self._schedule()
 
 

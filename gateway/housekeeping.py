@@ -34,48 +34,41 @@ class Housekeeping:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _run(self) -> None:
-        interval = self._gateway.settings.reaper_interval
         next_housekeeping = 0.0
         while True:
             try:
-                await self.expire_sessions()
-                self.sweep_futures()
-                self._gateway.usage.write()
-                self._gateway.keys.write_uses()
-                await self.expire_checkpoints()
+                await self._do_round()
                 if time.monotonic() >= next_housekeeping:
                     next_housekeeping = time.monotonic() + _HOUSEKEEPING_INTERVAL
                     await self.keep_house()
             except Exception:  # noqa: BLE001 - the next round must come all the same
                 self._log.exception("housekeeping_failed")
-            await asyncio.sleep(interval)
+            await asyncio.sleep(self._gateway.settings.reaper_interval)
 
-    async def expire_sessions(self) -> None:
-        """End the sessions whose heartbeats stopped."""
+    async def _do_round(self) -> None:
+        """End the sessions whose heartbeats stopped. Drop results that were fetched, or not
+        fetched in time. Delete the names of expired checkpoints, and remove the unused files of
+        what lost its name since the last round."""
+        gateway = self._gateway
         await asyncio.gather(
             *(
-                self._gateway.end_session(
+                gateway.end_session(
                     session_id=session_id, state="expired", reason="expired", detail=detail
                 )
-                for session_id, detail in self._gateway.sessions.overdue().items()
+                for session_id, detail in gateway.sessions.overdue().items()
             )
         )
-
-    def sweep_futures(self) -> None:
-        """Drop results that were fetched, or not fetched in time."""
-        gone = self._gateway.futures.sweep()
-        self._gateway.completions.sweep()
-        self._gateway.journal.forget(
+        gone = gateway.futures.sweep()
+        gateway.completions.sweep()
+        gateway.journal.forget(
             future.request_id
             for future in gone
             if future.source == "operation" and future.fetched_at is not None
         )
-
-    async def expire_checkpoints(self) -> None:
-        """Delete the names of expired checkpoints, and remove the unused files of what lost its
-        name since the last round."""
-        await self._gateway.checkpoints.expire()
-        await self._collect(self._gateway.checkpoints.take_marked())
+        gateway.usage.write()
+        gateway.keys.write_uses()
+        await gateway.checkpoints.expire()
+        await self._collect(gateway.checkpoints.take_marked())
 
     async def keep_house(self) -> None:
         """Do what is needed less often: idle sampling sessions, unused weight versions, files that

@@ -20,7 +20,6 @@ LONGEST_TTL = 315_576_000
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}:train:[0-9]{1,18}")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._/-]{0,199}")
-FULL_SUFFIX = "full"
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,10 @@ def split_model_name(name: str) -> tuple[str, bool]:
     other suffix.
     """
     base, colon, suffix = name.partition(":")
-    if colon and suffix != FULL_SUFFIX:
+    if colon and suffix != "full":
         raise UnsupportedInput(
             f"the suffix {suffix!r} of the model name {name!r} is unknown; "
-            f"known: {FULL_SUFFIX} (full-parameter training)"
+            "known: full (full-parameter training)"
         )
     return base, bool(colon)
 

@@ -49,7 +49,7 @@ class Metrics:
             "published_bytes", "Bytes of published weight versions."
         )
 
-    def watch(self, *, name: str, help_text: str, value: Callable[[], float]) -> None:
+    def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """Register a gauge whose value is computed at each scrape."""
         gauge = Gauge(f"tandem_gateway_{name}", help_text, registry=self.registry)
         gauge.set_function(value)

@@ -2,8 +2,8 @@
 
 The `tandem keys` command starts it when no gateway runs. It reads one request as JSON from
 standard input, so that no argument shows any of it, and writes as JSON to standard output what the
-routes of `api/tandem/keys.py` answer, or `{"error"}` with exit status 1. Changes are recorded in
-the audit log, as they are there.
+routes of `api/tandem/keys.py` answer, or `{"error"}` with exit status 1. A change is recorded in
+the audit log as one by this machine's admin, without an address.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Mapping
 from typing import Literal
 
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from gateway.api.tandem.keys import described
+from gateway.api.tandem.key_info import KeyInfo, NewKeyInfo, described
 from gateway.auth.audit import AuditLog, Entry
 from gateway.auth.identity import urn_of
 from gateway.auth.keys import LOCAL_OWNER, KeyStore, NewKey
@@ -42,35 +41,25 @@ async def answer(request: Request, settings: GatewaySettings) -> dict[str, objec
             await database.open()
             keys = KeyStore(database=database)
             await keys.open()
-            said = await _carry_out(request, keys)
-            _record(AuditLog(database=database), request, said)
-            return said
+            if request.action == "list":
+                return {"keys": [described(keys, key).model_dump() for key in keys.all()]}
+            if request.create is not None:
+                key, secret = await keys.create(request.create)
+                said: KeyInfo = NewKeyInfo.of(described(keys, key), key=secret)
+            else:
+                said = described(keys, await keys.revoke(request.key_id))
+            entry = Entry(
+                actor=urn_of(LOCAL_OWNER),
+                action="apikey_delete" if request.create is None else "apikey_create",
+                target=said.id,
+                address="",
+                status=200,
+                detail={"owner": said.owner, "role": said.role},
+            )
+            AuditLog(database=database).record(entry)
+            return said.model_dump()
         finally:
             await database.close()
-
-
-async def _carry_out(request: Request, keys: KeyStore) -> dict[str, object]:
-    if request.create is not None:
-        key, secret = await keys.create(request.create)
-        return {**described(keys, key).model_dump(), "key": secret}
-    if request.action == "revoke":
-        return described(keys, await keys.revoke(request.key_id)).model_dump()
-    return {"keys": [described(keys, key).model_dump() for key in keys.all()]}
-
-
-def _record(audit: AuditLog, request: Request, said: Mapping[str, object]) -> None:
-    """Record a change as one by this machine's admin, without an address."""
-    if request.action == "list":
-        return
-    entry = Entry(
-        actor=urn_of(LOCAL_OWNER),
-        action={"create": "apikey_create", "revoke": "apikey_delete"}[request.action],
-        target=str(said["id"]),
-        address="",
-        status=200,
-        detail={"owner": str(said["owner"]), "role": str(said["role"])},
-    )
-    audit.record(entry)
 
 
 def main() -> int:

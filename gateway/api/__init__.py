@@ -5,7 +5,7 @@
 operations. They share what lies in this folder: `routing` (a router whose operations state a
 role), `dependencies` (the gateway, the caller, what the caller names), `request_body` (bounded
 reading and parsing), `errors` (exceptions as answers, by dialect), `middleware` (what surrounds
-every request), `fields` (types of models) and `openapi`.
+every request) and `fields` (types of models).
 
 To add an endpoint: write its models and its path operation into the module of its subject, and
 its rows into `tests/support/gateway/access_world.py` and `test_access_table.py`; then `make

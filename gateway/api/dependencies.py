@@ -7,8 +7,9 @@ exist: an id says nothing about whether another owner has it. Roles are checked 
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Annotated, cast
+from typing import Annotated, TypeVar, cast
 
 from fastapi import Depends
 from starlette.requests import Request
@@ -18,7 +19,7 @@ from gateway.api.routing import Refuses
 from gateway.auth.identity import Caller, Readers
 from gateway.checkpoints.catalog import Checkpoint, unknown_checkpoint
 from gateway.core import Gateway
-from gateway.identifiers import CheckpointPath, make_checkpoint_path, parse_checkpoint_path
+from gateway.identifiers import CheckpointPath, make_checkpoint_path
 from gateway.sampling.sessions import SamplingSession
 from gateway.sessions.queries import SessionRecord
 from gateway.sessions.registry import Session, why_ended
@@ -32,6 +33,8 @@ from tandem.errors import (
     UnknownSession,
     UnknownWeights,
 )
+
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -111,13 +114,6 @@ class Access:
         `InvalidRequest` for what is no checkpoint path."""
         return await self.gateway.checkpoints.get(str(path), readers=self.readers())
 
-    async def own_checkpoint(self, path: str | CheckpointPath) -> Checkpoint:
-        """Return one to change. Raises `UnknownWeights` or `InvalidRequest`."""
-        found = await self.gateway.checkpoints.find(parse_checkpoint_path(str(path)))
-        if found is None or not self.caller.may_see(found.owner):
-            raise unknown_checkpoint(str(path))
-        return found
-
     def _active(self, session_id: str) -> Session | None:
         session = self.gateway.sessions.get(session_id)
         return session if session is not None and self.caller.may_see(session.owner) else None
@@ -157,39 +153,29 @@ def audit_note_of(request: Request) -> AuditNote:
     return note
 
 
-# FastAPI awaits these, where it would run plain functions in a thread.
-
-
-async def _gateway(request: Request) -> Gateway:
-    return gateway_of(request)
-
-
-async def _access(request: Request) -> Access:
-    return access_of(request)
-
-
-async def _caller(request: Request) -> Caller:
-    return cast(Caller, request.state.caller)
-
-
-async def _audit_note(request: Request) -> AuditNote:
-    return audit_note_of(request)
-
-
-async def _base_url(request: Request) -> str:
+def _base_url(request: Request) -> str:
     """Return where the client reaches this server, without a slash at the end."""
     return (gateway_of(request).settings.public_url or str(request.base_url)).rstrip("/")
+
+
+def _awaited(read: Callable[[Request], Value]) -> Callable[[Request], Awaitable[Value]]:
+    """FastAPI would run a plain function in a thread."""
+
+    async def dependency(request: Request) -> Value:
+        return read(request)
+
+    return dependency
 
 
 async def _raw_body(request: Request) -> bytes:
     return await request.body()
 
 
-GatewayDep = Annotated[Gateway, Depends(_gateway)]
-AccessDep = Annotated[Access, Depends(_access)]
-CallerDep = Annotated[Caller, Depends(_caller)]
-AuditDep = Annotated[AuditNote, Depends(_audit_note)]
-BaseUrl = Annotated[str, Depends(_base_url)]
+GatewayDep = Annotated[Gateway, Depends(_awaited(gateway_of))]
+AccessDep = Annotated[Access, Depends(_awaited(access_of))]
+CallerDep = Annotated[Caller, Depends(_awaited(lambda request: request.state.caller))]
+AuditDep = Annotated[AuditNote, Depends(_awaited(audit_note_of))]
+BaseUrl = Annotated[str, Depends(_awaited(_base_url))]
 RawBody = Annotated[bytes, Depends(_raw_body)]
 
 
@@ -215,7 +201,10 @@ async def _readable(path: _CheckpointPath, access: AccessDep) -> Checkpoint:
 
 
 async def _own(path: _CheckpointPath, access: AccessDep) -> Checkpoint:
-    return await access.own_checkpoint(path)
+    found = await access.gateway.checkpoints.find(path)
+    if found is None or not access.caller.may_see(found.owner):
+        raise unknown_checkpoint(str(path))
+    return found
 
 
 CHECKPOINT = Refuses(UnknownWeights, rules=["The path must be that of a checkpoint."])

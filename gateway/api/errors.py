@@ -6,8 +6,7 @@ application registers others by prefix (`/v1/` for OpenAI's clients).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import orjson
 from fastapi import FastAPI
@@ -18,7 +17,17 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from gateway.api.request_body import JSON, fault
-from tandem.errors import InvalidRequest, Overloaded, RequestTimedOut, TandemError
+from tandem.errors import (
+    InvalidRequest,
+    Overloaded,
+    RequestTimedOut,
+    TandemError,
+    TokenRefused,
+    Unauthenticated,
+    UserError,
+)
+
+Dialect = Callable[[TandemError], Response]
 
 _AUTH = "/api/v1/auth/"
 
@@ -33,63 +42,40 @@ class InvalidField(InvalidRequest):
         self.param = param
 
 
-class Dialect(Protocol):
-    def refusal(self, error: TandemError) -> Response: ...
-    def router_refusal(self, sentence: str, *, status: int) -> Response: ...
+class UnknownEndpoint(UserError):
+    """There is no such path (404), or the path does not take the method (405)."""
 
+    type = "unknown_endpoint"
 
-class TinkerDialect:
-    """`{"error": sentence, "type": word, "category": "user" | "server"}`. Never 409, and never
-    5xx for a user's mistake: the SDK repeats those for five minutes.
-
-    `with_detail` repeats the sentence in `detail`: where the `tinker` command logs in, it shows
-    nothing else.
-    """
-
-    def __init__(self, *, with_detail: bool = False) -> None:
-        self._with_detail = with_detail
-
-    def refusal(self, error: TandemError) -> Response:
-        body: dict[str, object] = {
-            "error": error.message,
-            "type": error.type,
-            "category": error.category,
-            **error.details,
-        }
-        if self._with_detail:
-            body["detail"] = error.message
-        response = json_response(body, status=error.status)
-        if error.status == 429:
-            seconds = error.retry_after if isinstance(error, Overloaded) else 1.0
-            response.headers["Retry-After"] = f"{seconds:.0f}"  # the SDK waits as long
-        if isinstance(error, RequestTimedOut):  # the rest of the request is of no use
-            response.headers["Connection"] = "close"
-        return response
-
-    def router_refusal(self, sentence: str, *, status: int) -> Response:
-        body = {"error": sentence, "type": "unknown_endpoint", "category": "user"}
-        return json_response(body, status=status)
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status  # type: ignore[misc]
 
 
 class ErrorResponses:
     """Writes errors in the dialect of the path. `dialects` by path prefix."""
 
     def __init__(self, dialects: Mapping[str, Dialect]) -> None:
-        self._dialects = {_AUTH: TinkerDialect(with_detail=True), **dialects}
-        self._default = TinkerDialect()
+        self._dialects = {_AUTH: _login_refusal, **dialects}
 
     def response(self, error: TandemError, *, path: str) -> Response:
-        return self._of(path).refusal(error)
+        found = (dialect for at, dialect in self._dialects.items() if path.startswith(at))
+        response = next(found, _tinker_refusal)(error)
+        if isinstance(error, Unauthenticated):
+            # As RFC 6750 has it: the SDK exchanges its key again for a refused token.
+            marked = ', error="invalid_token"' if isinstance(error, TokenRefused) else ""
+            response.headers["WWW-Authenticate"] = f'Bearer realm="tandem"{marked}'
+        elif isinstance(error, Overloaded):
+            response.headers["Retry-After"] = f"{error.retry_after:.0f}"  # the SDK waits as long
+        elif isinstance(error, RequestTimedOut):  # the rest of the request is of no use
+            response.headers["Connection"] = "close"
+        return response
 
     def register(self, app: FastAPI) -> None:
         """Make the application answer its exceptions with these."""
         app.add_exception_handler(TandemError, self._tandem_error)
         app.add_exception_handler(RequestValidationError, self._validation_error)
         app.add_exception_handler(HTTPException, self._http_error)
-
-    def _of(self, path: str) -> Dialect:
-        found = (dialect for at, dialect in self._dialects.items() if path.startswith(at))
-        return next(found, self._default)
 
     async def _tandem_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, TandemError)
@@ -108,14 +94,27 @@ class ErrorResponses:
         return self.response(refused, path=request.url.path)
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
-        """Answer an unknown path (404), or a method that the path does not take (405)."""
+        """Answer what the router refuses."""
         assert isinstance(error, HTTPException)
         path = request.url.path
         sentence = f"{request.method} {path}: {error.detail}"
-        response = self._of(path).router_refusal(sentence, status=error.status_code)
+        response = self.response(UnknownEndpoint(sentence, status=error.status_code), path=path)
         if error.status_code == 405:
             response.headers["Allow"] = ", ".join(_methods_at(request))
         return response
+
+
+def _tinker_refusal(error: TandemError, **more: str) -> Response:
+    """`{"error": sentence, "type": word, "category": "user" | "server"}`. Never 409, and never
+    5xx for a user's mistake: the SDK repeats those for five minutes."""
+    body = {"error": error.message, "type": error.type, "category": error.category}
+    return json_response({**body, **error.details, **more}, status=error.status)
+
+
+def _login_refusal(error: TandemError) -> Response:
+    """Repeat the sentence in `detail`: where the `tinker` command logs in, it shows nothing
+    else."""
+    return _tinker_refusal(error, detail=error.message)
 
 
 def json_response(content: object, *, status: int = 200) -> Response:

@@ -6,7 +6,6 @@ import datetime as dt
 import re
 from typing import Annotated, Literal, Self
 
-from fastapi import Query
 from pydantic import (
     AwareDatetime,
     BaseModel,
@@ -42,17 +41,10 @@ def iso(seconds: object) -> object:
     return seconds.isoformat() if isinstance(seconds, dt.datetime) else seconds
 
 
-def _written_day(value: object) -> object:
-    if isinstance(value, str) and not _DAY.fullmatch(value):
-        raise ValueError("a day is written as in 2026-07-13")
-    return value
-
-
-def _written_moment(value: object) -> object:
-    if not isinstance(value, dt.datetime) and not (
-        isinstance(value, str) and _DAY.match(value.strip())
-    ):
-        raise ValueError("a moment is written as in 2026-07-13T00:00:00Z")
+def _written(value: object) -> object:
+    written = isinstance(value, str) and _DAY.match(value.strip())
+    if not written and not isinstance(value, dt.date):
+        raise ValueError("a time is written as in 2026-07-13 or 2026-07-13T00:00:00Z")
     return value
 
 
@@ -61,10 +53,10 @@ Time = Annotated[
 ]
 """A moment in an answer: built from seconds since 1970, written as ISO 8601."""
 
-Day = Annotated[dt.date, BeforeValidator(_written_day)]
+Day = Annotated[dt.date, BeforeValidator(_written)]
 """A day in a request: ISO 8601 only, never a number of seconds."""
 
-Moment = Annotated[AwareDatetime, BeforeValidator(_written_moment)]
+Moment = Annotated[AwareDatetime, BeforeValidator(_written)]
 """A moment in a request: ISO 8601 with a time zone, never a number of seconds."""
 
 Omitted = SkipJsonSchema[None]
@@ -72,8 +64,8 @@ Omitted = SkipJsonSchema[None]
 
 PathText = Annotated[str, StringConstraints(min_length=1)]
 UserMetadata = dict[str, str] | None
-Limit = Annotated[int, Query(ge=0, le=1000)]
-Offset = Annotated[int, Query(ge=0, le=2**53)]
+Limit = Annotated[int, Field(ge=0, le=1000)]
+Offset = Annotated[int, Field(ge=0, le=2**53)]
 ProjectFilter = Annotated[str | Omitted, Field(max_length=200)]
 
 

@@ -7,7 +7,6 @@ FastAPI itself parses bodies that are bounded already.
 from __future__ import annotations
 
 import asyncio
-import io
 from typing import TypeVar, cast
 
 import pydantic_core
@@ -32,7 +31,6 @@ MOST_TOKENS = 2**22
 _MOST_BRACKETS = 2**17
 PREFIX_BYTES = 4096
 _QUICKLY_DECOMPRESSED = 64 * 2**10
-_ZSTD_PIECE = 2**20
 _ZSTD_WINDOW = 8 * 2**20
 """The memory that a frame may ask for: what RFC 8878 recommends every decoder to give, and what
 no compression level but the `ultra` ones exceeds."""
@@ -126,14 +124,13 @@ class BoundedRequest(Request):
         chunks: list[bytes] = []
         read = 0
         more = True
-        while more:
+        most = limit if size <= limit else PREFIX_BYTES - 1
+        while more and read <= most:
             chunk, more = await self._next_chunk(deadline=deadline)
             chunks.append(chunk)
             read += len(chunk)
             if reservation.amount < read <= limit:  # of a body that announced no length
                 reservation.extend(len(chunk))
-            if read > limit or (size > limit and read >= PREFIX_BYTES):
-                break
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         if size > limit or read > limit:
             setting = "" if limit == SMALL_BODY else " (TANDEM_MAX_PAYLOAD_BYTES)"
@@ -221,19 +218,15 @@ def fault(where: tuple[int | str, ...], message: str) -> str:
 
 
 def _decompress(raw: bytes, limit: int) -> bytes:
-    """Decompress in pieces, so that a few bytes that stand for many stop at the limit."""
-    pieces: list[bytes] = []
-    size = 0
+    """Decompress up to the limit, so that a few bytes that stand for many stop there. Only what is
+    written of the memory that is asked for is taken."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
     try:
-        with decompressor.stream_reader(io.BytesIO(raw)) as reader:
-            while size <= limit and (piece := reader.read(min(_ZSTD_PIECE, limit + 1 - size))):
-                pieces.append(piece)
-                size += len(piece)
+        with decompressor.stream_reader(raw) as reader:
+            body = reader.read(limit + 1)
     except zstandard.ZstdError as error:
         raise MalformedPayload(f"the body is not zstd, as its header says: {error}") from error
-    body = b"".join(pieces)
-    if size > limit:
+    if len(body) > limit:
         raise BodyTooLarge(
             f"the request has more than {limit} bytes when decompressed, which is the most "
             "allowed (TANDEM_MAX_PAYLOAD_BYTES)",

@@ -23,10 +23,14 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from gateway.api.fields import Refusal
 from gateway.api.request_body import JSON, MOST_VALUES, BoundedRequest
 from gateway.auth.identity import Caller
+from gateway.auth.keys import is_loopback
+from gateway.core import Gateway
+from gateway.limits import Reservation
 from tandem.errors import (
     InvalidRequest,
     LimitExceeded,
@@ -44,9 +48,14 @@ Role = Literal["none", "local", "signature", "reader", "member", "admin"]
 """What a request needs: no key; no key from this machine, any key from elsewhere; a signed
 address; or a key of at least this role."""
 OPEN_ROLES = frozenset({"none", "local", "signature"})
+_RANKS: tuple[Role, ...] = ("reader", "member", "admin")
 
 ROLE, AUDIT, RULES = "x-tandem-role", "x-tandem-audit", "x-tandem-rules"
 _RAW, _BODY_LIMIT, _MOST_VALUES = "x-tandem-raw", "x-tandem-body-limit", "x-tandem-most-values"
+
+KEY_REFUSED = "key_refused"
+"""In a request's state: the error type, where its key was refused."""
+_FORWARDED = frozenset({b"forwarded", b"x-forwarded-for"})
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
 Responses = dict[int | str, dict[str, Any]]
@@ -56,50 +65,67 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Awaitable[object]])
 class PathOperation(APIRoute):
     """A path operation with a role. See `Router.operation`."""
 
-    @property
-    def role(self) -> Role:
-        return cast(Role, self._facts[ROLE])
+    role: Role
+    audit: str | None
+    """The action that its requests are in the audit log; None: they are not there."""
 
     @property
     def method(self) -> str:
         return next(iter(self.methods - {"HEAD"}))
 
-    @property
-    def audit(self) -> str | None:
-        """The action that its requests are in the audit log; None: they are not there."""
-        return cast(str | None, self._facts.get(AUDIT))
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse a request without a valid key of the role that is needed. Bound the open requests
+        of each owner, and release the memory that was reserved for the body."""
+        gateway = cast(Gateway, scope["app"].state.gateway)
+        state = scope.setdefault("state", {})
+        owner = ""
+        if not self._is_open(scope):
+            caller = identify(scope)
+            if self.role not in OPEN_ROLES:
+                check_role(caller, self.role)
+            owner = caller.owner
+        open_request = gateway.limits.requests.reserve(owner)
+        body = state["body_reservation"] = Reservation(gateway.limits.bodies, owner, amount=0)
+        try:
+            await super().handle(scope, receive, send)
+        finally:
+            body.release()
+            open_request.release()
 
-    @property
-    def _facts(self) -> Mapping[str, object]:
-        return self.openapi_extra or {}
+    def _is_open(self, scope: Scope) -> bool:
+        """Whether a request needs no key: a `local` route does without one on this machine, and
+        not for what a proxy on this machine passes on."""
+        if self.role != "local":
+            return self.role in OPEN_ROLES
+        client = scope.get("client")
+        passed_on = any(name in _FORWARDED for name, _ in scope["headers"])
+        return client is not None and is_loopback(client[0]) and not passed_on
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[object, object, Response]]:
         """Called by FastAPI at registration. Raises `TypeError` for a route without a role."""
-        if ROLE not in self._facts:
+        facts: dict[str, Any] = self.openapi_extra or {}
+        if ROLE not in facts:
             raise TypeError(f"the route {self.name} ({self.path}) states no role")
+        self.role, self.audit = facts[ROLE], facts.get(AUDIT)
         if "GET" in self.methods:
             self.methods.add("HEAD")
-        role, raw = self.role, _RAW in self._facts
-        limit = cast(int | None, self._facts.get(_BODY_LIMIT))
-        most_values = cast(int, self._facts.get(_MOST_VALUES, MOST_VALUES))
-        handle = cast(
-            Callable[[Request], Coroutine[object, object, Response]],
-            self.endpoint if raw else super().get_route_handler(),
-        )
+        limit = facts.get(_BODY_LIMIT)
+        most_values = facts.get(_MOST_VALUES, MOST_VALUES)
+        handle = self.endpoint if _RAW in facts else super().get_route_handler()
         body = self.body_field
         required = body is not None and body.field_info.is_required()
 
         async def checked(request: Request) -> Response:
-            if role not in OPEN_ROLES:
-                check_role(request.state.caller, role)
             bounded = BoundedRequest(
                 request.scope, request.receive, body_limit=limit, most_values=most_values
             )
             if body is not None:
-                _take_any_content_type(bounded)
+                # FastAPI then parses it as JSON, whatever its Content-Type says.
+                headers = request.scope["headers"]
+                bounded.scope["headers"] = [h for h in headers if h[0] != b"content-type"]
                 if (await bounded.body() or required) and await bounded.json() is None:
                     raise InvalidRequest("the body is null")  # FastAPI takes null for no body
-            return await handle(bounded)
+            return cast(Response, await handle(bounded))
 
         return checked
 
@@ -166,22 +192,21 @@ class Router(APIRouter):
         """
         if audit is ... and method != "GET":
             raise TypeError(f"the route {method} {path} must state its action in the audit log")
-        facts: dict[str, object] = {ROLE: role}
-        if isinstance(audit, str):
-            facts[AUDIT] = audit
-        if body_limit is not None:
-            facts[_BODY_LIMIT] = body_limit
-        if most_values is not None:
-            facts[_MOST_VALUES] = most_values
+        stated: dict[str, object] = {
+            ROLE: role,
+            AUDIT: None if audit is ... else audit,
+            _BODY_LIMIT: body_limit,
+            _MOST_VALUES: most_values,
+            _RAW: None if raw is None else True,
+            "security": None if role in OPEN_ROLES else [{"ApiKey": []}, {"Bearer": []}],
+        }
+        facts = {key: fact for key, fact in stated.items() if fact is not None}
         if raw is not None:
-            facts[_RAW] = True
             facts["requestBody"] = {"required": True, "content": raw}
         if body_schema is not None:
-            facts["requestBody"] = {
-                "content": {JSON: {"schema": {"allOf": [_schema(body_schema)]}}}
-            }
-        if role not in OPEN_ROLES:
-            facts["security"] = [{"ApiKey": []}, {"Bearer": []}]
+            reference, definitions = _schema(body_schema)
+            schema = {"allOf": [reference], "$defs": definitions}
+            facts["requestBody"] = {"content": {JSON: {"schema": schema}}}
 
         def register(endpoint: Endpoint) -> Endpoint:
             hints = get_type_hints(endpoint, include_extras=True)
@@ -237,10 +262,30 @@ class Router(APIRouter):
         return found
 
 
+def identify(scope: Scope) -> Caller:
+    """Return whose key came with a request (X-API-Key, or Authorization: Bearer), and put the
+    caller into its state. Raises `Unauthenticated`."""
+    gateway = cast(Gateway, scope["app"].state.gateway)
+    state = scope.setdefault("state", {})
+    try:
+        caller = state["caller"] = gateway.identity.identify(_credential(scope))
+    except Unauthenticated as refusal:
+        state[KEY_REFUSED] = refusal.type
+        raise
+    return caller
+
+
+def _credential(scope: Scope) -> bytes:
+    headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of several, the first
+    if (key := headers.get(b"x-api-key")) is not None:
+        return key
+    scheme, _, credential = headers.get(b"authorization", b"").partition(b" ")
+    return credential.strip() if scheme.lower() == b"bearer" else b""
+
+
 def check_role(caller: Caller, role: Role) -> None:
     """Raise `PermissionDenied`, which names the role that is needed."""
-    suffices = {"reader": True, "member": caller.may_change, "admin": caller.role == "admin"}
-    if not suffices[role]:
+    if _RANKS.index(caller.role) < _RANKS.index(role):
         raise PermissionDenied(
             f"this needs a key with the role {role}; {caller.key_id} is a key with the "
             f"role {caller.role} (an admin makes keys with `tandem keys create`)"
@@ -254,7 +299,8 @@ def file_response(media_type: str, description: str) -> dict[str, Any]:
 
 def json_content(model: type[BaseModel]) -> dict[str, Any]:
     """Return the OpenAPI content of the JSON body of a `raw` endpoint."""
-    return {JSON: {"schema": _schema(model)}}
+    reference, definitions = _schema(model)
+    return {JSON: {"schema": {**reference, "$defs": definitions}}}
 
 
 def model_response(model: BaseModel, *, status: int = 200) -> Response:
@@ -272,13 +318,13 @@ _HEADERS: Mapping[int, dict[str, object]] = {
 }
 
 
-def _schema(model: type[BaseModel]) -> dict[str, Any]:
-    """Return a reference to the model's schema, with its definitions (see `openapi.py`)."""
-    reference = "#/components/schemas/{model}"
-    schema = model.model_json_schema(ref_template=reference)
+def _schema(model: type[BaseModel]) -> tuple[dict[str, str], dict[str, object]]:
+    """Return a reference to the model's schema, and its definitions (see `status.document`)."""
+    form = "#/components/schemas/{model}"
+    schema = model.model_json_schema(ref_template=form)
     definitions = schema.pop("$defs", {})
     name = model.__name__
-    return {"$ref": reference.format(model=name), "$defs": {name: schema, **definitions}}
+    return {"$ref": form.format(model=name)}, {name: schema, **definitions}
 
 
 def _common_errors(role: Role) -> Iterable[type[TandemError]]:
@@ -290,9 +336,3 @@ def _common_errors(role: Role) -> Iterable[type[TandemError]]:
 
 def _is_class(hint: object, of: type) -> bool:
     return isinstance(hint, type) and issubclass(hint, of)
-
-
-def _take_any_content_type(request: Request) -> None:
-    """Let FastAPI parse the body as JSON, whatever its Content-Type says."""
-    headers = request.scope["headers"]
-    request.scope["headers"] = [header for header in headers if header[0] != b"content-type"]

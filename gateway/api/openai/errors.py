@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from starlette.responses import Response
 
 from gateway.api.errors import InvalidField, json_response
@@ -77,25 +75,13 @@ def error_content(error: TandemError) -> dict[str, object]:
     )
 
 
-class OpenAIDialect:
-    """Writes errors as OpenAI's clients know them (see `gateway.api.errors`)."""
-
-    def refusal(self, error: TandemError) -> Response:
-        """Return the response for an error, with `Retry-After` where a retry helps."""
-        status = status_of(error)
-        response = json_response(error_content(error), status=status)
-        if isinstance(error, Overloaded):
-            response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
-        elif status == 408:  # the rest of the request would be read for nothing
-            response.headers["Connection"] = "close"
-        elif status in (503, 504):
-            response.headers["Retry-After"] = str(_RETRY_AFTER)
-        return response
-
-    def router_refusal(self, sentence: str, *, status: int) -> Response:
-        """Return the response for an unknown path or a wrong method."""
-        content = _content(sentence, status=status, param=None, code="unknown_endpoint")
-        return json_response(content, status=status)
+def openai_refusal(error: TandemError) -> Response:
+    """Write an error as OpenAI's clients know them (see `gateway.api.errors`)."""
+    status = status_of(error)
+    response = json_response(error_content(error), status=status)
+    if status in (503, 504):
+        response.headers["Retry-After"] = str(_RETRY_AFTER)
+    return response
 
 
 def _content(

@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from fastapi import Response
 
 from gateway.api.dependencies import AuditDep, GatewayDep
-from gateway.api.fields import Answer, PathText, Time
+from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router
-from gateway.auth.keys import Key, KeyStore, NewKey, Role
+from gateway.api.tandem.key_info import KeyInfo, NewKeyInfo, described
+from gateway.auth.keys import NewKey
 from tandem.errors import UnknownKey
 
 router = Router("/api/tandem/v1", tag="Tandem")
-
-
-class KeyInfo(Answer):
-    """A key without the key itself."""
-
-    id: str
-    owner: str
-    role: Role
-    name: str
-    state: Literal["active", "expired", "revoked"]
-    created_at: Time
-    expires_at: Time | None
-    revoked_at: Time | None
-    last_used_at: Time | None
-    local: bool
-
-
-class NewKeyInfo(KeyInfo):
-    """With the key itself, this once."""
-
-    key: str
 
 
 class KeyList(Answer):
@@ -69,7 +47,3 @@ async def create_key(
 async def revoke_key(key_id: PathText, gateway: GatewayDep) -> KeyInfo:
     """Revoke a key. It and its tokens are refused from now on."""
     return described(gateway.keys, await gateway.keys.revoke(key_id))
-
-
-def described(keys: KeyStore, key: Key) -> KeyInfo:
-    return KeyInfo.of(key, state=keys.ended(key) or "active")

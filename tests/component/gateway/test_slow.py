@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from gateway.api.errors import ErrorResponses
-from gateway.api.middleware import RequestReservations
+from gateway.api.middleware import RequestBoundary
 from gateway.workers.clients import TrainerClient
 from tandem.v1 import trainer_pb2
 from tandem.wire.v1 import tinker_pb2
@@ -117,9 +117,9 @@ def test_a_large_answer_is_handed_over_in_pieces_that_make_up_the_whole(gate):
     async def send(message):
         sent.append(message)
 
-    reception = RequestReservations(app, errors=ErrorResponses({}))
+    boundary = RequestBoundary(app, errors=ErrorResponses({}))
     scope = {"type": "http", "path": "/", "state": {}, "app": gate.server.config.app}
-    asyncio.run(reception(scope, None, send))
+    asyncio.run(boundary(scope, None, send))
     pieces = sent[1:]
     assert b"".join(piece["body"] for piece in pieces) == body
     assert max(len(piece["body"]) for piece in pieces) == 256 * 2**10

@@ -19,10 +19,9 @@ import numpy as np
 import tinker
 from tinker import types
 
-from gateway.app import create_app
+from gateway.app import GatewayServer, create_app, make_server
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
-from gateway.server import GatewayServer, make_server
 from tandem.settings import GatewaySettings, LimitSettings
 from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.fake_launcher import FakeLauncher

@@ -1,0 +1,33 @@
+"""What is told of a key: by the routes, and by `gateway/offline_keys.py`, without FastAPI."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from gateway.api.fields import Answer, Time
+from gateway.auth.keys import Key, KeyStore, Role
+
+
+class KeyInfo(Answer):
+    """A key without the key itself."""
+
+    id: str
+    owner: str
+    role: Role
+    name: str
+    state: Literal["active", "expired", "revoked"]
+    created_at: Time
+    expires_at: Time | None
+    revoked_at: Time | None
+    last_used_at: Time | None
+    local: bool
+
+
+class NewKeyInfo(KeyInfo):
+    """With the key itself, this once."""
+
+    key: str
+
+
+def described(keys: KeyStore, key: Key) -> KeyInfo:
+    return KeyInfo.of(key, state=keys.ended(key) or "active")
