@@ -251,9 +251,7 @@ class Gateway:
     async def collect(self, run_id: str) -> bool:
         """Remove the run's files that nothing names or uses. Return False if some are unnamed and
         still in use."""
-        if self.runs.get(run_id) is None:
-            return await self.collector.collect_ended(run_id)
-        return await self.collector.collect(run_id)
+        return await self.collector.collect(run_id, ended=self.runs.get(run_id) is None)
 
     async def _end_session(self, session_id: str, *, state: str, reason: str, detail: str) -> None:
         try:

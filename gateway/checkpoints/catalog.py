@@ -97,21 +97,18 @@ class CheckpointCatalog:
         )
         return checkpoint_of(row) if row is not None else None
 
-    async def get(self, path: str, *, readers: Readers | None) -> Checkpoint:
+    async def get(
+        self, path: str, *, readers: Readers | None, trainable: bool = False
+    ) -> Checkpoint:
         """Return the checkpoint if `readers` may read it; None where the right to read was checked
-        before (by a signature or by the route). Raise `UnknownWeights`, or `InvalidRequest` for
-        text that is not a checkpoint path."""
+        before (by a signature or by the route). Raise `UnknownWeights`, also for one that must be
+        `trainable` and is not, or `InvalidRequest` for text that is not a checkpoint path."""
         found = await self.find(parse_checkpoint_path(path))
         if found is None or not (
             readers is None or readers.may_read(owner=found.owner, public=found.public)
         ):
             raise unknown_checkpoint(path)
-        return found
-
-    async def get_trainable(self, path: str, *, readers: Readers | None) -> Checkpoint:
-        """Return a checkpoint that a trainer can load. Raises as `get`."""
-        found = await self.get(path, readers=readers)
-        if found.path.kind != "weights":
+        if trainable and found.path.kind != "weights":
             raise UnknownWeights(
                 f"{path!r} holds weights without a trainer's state; a trainer loads what "
                 "save_state wrote (tinker://RUN/weights/NAME)"
@@ -123,11 +120,10 @@ class CheckpointCatalog:
         self, path: str, *, readers: Readers | None, trainable: bool = False
     ) -> AsyncIterator[Checkpoint]:
         """Return the checkpoint and keep its files while the block runs, even if its name is
-        deleted. Raises as `get`, or as `get_trainable`."""
-        get = self.get_trainable if trainable else self.get
+        deleted. Raises as `get`."""
         with ExitStack() as pinned:
             with self.pins.resolving(parse_checkpoint_path(path).run_id):
-                checkpoint = await get(path, readers=readers)
+                checkpoint = await self.get(path, readers=readers, trainable=trainable)
                 pinned.enter_context(self.pins.pinned(checkpoint.relative_folder))
             yield checkpoint
 

@@ -44,28 +44,22 @@ class GarbageCollector:
         self._lock = asyncio.Lock()
         self._log = get_log()
 
-    async def collect(self, run_id: str) -> bool:
-        """Remove a run's folders that nothing names or uses. Return False if some are still in
-        use, so that the call is worth repeating."""
-        return await self._collect(run_id, partials=False)
-
-    async def collect_ended(self, run_id: str) -> bool:
-        """As `collect`, for a run whose trainer has stopped: removes partial folders as well."""
-        return await self._collect(run_id, partials=True)
-
     async def collect_all(self) -> None:
         """Remove what an earlier gateway left. Call it only before anything runs."""
         await self.empty_trash()
-        await self._collect(None, partials=True)
+        await self.collect(None, ended=True)
 
     async def empty_trash(self) -> None:
         """Remove what a crash or a failing disk left in the trash."""
         async with self._lock:
             await asyncio.to_thread(self._empty_trash)
 
-    async def _collect(self, run_id: str | None, *, partials: bool) -> bool:
+    async def collect(self, run_id: str | None, *, ended: bool = False) -> bool:
+        """Remove the folders of a run (of all, for None) that nothing names or uses; partial
+        folders as well if its trainer has stopped. Return False if some are still in use, so that
+        the call is worth repeating."""
         async with self._lock:
-            found = await asyncio.to_thread(self._list_folders, run_id, partials)
+            found = await asyncio.to_thread(self._list_folders, run_id, ended)
             used = self._pins.folders()
             named = await self._named(run_id)
             used |= self._pins.folders()
@@ -79,7 +73,7 @@ class GarbageCollector:
                 await asyncio.to_thread(self._remove, unused)
                 await self._note(run_id, unused)
                 self._log.info("collected", run_id=run_id, folders=unused)
-            if partials:
+            if ended:
                 await asyncio.to_thread(self._remove_empty_run_folders, run_id)
             return len(unused) == len(unnamed)
 

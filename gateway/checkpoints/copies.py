@@ -20,10 +20,10 @@ from sqlalchemy import insert, select
 
 from gateway.auth.identity import Readers
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog, insert_row
-from gateway.checkpoints.versions import VersionStore, files_of, version_row
+from gateway.checkpoints.versions import VersionStore, files_of
 from gateway.identifiers import CheckpointPath, new_session_id, new_state_folder, run_id_of
 from gateway.storage.database import Database
-from gateway.storage.tables import runs, sessions
+from gateway.storage.tables import runs, sessions, weight_versions
 from tandem.errors import CheckpointDamaged, InvalidRequest, StorageFull
 from tandem.weights import Manifest, PartialVersion, new_version_name
 from tandem.weights.store import fsync_path
@@ -157,8 +157,11 @@ class CheckpointCopier:
                 name=copy.version,
                 path=str(target),
                 run_id=run_id,
+                parent=source.version,
+                bytes=copy.bytes,
+                created_at=now,
             )
-            statements.append(version_row(version, parent=source.version, size=copy.bytes))
+            statements.append(insert(weight_versions).values(vars(version)))
         with self._checkpoints.pins.pinned(copy.relative_folder):
             await asyncio.to_thread(
                 _link_files, source, self._data_dir / source.relative_folder, copy, target

@@ -6,11 +6,11 @@ import asyncio
 import json
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
-from sqlalchemy import Insert, insert, select
+from sqlalchemy import insert, select
 
 from gateway.checkpoints.catalog import Checkpoint
 from gateway.storage.database import Database, from_row
@@ -27,7 +27,8 @@ _STATE_RECORD = "checkpoint.json"
 @dataclass(frozen=True)
 class WeightVersion:
     """A published weight version, or a base model's (`base/NAME`). `path` is its folder;
-    `adapter` says that it is a LoRA adapter of the base model, in PEFT's layout."""
+    `adapter` says that it is a LoRA adapter of the base model, in PEFT's layout. `parent` is the
+    version before it; `created_at` is in seconds since 1970."""
 
     name: str
     path: str
@@ -35,6 +36,9 @@ class WeightVersion:
     step: int
     base_model: str
     adapter: bool = False
+    parent: str = ""
+    bytes: int = 0
+    created_at: float = field(default_factory=time.time, compare=False)
 
     def to_proto(self) -> common_pb2.WeightVersion:
         return common_pb2.WeightVersion(
@@ -55,9 +59,8 @@ class VersionStore:
     def path_of(self, name: str) -> str:
         return str(version_path(self._data_dir, name))
 
-    async def add_version(self, version: WeightVersion, *, parent: str, size: int) -> None:
-        """Record a version of `size` bytes."""
-        await self._database.write(version_row(version, parent=parent, size=size))
+    async def add_version(self, version: WeightVersion) -> None:
+        await self._database.write(insert(weight_versions).values(vars(version)))
 
     async def version(self, name: str) -> WeightVersion:
         """Raise `UnknownWeights` for a version that never existed or was collected."""
@@ -69,13 +72,6 @@ class VersionStore:
         if row is None:
             raise UnknownWeights(f"there is no weight version {name!r}")
         return from_row(WeightVersion, row)
-
-    async def created_at(self, name: str) -> float:
-        """Return seconds since 1970, 0 for a version that never existed."""
-        row = await self._database.read_one(
-            select(weight_versions.c.created_at).where(weight_versions.c.name == name)
-        )
-        return float(row["created_at"]) if row is not None else 0.0
 
     async def files(self, checkpoint: Checkpoint) -> dict[str, Path]:
         """Return the files of a checkpoint by name. Raise `CheckpointDamaged`."""
@@ -92,12 +88,6 @@ class VersionStore:
                 f"{expected_bytes} are needed and {self._min_free_bytes} are kept free; "
                 "what was served before is still served"
             )
-
-
-def version_row(version: WeightVersion, *, parent: str, size: int) -> Insert:
-    return insert(weight_versions).values(
-        {**vars(version), "parent": parent, "bytes": size, "created_at": time.time()}
-    )
 
 
 def files_of(checkpoint: Checkpoint, folder: Path) -> dict[str, Path]:

@@ -373,6 +373,6 @@ class RunRegistry:
         try:
             if worker is not None:
                 await self._fleet.stop(worker, reason=reason)
-            await self._collector.collect_ended(run.id)
+            await self._collector.collect(run.id, ended=True)
         except Exception:  # noqa: BLE001 - the other runs of its session must end all the same
             self._log.exception("trainer_not_stopped", run_id=run.id)

@@ -323,11 +323,13 @@ class OperationRunner:
                 if recipients:
                     call.waiting_for = "the files are being encrypted"
                     plain, name = version, pinned.enter_context(self._new_version())
-                    version = replace(plain, name=name, path=self._versions.path_of(name))
+                    version = replace(
+                        plain, name=name, path=self._versions.path_of(name), parent=plain.name
+                    )
                     size = await encrypt_version(
                         Path(plain.path), Path(version.path), name=name, recipients=recipients
                     )
-                    await self._versions.add_version(version, parent=plain.name, size=size)
+                    await self._versions.add_version(replace(version, bytes=size))
                 await self._put_checkpoint(path, body, step=version.step, size=size, version=name)
         finally:
             if recipients:  # nobody uses the plain files any more
@@ -351,8 +353,10 @@ class OperationRunner:
             step=reply.version.step,
             base_model=run.model.name,
             adapter=reply.version.adapter,
+            parent=run.parent,
+            bytes=reply.bytes,
         )
-        await self._versions.add_version(version, parent=run.parent, size=reply.bytes)
+        await self._versions.add_version(version)
         if becomes_parent:
             self._pins.pin(relative_version_folder(name))
             if run.parent:

@@ -87,7 +87,7 @@ class ModelDirectory:
                 name=name,
                 base_model=target.model.name,
                 owner=(await self._checkpoints.origin(name)).owner,
-                created=await self._versions.created_at(target.version.name),
+                created=target.version.created_at,
                 max_length=target.model.max_length,
             )
 

@@ -259,7 +259,7 @@ async def load_weights(
     new, load = validate(CreateViaLoad, fields), read(fields)
     await access.session(new.session_id)
     asked = known_optimizer(new.optimizer_config) if new.optimizer_config else None
-    checkpoint = await gateway.checkpoints.get_trainable(load.path, readers=readers)
+    checkpoint = await gateway.checkpoints.get(load.path, readers=readers, trainable=True)
     model, full = model_of(gateway, new.base_model or checkpoint.base_model, new.user_metadata)
     saved = (await gateway.checkpoints.origin(checkpoint.path.run_id)).training
     await gateway.runs.create(

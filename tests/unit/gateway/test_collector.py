@@ -100,7 +100,7 @@ async def test_names_of_checkpoints_and_sampling_sessions_and_uses_keep_versions
     for name in names.values():
         path = folder(store, f"weights/s-1_train_0/{name.rpartition('/')[2]}")
         version = WeightVersion(name=name, path=str(path), run_id=RUN, step=0, base_model="tiny")
-        await store.versions.add_version(version, parent="", size=7)
+        await store.versions.add_version(version)
     relative = f"weights/s-1_train_0/{names['a'].rpartition('/')[2]}"
     await store.checkpoints.put(
         checkpoint(store, relative, path=f"tinker://{RUN}/sampler_weights/a")
