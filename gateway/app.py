@@ -46,7 +46,6 @@ from gateway.housekeeping import Housekeeping
 from gateway.http_connection import BoundedProtocol
 from gateway.metrics import Metrics
 from gateway.storage.data_directory import write_private
-from gateway.workers.fleet import ChannelFactory, open_channel
 from gateway.workers.launchers import Launcher, make_launcher
 from tandem.errors import TandemError
 from tandem.settings import GatewaySettings
@@ -82,21 +81,18 @@ def create_app(
     settings: GatewaySettings,
     *,
     launcher: Launcher | None = None,
-    channel_factory: ChannelFactory = open_channel,
 ) -> FastAPI:
     """Return the gateway as an application; it lives as long as the lifespan.
 
-    `launcher` starts the workers (by default the one that the settings name), `channel_factory`
-    opens the channels to them. While it runs, the `Gateway` is `app.state.gateway`.
+    `launcher` starts the workers (by default the one that the settings name). While it runs, the
+    `Gateway` is `app.state.gateway`.
     """
     launcher = launcher or make_launcher(settings)
     metrics = Metrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        opened = Gateway.open(
-            settings, launcher=launcher, metrics=metrics, channel_factory=channel_factory
-        )
+        opened = Gateway.open(settings, launcher=launcher, metrics=metrics)
         try:
             async with opened as gateway, Housekeeping(gateway).running():
                 app.state.gateway = gateway

@@ -39,7 +39,7 @@ from gateway.storage.database import Database
 from gateway.usage.meter import SampleMeter, UsageMeter
 from gateway.usage.reports import BillingReports
 from gateway.usage.trace_exports import TraceExporter
-from gateway.workers.fleet import ChannelFactory, Fleet, open_channel
+from gateway.workers.fleet import Fleet
 from gateway.workers.launchers.base import Launcher
 from tandem.errors import SessionFinished
 from tandem.settings import GatewaySettings
@@ -57,7 +57,6 @@ class Gateway:
         *,
         launcher: Launcher,
         metrics: Metrics,
-        channel_factory: ChannelFactory = open_channel,
     ) -> AsyncIterator[Gateway]:
         """Opens the data directory and everything in it; closes it at the end of the block.
 
@@ -67,9 +66,7 @@ class Gateway:
         one without a key.
         """
         with locked_data_directory(settings.data_dir):
-            gateway = cls(
-                settings, launcher=launcher, metrics=metrics, channel_factory=channel_factory
-            )
+            gateway = cls(settings, launcher=launcher, metrics=metrics)
             try:
                 await gateway._restore()
                 yield gateway
@@ -85,7 +82,6 @@ class Gateway:
         *,
         launcher: Launcher,
         metrics: Metrics,
-        channel_factory: ChannelFactory,
     ) -> None:
         self.settings = settings
         self.metrics = metrics
@@ -143,7 +139,6 @@ class Gateway:
             database=database,
             launcher=launcher,
             metrics=metrics,
-            channel_factory=channel_factory,
         )
         self.sampling = SamplingSessionRegistry(
             database=database,
@@ -155,7 +150,7 @@ class Gateway:
             idle_ttl=settings.sampler_idle_ttl,
         )
         self.implicit_sessions = ImplicitSessions(
-            sessions=self.sessions, sampling=self.sampling, display_name="Samples without a session"
+            sessions=self.sessions, display_name="Samples without a session"
         )
         self.samplers = SamplerRouter(
             settings=settings,

@@ -312,7 +312,6 @@ class ImplicitSessions:
     """
 
     sessions: SessionRegistry
-    sampling: SamplingSessionRegistry
     display_name: str
     user_metadata: Mapping[str, str] | None = None
     ttl: float | None = None
@@ -321,43 +320,11 @@ class ImplicitSessions:
         self._by_owner: dict[str, _ImplicitSession] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def create(
-        self, *, owner: str, base_model: str | None, model_path: str | None, readers: Readers
-    ) -> SamplingSession:
-        """Return the owner's sampling session of a base model or a checkpoint; the first request
-        fixes the weights. Raises as `SamplingSessionRegistry.create`."""
-        if (base_model is None) == (model_path is None):
-            raise InvalidRequest(
-                "a sample needs a sampling_session_id with a seq_id, or else one of base_model "
-                "and model_path"
-            )
-        async with self._numbered(owner, (base_model, model_path)) as (session_id, number):
-            return await self.sampling.create(
-                session_id=session_id,
-                number=number,
-                base_model=base_model,
-                model_path=model_path,
-                readers=readers,
-            )
-
-    async def serve(
-        self, *, owner: str, model: str, version: WeightVersion, rank: int
-    ) -> SamplingSession:
-        """Return the owner's sampling session of `model`, which samples from `version` from now
-        on. `rank` is that of its adapter, or 0. Raises `LimitExceeded`."""
-        async with self._numbered(owner, model) as (session_id, number):
-            return await self.sampling.serve(
-                session_id=session_id,
-                number=number,
-                model_path=model if version.run_id else "",
-                version=version,
-                rank=rank,
-            )
-
     @asynccontextmanager
-    async def _numbered(self, owner: str, key: Hashable) -> AsyncIterator[tuple[str, int]]:
+    async def place(self, owner: str, key: Hashable) -> AsyncIterator[tuple[str, int]]:
         """Yield the id of the owner's session and the number in it of the sampling session of
-        `key`, which is assigned if the block succeeds."""
+        `key`, for the block to make; the number is assigned if that succeeds. Raises
+        `LimitExceeded`."""
         async with self._locks[owner]:
             implicit = self._by_owner.get(owner)
             if implicit is None or self.sessions.touch(implicit.id) is None:

@@ -22,13 +22,6 @@ from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, TrainingSpec, WorkerKind, WorkerSpec
 
-ChannelFactory = Callable[[str], grpc.aio.Channel]
-
-
-def open_channel(address: str) -> grpc.aio.Channel:
-    """Return a channel to the worker that listens at `address`."""
-    return grpc.aio.insecure_channel(address, options=GRPC_OPTIONS)
-
 
 @dataclass(frozen=True)
 class Worker:
@@ -63,23 +56,16 @@ class WorkerRecord:
     details: WorkerDetails = field(default_factory=WorkerDetails)
 
 
+@dataclass(eq=False, kw_only=True)
 class Fleet:
     """Starts and stops workers by a launcher, and keeps a record and a row of each."""
 
-    def __init__(
-        self,
-        *,
-        settings: GatewaySettings,
-        database: Database,
-        launcher: Launcher,
-        metrics: Metrics,
-        channel_factory: ChannelFactory = open_channel,
-    ) -> None:
-        self._settings = settings
-        self._database = database
-        self._launcher = launcher
-        self._metrics = metrics
-        self._channel_factory = channel_factory
+    settings: GatewaySettings
+    database: Database
+    launcher: Launcher
+    metrics: Metrics
+
+    def __post_init__(self) -> None:
         self._records: dict[str, WorkerRecord] = {}
         self._next_number: defaultdict[str, int] = defaultdict(int)
         self._watcher: asyncio.Task[None] | None = None
@@ -87,15 +73,15 @@ class Fleet:
 
     async def open(self) -> None:
         """Mark the rows of an earlier gateway's workers as ended, and watch for exits."""
-        await self._database.write(
+        await self.database.write(
             update(workers)
             .where(workers.c.state != "ended")
             .values(state="ended", reason="the gateway restarted", ended_at=time.time())
         )
-        for row in await self._database.read(select(workers.c.id)):
+        for row in await self.database.read(select(workers.c.id)):
             prefix, _, number = row["id"].rpartition("-")
             self._next_number[prefix] = max(self._next_number[prefix], int(number) + 1)
-        watch = self._note_exits(self._launcher.watch())
+        watch = self._note_exits(self.launcher.watch())
         self._watcher = asyncio.create_task(watch, name="worker-watcher")
 
     async def close(self) -> None:
@@ -108,7 +94,7 @@ class Fleet:
             self._write_end(record.worker_id, "the gateway stopped")
             if record.worker is not None:
                 await record.worker.channel.close()
-        await self._launcher.close()
+        await self.launcher.close()
 
     def all(self) -> list[WorkerRecord]:
         """Return the workers that start or serve."""
@@ -132,7 +118,7 @@ class Fleet:
         been stopped. A worker that crashes in native code before it is ready is started a second
         time. Raises `WorkerStartFailed`; then nothing of the worker is left.
         """
-        settings = self._settings
+        settings = self.settings
         spec = WorkerSpec(
             worker_id=self._new_id(kind, session_id),
             kind=kind,
@@ -163,11 +149,11 @@ class Fleet:
         if self._records.pop(worker.worker_id, None) is not None:
             self._write_end(worker.worker_id, reason)
         await worker.channel.close()
-        await self._launcher.stop(worker.worker_id)
+        await self.launcher.stop(worker.worker_id)
 
     def forget_rows_before(self, cutoff: float) -> None:
         """Delete the rows of workers that ended before `cutoff`, in seconds since 1970."""
-        self._database.write_soon(delete(workers).where(workers.c.ended_at < cutoff))
+        self.database.write_soon(delete(workers).where(workers.c.ended_at < cutoff))
 
     def _new_id(self, kind: WorkerKind, session_id: str) -> str:
         prefix = f"{kind}-{session_id}"
@@ -184,7 +170,7 @@ class Fleet:
             run_id=spec.run_id,
             on_exit=on_exit,
         )
-        self._database.write_soon(
+        self.database.write_soon(
             insert(workers),
             {
                 "id": worker_id,
@@ -196,8 +182,8 @@ class Fleet:
             },
         )
         try:
-            handle = await self._launcher.start(spec)
-            await self._launcher.wait_ready(worker_id)
+            handle = await self.launcher.start(spec)
+            await self.launcher.wait_ready(worker_id)
             if record.reason:
                 raise WorkerCrashed(record.reason)
         except BaseException as error:
@@ -205,17 +191,17 @@ class Fleet:
             reason = error.message if isinstance(error, TandemError) else "the start was cancelled"
             self._write_end(worker_id, reason)
             if not isinstance(error, TandemError):
-                await self._launcher.stop(worker_id)
+                await self.launcher.stop(worker_id)
             self._log.warning("worker_start_failed", worker_id=worker_id, reason=reason)
             raise
         record.worker = Worker(
             handle=handle,
-            channel=self._channel_factory(handle.address),
+            channel=grpc.aio.insecure_channel(handle.address, options=GRPC_OPTIONS),
             metadata=((SECRET_METADATA_KEY, spec.secret),),
         )
-        record.details = self._launcher.describe(worker_id)
+        record.details = self.launcher.describe(worker_id)
         record.state = "ready"
-        self._database.write_soon(
+        self.database.write_soon(
             update(workers)
             .where(workers.c.id == worker_id)
             .values(state="ready", pid=record.details.pid)
@@ -234,7 +220,7 @@ class Fleet:
             record = self._records.get(exit_.worker_id)
             if record is None:
                 continue
-            self._metrics.worker_exits.labels(kind=record.kind).inc()
+            self.metrics.worker_exits.labels(kind=record.kind).inc()
             if record.worker is None:  # in the moment when it became ready
                 record.reason = exit_.reason
                 continue
@@ -247,7 +233,7 @@ class Fleet:
                 self._log.exception("exit_not_handled", worker_id=exit_.worker_id)
 
     def _write_end(self, worker_id: str, reason: str) -> None:
-        self._database.write_soon(
+        self.database.write_soon(
             update(workers)
             .where(workers.c.id == worker_id)
             .values(state="ended", reason=reason, ended_at=time.time())

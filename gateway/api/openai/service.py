@@ -53,7 +53,6 @@ class InferenceService:
         self._preparation = FairSemaphore(slots=max_preparing)
         self._implicit_sessions = ImplicitSessions(
             sessions=gateway.sessions,
-            sampling=gateway.sampling,
             display_name="OpenAI-compatible requests",
             user_metadata={"tandem_made_for": "/v1"},
             ttl=gateway.settings.openai.idle_ttl,
@@ -81,9 +80,17 @@ class InferenceService:
                     f"{choices}; {max_choices} at most (TANDEM_OPENAI_MAX_CHOICES)",
                     param="n",
                 )
-            session = await self._implicit_sessions.serve(
-                owner=caller.owner, model=request.model, version=target.version, rank=target.rank
-            )
+            async with self._implicit_sessions.place(caller.owner, request.model) as (
+                owned,
+                number,
+            ):
+                session = await gateway.sampling.serve(
+                    session_id=owned,
+                    number=number,
+                    model_path=request.model if target.version.run_id else "",
+                    version=target.version,
+                    rank=target.rank,
+                )
             sampler = gateway.samplers.ensure(
                 session_id=session.session_id,
                 model=target.model,

@@ -238,12 +238,21 @@ async def get_sampler(session: OwnSamplingSession) -> SamplerInfo:
 async def _session_and_seq_id(access: Access, body: Sample) -> tuple[SamplingSession, int]:
     gateway, owner = access.gateway, access.caller.owner
     if body.sampling_session_id is None:
-        session = await gateway.implicit_sessions.create(
-            owner=owner,
-            base_model=body.base_model,
-            model_path=body.model_path,
-            readers=access.readers(),
-        )
+        model = (body.base_model, body.model_path)
+        if model.count(None) != 1:
+            raise InvalidRequest(
+                "a sample needs a sampling_session_id with a seq_id, or else one of base_model "
+                "and model_path"
+            )
+        # The first request fixes the weights.
+        async with gateway.implicit_sessions.place(owner, model) as (session_id, number):
+            session = await gateway.sampling.create(
+                session_id=session_id,
+                number=number,
+                base_model=body.base_model,
+                model_path=body.model_path,
+                readers=access.readers(),
+            )
         return session, next(session.seq_ids)
     if body.seq_id is None:
         raise InvalidRequest("a sample in a sampling session needs a seq_id")

@@ -59,6 +59,7 @@ def default_command(spec: WorkerSpec) -> list[str]:
     return [sys.executable, "-m", f"{spec.kind}_service"]
 
 
+@dataclass(eq=False, kw_only=True)
 class ProcessLauncher:
     """Implements `Launcher`.
 
@@ -66,18 +67,12 @@ class ProcessLauncher:
     `data_dir/logs/WORKER.log`. Timeouts are in seconds.
     """
 
-    def __init__(
-        self,
-        *,
-        data_dir: Path,
-        start_timeout: float,
-        stop_timeout: float,
-        command: Callable[[WorkerSpec], list[str]] = default_command,
-    ) -> None:
-        self._logs = data_dir / "logs"
-        self._start_timeout = start_timeout
-        self._stop_timeout = stop_timeout
-        self._command = command
+    data_dir: Path
+    start_timeout: float
+    stop_timeout: float
+    command: Callable[[WorkerSpec], list[str]] = default_command
+
+    def __post_init__(self) -> None:
         self._workers: dict[str, WorkerProcess] = {}
         self._watchers: list[asyncio.Queue[WorkerExit | None]] = []
         self._spawning = asyncio.Lock()
@@ -162,8 +157,8 @@ class ProcessLauncher:
                 f"the specification of {spec.worker_id} has {len(line)} bytes; at most "
                 f"{_MAX_SPEC_BYTES} are allowed"
             )
-        self._logs.mkdir(parents=True, exist_ok=True)
-        log_path = self._logs / f"{spec.worker_id}.log"
+        log_path = self.data_dir / "logs" / f"{spec.worker_id}.log"
+        log_path.parent.mkdir(parents=True, exist_ok=True)
         environment = {k: v for k, v in os.environ.items() if not SECRET_VARIABLES.fullmatch(k)}
         # Python makes all of these uninheritable; only those named below reach the child, so
         # that no worker holds the lifeline of another one open.
@@ -174,7 +169,7 @@ class ProcessLauncher:
         try:
             os.write(lifeline_fd, line)  # fits into the empty pipe, so it never blocks
             process = await asyncio.create_subprocess_exec(
-                *self._command(spec),
+                *self.command(spec),
                 "--report-fd",
                 str(worker_report_fd),
                 stdin=spec_fd,
@@ -198,8 +193,8 @@ class ProcessLauncher:
             report_fd=report_fd,
             log_path=log_path,
             log_start=log_start,
-            start_timeout=self._start_timeout,
-            stop_timeout=self._stop_timeout,
+            start_timeout=self.start_timeout,
+            stop_timeout=self.stop_timeout,
         )
 
     def _forget(self, worker: WorkerProcess) -> None:
@@ -261,9 +256,7 @@ class WorkerProcess:
 
         Raises `WorkerStartFailed` when it reports an error, ends, or is silent for too long.
         """
-        await _first_of(self._address, self.failed, timeout=self._seconds_left())
-        if self.failed.done():
-            raise self._start_failure()
+        await self._wait_for(self._address, timeout=self._seconds_left())
         if not self._address.done():
             raise WorkerStartFailed(
                 f"the {self.spec.kind} did not report an address within "
@@ -287,9 +280,7 @@ class WorkerProcess:
             )
         )
         try:
-            await _first_of(check, self.failed)
-            if self.failed.done():  # even if it became ready just before
-                raise self._start_failure()
+            await self._wait_for(check)
             if answer := check.result():
                 raise WorkerStartFailed(
                     f"the {handle.kind} did not become ready ({answer}; it had "
@@ -320,14 +311,17 @@ class WorkerProcess:
     def _seconds_left(self) -> float:
         return max(0.0, self.deadline - asyncio.get_running_loop().time())
 
-    def _start_failure(self) -> WorkerStartFailed:
-        """Return why it did not start. Call only when `failed` is done."""
+    async def _wait_for(self, step: asyncio.Future[Any], *, timeout: float | None = None) -> None:
+        """Return when the step is done, or after `timeout` seconds. Raises `WorkerStartFailed`
+        when the worker has failed, even if the step was done just before."""
+        await _first_of(step, self.failed, timeout=timeout)
+        if not self.failed.done():
+            return
         if self.expected:
-            return WorkerStartFailed(f"the {self.spec.kind} was stopped while it started")
-        reason = self._error or self.ended.result()
+            raise WorkerStartFailed(f"the {self.spec.kind} was stopped while it started")
         crashed = -(self.process.returncode or 0) in _NATIVE_CRASHES
         kind = WorkerCrashed if crashed else WorkerStartFailed
-        return kind(f"the {self.spec.kind} did not start: {reason}")
+        raise kind(f"the {self.spec.kind} did not start: {self._error or self.ended.result()}")
 
     async def _read_reports(self) -> None:
         """Take each line that the worker reports until it closes its end of the pipe.
