@@ -15,7 +15,6 @@ changes nothing, and the client chose the seed. If that one dies too, the sample
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -39,7 +38,7 @@ from gateway.workers.clients import (
     Tell,
     WorkerUnavailable,
 )
-from gateway.workers.fleet import Fleet, Worker
+from gateway.workers.fleet import Backoff, Fleet, Worker
 from tandem.errors import (
     InternalError,
     SampleCancelled,
@@ -56,40 +55,8 @@ EngineState = Literal["starting", "ready", "failed", "stopped"]
 
 _Reply = TypeVar("_Reply")
 
-_FIRST_WAIT = 0.5
-_JITTER = 0.2
-_STABLE_AFTER = 60.0
 _SMALLEST_RANK = 8
 _LARGEST_RANK = 512
-
-
-@dataclass
-class Backoff:
-    """How long to wait before an engine that failed is started again. Durations in seconds.
-
-    The waits are about 0.5, 1, 2, 4, … 30, 30, each made shorter by up to a fifth, so that engines
-    which failed together do not start together. After an engine that was ready for a minute they
-    begin anew.
-    """
-
-    cap: float = 30.0
-    clock: Callable[[], float] = time.monotonic
-    uniform: Callable[[], float] = random.random
-    failures: int = 0
-    ready_at: float | None = None
-
-    def ready(self) -> None:
-        """Note that the engine serves from now on."""
-        self.ready_at = self.clock()
-
-    def failed(self) -> float:
-        """Note that the engine failed or could not be started; return how long to wait."""
-        if self.ready_at is not None and self.clock() - self.ready_at >= _STABLE_AFTER:
-            self.failures = 0
-        self.ready_at = None
-        wait = min(self.cap, _FIRST_WAIT * 2.0 ** min(self.failures, 32))
-        self.failures += 1
-        return wait * (1 - _JITTER * self.uniform())
 
 
 @dataclass(eq=False)
@@ -133,7 +100,7 @@ class Sampler:
         self.worker: Worker | None = None
         self.weights = f"base/{self.model.name}"
         self._adapters: dict[str, None] = {}
-        self._samples: dict[str, Sample] = {}
+        self.samples: dict[str, Sample] = {}
         self._shares = TimeShares()
         self.completions = Rate()
         self._state_since = time.monotonic()
@@ -147,7 +114,7 @@ class Sampler:
     @property
     def waiting(self) -> int:
         """Samples that have not ended."""
-        return len(self._samples)
+        return len(self.samples)
 
     @property
     def loaded(self) -> set[str]:
@@ -160,23 +127,18 @@ class Sampler:
     def add(self, sample: Sample) -> None:
         """Take a sample, which waits until `start`. Its weight version is pinned until it ends."""
         self.pins.pin(relative_version_folder(sample.request.version.name))
-        self._samples[sample.future.request_id] = sample
+        self.samples[sample.future.request_id] = sample
         sample.future.on_end(lambda outcome: self._ended(sample, outcome))
 
     def start(self, sample: Sample) -> None:
         if not sample.future.ended:  # cancelled, or its session has ended
             sample.task = asyncio.create_task(self._answer(sample))
 
-    def cancel(self, request_id: str) -> None:
-        """Cancel a sample, here and in the engine, if it is here."""
-        if sample := self._samples.get(request_id):
-            sample.future.resolve(SampleCancelled("the sample was cancelled by its client"))
-
     def describe(self, request_id: str) -> Waiting:
         """Say what a sample is waiting for."""
-        before = len(list(takewhile(lambda other: other != request_id, self._samples)))
+        before = len(list(takewhile(lambda other: other != request_id, self.samples)))
         queue = f"{before} sample{'' if before == 1 else 's'} before this one"
-        if sample := self._samples.get(request_id):
+        if sample := self.samples.get(request_id):
             queue += f", which has waited {time.monotonic() - sample.future.accepted_at:.0f} s"
         if self.state != "ready":
             age = time.monotonic() - self._state_since
@@ -222,7 +184,7 @@ class Sampler:
         """Forget a sample, whoever ended it."""
         if sample.task is not None:
             sample.task.cancel()
-        del self._samples[sample.future.request_id]
+        del self.samples[sample.future.request_id]
         self.completions.note()
         self.pins.unpin(relative_version_folder(sample.request.version.name))
         kind = outcome.type if isinstance(outcome, TandemError) else "done"
@@ -273,7 +235,7 @@ class Sampler:
     async def stop(self, error: TandemError) -> None:
         """End the engine, and fail all samples, and requests that wait for it, with the error."""
         self._set_state("stopped", error.message)
-        for sample in self._samples.values():
+        for sample in self.samples.values():
             sample.future.resolve(error)
         if self._client.done():
             self._client = asyncio.get_running_loop().create_future()
@@ -288,7 +250,7 @@ class Sampler:
     async def abandon(self) -> None:
         """Cancel everything without an outcome. The fleet ends the engine."""
         self._set_state("stopped")
-        tasks = [self._starting, *(s.task for s in self._samples.values() if s.task is not None)]
+        tasks = [self._starting, *(s.task for s in self.samples.values() if s.task is not None)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -454,9 +416,10 @@ class SamplerRouter:
         self._starter.put(future.owner, lambda: sampler.start(sample))
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a sample; do nothing if it is unknown or has ended."""
+        """Cancel a sample, here and in its engine; do nothing if it is unknown or has ended."""
         for sampler in self._samplers.values():
-            sampler.cancel(request_id)
+            if sample := sampler.samples.get(request_id):
+                sample.future.resolve(SampleCancelled("the sample was cancelled by its client"))
 
     async def end_session(self, session_id: str, error: TandemError) -> None:
         """Stop the session's samplers."""

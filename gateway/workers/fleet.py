@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 import time
 from collections import defaultdict
@@ -21,6 +22,10 @@ from tandem.errors import TandemError, WorkerCrashed
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, TrainingSpec, WorkerKind, WorkerSpec
+
+_FIRST_WAIT = 0.5
+_JITTER = 0.2
+_STABLE_AFTER = 60.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,35 @@ class WorkerRecord:
     reason: str = ""
     worker: Worker | None = None
     details: WorkerDetails = field(default_factory=WorkerDetails)
+
+
+@dataclass
+class Backoff:
+    """How long to wait before a worker that failed is started again. Durations in seconds.
+
+    The waits are about 0.5, 1, 2, 4, … 30, 30, each made shorter by up to a fifth, so that workers
+    which failed together do not start together. After one that was ready for a minute they
+    begin anew.
+    """
+
+    cap: float = 30.0
+    clock: Callable[[], float] = time.monotonic
+    uniform: Callable[[], float] = random.random
+    failures: int = 0
+    ready_at: float | None = None
+
+    def ready(self) -> None:
+        """Note that the worker serves from now on."""
+        self.ready_at = self.clock()
+
+    def failed(self) -> float:
+        """Note that the worker failed or could not be started; return how long to wait."""
+        if self.ready_at is not None and self.clock() - self.ready_at >= _STABLE_AFTER:
+            self.failures = 0
+        self.ready_at = None
+        wait = min(self.cap, _FIRST_WAIT * 2.0 ** min(self.failures, 32))
+        self.failures += 1
+        return wait * (1 - _JITTER * self.uniform())
 
 
 @dataclass(eq=False, kw_only=True)
@@ -115,8 +149,9 @@ class Fleet:
 
         `training` says what a trainer trains, `max_lora_rank` the largest adapter rank that a
         sampler serves. `on_exit` is called with a sentence when the worker ends without having
-        been stopped. A worker that crashes in native code before it is ready is started a second
-        time. Raises `WorkerStartFailed`; then nothing of the worker is left.
+        been stopped. A worker that crashes in native code before it is ready, or ends in that very
+        moment, is started a second time. Raises `WorkerStartFailed`; then nothing of the worker is
+        left.
         """
         settings = self.settings
         spec = WorkerSpec(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.sampling.sampler import Backoff
+from gateway.workers.fleet import Backoff
 
 
 class Clock:
