@@ -6,13 +6,10 @@ import os
 
 import pytest
 import tinker
-from tinker import TrainingClient
 
 from gateway.api.tinker.service import TESTED
 from tests.conformance.conform.claims import PATH, all_claims, render
 from tests.conformance.conform.surface import NEWEST, OLDEST, commands, public_methods, surface
-from tests.support.plain_http import PlainClient
-from tests.support.stacks import TestStack
 
 another_sdk = pytest.mark.skipif(
     "TANDEM_TEST_SDK" in os.environ, reason="about the newest SDK's surface"
@@ -67,26 +64,6 @@ def test_the_document_says_what_is_proved(whole_suite: bool, failed: list[str]) 
     if whole_suite and not failed:
         PATH.write_text(text)
     assert before == text, f"{PATH.name} was not current; a whole passing run writes it"
-
-
-@pytest.mark.parametrize("version", ["0.24.0", "0.20.1"])
-def test_an_sdk_too_old_is_told_which_to_install(stack: TestStack, version: str) -> None:
-    """Once, at its first request, by a 400 that is not tried again for minutes."""
-    plain = PlainClient(stack.stack.endpoint)
-    answer = plain.http.post("create_session", json={"tags": [], "sdk_version": version})
-    assert answer.status_code == 400
-    assert "tinker>=" in answer.json()["error"]
-    assert version in answer.json()["error"]
-
-
-def test_a_body_of_before_protobuf_is_told_which_sdk_to_install(
-    stack: TestStack, runs: dict[str, TrainingClient]
-) -> None:
-    plain = PlainClient(stack.stack.endpoint)
-    body = {"model_id": runs["full"].model_id, "seq_id": 1, "forward_backward_input": {}}
-    answer = plain.http.post("forward_backward", json=body)
-    assert answer.status_code == 400
-    assert "tinker>=" in answer.json()["error"]
 
 
 def test_the_gateway_knows_the_oldest_release_that_is_tested() -> None:

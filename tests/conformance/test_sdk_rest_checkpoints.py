@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 import tinker
@@ -15,6 +13,7 @@ from tinker.lib.public_interfaces.rest_client import RestClient
 from tests.conformance.conform.calls import Call, refused_training, settled
 from tests.conformance.conform.claims import proves, proves_both
 from tests.conformance.conform.surface import NEWEST
+from tests.support.files import tree
 from tests.support.sdk import largest_difference, logprobs, prompt_logprobs, refusal, sequences
 from tests.support.stacks import TIED, TestStack
 from tests.support.waiting import wait_until
@@ -169,7 +168,8 @@ def test_what_is_deleted_is_gone(
     paths = [settled(run.save_state(name)).path for name in names]
 
     def left_on_disk() -> set[str]:
-        return {name for name in names if any(_files(stack.data_dir, name))}
+        below = [path.name for path in tree(stack.data_dir / "checkpoints")]
+        return {name for name in names if any(each.startswith(name) for each in below)}
 
     assert left_on_disk() == set(names)
     call(rest, "delete_checkpoint", run.model_id, f"weights/{names[0]}")
@@ -185,16 +185,6 @@ def test_what_is_deleted_is_gone(
         )
         assert refused.type == "unknown_weights"
     wait_until(lambda: not left_on_disk(), what="the files of deleted checkpoints are removed")
-
-
-def _files(data_dir: Path, name: str) -> list[Path]:
-    """The folders and files called so; `os.walk` passes over what the gateway removes meanwhile."""
-    return [
-        Path(folder, each)
-        for folder, folders, files in os.walk(data_dir / "checkpoints")
-        for each in (*folders, *files)
-        if each.startswith(name)
-    ]
 
 
 @pytest.mark.core

@@ -1,7 +1,7 @@
 """`python -m tests.fuzz --requests 100000 --seed 1`: exit status 1 where a fault was found.
 
-Every body of a forward_backward goes to the real trainer's checks, too. A request that found a
-fault is printed, and kept in `tests/fuzz/regressions/` where `--keep` is given.
+Every body of a forward_backward is also checked by the real trainer. A request that finds a fault
+is printed, and with `--keep` saved in `tests/fuzz/regressions/`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from pathlib import Path
 from gateway.app import path_operations
 from tandem.telemetry import configure_logging
 from tests.fuzz.cases import Case, Cases
-from tests.fuzz.memory import resident_bytes
 from tests.fuzz.secrets import Watch
-from tests.fuzz.trainer import Checked, bounded_memory
+from tests.fuzz.trainer import Checked, bounded_memory, resident_bytes
 from tests.fuzz.world import CheckingTrainer, World
 from tests.support.gateway.fake_launcher import FakeLauncher
-from tests.support.gateway.running import KEY, make_model, running_gateway, wait_for
+from tests.support.gateway.running import KEY, make_model, running_gateway
+from tests.support.waiting import wait_until
 
 REGRESSIONS = Path(__file__).parent / "regressions"
 PER_WORLD = 250
 GROWTH = 96 * 2**20
-"""Bytes that may be held more at the end than after the first part: room for what is kept for
-a while by design (results, finished samples, pages of the database)."""
+"""Bytes by which memory may grow after the first quarter: room for what is kept for a while by
+design (results, finished samples, database pages)."""
 _MEMORY = 6 * 2**30
-"""That this process may map beside what it has at the start: what wants all the memory of the
-machine is a fault that is told, not one that ends its neighbours."""
+"""Bytes that this process may map beyond what it starts with: a request that wants all memory
+is reported as a fault and harms no other process."""
 _TRAINER_MEMORY = 2 * 2**30
 _TOLD_EVERY = 5000
 
@@ -74,7 +74,7 @@ class Run:
         self.growth = 0
 
     def all(self, *, first: int, requests: int) -> int:
-        """The number of faults."""
+        """Send the regressions and the requests; return the number of faults."""
         self.watch.know(KEY)
         configure_logging(service="gateway", level="debug", stream=self.watch)
         launcher = FakeLauncher(trainer=CheckingTrainer)
@@ -109,7 +109,7 @@ class Run:
                 if number > first and (number - first) % _TOLD_EVERY == 0:
                     print(f"{number - first} of {requests} requests", file=sys.stderr, flush=True)
             self._change(world, cases)
-            wait_for(lambda: gate.gateway.futures.bytes_held == 0)  # unfetched ones are given up
+            wait_until(lambda: gate.gateway.futures.bytes_held == 0)  # unfetched ones are given up
             self.growth = resident_bytes() - warm
             if self.growth > GROWTH:
                 self._fault(f"memory grew by {self.growth / 2**20:.0f} MiB")
@@ -134,7 +134,7 @@ class Run:
             self._fault(str(error))
 
     def _change(self, world: World, cases: Cases) -> None:
-        """Ends with a good request, which is answered all the same."""
+        """End the session with a good request, which must still be computed."""
         try:
             world.settle()
             world.check_good(cases.good())

@@ -1,4 +1,4 @@
-"""Which request comes next: the same seed and number give the same one."""
+"""Make the requests: the same seed and number give the same one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import zstandard
 from gateway.api.routing import PathOperation
 from tandem.wire.v1 import tinker_pb2
 from tests.fuzz import json_bodies, protobuf
-from tests.fuzz.seeds import RUN, SESSION, protobuf_seeds
-from tests.fuzz.seeds_json import SAMPLER, SEQ, json_seeds
+from tests.fuzz.seeds import RUN, SAMPLER, SEQ, SESSION, json_seeds, protobuf_seeds
 
 _PROTOBUF = "application/x-protobuf"
 _JSON = "application/json"
@@ -32,69 +31,26 @@ _PATH_PARTS: Mapping[str, Sequence[str]] = {
     "model": ("tiny", RUN, "tinker://" + RUN + "/sampler_weights/policy"),
 }
 _ODD_PARTS = (
-    "..",
-    ".",
-    "%",
-    "../../../../etc/passwd",
-    "\x00",
-    "a\r\nb: c",
-    "²",
-    "\u202e\U0001f600é́",
-    "x" * 5000,
-    "a/b",
-    "a;b?c#d",
-    "s-0123456789ab:train:99999999999999999999",
-    "-1",
-    " ",
-)
+    "..", ".", "%", "../../../../etc/passwd", "\x00", "a\r\nb: c", "²", "\u202e\U0001f600é́",
+    "x" * 5000, "a/b", "a;b?c#d", "s-0123456789ab:train:99999999999999999999", "-1", " ",
+)  # fmt: skip
 _QUERIES = (
-    "limit",
-    "offset",
-    "access_scope",
-    "project_id",
-    "session_id",
-    "path",
-    "place",
-    "expires",
-    "signature",
-    "starting_on",
-    "ending_before",
-    "event_type",
-    "day",
-    "unheard_of",
-)
+    "limit", "offset", "access_scope", "project_id", "session_id", "path", "place", "expires",
+    "signature", "starting_on", "ending_before", "event_type", "day", "unheard_of",
+)  # fmt: skip
 _QUERY_VALUES = (
-    "",
-    "0",
-    "1",
-    "-1",
-    "20",
-    "1e3",
-    "²",
-    "9" * 30,
-    "99999999999",
-    "NaN",
-    "owned",
-    "accessible",
-    "2026-07-13T00:00:00Z",
-    "2026-07-13",
-    "0000-00-00",
-    "9999-12-31T23:00:00+00:00",
-    "0001-01-01T00:00:00+14:00",
-    f"tinker://{RUN}/weights/kept",
-    "tinker://../../x",
-    "\x00",
-    "\udc80",
-    "x" * 3000,
-    "é\u202e",
-)
+    "", "0", "1", "-1", "20", "1e3", "²", "9" * 30, "99999999999", "NaN", "owned", "accessible",
+    "2026-07-13T00:00:00Z", "2026-07-13", "0000-00-00", "9999-12-31T23:00:00+00:00",
+    "0001-01-01T00:00:00+14:00", f"tinker://{RUN}/weights/kept", "tinker://../../x", "\x00",
+    "\udc80", "x" * 3000, "é\u202e",
+)  # fmt: skip
 _HARMFUL = frozenset({"finish_session"})
-"""They would end what the other requests are about."""
+"""Routes that would end what the other requests are about."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A request as it is sent, but for the ids in it (see `seeds`)."""
+    """A request as it is sent, with placeholders for ids (see `seeds`)."""
 
     operation: str
     method: str
@@ -117,7 +73,7 @@ def has_body(operation: PathOperation) -> bool:
 
 
 class Cases:
-    """`losses`: the names of those that a forward_backward may ask for."""
+    """Make requests; `losses` are the names that a forward_backward may ask for."""
 
     def __init__(
         self, operations: Sequence[PathOperation], *, seed: int, losses: list[str]
@@ -131,11 +87,11 @@ class Cases:
         self._others = [o for o in operations if o is not self._batch]
         bodies = [o for o in self._others if has_body(o)]
         missing = {o.name for o in bodies} - self._json.keys()
-        assert not missing, f"routes without a seed in seeds_json.py: {sorted(missing)}"
+        assert not missing, f"routes without a seed in seeds.py: {sorted(missing)}"
         self._weighted = [*self._others, *bodies, *bodies]
 
     def make(self, number: int, *, seq_id: int) -> Case:
-        """`seq_id`: the next place in the run's log."""
+        """Make a request; `seq_id` is the next one of the run."""
         rng = Random(f"{self._seed}:{number}")
         if rng.random() < 0.4:
             return self._encoded(rng, self._forward_backward(rng, seq_id))
@@ -143,7 +99,7 @@ class Cases:
         return self._encoded(rng, self._other(rng, operation, seq_id))
 
     def good(self) -> Case:
-        """A forward_backward that must succeed."""
+        """Make a forward_backward that must succeed."""
         message = tinker_pb2.ForwardBackwardRequest()
         message.CopyFrom(self._protobuf[0])
         message.seq_id = 1
@@ -201,7 +157,7 @@ class Cases:
         return "?" + urlencode(chosen, errors="surrogateescape")
 
     def _encoded(self, rng: Random, case: Case) -> Case:
-        """Mostly as it is; else compressed, or with headers that contradict the body."""
+        """Leave most requests alone; compress others, or send headers that contradict the body."""
         fields = {**asdict(case), "headers": dict(case.headers)}
         if rng.random() < 0.03:
             fields["chunked"] = True

@@ -1,4 +1,4 @@
-"""Mutations of JSON values, among them what JSON's grammar allows and most parsers trip over."""
+"""Mutate JSON values, also into what the grammar allows and most parsers trip over."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Json = object
 
 
 class Raw(str):
-    """Text that stands in the body as it is."""
+    """Text that is put into the body as it is."""
 
 
 def _deep(depth: int) -> Raw:
@@ -18,64 +18,19 @@ def _deep(depth: int) -> Raw:
 
 
 _VALUES: tuple[Json, ...] = (
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2**31,
-    2**53 + 1,
-    2**63 - 1,
-    2**63,
-    2**64,
-    10**30,
-    -(10**30),
-    Raw("9" * 5000),
-    0.5,
-    -0.0,
-    1e308,
-    Raw("1e999"),
-    Raw("NaN"),
-    Raw("-Infinity"),
-    "",
-    " ",
-    "x",
-    "0",
-    "²",
-    "\x00",
-    "../../../etc/passwd",
-    "é́\u202e\U0001f600",
-    Raw('"\\ud800"'),
-    Raw('"\\u0000"'),
-    "y" * 10_000,
-    "tinker://",
+    None, True, False, 0, -1, 1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 10**30, -(10**30),
+    Raw("9" * 5000), 0.5, -0.0, 1e308, Raw("1e999"), Raw("NaN"), Raw("-Infinity"), "", " ", "x",
+    "0", "²", "\x00", "../../../etc/passwd", "é́\u202e\U0001f600", Raw('"\\ud800"'),
+    Raw('"\\u0000"'), "y" * 10_000, "tinker://",
     "tinker://s-0123456789ab:train:0/weights/../../x",
-    "s-0123456789ab:train:99999999999999999999",
-    "s-0123456789ab:sample:²:3",
-    "s-0123456789ab:train:0:9999999999999999999",
-    "s-0123456789ab:sample:0:²",
-    "s-0123456789ab:train:0:4",
-    "s-0123456789ab:sample:0:1",
+    "s-0123456789ab:train:99999999999999999999", "s-0123456789ab:sample:²:3",
+    "s-0123456789ab:train:0:9999999999999999999", "s-0123456789ab:sample:0:²",
+    "s-0123456789ab:train:0:4", "s-0123456789ab:sample:0:1",
     "tinker://s-0123456789ab:train:0/external_weights/export",
-    "tinker://s-0123456789ab:train:²/weights/x",
-    "tiny",
-    [],
-    {},
-    [[]],
-    [None] * 20,
-    [1] * 5000,
-    [{}] * 200,
-    {"": ""},
-    {"a": {"b": {"c": None}}},
-    {"x" * 2000: 1},
-    Raw("[1, 2"),
-    Raw('{"a": 1, "a": 2}'),
-    _deep(20),
-    _deep(150),
-    _deep(1000),
-    _deep(100_000),
-)
+    "tinker://s-0123456789ab:train:²/weights/x", "tiny", [], {}, [[]], [None] * 20, [1] * 5000,
+    [{}] * 200, {"": ""}, {"a": {"b": {"c": None}}}, {"x" * 2000: 1}, Raw("[1, 2"),
+    Raw('{"a": 1, "a": 2}'), _deep(20), _deep(150), _deep(1000), _deep(100_000),
+)  # fmt: skip
 
 _NUMBERS = tuple(
     value
@@ -113,7 +68,7 @@ def render(value: Json) -> str:
 
 
 def _mutated(rng: Random, value: Json) -> Json:
-    """The value with a change in it, or another one in its place."""
+    """Change something in the value, or replace it."""
     if isinstance(value, dict) and value and rng.random() < 0.93:
         changed = dict(value)
         key = rng.choice(sorted(changed))
@@ -142,7 +97,7 @@ def _mutated(rng: Random, value: Json) -> Json:
 
 
 def _value(rng: Random, before: Json = None) -> Json:
-    """Mostly of the kind that was there, so that more than the first check looks at it."""
+    """Draw a value, mostly of the kind it replaces, so that later checks see it, too."""
     if rng.random() < 0.7:
         if isinstance(before, str):
             return rng.choice(_TEXTS)

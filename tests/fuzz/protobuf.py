@@ -1,4 +1,4 @@
-"""Mutations of protobuf messages: of their fields, of their encoding, of their bytes."""
+"""Mutate protobuf messages: their fields, their encoding, their bytes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,9 @@ _INTEGERS = (0, 1, -1, 2, 3, 4, 7, 63, 64, 65, 127, 128, 255, 256, 65_536, 2**31
 _LONG_INTEGERS = (*_INTEGERS, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, -(2**63))
 _NUMBERS = (0.0, -0.0, 1.0, -1.0, 0.2, 1e-300, 1e300, float("inf"), float("-inf"), float("nan"))
 _TEXTS = (
-    "",
-    "custom",
-    "cross_entropy",
-    "target_tokens",
-    "weights",
-    "loss_id",
-    "\x00",
-    "../../etc/passwd",
-    "é" * 40,
-    "x" * 5000,
-    "\U0010ffff",
-    "%s%n{0}",
-)
+    "", "custom", "cross_entropy", "target_tokens", "weights", "loss_id", "\x00",
+    "../../etc/passwd", "é" * 40, "x" * 5000, "\U0010ffff", "%s%n{0}",
+)  # fmt: skip
 _NUMBER_BYTES = (
     b"\x00\x00\xc0\x7f",  # NaN
     b"\x00\x00\x80\x7f",  # infinity
@@ -42,7 +32,7 @@ BytesMutation = Callable[[Random, bytes, bytes], bytes]
 
 
 def mutate(rng: Random, seed: Request, other: Request) -> bytes:
-    """Bytes that come of the seed; `other` is what parts are taken from."""
+    """Mutate the seed into bytes; parts may come from `other`."""
     message = Request()
     message.CopyFrom(seed)
     if rng.random() < 0.75:
@@ -59,7 +49,7 @@ def mutate(rng: Random, seed: Request, other: Request) -> bytes:
 
 
 def _mutate_field(rng: Random, message: Message) -> None:
-    """Changes one field of the message, or of one of those in it."""
+    """Change one field of the message, or of a message in it."""
     while True:
         fields = [f for f in message.DESCRIPTOR.fields if f.name not in ("model_id", "seq_id")]
         given = [f for f, _ in message.ListFields() if f in fields]
@@ -81,7 +71,7 @@ def _mutate_field(rng: Random, message: Message) -> None:
 
 
 def _inner(rng: Random, message: Message, field: FieldDescriptor) -> Message | None:
-    """A message in this field, where there is one."""
+    """Return a message in this field, if there is one."""
     if field.message_type is None:
         return None
     value = getattr(message, field.name)
@@ -190,7 +180,7 @@ def _flip_bits(rng: Random, data: bytes, _other: bytes) -> bytes:
 
 
 def _splice(rng: Random, data: bytes, other: bytes) -> bytes:
-    """A stretch of another message, put into this one."""
+    """Insert a part of another message."""
     start = rng.randrange(len(other) + 1)
     part = other[start : start + rng.choice((1, 4, 16, 64, 256))]
     at = rng.randrange(len(data) + 1)
@@ -198,7 +188,7 @@ def _splice(rng: Random, data: bytes, other: bytes) -> bytes:
 
 
 def _append(_rng: Random, data: bytes, other: bytes) -> bytes:
-    """Two messages in a row are one message with the fields of both."""
+    """Join two messages, which are one message with the fields of both."""
     return data + other
 
 
@@ -207,7 +197,7 @@ def _random(rng: Random, _data: bytes, _other: bytes) -> bytes:
 
 
 def _long_length(rng: Random, data: bytes, _other: bytes) -> bytes:
-    """A field that says it is far longer than the message."""
+    """Add a field that claims to be far longer than the message."""
     tag = bytes([rng.randrange(1, 16) << 3 | 2])
     length = rng.choice((b"\x7f", b"\xff\xff\x7f", b"\xff\xff\xff\xff\x07", b"\xff" * 9 + b"\x01"))
     at = rng.choice((0, len(data), rng.randrange(len(data) + 1)))
@@ -215,14 +205,14 @@ def _long_length(rng: Random, data: bytes, _other: bytes) -> bytes:
 
 
 def _wire_type(rng: Random, data: bytes, _other: bytes) -> bytes:
-    """A field of another wire type, or of a number that there is not."""
+    """Add a field of another wire type or an unknown number."""
     tag = rng.randrange(0, 256)
     at = rng.choice((0, len(data)))
     return data[:at] + bytes([tag]) + rng.randbytes(rng.choice((0, 1, 4, 8))) + data[at:]
 
 
 def _groups(rng: Random, data: bytes, _other: bytes) -> bytes:
-    """Groups within groups, as deep as a parser may be made to recurse."""
+    """Nest groups as deep as a parser can be made to recurse."""
     depth = rng.choice((1, 50, 99, 101, 5000, 100_000))
     number = rng.choice((3, 9, 15))
     closing = bytes([number << 3 | 4]) * rng.choice((depth, 0))
@@ -230,7 +220,7 @@ def _groups(rng: Random, data: bytes, _other: bytes) -> bytes:
 
 
 def _nested(rng: Random, data: bytes, _other: bytes) -> bytes:
-    """Datums within datums, each well formed."""
+    """Nest datums, each well formed."""
     inner = b""
     for _ in range(rng.choice((3, 40, 120, 400))):
         inner = b"\x1a" + _varint(len(inner)) + inner
@@ -238,7 +228,7 @@ def _nested(rng: Random, data: bytes, _other: bytes) -> bytes:
 
 
 def _many_fields(rng: Random, data: bytes, _other: bytes) -> bytes:
-    """As many empty datums as fit: each of two bytes becomes an object."""
+    """Add many empty datums: every two bytes become an object."""
     return data + rng.choice((b"\x1a\x00", b"\x2a\x00", b"\x78\x01")) * rng.choice(
         (10, 1000, 20_000)
     )
@@ -253,18 +243,6 @@ def _varint(number: int) -> bytes:
 
 
 _OF_BYTES: Sequence[BytesMutation] = (
-    _truncate,
-    _truncate,
-    _flip_bits,
-    _flip_bits,
-    _flip_bits,
-    _splice,
-    _splice,
-    _append,
-    _random,
-    _long_length,
-    _wire_type,
-    _groups,
-    _nested,
-    _many_fields,
-)
+    _truncate, _truncate, _flip_bits, _flip_bits, _flip_bits, _splice, _splice, _append,
+    _random, _long_length, _wire_type, _groups, _nested, _many_fields,
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Looks for secrets where none may be."""
+"""Look for secrets where there must be none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class SecretFound(AssertionError):
 
 
 class Watch:
-    """A stream for logs, which holds nothing but the lines since the last `check`."""
+    """A log stream that keeps only the lines since the last `check`."""
 
     def __init__(self) -> None:
         self._text = io.StringIO()
@@ -27,7 +27,7 @@ class Watch:
         return
 
     def know(self, secret: str | bytes) -> None:
-        """Adds a secret, in the forms that it might be printed in."""
+        """Add a secret in every form in which it might be printed."""
         if isinstance(secret, str):
             self._forms.add(secret)
             secret = secret.encode()
@@ -36,7 +36,7 @@ class Watch:
         self._forms |= {secret.hex(), plain, url, repr(secret)[2:-1]}
 
     def check(self) -> None:
-        """Raises `SecretFound` where a line since the last time names a secret."""
+        """Raise `SecretFound` if a line since the last check contains a secret."""
         text = self._text.getvalue()
         self.lines += text.count("\n")
         self._text = io.StringIO()

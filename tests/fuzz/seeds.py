@@ -1,16 +1,19 @@
-"""Bodies as the SDK itself writes them, from which the mutations begin.
+"""Bodies as the SDK itself writes them, and a good one for every route that takes JSON.
 
-Ids in them are placeholders of the length of real ones: `placed` puts real ones in.
+The mutations begin from them. Ids in them are placeholders of the length of real ones.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 from tinker import types
-from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from tandem.wire.v1 import tinker_pb2
 from tests.support.custom_losses import request_body, traced
+from tests.support.sdk import datum, request_of
 
 SESSION = "s-0123456789ab"
 RUN = f"{SESSION}:train:0"
@@ -23,7 +26,7 @@ _SETTINGS: dict[str, dict[str, float | str]] = {
 
 
 def protobuf_seeds(losses: list[str]) -> list[tinker_pb2.ForwardBackwardRequest]:
-    """One for every loss, and some with all that a datum can have."""
+    """Return a request for every loss, and some with all that a datum can have."""
     seeds = [_request([_datum(5), _datum(3)], loss) for loss in losses]
     seeds += [
         _request([_sparse_datum()], "cross_entropy"),
@@ -37,7 +40,7 @@ def protobuf_seeds(losses: list[str]) -> list[tinker_pb2.ForwardBackwardRequest]
 
 
 def custom_loss_body() -> bytes:
-    """What the SDK sends to create_custom_loss, of a loss with inputs of one and two dimensions."""
+    """Return what the SDK sends for a custom loss with inputs of one and two dimensions."""
 
     def loss(logprobs, line, pair):
         return (logprobs * line.sum()).sum() + pair.sum(), {"custom/line:sum": line.sum()}
@@ -46,38 +49,20 @@ def custom_loss_body() -> bytes:
 
 
 def _request(data: list[types.Datum], loss: str) -> tinker_pb2.ForwardBackwardRequest:
-    request = types.ForwardBackwardRequest(
-        model_id=RUN,
-        seq_id=1,
-        forward_backward_input=types.ForwardBackwardInput(
-            data=data, loss_fn=loss, loss_fn_config=_SETTINGS.get(loss, {})
-        ),
-    )
-    encoded = forward_backward_request_to_proto(request).SerializeToString()
-    return tinker_pb2.ForwardBackwardRequest.FromString(encoded)
-
-
-def _tensor(values: list[float] | list[int], dtype: str, shape: list[int]) -> types.TensorData:
-    return types.TensorData(data=values, dtype=dtype, shape=shape)
+    message = request_of(data, loss, _SETTINGS.get(loss, {}))
+    message.model_id = RUN
+    return tinker_pb2.ForwardBackwardRequest.FromString(message.SerializeToString())
 
 
 def _datum(length: int) -> types.Datum:
-    tokens = [1 + i % 60 for i in range(length)]
-    inputs = {"target_tokens": _tensor(tokens, "int64", [length])}
-    for name in _PER_TOKEN:
-        inputs[name] = _tensor([0.5] * length, "float32", [length])
-    inputs["desirable"] = _tensor([1.0], "float32", [1])
-    return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+    inputs = dict.fromkeys(_PER_TOKEN, np.full(length, 0.5, np.float32))
+    tokens = [1 + i % 60 for i in range(length + 1)]
+    return datum(tokens, desirable=np.ones(1, np.float32), **inputs)
 
 
 def _wide_datum() -> types.Datum:
-    return types.Datum(
-        model_input=types.ModelInput.from_ints([1, 2, 3]),
-        loss_fn_inputs={
-            "target_tokens": _tensor([1, 2, 3, 4, 5, 6], "int64", [3, 2]),
-            "weights": _tensor([0.5] * 6, "float32", [3, 2]),
-        },
-    )
+    weights = np.full((3, 2), 0.5, np.float32)
+    return datum([1, 2, 3, 9], targets=np.array([[1, 2], [3, 4], [5, 6]]), weights=weights)
 
 
 def _sparse_datum() -> types.Datum:
@@ -100,14 +85,14 @@ def _sparse_datum() -> types.Datum:
 
 
 def _spanned_datum() -> types.Datum:
-    datum = _datum(4)
     spans = [
         types.PromptProvenanceSpan(sequence_id="a:0", offset=0, length=1),
         types.SampledProvenanceSpan(sequence_id="a:0", offset=0, length=3),
     ]
+    plain = _datum(4)
     return types.Datum(
-        model_input=datum.model_input,
-        loss_fn_inputs=datum.loss_fn_inputs,
+        model_input=plain.model_input,
+        loss_fn_inputs=plain.loss_fn_inputs,
         model_input_spans=spans,
         loss_fn_input_spans=spans,
     )
@@ -115,24 +100,182 @@ def _spanned_datum() -> types.Datum:
 
 def _image_datum() -> types.Datum:
     image = types.ImageChunk(data=np.arange(16, dtype=np.uint8).tobytes(), format="png")
-    return types.Datum(
-        model_input=types.ModelInput(chunks=[image]),
-        loss_fn_inputs={"target_tokens": _tensor([1], "int64", [1])},
-    )
+    inputs = datum([1, 1]).loss_fn_inputs
+    return types.Datum(model_input=types.ModelInput(chunks=[image]), loss_fn_inputs=inputs)
 
 
 def _datum_of_custom_loss() -> types.Datum:
-    return types.Datum(
-        model_input=types.ModelInput.from_ints([1, 2, 3]),
-        loss_fn_inputs={
-            "target_tokens": _tensor([1, 2, 3], "int64", [3]),
-            "line": _tensor([1.0, 2.0], "float32", [2]),
-            "pair": types.TensorData(
-                data=[1.0, 2.0],
-                dtype="float32",
-                shape=[2, 3],
-                sparse_crow_indices=[0, 1, 2],
-                sparse_col_indices=[0, 2],
-            ),
-        },
+    made = datum([1, 2, 3, 3], line=np.array([1, 2], np.float32))
+    made.loss_fn_inputs["pair"] = types.TensorData(
+        data=[1.0, 2.0],
+        dtype="float32",
+        shape=[2, 3],
+        sparse_crow_indices=[0, 1, 2],
+        sparse_col_indices=[0, 2],
     )
+    return made
+
+
+# --- JSON ------------------------------------------------------------------------------------
+
+SAMPLER = f"{SESSION}:sample:0"
+WEIGHTS = f"tinker://{RUN}/weights/kept"
+SEQ = 424_242
+"""Placeholder for the next seq_id of the run."""
+MODEL_FOLDER = "/fuzz-model-folder"
+"""Placeholder for the folder of a model."""
+
+_PLACE = {"model_id": RUN, "seq_id": SEQ}
+_OPENAI = {
+    "model": "tiny",
+    "max_tokens": 4,
+    "temperature": 1.0,
+    "n": 1,
+    "seed": 7,
+    "stop": ["x"],
+    "stream": False,
+}
+
+
+def json_seeds() -> Sequence[tuple[str, object]]:
+    return [
+        *_seeds().items(),
+        (
+            "load_weights",
+            {
+                "session_id": SESSION,
+                "model_seq_id": 2,
+                "path": WEIGHTS,
+                "optimizer": False,
+                "weights_access_token": "tml-lent",
+                "user_metadata": {"a": "b"},
+            },
+        ),
+        ("optim_step", {**_PLACE, "optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}),
+        (
+            "asample",
+            {
+                "base_model": "tiny",
+                "prompt": {"chunks": [{"tokens": [1]}]},
+                "sampling_params": {"stop": [1, 2], "max_tokens": 1},
+            },
+        ),
+    ]
+
+
+def _seeds() -> Mapping[str, object]:
+    return {
+        "optim_step": {
+            **_PLACE,
+            "adam_params": {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12},
+        },
+        "save_weights": {**_PLACE, "path": "state", "overwrite": True, "ttl_seconds": 3600},
+        "save_weights_for_sampler": {
+            **_PLACE,
+            "path": "policy",
+            "user_metadata": {"a": "b"},
+            "kind": "snapshot",
+        },
+        "save_weights_external": {**_PLACE, "path": "export", "age_encryption_recipients": None},
+        "load_weights": {**_PLACE, "path": WEIGHTS, "optimizer": True},
+        "create_model": {
+            "session_id": SESSION,
+            "model_seq_id": 1,
+            "base_model": "tiny:full",
+            "user_metadata": {"a": "b"},
+            "lora_config": {"rank": 8, "seed": 1},
+            "optimizer_config": {"type": "adamw"},
+        },
+        "get_info": {"model_id": RUN},
+        "create_custom_loss": json.loads(custom_loss_body()),
+        "retrieve_future": {"request_id": f"{RUN}:1", "allow_metadata_only": True},
+        "retrieve_futures": {
+            "target": {
+                "type": "sampling_session",
+                "sampling_session_id": SAMPLER,
+                "cloned_sampler_id": 0,
+            },
+            "prev_cursor": 0,
+            "timeout": 0.01,
+            "retrieved_request_ids": [f"{SAMPLER}:0"],
+        },
+        "cancel_future": {"request_id": f"{SAMPLER}:0"},
+        "create_sampling_session": {
+            "session_id": SESSION,
+            "sampling_session_seq_id": 1,
+            "base_model": "tiny",
+            "model_path": None,
+        },
+        "join_sampling_session": {"sampling_session_id": SAMPLER},
+        "asample": {
+            "sampling_session_id": SAMPLER,
+            "seq_id": 1,
+            "num_samples": 2,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+            "sampling_params": {
+                "max_tokens": 4,
+                "seed": 3,
+                "stop": ["x"],
+                "temperature": 1.0,
+                "top_k": -1,
+                "top_p": 1.0,
+            },
+            "prompt_logprobs": True,
+            "topk_prompt_logprobs": 0,
+            "target_prompt_logprobs": {"data": [1, 2, 3], "dtype": "int64", "shape": [3]},
+        },
+        "create_session": {
+            "tags": ["a"],
+            "user_metadata": {"a": "b"},
+            "sdk_version": "0.38.0",
+            "display_name": "name",
+            "project_id": "project",
+        },
+        "session_heartbeat": {"session_id": SESSION},
+        "finish_session": {"reason": {"type": "success"}, "detail": "done"},
+        "client_config": {"sdk_version": "0.38.0"},
+        "telemetry": {"events": [{"event": "x"}], "platform": "y", "sdk_version": "z"},
+        "search_sessions": {
+            "session_id": SESSION,
+            "project_ids": ["project"],
+            "user_metadata": {"a": "b"},
+            "display_name": "name",
+            "owner": {"type": "own", "owner_urns": []},
+            "statuses": [{"type": "client_finished", "reasons": ["success"]}],
+            "limit": 5,
+            "cursor": {"last_created_at": "2026-07-01T00:00:00+00:00", "last_session_id": SESSION},
+        },
+        "assign_session_project": {"project_id": "project"},
+        "set_checkpoint_ttl": {"ttl_seconds": 3600},
+        "weights_info": {"tinker_path": WEIGHTS},
+        "copy_weights": {
+            "source_path": WEIGHTS,
+            "destination_project_id": "project",
+            "session_id": None,
+            "model_seq_id": 3,
+            "ttl_seconds": 3600,
+        },
+        "add_model": {"name": "other", "path": MODEL_FOLDER},
+        "create_key": {"owner": "ann", "role": "reader", "name": "a", "expires_in": 60},
+        "openai_completions": {
+            **_OPENAI,
+            "prompt": [1, 2, 3],
+            "logprobs": 2,
+            "echo": False,
+            "stop_token_ids": [5],
+            "structured_outputs": None,
+            "return_token_ids": True,
+        },
+        "openai_chat_completions": {
+            **_OPENAI,
+            "messages": [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+            ],
+            "logprobs": True,
+            "top_logprobs": 2,
+            "tools": None,
+            "response_format": {"type": "text"},
+            "chat_template_kwargs": {"a": 1},
+        },
+    }

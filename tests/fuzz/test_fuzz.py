@@ -13,15 +13,14 @@ import pytest
 from tandem.errors import UserError
 from tandem.wire.v1 import tinker_pb2
 from tests.fuzz import json_bodies, protobuf
-from tests.fuzz.memory import resident_bytes
 from tests.fuzz.secrets import SecretFound, Watch
 from tests.fuzz.seeds import custom_loss_body, protobuf_seeds
-from tests.fuzz.trainer import Checked, bounded_memory
+from tests.fuzz.trainer import Checked, bounded_memory, resident_bytes
 from trainer_service.losses import find_loss
 
 ROOT = Path(__file__).parents[2]
-REQUESTS = 5000
-MORE_FOR_THE_TRAINER = 20_000
+REQUESTS = 3000
+MORE_FOR_THE_TRAINER = 8000
 
 
 @pytest.mark.timeout(600)

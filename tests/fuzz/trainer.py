@@ -1,7 +1,9 @@
-"""The trainer's own decoder and checks: nothing but `UserError`, in little time and memory."""
+"""The trainer's decoder and checks, which raise `UserError` alone, and the memory they take."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import resource
 import time
 from collections.abc import Iterator
@@ -20,18 +22,18 @@ LONGEST_SENTENCE = 5000
 
 
 class Checked:
-    """What the trainer makes of a body: the type of its error, or `ok`."""
+    """Run the trainer's checks on a body and return the type of the error, or `ok`."""
 
     def __init__(self) -> None:
         self._definition = custom_loss_body()
 
     @property
     def losses(self) -> list[str]:
-        """Those that need nothing but their inputs."""
+        """Return the names of the losses."""
         return sorted(LOSSES)
 
     def __call__(self, body: bytes) -> str:
-        """Raises whatever is no `UserError`, and `AssertionError` for one that took too long."""
+        """Raise what is no `UserError`, and `AssertionError` if the checks take too long."""
         began = time.perf_counter()
         try:
             validate(parse(body), limits=LIMITS, definition=self._definition)
@@ -46,8 +48,8 @@ class Checked:
 
 @contextmanager
 def bounded_memory(more: int) -> Iterator[None]:
-    """Lets this process map `more` bytes beside what it has: what wants more gets a
-    `MemoryError` in place of the machine's memory."""
+    """Limit this process to `more` bytes beyond what it has mapped: asking for more raises
+    `MemoryError` instead of taking the machine's memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     limit = pages * resource.getpagesize() + more
@@ -58,3 +60,13 @@ def bounded_memory(more: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def resident_bytes() -> int:
+    """Give free memory back, and return how much this process holds."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 
+from gateway.api.fields import Refusal
 from gateway.api.routing import PathOperation
 from tandem.errors import UserError
 from tandem.v1 import trainer_pb2
 from tandem.wire.v1 import tinker_pb2
 from tests.fuzz.cases import Case
-from tests.fuzz.conformance import check_answer
 from tests.fuzz.secrets import Watch
 from tests.fuzz.seeds import RUN, SESSION
 from tests.fuzz.trainer import LIMITS
@@ -26,13 +27,15 @@ from trainer_service.batches.validation import parse, validate
 
 DEADLINE = 15.0
 """Seconds for every answer, and for every operation to end."""
+LONGEST_REFUSAL = 16 * 2**10
+"""Bytes: a refusal does not repeat what was sent."""
 _FRESH_RUN = 7_777_777
 _SHOWN = frozenset({"exchange_token", "create_key"})
 """Routes whose answers are secrets."""
 
 
 class CheckingTrainer(FakeTrainer):
-    """Checks every batch as the real trainer does, and computes nothing."""
+    """Check every batch as the real trainer does; compute nothing."""
 
     async def ForwardBackward(self, request, context):
         error = await self._admit(context, request.header)
@@ -60,7 +63,7 @@ class Answer:
 
 
 class World:
-    """A session with a run, a sampler and checkpoints, whose ids stand in for the placeholders.
+    """A session with a run, a sampler and checkpoints, whose ids replace the placeholders.
     `close` ends the session."""
 
     def __init__(self, gate: Gate, operations: Sequence[PathOperation], watch: Watch) -> None:
@@ -93,7 +96,7 @@ class World:
                 self.seq_id += 1
 
     def send(self, case: Case) -> Answer:
-        """Raises `AssertionError` for an answer that is late, not described, or tells a secret."""
+        """Send a request; the answer must come in time, be declared and contain no secret."""
         answer = self._exchange(case)
         operation = self._operations[case.operation]
         check_answer(operation, status=answer.status, media=answer.media, body=answer.body)
@@ -109,7 +112,7 @@ class World:
         return answer
 
     def settle(self) -> None:
-        """Waits until every accepted operation has ended."""
+        """Wait until every accepted operation has ended."""
         retrieve = self._operations["retrieve_future"]
         deadline = time.monotonic() + DEADLINE
         for request_id in self._open:
@@ -131,7 +134,7 @@ class World:
         self._watch.check()
 
     def check_good(self, case: Case) -> None:
-        """That a good forward_backward, the first of a new run, is computed."""
+        """Check that a good forward_backward, the first of a new run, is computed."""
         run_id = self._gate.run_id(self.session_id, _FRESH_RUN)
         body = case.body.replace(RUN.encode(), run_id.encode())
         length = len(run_id) - len(RUN)
@@ -143,7 +146,7 @@ class World:
         assert result.headers["content-type"] == "application/x-protobuf", result.text
 
     def _note(self, answer: Answer) -> None:
-        """Keeps the request ids that are to be asked for."""
+        """Keep the request ids to ask for."""
         prefix = b'{"request_id":"%b:' % self.run_id.encode()
         if not answer.body.startswith(prefix):
             return
@@ -192,3 +195,28 @@ class World:
         assert len(SESSION) == len(self.session_id)
         assert RUN.startswith(SESSION)
         return data.replace(SESSION.encode(), self.session_id.encode())
+
+
+def check_answer(operation: PathOperation, *, status: int, media: str, body: bytes) -> None:
+    """Raise `AssertionError` for an answer that the route does not declare."""
+    where = f"{operation.method} {operation.path} answered {status}"
+    assert status < 500, f"{where}: {body[:500]!r}"
+    expected = status == operation.status_code
+    declared = operation.responses.get(status)
+    if declared is None and status in (404, 431):  # of the router and of the connection
+        declared = operation.responses.get(401, {"model": Refusal})
+    assert expected or declared is not None, f"{where}, which is not declared"
+    if status >= 400:
+        assert len(body) <= LONGEST_REFUSAL, f"{where} with {len(body)} bytes"
+    content = (declared or {}).get("content", {})
+    model = (declared or {}).get("model") or (operation.response_model if expected else None)
+    if media in content:
+        return
+    if model is None:
+        assert not body, f"{where} with a body: {body[:200]!r}"
+        return
+    assert media == "application/json", f"{where} as {media!r}"
+    try:
+        TypeAdapter(model).validate_json(body, strict=True)
+    except ValidationError as error:
+        raise AssertionError(f"{where} with {body[:400]!r}: {error}") from error

@@ -36,10 +36,7 @@ def _left(mark: str) -> list[Process]:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    return {
-        TIED: write_qwen(folder / "tied", seed=1),
-        LLAMA: write_llama(folder / "llama", seed=3),
-    }
+    return {TIED: write_qwen(folder / "tied", seed=1), LLAMA: write_llama(folder / "llama", seed=3)}
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,9 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-from tinker import AdamParams, Datum, ModelInput, ServiceClient, TensorData
+from tinker import AdamParams, Datum, ServiceClient
 
-from tests.support.sdk import start_runs
+from tests.support.sdk import datum, start_runs
 from tests.support.stacks import TIED, TestStack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,11 +41,7 @@ def run_recipe(stack: TestStack, folder: Path, **options: object) -> list[dict]:
     finished = subprocess.run(
         [*map(str, command), *(f"{name}={value}" for name, value in arguments.items())],
         cwd=folder,
-        env={
-            **os.environ,
-            "TINKER_BASE_URL": endpoint.url,
-            "TINKER_API_KEY": endpoint.api_key,
-        },
+        env={**os.environ, "TINKER_BASE_URL": endpoint.url, "TINKER_API_KEY": endpoint.api_key},
         capture_output=True,
         text=True,
         timeout=240,
@@ -62,22 +58,16 @@ def model_that_half_knows_the_format(stack: TestStack, service: ServiceClient, p
     tokenizer = trained.get_tokenizer()
     random = Random(0)
 
-    def datum() -> Datum:
+    def example() -> Datum:
         a, b, answer = (random.randint(0, 100) for _ in range(3))
         ending = random.choice(["\n\nUser:", f" {answer}{answer}"])
         text = f"User: What is 4 + 5?\n\nAssistant: 9\n\nUser: What is {a} + {b}?\n\nAssistant:"
         tokens = tokenizer.encode(f"{text} {answer}{ending}", add_special_tokens=False)
-        weights = [float(place >= len(text)) for place in range(1, len(tokens))]
-        return Datum(
-            model_input=ModelInput.from_ints(tokens[:-1]),
-            loss_fn_inputs={
-                "target_tokens": TensorData.from_numpy(np.array(tokens[1:])),
-                "weights": TensorData.from_numpy(np.array(weights, np.float32)),
-            },
-        )
+        answered = np.arange(1, len(tokens)) >= len(text)
+        return datum(tokens, weights=answered.astype(np.float32))
 
     for _ in range(60):
-        trained.forward_backward([datum() for _ in range(16)], "cross_entropy")
+        trained.forward_backward([example() for _ in range(16)], "cross_entropy")
         step = trained.optim_step(AdamParams(learning_rate=3e-3, grad_clip_norm=1.0))
     step.result()
     trained.save_weights_for_sampler("half-trained").result()

@@ -136,9 +136,7 @@ def test_a_killed_sampler_comes_back_with_the_weights_it_had(faulty: Faulty) -> 
     assert stack.run(run)["state"] == "ready", "the run did not notice"
 
 
-def test_a_publish_on_a_full_disk_fails_and_the_old_version_goes_on_serving(
-    faulty: Faulty,
-) -> None:
+def test_a_publish_on_a_full_disk_fails_and_the_old_version_goes_on_serving(faulty: Faulty) -> None:
     if not faulty.has_own_disk:
         pytest.skip("a small disk can be made only where mounting is allowed")
     run, weights = faulty.run, faulty.stack.data_dir / "weights"

@@ -8,19 +8,15 @@ import re
 import signal
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 
-import grpc
 import httpx
 import pytest
-from google.protobuf import message_factory
-from google.protobuf.descriptor import MethodDescriptor
-from grpc_health.v1 import health_pb2
 from tinker import TrainingClient
 
-from tandem.v1 import sampler_pb2, trainer_pb2
-from tandem.worker import SECRET_METADATA_KEY
+from tests.support.files import tree
 from tests.support.sdk import sample
 from tests.support.stacks import TIED, TestStack, running
 from tests.support.waiting import wait_until
@@ -99,26 +95,6 @@ def address_of(text: str) -> str:
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
-def call(address: str, method: MethodDescriptor, metadata: tuple) -> grpc.StatusCode:
-    make = message_factory.GetMessageClass
-    request = make(method.input_type)()
-    path = f"/{method.containing_service.full_name}/{method.name}"
-    with grpc.insecure_channel(address) as channel:
-        kind = channel.unary_stream if method.server_streaming else channel.unary_unary
-        calling = kind(
-            path,
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=make(method.output_type).FromString,
-        )
-        try:
-            answer = calling(request, metadata=metadata, timeout=20)
-            if method.server_streaming:
-                next(iter(answer))
-        except grpc.RpcError as error:
-            return error.code()
-    return grpc.StatusCode.OK
-
-
 def test_every_process_listens_on_this_machine_alone(
     isolated: TestStack, training: TrainingClient
 ) -> None:
@@ -127,25 +103,6 @@ def test_every_process_listens_on_this_machine_alone(
     found = listening(pids)
     assert len({pid for pid, _ in found}) >= 3
     assert all(ip_address(address).is_loopback for _, address in found), found
-
-
-def test_every_method_of_every_worker_asks_for_the_secret(
-    isolated: TestStack, training: TrainingClient
-) -> None:
-    services = {
-        "trainer": [*trainer_pb2.DESCRIPTOR.services_by_name.values()],
-        "sampler": [*sampler_pb2.DESCRIPTOR.services_by_name.values()],
-    }
-    health = list(health_pb2.DESCRIPTOR.services_by_name.values())
-    workers = ready(isolated)
-    key = isolated.stack.endpoint.api_key
-    for kind, worker in workers.items():
-        for service in (*services[kind], *health):
-            for method in service.methods:
-                for wrong in ("", "wrong", key):
-                    metadata = ((SECRET_METADATA_KEY, wrong),) if wrong else ()
-                    code = call(worker["address"], method, metadata)
-                    assert code is grpc.StatusCode.UNAUTHENTICATED, (kind, method.full_name, wrong)
 
 
 def test_workers_serve_metrics_and_nothing_else_over_http(
@@ -206,7 +163,7 @@ def test_secrets_are_in_no_argument_environment_log_status_or_crash(
     for text in seen:
         for secret in {*secrets, KEY, ELSEWHERE}:
             assert secret not in text
-    assert not list(isolated.data_dir.rglob("core*"))
+    assert not [path for path in tree(isolated.data_dir) if path.name.startswith("core")]
 
 
 def drawn_secrets(stack: TestStack) -> set[str]:
@@ -222,6 +179,7 @@ def test_everything_in_the_data_directory_is_for_its_owner_alone(
 
     assert mode(isolated.data_dir) == 0o700
     training.save_state("private").result(timeout=60)
-    for path in isolated.data_dir.rglob("*"):
+    for path in tree(isolated.data_dir):
         if path.suffix != ".safetensors":  # the library sets a mode of its own; folders are closed
-            assert mode(path) & 0o077 == 0, path
+            with suppress(FileNotFoundError):  # removed meanwhile
+                assert mode(path) & 0o077 == 0, path

@@ -3,15 +3,13 @@ training."""
 
 from __future__ import annotations
 
-import json
-import re
-
 import numpy as np
 import openai
 import pytest
 import tinker
 from tinker import types
 
+from tests.support.sdk import supervised
 from tests.support.stacks import running, write_qwen
 
 MODEL = "test/speaker"
@@ -139,55 +137,6 @@ def test_a_streamed_chat_is_the_one_that_is_not_streamed(client):
     assert whole.usage.prompt_tokens == len(rendered) - special
 
 
-def test_a_stop_string_ends_the_text_before_it_and_the_tokens_with_it(client):
-    more = {"model": MODEL, "prompt": PROMPT, "seed": 3, "max_tokens": 40}
-    body = {"extra_body": {"return_token_ids": True}}
-    text = client.completions.create(**more).choices[0].text
-    stop = text[10:12]
-    choice = client.completions.create(stop=[stop], **more, **body).choices[0]
-    assert choice.text == text[: text.index(stop)]
-    assert choice.finish_reason == "stop"
-    assert len(choice.token_ids) >= len(choice.text) + len(stop)
-    parts = client.completions.create(stop=[stop], stream=True, **more)
-    assert "".join(part.choices[0].text for part in parts) == choice.text
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_structured_answers_have_their_form(client, stream):
-    def answer(**body) -> str:
-        found = client.chat.completions.create(
-            model=MODEL, messages=CHAT, max_tokens=120, seed=4, stream=stream, extra_body=body
-        )
-        if not stream:
-            return found.choices[0].message.content
-        return "".join(part.choices[0].delta.content or "" for part in found)
-
-    assert re.fullmatch("[a-f]{3}-[0-9]{2}", answer(guided_regex="[a-f]{3}-[0-9]{2}"))
-    assert answer(structured_outputs={"choice": ["red", "green"]}) in ("red", "green")
-    schema = {
-        "type": "object",
-        "properties": {"n": {"enum": [1, 2]}, "ok": {"type": "boolean"}},
-        "required": ["n", "ok"],
-        "additionalProperties": False,
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    found = json.loads(answer(response_format=form))
-    assert found.keys() == {"n", "ok"}
-    assert found["n"] in (1, 2)
-    assert isinstance(found["ok"], bool)
-
-
-def test_what_the_engine_refuses_is_a_bad_request(client):
-    for stream in (False, True):
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=9999, stream=stream)
-        assert caught.value.code == "context_length_exceeded"
-        with pytest.raises(openai.BadRequestError):
-            client.completions.create(
-                model=MODEL, prompt=PROMPT, stream=stream, extra_body={"guided_regex": "("}
-            )
-
-
 def test_a_request_after_a_save_is_answered_with_the_new_weights(client, training):
     run = training.model_id
     first = training.save_weights_for_sampler("first").result(timeout=120).path
@@ -197,19 +146,8 @@ def test_a_request_after_a_save_is_answered_with_the_new_weights(client, trainin
     assert client.completions.create(model=first, **more).choices == before.choices
 
     tokens = tokens_of(client, PROMPT + "!!!!!!!!!!!!")
-    datum = types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={
-            "target_tokens": types.TensorData(
-                data=tokens[1:], dtype="int64", shape=[len(tokens) - 1]
-            ),
-            "weights": types.TensorData(
-                data=[1.0] * (len(tokens) - 1), dtype="float32", shape=[len(tokens) - 1]
-            ),
-        },
-    )
     for _ in range(6):
-        training.forward_backward([datum], "cross_entropy")
+        training.forward_backward([supervised(tokens)], "cross_entropy")
         training.optim_step(types.AdamParams(learning_rate=0.05)).result(timeout=120)
     trained = training.save_weights_and_get_sampling_client().result(timeout=120)
 

@@ -33,9 +33,7 @@ class PlainClient:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.http = httpx.Client(
-            base_url=f"{endpoint.url}/api/v1/",
-            headers={"X-API-Key": endpoint.api_key},
-            timeout=60,
+            base_url=f"{endpoint.url}/api/v1/", headers={"X-API-Key": endpoint.api_key}, timeout=60
         )
 
     def create_session(self) -> str:
@@ -115,12 +113,3 @@ def message(
     return wire.ForwardBackwardRequest(
         model_id=model_id, seq_id=seq_id, loss_fn=loss, forward_only=forward_only, data=[one]
     )
-
-
-def optim_step(model_id: str, seq_id: int, *, rate: float = 1e-2) -> dict:
-    return {
-        "model_id": model_id,
-        "seq_id": seq_id,
-        "adam_params": {"learning_rate": rate, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8},
-        "type": "optim_step",
-    }

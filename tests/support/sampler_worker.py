@@ -217,9 +217,7 @@ class SamplerClient(WorkerClient):
 
     def load(self, version: common_pb2.WeightVersion) -> sampler_pb2.LoadReply:
         return self.stub.Load(
-            sampler_pb2.LoadRequest(version=version),
-            metadata=self.metadata,
-            timeout=CALL_SECONDS,
+            sampler_pb2.LoadRequest(version=version), metadata=self.metadata, timeout=CALL_SECONDS
         )
 
     def request(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +15,13 @@ import pytest
 import tinker
 from numpy.typing import NDArray
 from tinker import SamplingClient, ServiceClient, TrainingClient, types
+from tinker.proto.request_conv import forward_backward_request_to_proto
 
+from tandem.wire.v1 import tinker_pb2 as wire
 from tests.support.stacks import VOCABULARY
 
 Floats = NDArray[np.float32]
 
-POLICY_LOSSES = ("importance_sampling", "ppo", "cispo")
-LOSSES = ("cross_entropy", *POLICY_LOSSES)
 START = "start"
 """The checkpoint of a run's beginning."""
 TIMEOUT = 120.0
@@ -35,15 +38,25 @@ def sequences(count: int, *, seed: int, shortest: int = 4, longest: int = 24) ->
     ]
 
 
-def datum(tokens: list[int], **inputs: Floats) -> types.Datum:
-    """Predict each token from those before; `inputs` are arrays [len(tokens) - 1]."""
-    targets = np.array(tokens[1:], dtype=np.int64)
+def datum(tokens: list[int], *, targets: object = None, **inputs: Floats) -> types.Datum:
+    """Predict each token from those before, or `targets`; `inputs` are arrays, by their names."""
+    chosen = np.array(tokens[1:] if targets is None else targets, dtype=np.int64)
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={
-            "target_tokens": types.TensorData.from_numpy(targets),
-            **{name: types.TensorData.from_numpy(value) for name, value in inputs.items()},
+            name: types.TensorData.from_numpy(value)
+            for name, value in {"target_tokens": chosen, **inputs}.items()
         },
+    )
+
+
+def request_of(
+    data: list[types.Datum], loss: str, settings: dict[str, float | str] | None = None
+) -> wire.ForwardBackwardRequest:
+    """The message that the SDK sends for a forward_backward of these datums."""
+    body = types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=settings)
+    return forward_backward_request_to_proto(
+        types.ForwardBackwardRequest(model_id="run", seq_id=1, forward_backward_input=body)
     )
 
 
@@ -148,6 +161,17 @@ def prompt_logprobs(sampler: SamplingClient, tokens: list[list[int]]) -> list[Fl
         assert answer[0] is None, "the first token has no logprob"
         found.append(np.array(answer[1:], np.float32))
     return found
+
+
+# --- The command line ------------------------------------------------------------------------
+
+
+def run_tinker(url: str, key: str, *arguments: str) -> None:
+    """Run the published `tinker` command, in a process of its own, at a gateway."""
+    environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": key}
+    command = [sys.executable, "-m", "tinker.cli", "-f", "json", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
 
 
 # --- Refusals --------------------------------------------------------------------------------

@@ -113,12 +113,7 @@ class TrainerClient(WorkerClient):
         return wire.ForwardBackwardOutput.FromString(reply.output)
 
     def optim_step(
-        self,
-        *,
-        lr: float = 1e-3,
-        eps: float = 1e-8,
-        clip: float = 0.0,
-        incomplete: str = "",
+        self, *, lr: float = 1e-3, eps: float = 1e-8, clip: float = 0.0, incomplete: str = ""
     ) -> trainer_pb2.OptimStepReply:
         return self.stub.OptimStep(
             trainer_pb2.OptimStepRequest(

@@ -12,7 +12,9 @@ PATIENCE = 60.0
 """Seconds. Only how long a test goes on hoping; nothing is measured with it."""
 
 
-def wait_until(condition: Callable[[], T], *, what: str, timeout: float = PATIENCE) -> T:
+def wait_until(
+    condition: Callable[[], T], *, what: str = "the condition holds", timeout: float = PATIENCE
+) -> T:
     """The first truthy value of `condition`; an assertion fails when none comes in time."""
     deadline = time.monotonic() + timeout
     while not (value := condition()):

@@ -78,5 +78,5 @@ def worker_process(spec: WorkerSpec) -> Iterator[Started]:
             yield Started(process, reports, report)
     finally:
         kill_group(process.pid)
-        process.wait(timeout=10)
+        process.wait(timeout=CALL_SECONDS)
         process.stdin.close()

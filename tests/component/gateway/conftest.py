@@ -1,10 +1,11 @@
-"""A gateway with fake workers for each test module, and the SDK's clients of it."""
+"""A gateway with fake workers, alone or as a `World`, for each test module; the SDK's clients."""
 
 from __future__ import annotations
 
 import pytest
 import tinker
 
+from tests.support.gateway.access_world import World
 from tests.support.gateway.running import running_gateway
 
 
@@ -12,6 +13,13 @@ from tests.support.gateway.running import running_gateway
 def gate(tmp_path_factory):
     with running_gateway(tmp_path_factory.mktemp("gateway"), session_ttl=600) as gate:
         yield gate
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    with running_gateway(folder, session_ttl=600) as gate:
+        yield World(gate, folder)
 
 
 @pytest.fixture

@@ -20,13 +20,9 @@ from gateway.metrics import Metrics
 from gateway.sessions.registry import NewSession
 from gateway.storage.tables import operations
 from tandem.errors import LimitExceeded, PayloadTooLarge
+from tests.support.files import tree
+from tests.support.gateway.requests import optim_step
 from tests.support.gateway.running import KEY, make_model, running_gateway
-
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("abuse"), session_ttl=600) as gate:
-        yield gate
 
 
 def many(piece: str, count: int) -> str:
@@ -200,10 +196,9 @@ def test_a_long_reason_for_an_end_is_kept_in_part(gate):
 
 def test_a_request_that_no_operation_needs_is_not_kept_for_ever(gate):
     run_id = gate.run_id(gate.session_id())
-    step = {"model_id": run_id, "seq_id": 1, "adam_params": {}, "more": "x" * 2**19}
     with gate.http() as client:
-        client.post("/api/v1/optim_step", json=step)
-        client.post("/api/v1/optim_step", json=step | {"seq_id": 2, "more": "kept"})
+        optim_step(client, run_id, 1, more="x" * 2**19)
+        optim_step(client, run_id, 2, more="kept")
     assert gate.retrieve(f"{run_id}:1").json()["type"] == "optim_step"
     query = select(operations.c.request).where(operations.c.run_id == run_id)
     rows = gate.run(gate.gateway.database.read(query.order_by(operations.c.seq_id)))
@@ -251,11 +246,11 @@ def test_sessions_that_are_asked_for_at_once_keep_to_the_limit(tmp_path):
 
 def test_exports_that_nobody_fetches_leave_nothing(gate):
     session_id = gate.session_id()
-    files = set(gate.settings.data_dir.rglob("*"))
+    files = tree(gate.settings.data_dir)
     with gate.http() as client:
         for _ in range(12):
             answer = client.get(f"/api/v1/sessions/{session_id}/trace_export").json()
-        assert set(gate.settings.data_dir.rglob("*")) <= files
+        assert tree(gate.settings.data_dir) <= files
         assert answer["status"] == "ready"
         assert client.get(answer["url"]).status_code == 200
 

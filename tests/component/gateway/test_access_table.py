@@ -11,7 +11,6 @@ import pytest
 
 from gateway.api.routing import OPEN_ROLES
 from tests.support.gateway.access_world import CALLERS, CALLS, OPERATIONS, World, routes
-from tests.support.gateway.running import running_gateway
 
 OPEN = (200, 200, 200, 200, 200)
 EVERYBODY = (401, 200, 200, 200, 200)
@@ -92,13 +91,6 @@ EXPECTED: dict[str, tuple[int, ...]] = {
 
 ROUTES = routes()
 NOWHERE = "s-000000000000"
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("table")
-    with running_gateway(folder, session_ttl=600) as gate:
-        yield World(gate, folder)
 
 
 def key_of(world: World, route: str, caller: str) -> str:

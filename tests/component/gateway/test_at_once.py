@@ -16,7 +16,8 @@ from gateway.storage.tables import models, runs, sampling_sessions
 from tandem.errors import LimitExceeded, SessionFinished, StorageFull
 from tandem.worker import TrainingSpec
 from tests.support.gateway.fake_launcher import FakeLauncher
-from tests.support.gateway.running import make_model, running_gateway, wait_for
+from tests.support.gateway.running import make_model, running_gateway
+from tests.support.waiting import wait_until
 
 NOBODY = Readers(())
 
@@ -187,7 +188,7 @@ def test_whoever_waits_for_an_engine_that_dies_at_once_is_answered_by_the_next(t
             answer = sampling.sample(
                 types.ModelInput.from_ints([1, 2, 3]), 1, types.SamplingParams(max_tokens=3)
             )
-            wait_for(lambda: any(sampler.waiting for sampler in gate.gateway.samplers.all()))
+            wait_until(lambda: any(sampler.waiting for sampler in gate.gateway.samplers.all()))
             gate.run(gate.launcher.start_gate.set)
             assert answer.result(timeout=15).sequences[0].tokens == [3, 2, 1]
         assert gate.launcher.died

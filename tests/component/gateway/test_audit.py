@@ -1,4 +1,4 @@
-"""The audit log: who changed what, through the SDK."""
+"""What an admin asks for through the SDK: who changed what, and windows of usage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.support.gateway.running import KEY, datum, make_model
+from tests.support.gateway.running import KEY, make_model
+from tests.support.sdk import supervised
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def test_what_happens_to_a_checkpoint_is_told_in_order_with_its_actor(gate, admi
     with gate.service() as service:
         training = service.create_lora_training_client("tiny:full").result()
         path = training.save_state("seen").result().path
-        training.forward_backward([datum([1])], "cross_entropy").result()
+        training.forward_backward([supervised([1, 9])], "cross_entropy").result()
         rest.publish_checkpoint_from_tinker_path(path).result()
         rest.unpublish_checkpoint_from_tinker_path(path).result()
         rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
@@ -125,6 +126,21 @@ def test_steps_and_samples_are_in_the_operation_log_alone(gate, admin):
     with gate.service() as service:
         training = service.create_lora_training_client("tiny:full").result()
         before = len(admin.get_audit_log().result().entries)
-        training.forward_backward([datum([1])], "cross_entropy").result()
+        training.forward_backward([supervised([1, 9])], "cross_entropy").result()
         training.optim_step(types.AdamParams()).result()
         assert len(admin.get_audit_log().result().entries) == before
+
+
+def test_a_window_that_makes_no_sense_is_refused(admin):
+    hour = timedelta(hours=1)
+    now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    for start, end, why in (
+        (now.replace(minute=30), now + hour, "on the hour"),
+        (now, now, "before"),
+        (now + hour, now, "before"),
+        (now - timedelta(days=15), now, "14 days"),
+        (now + 2 * hour, now + 3 * hour, "future"),
+    ):
+        with pytest.raises(tinker.BadRequestError, match=why):
+            admin.get_billing_usage(start, end).result()
+    assert admin.get_billing_usage(now - timedelta(days=14), now).result().data is not None

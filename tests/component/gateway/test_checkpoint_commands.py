@@ -1,33 +1,18 @@
-"""The `tinker checkpoint` commands as they are published, and our own `tandem checkpoints`."""
+"""`tandem checkpoints`, and of `tinker checkpoint` what the conformance suite leaves out."""
 
 from __future__ import annotations
 
 import json
-from functools import partial
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
 from tandem.errors import InvalidRequest, NameTaken, ServerError
-from tests.support.gateway.checkpoints import place, step
-from tests.support.gateway.running import wait_for
-from tests.support.gateway.tinker_command import TinkerCommand
-
-BEFORE_ALL = ("--before", "2020-01-01")
-
-
-@pytest.fixture(scope="module")
-def tinker_process(gate):
-    surroundings = {"TINKER_BASE_URL": gate.url, "TINKER_API_KEY": gate.settings.api_key}
-    with TinkerCommand(**surroundings) as command:
-        yield command
-
-
-@pytest.fixture
-def tinker_command(tinker_process):
-    return partial(tinker_process.answer, "checkpoint")
+from tests.support.gateway.checkpoints import listed, place, step
+from tests.support.gateway.running import KEY
+from tests.support.sdk import run_tinker
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -42,68 +27,12 @@ def tandem_command(gate):
     return run
 
 
-def paths(listed: dict) -> set[str]:
-    return {checkpoint["tinker_path"] for checkpoint in listed["checkpoints"]}
-
-
-def test_tinker_lists_describes_publishes_and_ages_checkpoints(training, tinker_command):
-    path = training.save_state("one").result().path
-    other = training.save_weights_for_sampler("two").result().path
-    assert paths(tinker_command("list", "--run-id", training.model_id)) == {path, other}
-    assert {path, other} <= paths(tinker_command("list", "--limit", "0"))
-    assert paths(tinker_command("list", "--limit", "1")) == {other}, "the newest"
-    info = tinker_command("info", path)
-    assert (info["size_bytes"], info["public"], info["is_lora"]) == (21, False, False)
-    tinker_command("publish", path)
-    tinker_command("set-ttl", path, "--ttl", "7200")
-    info = tinker_command("info", path)
-    assert info["public"] is True
-    assert info["expires_at"] is not None
-    tinker_command("unpublish", path)
-    tinker_command("set-ttl", path, "--remove")
-    info = tinker_command("info", path)
-    assert (info["public"], info["expires_at"]) == (False, None)
-
-
-def test_tinker_deletes_by_path_and_by_run_type_and_date(
-    gate, training, tinker_process, tinker_command
-):
-    states = [training.save_state(f"s{i}").result().path for i in range(3)]
-    sampled = training.save_weights_for_sampler("w").result().path
-    run = ("--run-id", training.model_id)
-    assert tinker_command("delete", "-y", states[0]) == {"deleted_count": 1, "failed": []}
-    again = tinker_command("delete", "-y", states[0])
-    assert again["deleted_count"] == 0
-    assert "there is no checkpoint" in again["failed"][0]["error"]
-    _status, missed = tinker_process.run("checkpoint", "delete", "-y", *run, *BEFORE_ALL)
-    assert "No checkpoints found" in missed
-    tinker_command("delete", "-y", *run, "--type", "weights", "--after", "2020-01-01")
-    assert paths(tinker_command("list", *run)) == {sampled}
-    tinker_command("delete", "-y", *run)
-    assert paths(tinker_command("list", *run)) == set()
-    wait_for(lambda: place(gate, training.model_id) == [])
-
-
-def test_tinker_downloads_external_weights(training, tinker_command, tmp_path):
-    step(training, 2)
-    path = training.save_weights_external("final").result().path
-    answer = tinker_command("download", path, "--output", str(tmp_path))
-    folder = Path(answer["destination"])
-    assert (folder / "model.safetensors").read_bytes() == b"weights of step 2"
-    assert {file.name for file in folder.iterdir()} == {"model.safetensors", "config.json"}
-    assert answer["file_size_bytes"] == sum(file.stat().st_size for file in folder.iterdir())
-
-
-def test_tinker_downloads_a_training_state_through_an_export(
-    gate, training, tinker_command, tmp_path
-):
-    step(training, 3)
-    path = training.save_state("final").result().path
-    folder = Path(tinker_command("download", path, "--output", str(tmp_path))["destination"])
-    assert (folder / "model.safetensors").read_bytes() == b"weights of step 3"
-    listed = paths(tinker_command("list", "--limit", "0"))
-    assert path in listed
-    assert not any(p.endswith("/external_weights/download") for p in listed), "it was deleted"
+def test_tinker_deletes_by_run_type_and_date(gate, training, rest):
+    training.save_state("state").result()
+    sampled = training.save_weights_for_sampler("sampled").result().path
+    chosen = ("--run-id", training.model_id, "--type", "weights", "--after", "2020-01-01")
+    run_tinker(gate.url, KEY, "checkpoint", "delete", "-y", *chosen)
+    assert set(listed(rest, training.model_id)) == {sampled}
 
 
 def test_tandem_lists_and_deletes_checkpoints(gate, training, tandem_command):
@@ -117,7 +46,7 @@ def test_tandem_lists_and_deletes_checkpoints(gate, training, tandem_command):
         tandem_command("delete", first, "--yes")
     with pytest.raises(InvalidRequest, match="tinker://"):
         tandem_command("delete", "first", "--yes")
-    wait_for(lambda: place(gate, training.model_id) == [])
+    wait_until(lambda: place(gate, training.model_id) == [])
 
 
 def test_tandem_exports_checkpoints_of_every_kind(training, tandem_command, tmp_path):

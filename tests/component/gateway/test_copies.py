@@ -11,7 +11,7 @@ import tinker
 from tinker import types
 
 from tests.support.gateway.checkpoints import listed, place, step
-from tests.support.gateway.running import KEY, wait_for
+from tests.support.waiting import wait_until
 
 
 def run_of(path: str) -> str:
@@ -32,12 +32,12 @@ def test_a_copied_state_outlives_its_source_and_continues_it(gate, service, trai
     assert found.expires_at - found.time == dt.timedelta(hours=1)
 
     rest.delete_checkpoint_from_tinker_path(path).result()
-    wait_for(lambda: place(gate, training.model_id) == [])
+    wait_until(lambda: place(gate, training.model_id) == [])
     service.create_training_client_from_state_with_optimizer(copy).result()
     _, trainer = gate.worker("trainer")
     assert trainer.step == 2
     rest.delete_checkpoint_from_tinker_path(copy).result()
-    wait_for(lambda: place(gate, run_of(copy)) == [])
+    wait_until(lambda: place(gate, run_of(copy)) == [])
 
 
 def test_copied_weights_for_sampling_are_served_under_their_own_name(gate, training, rest):
@@ -137,10 +137,3 @@ def test_a_copy_needs_a_destination(gate, training):
             json={"source_path": path, "destination_project_id": "p", "ttl_seconds": 5},
         )
         assert (gone.status_code, "ten years" in gone.json()["error"]) == (400, True)
-
-
-def test_the_service_client_copies_into_its_project(gate, training):
-    path = training.save_state("mine").result().path
-    client = tinker.ServiceClient(base_url=gate.url, api_key=KEY, project_id="archive")
-    with client as archive:
-        assert archive.copy_weights(path).result().endswith("/weights/mine")

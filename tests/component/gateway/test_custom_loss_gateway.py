@@ -11,7 +11,8 @@ from tinker import types
 
 from tandem.wire.v1 import tinker_pb2
 from tests.support.custom_losses import request_body, traced
-from tests.support.gateway.running import datum, forward_backward_bytes
+from tests.support.gateway.running import forward_backward_bytes
+from tests.support.sdk import supervised
 
 PROTO = {"Content-Type": "application/x-protobuf"}
 
@@ -36,7 +37,7 @@ def test_the_sdk_creates_a_loss_and_the_trainer_gets_its_graph(gate):
         ).result()
         assert handle.loss_id == f"{handle.session_id}:loss:0"
         training = service.create_lora_training_client("tiny:full").result()
-        one = datum([1, 2, 3])
+        one = supervised([1, 2, 3, 9])
         one.loss_fn_inputs["weights"] = types.TensorData.from_torch(torch.ones(3))
         training.forward_backward_custom([one], handle).result()
         _, trainer = gate.worker(f"trainer-{handle.session_id}")

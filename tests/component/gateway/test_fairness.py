@@ -17,7 +17,8 @@ from gateway.sampling.sampler import Sampler
 from gateway.storage.database import _MAX_BATCH, Database
 from gateway.storage.tables import models
 from tandem.v1 import sampler_pb2
-from tests.support.gateway.running import forward_backward_bytes, running_gateway, wait_for
+from tests.support.gateway.running import forward_backward_bytes, running_gateway
+from tests.support.waiting import wait_until
 
 FLOOD = 1000
 
@@ -109,7 +110,7 @@ def test_a_single_sample_and_operation_go_within_one_round_of_a_flood(tmp_path, 
         order: list[str] = []
         started: list[str] = []
         owners = {"ann": _owner(gate, "ann"), "bea": _owner(gate, "bea")}
-        wait_for(lambda: len(gate.launcher.servicers) == 4)
+        wait_until(lambda: len(gate.launcher.servicers) == 4)
         _note_starts(monkeypatch, started)
         for name, session_id, _run_id, _sampler in owners.values():
             _id, trainer = gate.worker(f"trainer-{session_id}")
@@ -135,11 +136,11 @@ def test_a_single_sample_and_operation_go_within_one_round_of_a_flood(tmp_path, 
         gate.run(busy.gate.clear)
         gate.run(flood())
         assert accepted.index("bea") <= _MAX_BATCH + 1  # one transaction under way, and one round
-        wait_for(lambda: order == ["bea"], timeout=60)
+        wait_until(lambda: order == ["bea"], timeout=60)
         anns = gateway.runs.get(owners["ann"][2]).dispatcher
         assert anns.under_way <= gate.settings.dispatch_window  # all of hers that went before
         gate.run(busy.gate.set)
-        wait_for(lambda: len(order) == len(started) == FLOOD + 1, timeout=60)
+        wait_until(lambda: len(order) == len(started) == FLOOD + 1, timeout=60)
         assert started.index("bea") <= 2 * 16  # one slice under way, and one round
 
 
@@ -151,7 +152,7 @@ def _owner(gate, name: str) -> tuple[str, str, str, str]:
         session_id = answer.json()["session_id"]
         run = {"session_id": session_id, "model_seq_id": 0, "base_model": "tiny:full"}
         run_id = client.post("/api/v1/create_model", json=run).json()["model_id"]
-        wait_for(lambda: gate.gateway.runs.get(run_id).state == "ready")
+        wait_until(lambda: gate.gateway.runs.get(run_id).state == "ready")
         body = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
         sampler = client.post("/api/v1/create_sampling_session", json=body).json()
     return name, session_id, run_id, sampler["sampling_session_id"]
@@ -225,10 +226,10 @@ def test_large_payloads_do_not_fill_the_window_of_a_trainer(tmp_path):
                 headers={"Content-Type": "application/x-protobuf"},
             )
         dispatcher = gate.gateway.runs.get(run_id).dispatcher
-        wait_for(lambda: dispatcher.under_way == 1)
+        wait_until(lambda: dispatcher.under_way == 1)
         assert dispatcher.queued == 3
         gate.run(trainer.gate.set)
-        wait_for(lambda: dispatcher.queued == 0)
+        wait_until(lambda: dispatcher.queued == 0)
         assert [seq for _, seq in trainer.applied] == [1, 2, 3]
 
 

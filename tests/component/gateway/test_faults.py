@@ -11,7 +11,10 @@ from tinker import types
 
 from gateway.workers.clients import TrainerClient
 from tandem.errors import LoadFailed, PublishFailed
-from tests.support.gateway.running import datum, running_gateway, wait_for
+from tests.support.gateway.requests import create_sampler, optim_step
+from tests.support.gateway.running import running_gateway
+from tests.support.sdk import supervised
+from tests.support.waiting import wait_until
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 PARAMS = types.SamplingParams(max_tokens=3)
@@ -32,9 +35,11 @@ def test_a_trainer_that_dies_fails_what_waits_and_a_new_run_can_be_made(gate):
         training = training_client(service)
         worker_id, trainer = gate.worker("trainer")
         gate.run(trainer.gate.clear)
-        futures = [training.forward_backward([datum([1])], "cross_entropy") for _ in range(6)]
+        futures = [
+            training.forward_backward([supervised([1, 9])], "cross_entropy") for _ in range(6)
+        ]
         run = gate.gateway.runs.get(training.model_id)
-        wait_for(lambda: run.dispatcher.queued == 6)
+        wait_until(lambda: run.dispatcher.queued == 6)
         gate.run(gate.launcher.kill(worker_id, "rank 1 was killed by SIGKILL"))
         for future in futures:
             with pytest.raises(tinker.RequestFailedError, match=r"worker_died.*SIGKILL") as caught:
@@ -43,7 +48,7 @@ def test_a_trainer_that_dies_fails_what_waits_and_a_new_run_can_be_made(gate):
         with pytest.raises(tinker.RequestFailedError, match="rank 1 was killed"):
             training.optim_step(types.AdamParams()).result()
         again = training_client(service)
-        assert again.forward_backward([datum([1])], "cross_entropy").result().metrics
+        assert again.forward_backward([supervised([1, 9])], "cross_entropy").result().metrics
 
 
 def test_a_trainer_that_cannot_start_fails_the_creation_with_its_reason(gate):
@@ -93,7 +98,7 @@ def test_a_sampler_that_dies_is_started_again_and_its_samples_are_repeated(gate)
         worker_id, sampler = gate.worker("sampler")
         gate.run(sampler.gate.clear)
         future = sampling.sample(PROMPT, 1, PARAMS)
-        wait_for(lambda: sampler.requests)
+        wait_until(lambda: sampler.requests)
         gate.run(gate.launcher.kill(worker_id, "it was killed by SIGKILL"))
         assert list(future.result().sequences[0].tokens) == [3, 2, 1]
         assert gate.worker("sampler")[0] != worker_id
@@ -152,24 +157,13 @@ def test_after_a_restart_lost_operations_say_so_and_checkpoints_stay(tmp_path):
             place = {"model_id": run_id, "seq_id": 1, "path": "warm-up"}
             client.post("/api/v1/save_weights", json=place)
             gate.retrieve(f"{run_id}:1")
-            client.post(
-                "/api/v1/create_sampling_session",
-                json={
-                    "session_id": session,
-                    "sampling_session_seq_id": 0,
-                    "base_model": "tiny",
-                },
-            )
+            create_sampler(client, session)
             gate.run(trainer.gate.clear)
-            client.post(
-                "/api/v1/optim_step",
-                json={"model_id": run_id, "seq_id": 2, "adam_params": {}},
-            )
+            optim_step(client, run_id, 2)
     with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
         assert gate.retrieve(f"{run_id}:1").json()["path"] == f"tinker://{run_id}/weights/warm-up"
         assert gate.retrieve(f"{run_id}:2").json()["type"] == "gateway_restarted"
-        body = {"model_id": run_id, "seq_id": 3, "adam_params": {}}
-        later = client.post("/api/v1/optim_step", json=body)
+        later = optim_step(client, run_id, 3)
         assert gate.retrieve(later.json()["request_id"]).json()["type"] == "gateway_restarted"
         assert gate.retrieve(f"{session}:sample:0:7").status_code == 410
         assert gate.retrieve(f"{session}:sample:9:7").status_code == 404

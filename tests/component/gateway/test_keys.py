@@ -18,7 +18,8 @@ from gateway.storage.tables import keys as table
 from tandem.cli.main import app
 from tandem.errors import InvalidRequest
 from tests.support.gateway.fake_launcher import FakeLauncher
-from tests.support.gateway.running import KEY, running_gateway, settings_for, wait_for
+from tests.support.gateway.running import KEY, running_gateway, settings_for
+from tests.support.waiting import wait_until
 
 OWN = "/api/tandem/v1"
 
@@ -136,7 +137,7 @@ def test_the_sdk_raises_its_typed_errors_at_once(gate):
             else:
                 tinker.ServiceClient(base_url=gate.url, api_key=secret).holder.get_session_id()
         # The gateway counts a request after its answer has gone out.
-        wait_for(lambda status=status, before=before: answered(gate, status) > before)
+        wait_until(lambda status=status, before=before: answered(gate, status) > before)
         assert answered(gate, status) - before == 1
 
 
@@ -234,4 +235,4 @@ def test_uses_reach_the_database_while_the_gateway_runs(gate):
         row = await gate.gateway.database.read_one(select(table).where(table.c.id == key.id))
         return row["last_used_at"]
 
-    wait_for(lambda: gate.run(last_used()))
+    wait_until(lambda: gate.run(last_used()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import tinker
 
 from tandem.stack import Stack
 from tandem.weights import open_version
-from tests.support.gateway.running import KEY, running_gateway, wait_for
+from tests.support.gateway.running import KEY, running_gateway
 
 ROUNDS = 2
 ACTIONS_BEFORE_THE_KILL = 25
@@ -101,24 +100,3 @@ def check_whole(data_dir: Path, path: str) -> None:
     else:
         for folder in folders:
             open_version(folder, name=f"{run_id}/{folder.name}")
-
-
-def test_a_gateway_that_was_killed_lists_nothing_that_is_missing(tmp_path):
-    """All that the next gateway lists can be read, and all that it does not list is gone."""
-    with running_gateway(tmp_path, session_ttl=600) as gate, gate.service() as service:
-        training = service.create_lora_training_client("tiny:full").result()
-        kept = training.save_state("kept").result().path
-        training.save_weights_external("kept").result()
-        run_id = training.model_id
-        root = gate.settings.data_dir / "checkpoints" / run_id.replace(":", "_")
-        # Killed after the trainer had committed its files, before they had a name:
-        (root / "lost-00000000").mkdir()
-        os.link(next(root.glob("kept-*")) / "__0_0.distcp", root / "lost-00000000" / "x")
-    with running_gateway(tmp_path, session_ttl=600) as gate:
-        rest = tinker.RestClient(base_url=gate.url, api_key=gate.settings.api_key)
-        found = {c.tinker_path for c in rest.list_checkpoints(run_id).result().checkpoints}
-        assert found == {kept, kept.replace("/weights/", "/external_weights/")}
-        assert [p.name[:5] for p in root.iterdir()] == ["kept-"]
-        assert rest.get_external_weights_urls(kept.replace("/w", "/external_w")).result().urls
-        rest.delete_checkpoint_from_tinker_path(kept).result()
-        wait_for(lambda: not root.exists() or not list(root.iterdir()))

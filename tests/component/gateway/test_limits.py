@@ -12,17 +12,16 @@ from gateway.auth.keys import NewKey
 from gateway.limits import Ledger, Rate, retry_after
 from tandem.errors import Overloaded
 from tests.support.custom_losses import request_body, traced
-from tests.support.gateway.running import (
-    datum,
-    forward_backward_bytes,
-    make_model,
-    running_gateway,
-    wait_for,
-)
+from tests.support.files import tree
+from tests.support.gateway.requests import asample, create_sampler, finish, optim_step
+from tests.support.gateway.running import forward_backward_bytes, make_model, running_gateway
+from tests.support.sdk import supervised
+from tests.support.waiting import wait_until
 
 PROTO = {"Content-Type": "application/x-protobuf"}
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 PARAMS = types.SamplingParams(max_tokens=3)
+LONG = {"chunks": [{"type": "encoded_text", "tokens": list(range(2000))}]}
 
 
 def key_of(gate, owner: str) -> str:
@@ -43,31 +42,6 @@ def create_session(client):
 def create_model(client, session: str, number: int, model: str = "tiny:full"):
     body = {"session_id": session, "model_seq_id": number, "base_model": model}
     return client.post("/api/v1/create_model", json=body)
-
-
-def create_sampler(client, session: str, number: int, model: str = "tiny"):
-    body = {"session_id": session, "sampling_session_seq_id": number, "base_model": model}
-    return client.post("/api/v1/create_sampling_session", json=body)
-
-
-def finish(client, session: str):
-    return client.post(f"/api/v1/sessions/{session}/finish", json={"reason": {"type": "success"}})
-
-
-def step(client, run_id: str, seq_id: int):
-    body = {"model_id": run_id, "seq_id": seq_id, "adam_params": {}}
-    return client.post("/api/v1/optim_step", json=body)
-
-
-def asample(client, sampler: str, seq_id: int, tokens: int = 3):
-    body = {
-        "sampling_session_id": sampler,
-        "seq_id": seq_id,
-        "num_samples": 1,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(range(tokens))}]},
-        "sampling_params": {"max_tokens": 3},
-    }
-    return client.post("/api/v1/asample", json=body)
 
 
 def assert_exceeded(answer, *, limit: str, value: int, used: int) -> None:
@@ -200,8 +174,8 @@ def held_run(tmp_path):
 
 def test_operations_beyond_an_owners_queue_are_429_with_place_and_time_to_wait(held_run):
     gate, client, run_id, trainer = held_run
-    assert [step(client, run_id, seq).status_code for seq in (1, 2, 3, 4)] == [200] * 4
-    refused = step(client, run_id, 6)
+    assert [optim_step(client, run_id, seq).status_code for seq in (1, 2, 3, 4)] == [200] * 4
+    refused = optim_step(client, run_id, 6)
     assert refused.status_code == 429
     body = refused.json()
     assert (body["type"], body["limit"]) == ("overloaded", "queued_operations")
@@ -209,16 +183,16 @@ def test_operations_beyond_an_owners_queue_are_429_with_place_and_time_to_wait(h
     assert 1 <= float(refused.headers["Retry-After"]) <= 10
     assert float(refused.headers["Retry-After"]) == body["retry_after_seconds"]
     gate.run(trainer.gate.set)
-    wait_for(lambda: gate.gateway.limits.operations.total == 0)
-    assert step(client, run_id, 5).status_code == 200  # nothing was left of the refusal
+    wait_until(lambda: gate.gateway.limits.operations.total == 0)
+    assert optim_step(client, run_id, 5).status_code == 200  # nothing was left of the refusal
     assert gate.gateway.limits.operation_bytes.total <= 200
 
 
 def test_the_operation_that_all_others_wait_for_is_let_into_a_full_queue(held_run):
     gate, client, run_id, trainer = held_run
-    assert [step(client, run_id, seq).status_code for seq in (5, 4, 3, 2)] == [200] * 4
-    assert step(client, run_id, 6).status_code == 429
-    assert step(client, run_id, 1).status_code == 200
+    assert [optim_step(client, run_id, seq).status_code for seq in (5, 4, 3, 2)] == [200] * 4
+    assert optim_step(client, run_id, 6).status_code == 429
+    assert optim_step(client, run_id, 1).status_code == 200
     gate.run(trainer.gate.set)
     for seq in range(1, 6):
         assert gate.retrieve(f"{run_id}:{seq}").json()["type"] == "optim_step"
@@ -227,12 +201,12 @@ def test_the_operation_that_all_others_wait_for_is_let_into_a_full_queue(held_ru
 def test_one_owners_full_queue_leaves_another_owner_alone(held_run):
     gate, client, run_id, _ = held_run
     for seq in (1, 2, 3, 4):
-        step(client, run_id, seq)
+        optim_step(client, run_id, seq)
     with gate.http(key_of(gate, "bea")) as other:
         session = create_session(other).json()["session_id"]
         run = create_model(other, session, 0).json()["model_id"]
-        assert step(other, run, 1).status_code == 200
-        assert step(other, run, 3).status_code == 200
+        assert optim_step(other, run, 1).status_code == 200
+        assert optim_step(other, run, 3).status_code == 200
 
 
 def test_payloads_of_queued_operations_are_bounded_by_their_bytes(tmp_path):
@@ -257,10 +231,12 @@ def test_the_sdk_finishes_ten_times_more_than_the_queue_takes(tmp_path):
             sampling = service.create_sampling_client(base_model="tiny").result()
             _, trainer = gate.worker("trainer")
             gate.run(trainer.gate.clear)
-            futures = [training.forward_backward([datum([1])], "cross_entropy") for _ in range(30)]
+            futures = [
+                training.forward_backward([supervised([1, 9])], "cross_entropy") for _ in range(30)
+            ]
             samples = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(30)]
             refusals = gate.gateway.metrics.refusals.labels(limit="queued_operations")
-            wait_for(lambda: refusals._value.get() > 0)
+            wait_until(lambda: refusals._value.get() > 0)
             assert gate.gateway.limits.operations.total <= 4
             gate.run(trainer.gate.set)
             for future in [*futures, *samples]:
@@ -272,7 +248,7 @@ def test_waiting_samples_of_an_owner_are_bounded_over_all_its_samplers(tmp_path)
     with limited(tmp_path, waiting_samples=2) as gate, gate.http() as client:
         sessions = [gate.session_id() for _ in range(2)]
         samplers = [create_sampler(client, s, 0).json()["sampling_session_id"] for s in sessions]
-        wait_for(lambda: len(gate.launcher.servicers) == 2)
+        wait_until(lambda: len(gate.launcher.servicers) == 2)
         for engine in gate.launcher.servicers.values():
             gate.run(engine.gate.clear)
         assert [asample(client, s, 0).status_code for s in samplers] == [200, 200]
@@ -281,7 +257,7 @@ def test_waiting_samples_of_an_owner_are_bounded_over_all_its_samplers(tmp_path)
         assert refused.json()["queue_position"] == 3
         for engine in gate.launcher.servicers.values():
             gate.run(engine.gate.set)
-        wait_for(lambda: gate.gateway.limits.samples.total == 0)
+        wait_until(lambda: gate.gateway.limits.samples.total == 0)
         assert gate.gateway.limits.held.total == 0
 
 
@@ -312,19 +288,19 @@ def test_what_a_client_sends_ten_times_too_fast_is_not_held_in_memory(tmp_path):
         assert sum(held) <= 64_000
         assert gate.gateway.limits.held.total <= 64_000
         assert gate.gateway.limits.operation_bytes.total <= 20 * 2**20 + 220_000
-        wait_for(lambda: gate.gateway.limits.bodies.total == 0)
+        wait_until(lambda: gate.gateway.limits.bodies.total == 0)
         gate.run(trainer.gate.set)
-        wait_for(lambda: gate.gateway.limits.operations.total == 0)
+        wait_until(lambda: gate.gateway.limits.operations.total == 0)
         assert gate.gateway.limits.held.total == gate.gateway.limits.operation_bytes.total == 0
 
 
 def test_samples_that_nobody_fetches_leave_memory_and_can_still_be_fetched(tmp_path):
     with limited(tmp_path, result_bytes=50_000) as gate, gate.http() as client:
         sampler = create_sampler(client, gate.session_id(), 0).json()["sampling_session_id"]
-        ids = [asample(client, sampler, n, tokens=2000).json()["request_id"] for n in range(20)]
+        ids = [asample(client, sampler, n, prompt=LONG).json()["request_id"] for n in range(20)]
         futures = gate.gateway.futures
-        wait_for(lambda: all(futures.get(each).ended for each in ids))
-        wait_for(lambda: sum(futures.get(each).outcome.file is not None for each in ids) >= 17)
+        wait_until(lambda: all(futures.get(each).ended for each in ids))
+        wait_until(lambda: sum(futures.get(each).outcome.file is not None for each in ids) >= 17)
         assert gate.gateway.futures.bytes_held <= 50_000
         folder = gate.settings.data_dir / "results" / "samples"
         assert sum(len(futures.get(each).outcome.body) for each in ids) <= 50_000
@@ -334,7 +310,7 @@ def test_samples_that_nobody_fetches_leave_memory_and_can_still_be_fetched(tmp_p
         assert fetched[0].headers["X-Tandem-Weight-Version"] == "base/tiny"
         # Those that were fetched go, and their files with them.
         gate.run(lambda: [futures.forget(each) for each in ids])
-        wait_for(lambda: not [f for f in folder.rglob("*") if f.is_file()])
+        wait_until(lambda: not any(path.is_file() for path in tree(folder)))
 
 
 def test_of_samples_that_nobody_fetches_the_oldest_are_asked_for_again(tmp_path):
@@ -343,7 +319,7 @@ def test_of_samples_that_nobody_fetches_the_oldest_are_asked_for_again(tmp_path)
         ids = []
         for n in range(5):
             ids.append(asample(client, sampler, n).json()["request_id"])
-            wait_for(lambda: gate.gateway.limits.samples.total == 0)
+            wait_until(lambda: gate.gateway.limits.samples.total == 0)
         statuses = [gate.retrieve(each).status_code for each in ids]
         assert statuses == [410, 410, 200, 200, 200]
 
@@ -356,8 +332,8 @@ def test_results_of_operations_leave_memory_for_the_log(tmp_path):
             for _ in range(40):  # 40 datums of one token list each
                 message += _datum_bytes(100)
             client.post("/api/v1/forward_backward", content=message, headers=PROTO)
-        wait_for(lambda: gate.gateway.limits.operations.total == 0)
-        wait_for(lambda: gate.gateway.futures.bytes_held <= 5000)
+        wait_until(lambda: gate.gateway.limits.operations.total == 0)
+        wait_until(lambda: gate.gateway.futures.bytes_held <= 5000)
         bodies = [gate.retrieve(f"{run_id}:{seq}").content for seq in range(1, 11)]
         assert len(set(bodies)) == 1
         assert len(bodies[0]) > 16_000

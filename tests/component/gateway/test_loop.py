@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from tinker import types
 
-from tests.support.gateway.running import datum
+from tests.support.sdk import supervised
 
 
 def test_the_sdk_trains_publishes_and_samples(gate):
     with gate.service() as service:
         training = service.create_lora_training_client("tiny:full").result()
         assert training.get_info().model_data.model_name == "tiny"
-        backward = training.forward_backward([datum([1, 2, 3])], "cross_entropy")
+        backward = training.forward_backward([supervised([1, 2, 3, 9])], "cross_entropy")
         step = training.optim_step(types.AdamParams(learning_rate=0.1))
         assert backward.result().metrics["loss:sum"] == 1.0
         assert step.result().metrics == {"grad_norm": 1.5}

@@ -10,7 +10,8 @@ from tinker import types
 
 from gateway.storage.tables import runs
 from tandem.worker import LoraSpec, TrainingSpec
-from tests.support.gateway.running import running_gateway, wait_for
+from tests.support.gateway.running import running_gateway
+from tests.support.waiting import wait_until
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 PARAMS = types.SamplingParams(max_tokens=3)
@@ -130,9 +131,9 @@ def test_runs_of_like_ranks_share_an_engine_and_a_larger_rank_gets_its_own(gate)
             service.create_lora_training_client("tiny", rank=rank).result() for rank in (5, 8, 3)
         ]
         session_id = session_of(clients[0])
-        wait_for(lambda: engines(gate, session_id) == [8])
+        wait_until(lambda: engines(gate, session_id) == [8])
         large = service.create_lora_training_client("tiny", rank=20).result()
-        wait_for(lambda: engines(gate, session_id) == [8, 32])
+        wait_until(lambda: engines(gate, session_id) == [8, 32])
         small, large = (
             c.save_weights_and_get_sampling_client().result() for c in (clients[1], large)
         )
@@ -156,7 +157,7 @@ def test_all_parameters_and_base_models_are_served_by_an_engine_that_is_there(ga
     with gate.service() as service:
         full = service.create_lora_training_client("tiny:full").result()
         service.create_lora_training_client("tiny", rank=4).result()
-        wait_for(lambda: engines(gate, session_of(full)) == [0, 8])
+        wait_until(lambda: engines(gate, session_of(full)) == [0, 8])
 
 
 def test_versions_of_a_lora_run_are_adapters_and_older_ones_stay_servable(gate):
@@ -192,7 +193,7 @@ def test_a_named_adapter_is_served_in_another_session_and_after_a_restart(tmp_pa
             body = {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": path}
             created = client.post("/api/v1/create_sampling_session", json=body)
             sampler_id = created.json()["sampling_session_id"]
-            wait_for(lambda: engines(gate, session_id) == [32])
+            wait_until(lambda: engines(gate, session_id) == [32])
     with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
         body = {
             "sampling_session_id": sampler_id,

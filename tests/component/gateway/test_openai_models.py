@@ -15,13 +15,13 @@ from gateway.api.openai.service import InferenceService
 from gateway.auth.identity import Caller
 from gateway.storage.tables import usage
 from tests.support.gateway.access_world import Call, World
-from tests.support.gateway.running import wait_for
 from tests.support.gateway.speaking_models import (
     byte_tokenizer,
     client_of,
     speaking_gateway,
     write_speaking_model,
 )
+from tests.support.waiting import wait_until
 
 
 class SpeakingWorld(World):
@@ -193,7 +193,7 @@ def test_an_idle_implicit_session_ends_and_the_next_request_gets_another(tmp_pat
         client = client_of(gate)
         client.completions.create(model="speaker", prompt="x")
         (first,) = gate.launcher.servicers
-        wait_for(lambda: first in gate.launcher.stopped)
+        wait_until(lambda: first in gate.launcher.stopped)
         assert client.completions.create(model="speaker", prompt="x").choices
         assert len(gate.launcher.servicers) == 2
 

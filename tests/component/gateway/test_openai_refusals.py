@@ -9,7 +9,7 @@ import pytest
 
 from gateway.auth.keys import NewKey
 from tandem.errors import Overloaded, SequenceTooLong, TokenOutOfVocabulary
-from tests.support.gateway.running import KEY, wait_for
+from tests.support.gateway.running import KEY
 from tests.support.gateway.speaking_models import (
     byte_tokenizer,
     chat,
@@ -19,6 +19,7 @@ from tests.support.gateway.speaking_models import (
     speaking_gateway,
     write_speaking_model,
 )
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +249,7 @@ def test_an_engine_that_dies_in_a_stream_ends_it_with_an_error(gate):
     gate.run(gate.launcher.kill(worker_id, "killed by the test"))
     error = refusal(openai.APIError, list, stream)
     assert "died during this sample" in error.message
-    wait_for(lambda: not any(s.waiting for s in gate.gateway.samplers.all()))
+    wait_until(lambda: not any(s.waiting for s in gate.gateway.samplers.all()))
 
 
 @pytest.mark.parametrize("stream", [False, True])

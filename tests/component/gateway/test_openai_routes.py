@@ -8,7 +8,6 @@ import numpy as np
 import openai
 import pytest
 
-from tests.support.gateway.running import wait_for
 from tests.support.gateway.speaking_models import (
     CHAT,
     async_client_of,
@@ -19,6 +18,7 @@ from tests.support.gateway.speaking_models import (
     says,
     speaking_gateway,
 )
+from tests.support.waiting import wait_until
 
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.token_to_id("<eos>")
@@ -298,13 +298,13 @@ def test_a_client_that_disconnects_cancels_its_sample(gate, client):
     stream = complete(client, stream=True)
     next(stream)
     stream.close()
-    wait_for(lambda: len(engine.cancelled) == before + 1)
+    wait_until(lambda: len(engine.cancelled) == before + 1)
     impatient = client_of(gate, timeout=0.3)
     with pytest.raises(openai.APITimeoutError):
         complete(impatient, max_tokens=1)
-    wait_for(lambda: len(engine.cancelled) == before + 2)
+    wait_until(lambda: len(engine.cancelled) == before + 2)
     gate.run(engine.gate.set)
-    wait_for(lambda: not any(s.waiting for s in gate.gateway.samplers.all()))
+    wait_until(lambda: not any(s.waiting for s in gate.gateway.samplers.all()))
 
 
 async def test_the_asynchronous_client_streams_many_at_once(gate):

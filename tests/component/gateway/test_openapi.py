@@ -46,12 +46,3 @@ def test_the_document_is_served_to_this_machine_without_a_key(tmp_path):
         assert str(tmp_path) not in answer.text
         passed_on = client.get("/openapi.json", headers={"X-Forwarded-For": "192.0.2.1"})
         assert passed_on.status_code == 401
-
-
-def test_a_method_that_a_path_does_not_take_is_405_and_names_those_it_takes(tmp_path):
-    with running_gateway(tmp_path) as gate, gate.http() as client:
-        answer = client.put("/api/v1/auth/apikey/me")
-        assert answer.status_code == 405
-        assert answer.headers["allow"] == "DELETE, GET, HEAD"
-        assert answer.json()["category"] == "user"
-        assert client.head("/api/v1/auth/apikey/me").status_code == 200

@@ -8,7 +8,10 @@ import zstandard
 from tinker import types
 
 from tandem.errors import LossInputMissing
-from tests.support.gateway.running import datum, forward_backward_bytes, running_gateway, wait_for
+from tests.support.gateway.requests import optim_step
+from tests.support.gateway.running import forward_backward_bytes, running_gateway
+from tests.support.sdk import supervised
+from tests.support.waiting import wait_until
 
 PROTO = {"Content-Type": "application/x-protobuf"}
 LIMIT = 200_000
@@ -81,27 +84,6 @@ def test_a_repeated_seq_id_is_answered_with_the_first_request_and_applied_once(r
     assert run.trainer.applied == [("optim_step", 1)]
 
 
-def test_the_previous_operation_is_named_and_places_are_counted_from_the_creation(run):
-    run.backward(1)
-    run.step(2)
-    run.outcome(2)
-    headers = [request.header for request in run.trainer.requests]
-    assert [(h.seq_id, h.previous_seq_id) for h in headers] == [(2, 0), (3, 2)]
-
-
-def test_a_hole_that_nobody_fills_fails_what_waits_behind_it(run):
-    run.step(2)
-    run.backward(3)
-    assert run.outcome(2).json()["type"] == "sequence_gap"
-    assert run.outcome(3).json()["category"] == "user"
-    run.step(1)  # too late
-    assert run.outcome(1).json()["type"] == "sequence_gap"
-    run.step(4)
-    assert run.outcome(4).status_code == 200
-    assert [seq for _, seq in run.trainer.applied] == [4]
-    assert "did not arrive" in run.trainer.requests[0].gradients_incomplete
-
-
 def test_a_body_that_is_no_protobuf_is_refused_and_takes_its_place(run):
     broken = forward_backward_bytes(run.id, 1)[:-2]
     answer = run.backward(1, broken)
@@ -134,8 +116,8 @@ def test_the_sdk_raises_at_once_for_an_oversized_batch(gate):
     with gate.service() as service:
         training = service.create_lora_training_client("tiny:full").result()
         with pytest.raises(tinker.APIStatusError, match="payload_too_large"):
-            training.forward_backward([datum([1] * (LIMIT // 2))], "cross_entropy").result()
-        assert training.forward([datum([1, 2])], "cross_entropy").result().metrics
+            training.forward_backward([supervised([1] * (LIMIT // 2))], "cross_entropy").result()
+        assert training.forward([supervised([1, 2, 9])], "cross_entropy").result().metrics
 
 
 def test_zstd_bodies_are_taken_and_bombs_are_not(run):
@@ -150,24 +132,13 @@ def test_zstd_bodies_are_taken_and_bombs_are_not(run):
     assert run.backward(3, b"not zstd", **{"Content-Encoding": "zstd"}).status_code == 400
 
 
-def test_chunks_of_one_batch_come_back_as_one_result(gate):
-    with gate.service() as service:
-        training = service.create_lora_training_client("tiny:full").result()
-        batch = [datum([1, 2]) for _ in range(2100)]
-        result = training.forward_backward(batch, "cross_entropy").result()
-        assert result.metrics["loss:sum"] == 2100
-        assert len(result.loss_fn_outputs) == 2100
-        _, trainer = gate.worker(f"trainer-{training.model_id.partition(':')[0]}")
-        assert [seq for _, seq in trainer.applied] == [1, 2, 3]
-
-
 def test_a_users_mistake_found_by_the_trainer_is_typed_on_the_sdks_side(gate):
     with gate.service() as service:
         training = service.create_lora_training_client("tiny:full").result()
         _, trainer = gate.worker(f"trainer-{training.model_id.partition(':')[0]}")
         trainer.fail_with[1] = LossInputMissing("datum 0 has no weights")
         with pytest.raises(tinker.RequestFailedError, match="loss_input_missing") as caught:
-            training.forward_backward([datum([1])], "cross_entropy").result()
+            training.forward_backward([supervised([1, 9])], "cross_entropy").result()
         assert caught.value.category is types.RequestErrorCategory.User
         assert training.optim_step(types.AdamParams()).result().metrics
 
@@ -221,10 +192,10 @@ def test_payloads_are_gone_when_their_operations_have_ended(run):
     run.hold()
     run.backward(1)
     folder = run.gate.settings.data_dir / "operations" / run.id.replace(":", "_")
-    wait_for(lambda: (folder / "1").exists())
+    wait_until(lambda: (folder / "1").exists())
     run.release()
     run.outcome(1)
-    wait_for(lambda: not (folder / "1").exists())
+    wait_until(lambda: not (folder / "1").exists())
 
 
 def test_an_operation_that_the_trainer_does_not_answer_in_time_ends_the_run(tmp_path):
@@ -235,8 +206,23 @@ def test_an_operation_that_the_trainer_does_not_answer_in_time_ends_the_run(tmp_
         gate.run(trainer.gate.clear)
         with gate.http() as client:
             for seq_id in (1, 2):
-                body = {"model_id": run_id, "seq_id": seq_id, "adam_params": {}}
-                client.post("/api/v1/optim_step", json=body)
+                optim_step(client, run_id, seq_id)
         answers = [gate.retrieve(f"{run_id}:{seq}").json() for seq in (1, 2)]
         assert {a["type"] for a in answers} == {"operation_timed_out"}
-        wait_for(lambda: worker_id in gate.launcher.stopped)
+        wait_until(lambda: worker_id in gate.launcher.stopped)
+
+
+def test_a_seq_id_far_ahead_costs_nothing_and_the_gateway_goes_on(tmp_path):
+    with running_gateway(tmp_path, sequence_gap_timeout=0.05) as gate, gate.http() as client:
+        run_id = gate.run_id(gate.session_id())
+
+        def refused(seq_id: int) -> bool:
+            answer = optim_step(client, run_id, seq_id).json()
+            return "sequence_gap" in gate.retrieve(answer["request_id"]).json()["error"]
+
+        assert refused(2**53)
+        assert refused(2**40)
+        gate.gateway.futures._futures.clear()  # the journal remembers both
+        assert refused(2**53)
+        assert refused(2**40)
+        assert client.get("/api/v1/healthz").status_code == 200

@@ -12,7 +12,9 @@ from tinker.lib.public_interfaces.sampling_client import SamplingClient
 
 from gateway.futures.completion_feed import CLIENT_BLOCK
 from tandem.wire.v1 import tinker_pb2
-from tests.support.gateway.running import KEY, running_gateway, wait_for
+from tests.support.gateway.requests import asample, new_sampler
+from tests.support.gateway.running import KEY, running_gateway
+from tests.support.waiting import wait_until
 
 TOKENS = [1, 2, 3]
 PROMPT = types.ModelInput.from_ints(TOKENS)
@@ -28,16 +30,6 @@ def engine_of(gate, sampler):
     """The engine of a client, or of a sampling session's id."""
     sampler_id = sampler if isinstance(sampler, str) else sampler._sampling_session_id
     return gate.worker(f"sampler-{sampler_id.partition(':')[0]}")[1]
-
-
-def asample(client, sampler_id: str | None, seq_id: int | None = 0, **changes):
-    body = {
-        "sampling_session_id": sampler_id,
-        "seq_id": seq_id,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": TOKENS}]},
-        "sampling_params": {"max_tokens": 2},
-    }
-    return client.post("/api/v1/asample", json=body | changes)
 
 
 def poll(client, sampler_id: str, **changes):
@@ -82,7 +74,7 @@ def test_everything_that_a_client_can_ask_for_reaches_the_engine(gate, service):
 
 
 def test_sparse_targets_keep_their_layout(gate):
-    sampler_id = _sampler_id(gate)
+    sampler_id = new_sampler(gate)
     tensor = {
         "data": [9],
         "dtype": "int64",
@@ -111,7 +103,7 @@ def test_an_empty_stop_is_not_an_absent_one(gate, sampling, stop, given, strings
 
 
 def test_a_sample_needs_a_place_or_a_model(gate):
-    sampler_id = _sampler_id(gate)
+    sampler_id = new_sampler(gate)
     with gate.http() as client:
         for answer in (
             asample(client, sampler_id, None),
@@ -167,7 +159,7 @@ def test_numbers_of_clients_are_not_given_again_after_a_restart(tmp_path):
     numbers = []
     for _ in range(2):
         with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
-            sampler_id = sampler_id if numbers else _sampler_id(gate)  # noqa: F821
+            sampler_id = sampler_id if numbers else new_sampler(gate)  # noqa: F821
             body = {"sampling_session_id": sampler_id}
             for _ in range(2):
                 joined = client.post("/api/v1/join_sampling_session", json=body)
@@ -191,17 +183,17 @@ def test_a_sample_that_its_client_gives_up_leaves_the_engine_at_once(gate, sampl
     gate.run(engine.gate.clear)
     sampler = gate.gateway.samplers.all()[-1]
     given_up, kept = (sampling.sample(PROMPT, 1, PARAMS) for _ in range(2))
-    wait_for(lambda: len(engine.requests) == 3)
+    wait_until(lambda: len(engine.requests) == 3)
     assert given_up.future().cancel()
-    wait_for(lambda: engine.cancelled)
-    wait_for(lambda: sampler.waiting == 1)
+    wait_until(lambda: engine.cancelled)
+    wait_until(lambda: sampler.waiting == 1)
     assert engine.cancelled == [1]
     gate.run(engine.gate.set)
     assert kept.result().sequences
 
 
 def test_cancelling_twice_or_too_late_does_no_harm(gate):
-    sampler_id = _sampler_id(gate)
+    sampler_id = new_sampler(gate)
     engine = engine_of(gate, sampler_id)
     with gate.http() as client:
 
@@ -238,7 +230,7 @@ def test_a_client_with_more_samples_than_may_wait_backs_off_and_finishes(tmp_pat
         futures = [sampling.sample(PROMPT, 1, PARAMS) for _ in range(12)]
         with gate.http() as client:
             refused = 'requests_total{route="asample",status="429"}'
-            wait_for(lambda: refused in client.get("/metrics").text)
+            wait_until(lambda: refused in client.get("/metrics").text)
         gate.run(engine.gate.set)
         assert all(future.result().sequences for future in futures)
         assert sorted(r.seq_id for r in engine.requests) == list(range(12))
@@ -249,8 +241,8 @@ def test_the_bound_on_all_samplers_together_says_when_to_come_back(tmp_path):
         running_gateway(tmp_path, session_ttl=600, limit={"waiting_samples_in_all": 2}) as gate,
         gate.http() as client,
     ):
-        samplers = [_sampler_id(gate) for _ in range(3)]
-        wait_for(lambda: len(gate.launcher.servicers) == 3)
+        samplers = [new_sampler(gate) for _ in range(3)]
+        wait_until(lambda: len(gate.launcher.servicers) == 3)
         engines = list(gate.launcher.servicers.values())
         for engine in engines:
             gate.run(engine.gate.clear)
@@ -260,7 +252,7 @@ def test_the_bound_on_all_samplers_together_says_when_to_come_back(tmp_path):
         assert refused.json()["type"] == "overloaded"
         for engine in engines:
             gate.run(engine.gate.set)
-        wait_for(lambda: asample(client, samplers[2]).status_code == 200)
+        wait_until(lambda: asample(client, samplers[2]).status_code == 200)
 
 
 # --- Waiting for results ------------------------------------------------------------------
@@ -268,7 +260,7 @@ def test_the_bound_on_all_samplers_together_says_when_to_come_back(tmp_path):
 
 def test_a_long_poll_tells_place_and_age_and_a_pause_its_reason(gate):
     gate.run(gate.launcher.start_gate.clear)
-    sampler_id = _sampler_id(gate)
+    sampler_id = new_sampler(gate)
     with gate.http() as client:
         ids = [asample(client, sampler_id, seq).json()["request_id"] for seq in range(3)]
 
@@ -284,12 +276,12 @@ def test_a_long_poll_tells_place_and_age_and_a_pause_its_reason(gate):
         assert "; 2 samples before this one, which has waited " in reason
         held = len(gate.launcher.servicers)
         gate.run(gate.launcher.start_gate.set)
-        wait_for(lambda: len(gate.launcher.servicers) > held)
+        wait_until(lambda: len(gate.launcher.servicers) > held)
         engine = engine_of(gate, sampler_id)
         gate.run(engine.gate.clear)
         more = asample(client, sampler_id, 3).json()["request_id"]
         ids.append(more)
-        wait_for(lambda: any(r.seq_id == 3 for r in engine.requests))
+        wait_until(lambda: any(r.seq_id == 3 for r in engine.requests))
         state, reason = waiting(3)
         assert state == "active"
         assert reason.startswith("the sampler is at work; ")
@@ -303,7 +295,7 @@ def test_the_sdk_tells_its_user_why_it_waits(tmp_path, caplog):
         with caplog.at_level(logging.WARNING, logger="tinker"):
             sampling = service.create_sampling_client(base_model="tiny").result()
             future = sampling.sample(PROMPT, 1, PARAMS)
-            wait_for(lambda: "the sampler is starting" in caplog.text)
+            wait_until(lambda: "the sampler is starting" in caplog.text)
         gate.run(gate.launcher.start_gate.set)
         assert future.result().sequences
 
@@ -326,7 +318,7 @@ def test_a_large_result_is_announced_by_its_size_first(gate, sampling):
 
 
 def test_one_poll_reports_each_end_once_with_its_size(gate):
-    sampler_id = _sampler_id(gate)
+    sampler_id = new_sampler(gate)
     with gate.http() as client:
         first = asample(client, sampler_id, 0).json()["request_id"]
         size = len(gate.retrieve(first).content)
@@ -345,7 +337,7 @@ def test_one_poll_reports_each_end_once_with_its_size(gate):
 
 
 def test_a_failed_sample_is_reported_as_such_and_a_fetched_one_is_forgotten(gate):
-    sampler_id = _sampler_id(gate)
+    sampler_id = new_sampler(gate)
     engine = engine_of(gate, sampler_id)
     with gate.http() as client:
         done = asample(client, sampler_id, 0).json()["request_id"]
@@ -364,7 +356,7 @@ def test_a_failed_sample_is_reported_as_such_and_a_fetched_one_is_forgotten(gate
 
 
 def test_a_cursor_of_an_earlier_gateway_and_an_unknown_session_are_refused(gate):
-    sampler_id = _sampler_id(gate)
+    sampler_id = new_sampler(gate)
     with gate.http() as client:
         assert poll(client, sampler_id, prev_cursor=17).status_code == 410
         assert poll(client, "s-none:sample:0").status_code == 404
@@ -382,15 +374,3 @@ def test_the_sdk_finishes_with_one_poll_for_all_its_samples(gate, service):
         assert list(future.result().sequences[0].tokens) == [n + 1, n]
     with gate.http() as client:
         assert 'route="retrieve_futures",status="200"' in client.get("/metrics").text
-
-
-def _sampler_id(gate) -> str:
-    """Of a new session, for the base model."""
-    body = {
-        "session_id": gate.session_id(),
-        "sampling_session_seq_id": 0,
-        "base_model": "tiny",
-    }
-    with gate.http() as client:
-        created = client.post("/api/v1/create_sampling_session", json=body)
-    return created.json()["sampling_session_id"]

@@ -9,7 +9,9 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.support.gateway.running import KEY, datum
+from tests.support.gateway.requests import finish
+from tests.support.gateway.running import KEY
+from tests.support.sdk import supervised
 
 
 @pytest.fixture
@@ -139,10 +141,7 @@ def test_the_first_reason_of_an_end_counts(gate, rest, mark):
     session = session_of(service)
     with gate.http() as client:
         for reason in ("interrupted", "success"):
-            answer = client.post(
-                f"/api/v1/sessions/{session}/finish", json={"reason": {"type": reason}}
-            )
-            assert answer.status_code == 204
+            assert finish(client, session, reason).status_code == 204
         assert client.post("/api/v1/session_heartbeat", json={"session_id": session}).status_code
     (summary,) = (
         rest.search_sessions(types.SessionSearchRequest(session_id=session)).result().sessions
@@ -223,7 +222,7 @@ def test_a_run_is_described_in_full(gate, rest):
         training.save_state("one").result()
         training.save_state("two", user_metadata={"k": "v"}).result()
         training.save_weights_for_sampler("three").result()
-        training.forward([datum([1, 2])], "cross_entropy").result()
+        training.forward([supervised([1, 2, 9])], "cross_entropy").result()
         run = rest.get_training_run(training.model_id).result()
         assert (run.base_model, run.model_owner, run.corrupted) == ("tiny", "local", False)
         assert (run.is_lora, run.lora_rank) == (False, None)
@@ -255,5 +254,5 @@ def test_a_run_whose_trainer_died_is_called_corrupted(gate, rest):
         worker_id, _ = gate.worker("trainer")
         gate.run(gate.launcher.kill(worker_id, "killed by the test"))
         with pytest.raises(tinker.RequestFailedError):
-            training.forward([datum([1])], "cross_entropy").result()
+            training.forward([supervised([1, 9])], "cross_entropy").result()
         assert rest.get_training_run(training.model_id).result().corrupted

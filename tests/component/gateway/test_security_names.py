@@ -1,7 +1,6 @@
-"""Whatever a client calls a thing: it is refused with a sentence, and nothing lands or leaks
-outside the data directory.
+"""Hostile names are refused with a sentence; nothing is written or read outside the data directory.
 
-The requests are those of the access table, so that a new route is attacked, too.
+The requests are those of the access table, so that new routes are attacked, too.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from gateway.workers.launchers.process import ProcessLauncher
 from tandem.errors import UserError
 from tandem.wire.v1 import tinker_pb2
 from tandem.worker import WorkerSpec
+from tests.support.files import tree
 from tests.support.gateway.access_world import API, CALLS, OWN, Call, World, routes
-from tests.support.gateway.running import running_gateway
 
 SECRET = "content-that-nobody-may-see"
 SLASHES = {
@@ -72,24 +71,25 @@ CHARACTERS = {
     "very long": "é" * 5_000,
 }
 HOSTILE = SLASHES | CHARACTERS
+"""Each of them goes to the parsers."""
+SENT = [
+    "dots", "absolute", "encoded", "twice encoded", "fullwidth slash", "only dots", "a hidden file",
+    "nothing", "a line", "NUL", "right to left", "an address", "a wildcard", "long",
+]  # fmt: skip
+"""One of each kind goes over the wire, in every place that takes a name."""
 
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("names")
-    (folder / "outside").write_text(SECRET)
-    with running_gateway(folder, session_ttl=600) as gate:
-        yield World(gate, folder)
+every_kind = pytest.mark.parametrize("bad", [HOSTILE[name] for name in SENT], ids=SENT)
 
 
 @pytest.fixture(autouse=True)
 def nothing_moves(world) -> Iterator[None]:
-    """Beside the data directory and the models nothing comes or goes, and in it no odd name."""
+    """Check that nothing appears beside the data directory, and nothing oddly named in it."""
+    (world.folder / "outside").write_text(SECRET)
     before = around(world.folder)
     yield
     assert around(world.folder) == before
     assert (world.folder / "outside").read_text() == SECRET
-    for path in world.gate.settings.data_dir.rglob("*"):
+    for path in tree(world.gate.settings.data_dir):
         assert path.name.isascii(), path
         assert len(path.name) < 200, path
         assert not path.is_symlink(), path
@@ -104,7 +104,7 @@ def names_something(value: object, world: World) -> bool:
 
 
 def variants(body: Any, bad: str, world: World) -> Iterator[Any]:
-    """The body with each thing that it names replaced in turn, as a whole or in part."""
+    """Yield the body with each name in it replaced in turn, wholly or in part."""
     if isinstance(body, dict):
         for key, value in body.items():
             for changed in variants(value, bad, world):
@@ -123,7 +123,7 @@ def variants(body: Any, bad: str, world: World) -> Iterator[Any]:
 
 
 def outcome(world: World, answer: httpx.Response) -> httpx.Response:
-    """What is refused in its place of the log is promised, and then fails: the answer to that."""
+    """Return the answer, or the failure of the operation that it promised."""
     if answer.status_code != 200 or "request_id" not in answer.json():
         return answer
     failed = world.gate.retrieve(answer.json()["request_id"])
@@ -140,7 +140,7 @@ def refused(answer: httpx.Response, what: object) -> None:
     assert "set-cookie" not in answer.headers
 
 
-@pytest.mark.parametrize("bad", HOSTILE.values(), ids=HOSTILE)
+@every_kind
 def test_every_name_in_a_body_is_refused(world, bad):
     asked = 0
     for route, method in routes():
@@ -160,9 +160,9 @@ def test_every_name_in_a_body_is_refused(world, bad):
     assert asked > 20
 
 
-@pytest.mark.parametrize("bad", HOSTILE.values(), ids=HOSTILE)
+@every_kind
 def test_every_name_in_a_path_is_refused(world, bad):
-    """As it is, where HTTP can say it so, and encoded once and twice."""
+    """Encoded once and twice."""
     run, session, sampler = world.run, world.session, world.sampler
     good = f"training_runs/{run}/checkpoints/weights/{world.state.rpartition('/')[2]}"
     if bad in ("", "."):
@@ -200,7 +200,7 @@ def test_every_name_in_a_path_is_refused(world, bad):
 
 
 def test_paths_that_a_client_library_would_tidy_are_refused_as_they_are(world):
-    """Raw bytes on the wire: nobody in between has resolved the dots."""
+    """Send raw bytes, so that no library resolves the dots."""
     host, port = world.gate.server.servers[0].sockets[0].getsockname()[:2]
     for target in (
         "/api/v1/downloads/../../../../etc/passwd",
@@ -228,7 +228,7 @@ def test_paths_that_a_client_library_would_tidy_are_refused_as_they_are(world):
         assert b"data_dir" not in answer
 
 
-@pytest.mark.parametrize("bad", HOSTILE.values(), ids=HOSTILE)
+@every_kind
 def test_names_in_protobuf_and_in_custom_losses_are_refused(world, bad):
     run = tinker_pb2.ForwardBackwardRequest(model_id=bad, seq_id=1, loss_fn="cross_entropy")
     with world.client(world.keys["member"]) as client:
@@ -239,7 +239,7 @@ def test_names_in_protobuf_and_in_custom_losses_are_refused(world, bad):
             refused(client.post(f"{API}/create_custom_loss", content=json.dumps(changed)), bad)
 
 
-@pytest.mark.parametrize("bad", HOSTILE.values(), ids=HOSTILE)
+@every_kind
 def test_names_that_only_an_admin_chooses_are_refused(world, bad):
     good = str(world.folder / "tiny")
     with world.client(world.keys["admin"]) as client:
@@ -251,21 +251,17 @@ def test_names_that_only_an_admin_chooses_are_refused(world, bad):
         refused(client.post(f"{OWN}/keys", json={"owner": "eve", "role": bad}), bad)
 
 
-@pytest.mark.parametrize("bad", HOSTILE.values(), ids=HOSTILE)
-def test_the_parsers_themselves_let_nothing_through(bad):
-    for attempt in (
-        lambda: check_name(bad),
-        lambda: parse_checkpoint_path(bad),
-        lambda: parse_checkpoint_path(f"tinker://s-1:train:0/weights/{bad}"),
-        lambda: parse_checkpoint_path(f"tinker://{bad}/weights/a"),
-        lambda: parse_checkpoint_path(f"tinker://{bad}:train:0/weights/a"),
-        lambda: parse_checkpoint_path(f"tinker://s-1:train:{bad}/weights/a"),
-        lambda: parse_checkpoint_path(f"tinker://s-1:train:0/{bad}/a"),
-    ):
+@pytest.mark.parametrize("form", [
+    "{}", "tinker://s-1:train:0/weights/{}", "tinker://{}/weights/a",
+    "tinker://{}:train:0/weights/a", "tinker://s-1:train:{}/weights/a", "tinker://s-1:train:0/{}/a",
+])  # fmt: skip
+def test_the_parsers_let_nothing_through(form):
+    for bad in HOSTILE.values():
         with pytest.raises(UserError):
-            attempt()
-    with pytest.raises(UserError):
-        check_model_name(bad)
+            parse_checkpoint_path(form.format(bad))
+        for check in (check_name, check_model_name):
+            with pytest.raises(UserError):
+                check(bad)
 
 
 async def test_a_worker_id_that_is_no_name_starts_nothing(tmp_path):

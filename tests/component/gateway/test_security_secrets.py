@@ -1,4 +1,4 @@
-"""Secrets stay out of logs, error texts and metrics, and files are for their owner alone."""
+"""Secrets stay out of logs, errors and metrics; only their owner can read the files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKEN = "eyJhbGciOiJIUzI1NiJ9.eyJrZXkiOiJrLTEifQ.c2lnbmF0dXJlLW9mLWl0"
 
 @pytest.fixture
 def log(capfd):
-    """What this process logs, as the gateway does."""
+    """Capture what this process logs, configured as the gateway does."""
     import structlog
 
     before = structlog.get_config()

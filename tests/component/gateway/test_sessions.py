@@ -6,7 +6,10 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.support.gateway.running import KEY, datum, make_model, running_gateway, wait_for
+from tests.support.files import entries
+from tests.support.gateway.requests import asample, finish, new_sampler, optim_step
+from tests.support.gateway.running import KEY, make_model, running_gateway
+from tests.support.waiting import wait_until
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 PARAMS = types.SamplingParams(max_tokens=3)
@@ -26,41 +29,10 @@ def training_client(service):
 
 def versions_of(gate, run_id: str) -> set[str]:
     folder = gate.settings.data_dir / "weights" / run_id.replace(":", "_")
-    return {child.name for child in folder.iterdir()} if folder.is_dir() else set()
-
-
-def asample(client, sampler_id: str, seq_id: int = 0, **changes):
-    body = {
-        "sampling_session_id": sampler_id,
-        "seq_id": seq_id,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
-        "sampling_params": {"max_tokens": 2},
-    }
-    return client.post("/api/v1/asample", json=body | changes)
-
-
-def base_sampler(gate, client, session: str | None = None) -> str:
-    session = session or gate.session_id()
-    answer = client.post(
-        "/api/v1/create_sampling_session",
-        json={"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"},
-    )
-    return answer.json()["sampling_session_id"]
+    return {child.name for child in entries(folder)}
 
 
 # --- Keys, paths, bodies ------------------------------------------------------------------
-
-
-def test_a_wrong_key_is_401_and_health_needs_none(gate):
-    with gate.http(key="tml-wrong") as client:
-        refused = client.get("/api/v1/get_server_capabilities")
-        assert refused.status_code == 401
-        assert refused.json()["type"] == "unauthenticated"
-        assert client.get("/api/v1/healthz").json() == {"status": "ok"}
-        metrics = client.get("/metrics").text
-    assert 'tandem_gateway_requests_total{route="none",status="401"}' in metrics
-    with pytest.raises(tinker.AuthenticationError, match="API key is missing or wrong"):
-        tinker.ServiceClient(base_url=gate.url, api_key="tml-wrong").holder.get_session_id()
 
 
 def test_every_refusal_is_json_with_a_sentence(gate):
@@ -79,19 +51,6 @@ def test_every_refusal_is_json_with_a_sentence(gate):
             assert answer.json()["category"] == "user"
 
 
-def test_capabilities_name_the_models(gate):
-    with gate.http() as client:
-        models = client.get("/api/v1/get_server_capabilities").json()["supported_models"]
-    assert models == [
-        {
-            "model_name": "tiny",
-            "max_context_length": 64,
-            "trainable": True,
-            "sampleable": True,
-        }
-    ]
-
-
 # --- Sessions -----------------------------------------------------------------------------
 
 
@@ -101,10 +60,7 @@ def test_an_unknown_session_is_404_and_a_finished_one_410(gate):
         create = {"session_id": "s-none", "model_seq_id": 0, "base_model": "tiny:full"}
         assert client.post("/api/v1/create_model", json=create).status_code == 404
         for reason in ("errored", "success"):
-            answer = client.post(
-                f"/api/v1/sessions/{session}/finish", json={"reason": {"type": reason}}
-            )
-            assert answer.status_code == 204
+            assert finish(client, session, reason).status_code == 204
         beat = client.post("/api/v1/session_heartbeat", json={"session_id": session})
         assert beat.status_code == 410
         assert "errored" in beat.json()["error"]
@@ -113,21 +69,20 @@ def test_an_unknown_session_is_404_and_a_finished_one_410(gate):
 
 
 def test_a_session_without_heartbeat_ends_and_its_operations_fail(tmp_path):
-    with running_gateway(tmp_path, session_ttl=0.6) as gate, gate.http() as client:
+    with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
         session = gate.session_id()
         run_id = gate.run_id(session)
         _, trainer = gate.worker("trainer")
         gate.run(trainer.gate.clear)
         partial = gate.settings.data_dir / "weights" / run_id.replace(":", "_") / ".partial-v1"
         partial.mkdir(parents=True)
-        step = {"model_id": run_id, "seq_id": 1, "adam_params": {}}
-        client.post("/api/v1/optim_step", json=step)
-        wait_for(lambda: not gate.gateway.runs.all())
+        optim_step(client, run_id, 1)
+        gate.gateway.sessions.get(session).seen_at -= 601  # the last heartbeat is long ago
+        wait_until(lambda: not gate.gateway.runs.all())
         assert gate.retrieve(f"{run_id}:1").json()["type"] == "session_finished"
-        wait_for(lambda: not partial.exists())
+        wait_until(lambda: not partial.exists())
         assert {w.partition("-")[0] for w in gate.launcher.stopped} == {"trainer", "sampler"}
-        late = client.post("/api/v1/optim_step", json=step | {"seq_id": 2})
-        assert late.status_code == 410
+        assert optim_step(client, run_id, 2).status_code == 410
 
 
 def test_a_session_that_ends_while_its_workers_start_leaves_none(tmp_path):
@@ -140,7 +95,7 @@ def test_a_session_that_ends_while_its_workers_start_leaves_none(tmp_path):
         assert polled.status_code == 408
         assert polled.json()["queue_state"] == "paused_capacity"
         assert "the trainer is starting" in polled.json()["queue_state_reason"]
-        client.post(f"/api/v1/sessions/{session}/finish", json={"reason": {"type": "success"}})
+        finish(client, session)
         outcome = gate.retrieve(created["request_id"]).json()
         assert outcome["type"] == "session_finished"
         assert gate.gateway.fleet.all() == []
@@ -176,29 +131,6 @@ def test_an_unknown_kind_of_training_is_refused(gate):
             service.create_lora_training_client(
                 "tiny", user_metadata={"tandem_training": "half"}
             ).result()
-
-
-def test_a_checkpoint_is_saved_replaced_and_resumed(gate):
-    with gate.service() as service:
-        training = training_client(service)
-        path = training.save_state("warm-up").result().path
-        assert path == f"tinker://{training.model_id}/weights/warm-up"
-        with pytest.raises(tinker.RequestFailedError, match="name_taken"):
-            training.save_state("warm-up").result()
-        training.save_state("warm-up", overwrite=True).result()
-        folder = gate.settings.data_dir / "checkpoints" / training.model_id.replace(":", "_")
-        wait_for(lambda: len(list(folder.iterdir())) == 1)
-        with pytest.raises(tinker.RequestFailedError, match="invalid_request"):
-            training.save_state("../up").result()
-        resumed = service.create_training_client_from_state_with_optimizer(path).result()
-        session = training.model_id.partition(":")[0]
-        _, trainer = gate.worker(f"trainer-{session}")
-        assert trainer.requests[0].optimizer is True
-        assert resumed.forward([datum([1])], "cross_entropy").result().metrics
-        assert [seq for _, seq in trainer.applied] == [0, 1]
-        with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
-            service.create_training_client_from_state(path + "x").result()
-    assert len(list(folder.iterdir())) == 1  # a checkpoint outlives its session
 
 
 def test_named_weights_are_sampled_from_by_their_path_and_outlive_the_session(gate):
@@ -255,7 +187,7 @@ def test_idle_snapshots_expire_but_the_newest_stays(tmp_path):
             gate.run(reaper.keep_house())
             return len(versions_of(gate, training.model_id)) == 1
 
-        wait_for(one_is_left)
+        wait_until(one_is_left)
         assert clients[2].sample(PROMPT, 1, PARAMS).result().sequences
         with pytest.raises(tinker.NotFoundError, match="has ended"):
             clients[0].sample(PROMPT, 1, PARAMS).result()
@@ -263,7 +195,7 @@ def test_idle_snapshots_expire_but_the_newest_stays(tmp_path):
 
 def test_a_repeated_sample_is_the_same_request(gate):
     with gate.http() as client:
-        sampler_id = base_sampler(gate, client)
+        sampler_id = new_sampler(gate)
         first = asample(client, sampler_id, 5, num_samples=2).json()
         assert asample(client, sampler_id, 5, num_samples=2).json() == first
         assert len(first["sample_sequence_ids"]) == 2
@@ -302,7 +234,7 @@ def test_a_repeated_sample_is_the_same_request(gate):
 )
 def test_what_a_sample_may_not_ask_for_is_refused_with_its_type(gate, changes, kind):
     with gate.http() as client:
-        answer = asample(client, base_sampler(gate, client), 1, **changes)
+        answer = asample(client, new_sampler(gate), 1, **changes)
         assert answer.status_code == 400
         assert answer.json()["type"] == kind
 
@@ -313,18 +245,6 @@ def test_an_unknown_sampling_session_is_404(gate):
         assert answer.status_code == 404
         assert answer.json()["type"] == "unknown_sampler"
         assert client.get("/api/v1/samplers/s-none:sample:0").status_code == 404
-
-
-def test_samples_beyond_the_bound_are_429(gate):
-    with gate.http() as client:
-        sampler_id = base_sampler(gate, client)
-        _, sampler = gate.worker(f"sampler-{sampler_id.partition(':')[0]}")
-        gate.run(sampler.gate.clear)
-        accepted = [asample(client, sampler_id, seq) for seq in range(3)]
-        assert asample(client, sampler_id, 3).status_code == 429
-        gate.run(sampler.gate.set)
-        assert all(gate.retrieve(a.json()["request_id"]).is_success for a in accepted)
-        assert asample(client, sampler_id, 3).status_code == 200
 
 
 # --- Our own routes -----------------------------------------------------------------------

@@ -13,7 +13,8 @@ from gateway.api.middleware import RequestBoundary
 from gateway.workers.clients import TrainerClient
 from tandem.v1 import trainer_pb2
 from tandem.wire.v1 import tinker_pb2
-from tests.support.gateway.running import KEY, forward_backward_bytes, running_gateway, wait_for
+from tests.support.gateway.running import KEY, forward_backward_bytes, running_gateway
+from tests.support.waiting import wait_until
 
 PROTO = {"Content-Type": "application/x-protobuf"}
 TOKENS = 1_500_000
@@ -82,8 +83,8 @@ def test_a_client_that_takes_nothing_is_cut_off_and_the_result_stays(gate, resul
     cut = gate.gateway.metrics.timeouts.labels(what="write")
     before = cut._value.get()
     client = ask(gate, request_id)
-    wait_for(lambda: cut._value.get() == before + 1)
-    wait_for(lambda: gate.gateway.limits.requests.total == 0)
+    wait_until(lambda: cut._value.get() == before + 1)
+    wait_until(lambda: gate.gateway.limits.requests.total == 0)
     assert len(received(client)) < len(content)
     client.close()
     assert gate.retrieve(request_id).content == content
@@ -100,7 +101,7 @@ def test_a_client_that_stands_still_holds_no_more_than_a_piece(gate, result):
             if c.flow.write_paused
         ]
 
-    wait_for(lambda: gate.run(buffered))
+    wait_until(lambda: gate.run(buffered))
     assert all(size <= 256 * 2**10 + 65536 for size in gate.run(buffered))
     client.close()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from tandem.v1 import sampler_pb2
-from tests.support.sampler_worker import LENGTH, SamplerClient, plain_logprobs, same
+from tests.support.sampler_worker import SamplerClient, plain_logprobs, same
 from tests.support.tiny_model import VOCABULARY
 
 
@@ -22,11 +22,7 @@ def test_samples_are_the_same_when_requests_push_each_other_out_of_the_cache(
     def requests(client: SamplerClient) -> list[sampler_pb2.SampleRequest]:
         return [
             client.request(
-                prompt,
-                seed=number,
-                max_tokens=150,
-                stop=[],
-                prompt_logprobs=number % 2 == 0,
+                prompt, seed=number, max_tokens=150, stop=[], prompt_logprobs=number % 2 == 0
             )
             for number, prompt in enumerate(prompts(24))
         ]
@@ -48,9 +44,3 @@ def test_more_requests_than_sequences_are_all_answered(tied_adapters: SamplerCli
         ]
     )
     assert same(answers[3], tied_adapters.sample([5, 9], n=5, seed=3, max_tokens=5, stop=[]))
-
-
-def test_a_prompt_longer_than_the_model_is_a_typed_mistake(tied_adapters: SamplerClient):
-    failure = tied_adapters.refusal(tied_adapters.request([5] * LENGTH))
-    assert failure.type == "sequence_too_long"
-    assert str(LENGTH) in failure.message

@@ -64,7 +64,7 @@ def test_a_directory_without_a_model_is_reported_and_ends_the_process(tmp_path: 
         report = client.next_report()
         assert report.error_type == "worker_start_failed"
         assert "config.json" in report.error
-        assert client.process.wait(timeout=30) == 1
+        assert client.process.wait(timeout=CALL_SECONDS) == 1
 
 
 def test_a_terminated_sampler_ends_before_it_is_ready_and_says_unavailable(model: Path):
@@ -78,7 +78,7 @@ def test_a_terminated_sampler_ends_before_it_is_ready_and_says_unavailable(model
             )
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         client.process.terminate()
-        assert client.process.wait(timeout=30) == 0
+        assert client.process.wait(timeout=CALL_SECONDS) == 0
 
 
 def test_the_engine_reads_no_pickle_and_runs_no_code_of_a_model(model: Path):

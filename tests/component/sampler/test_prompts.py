@@ -231,30 +231,6 @@ def test_draws_depend_on_the_seed_alone_and_are_greedy_at_temperature_zero(
     assert (draws(1, temperature=0.0) == greedy[:, None]).all()
 
 
-def test_everything_can_be_asked_about_one_prompt(sampler: SamplerClient, model: Path):
-    prompt = fresh(4)
-    ids = np.full((len(prompt) - 1, 1), 8)
-    answer = sampler.sample(
-        prompt,
-        n=2,
-        seed=1,
-        max_tokens=4,
-        prompt_logprobs=True,
-        last_n=5,
-        prompt_topk=2,
-        targets=dense(ids),
-        draws=2,
-        topk=2,
-    )
-    assert answer.prompt_logprobs is not None
-    expected = plain_distribution(model, prompt)
-    assert np.abs(answer.prompt_logprobs[-5:] - plain_logprobs(model, prompt)[-5:]).max() < 1e-4
-    assert np.isnan(answer.prompt_logprobs[:-5]).all()
-    targets = np.frombuffer(answer.message.target_prompt_logprobs.dense, "<f4")
-    assert np.abs(targets - expected[:, 8]).max() < 1e-4
-    assert len(answer.samples) == 2
-
-
 # --- The prefix cache ------------------------------------------------------------------------
 
 

@@ -102,9 +102,7 @@ def test_greedy_takes_the_likeliest_token_with_its_logprob_at_temperature_one(
     assert_computed_by(model, PROMPT, answer)
 
 
-def test_topk_lists_the_likeliest_and_leaves_cells_of_excluded_tokens_empty(
-    sampler: SamplerClient,
-):
+def test_topk_lists_the_likeliest_and_leaves_cells_of_excluded_tokens_empty(sampler: SamplerClient):
     answer = sampler.sample(PROMPT, top_k=2, topk=3, max_tokens=5, seed=1, stop=[], prompt_topk=4)
     topk = answer.samples[0].topk
     assert topk is not None
@@ -129,9 +127,7 @@ def test_the_same_seed_gives_the_same_samples_and_others_give_others(sampler: Sa
     assert len({tuple(tokens) for tokens in tokens_of(first) + tokens_of(other)}) == 8
 
 
-def test_a_sample_depends_on_seed_and_index_alone_not_on_how_many_there_are(
-    sampler: SamplerClient,
-):
+def test_a_sample_depends_on_seed_and_index_alone_not_on_how_many_there_are(sampler: SamplerClient):
     few = sampler.sample(PROMPT, n=2, seed=11, max_tokens=16, stop=[])
     many = sampler.sample(PROMPT, n=6, seed=11, max_tokens=16, stop=[])
     assert tokens_of(many)[:2] == tokens_of(few)

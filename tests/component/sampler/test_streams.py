@@ -10,14 +10,7 @@ import pytest
 
 from tests.support.adapter_files import write_adapter_files, write_merged
 from tests.support.sampler_streams import gather, narrow_stream, open_stream, stream
-from tests.support.sampler_worker import (
-    PROMPT,
-    SamplerClient,
-    publish,
-    publish_adapter,
-    same,
-    text,
-)
+from tests.support.sampler_worker import PROMPT, SamplerClient, publish, publish_adapter, same, text
 
 
 @pytest.mark.parametrize(

@@ -88,12 +88,6 @@ def test_two_ranks_compute_what_one_rank_computes(one, two, tmp_path, loss):
         torch.testing.assert_close(tensor, shared[name], rtol=1e-3, atol=1e-4)
 
 
-def test_a_batch_smaller_than_the_ranks_works(one, two):
-    small = request([datum([5, 6, 7])], forward_only=True)
-    a, b = (logprobs_of(client.output(small))[0] for client in (one, two))
-    np.testing.assert_allclose(a, b, atol=1e-3)
-
-
 def test_forward_after_a_step_sees_the_new_weights_on_two_ranks(two):
     message = request(mixed_data(), forward_only=True)
     before = two.output(message).metrics["loss:sum"]
@@ -131,17 +125,6 @@ def test_fused_experts_are_published_as_their_files_were(models, tmp_path):
     assert tensors.keys() == original.keys()
     for name, tensor in original.items():
         torch.testing.assert_close(tensors[name], tensor)
-
-
-def test_zero_advantages_leave_the_weights_exactly_as_they_were(models, tmp_path):
-    with trainer_process(models["qwen3"], tmp_path) as client:
-        before = published(client, tmp_path)
-        tokens = [5, 6, 7]
-        zero = datum(tokens, logprobs=[-1.0] * 3, advantages=[0.0] * 3)
-        client.output(request([zero], "importance_sampling"))
-        assert not client.optim_step().HasField("failure")
-        after = published(client, tmp_path)
-    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_refused_batch_spoils_the_step_and_the_next_one_is_free(one, tmp_path):
@@ -277,7 +260,7 @@ def test_a_rank_killed_in_the_middle_of_an_operation_is_named_and_nothing_is_lef
         report = client.next_report()
         assert report.error_type == "worker_died"
         assert report.error == "rank 1 was killed by SIGKILL"
-        assert client.process.wait(timeout=10) == 1
+        assert client.process.wait(timeout=CALL_SECONDS) == 1
         assert group_members(client.process.pid) == []
 
 
@@ -290,7 +273,7 @@ def test_a_rank_that_hangs_is_given_up_after_the_timeout(models, tmp_path):
         assert caught.value.code() is grpc.StatusCode.ABORTED
         assert "imed out" in caught.value.details()
         assert client.next_report().error_type == "worker_died"
-        assert client.process.wait(timeout=10) == 1
+        assert client.process.wait(timeout=CALL_SECONDS) == 1
         assert group_members(client.process.pid) == []
 
 
@@ -306,7 +289,7 @@ def test_when_rank_0_is_killed_its_ranks_end(models, tmp_path):
         (rank_1,) = set(group_members(client.process.pid)) - {client.process.pid}
         ended = os.pidfd_open(rank_1)
         client.process.kill()
-        assert select.select([ended], [], [], 10)[0]
+        assert select.select([ended], [], [], CALL_SECONDS)[0]
         os.close(ended)
 
 
@@ -314,7 +297,7 @@ def test_when_rank_0_is_killed_its_ranks_end(models, tmp_path):
 def test_sigterm_ends_it_cleanly(models, tmp_path, ranks):
     with trainer_process(models["qwen3"], tmp_path, ranks=ranks) as client:
         os.killpg(client.process.pid, signal.SIGTERM)
-        assert client.process.wait(timeout=10) == 0
+        assert client.process.wait(timeout=CALL_SECONDS) == 0
         assert group_members(client.process.pid) == []
 
 
@@ -323,4 +306,4 @@ def test_a_model_that_is_not_there_is_reported(tmp_path):
         report = client.next_report()
         assert report.error_type == "worker_start_failed"
         assert "nothing" in report.error
-        assert client.process.wait(timeout=10) == 1
+        assert client.process.wait(timeout=CALL_SECONDS) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.settings import SamplerSettings
 from tests.support.local_trainer import make, publish, train, weights
 
 pytest.importorskip("vllm")
@@ -30,10 +29,3 @@ def test_vllms_loader_takes_every_tensor_of_an_adapter(models, tmp_path):
     assert set(loaded.loras) == here
     head = loaded.loras["lm_head"]
     assert torch.equal(head.lora_b, weights(trainer)["lm_head.lora_B"])
-
-
-def test_vllm_is_told_to_load_safetensors_and_no_code(models):
-    from sampler_service.vllm.engine import engine_args
-
-    arguments = engine_args(models["qwen3"], SamplerSettings())
-    assert (arguments.load_format, arguments.trust_remote_code) == ("safetensors", False)

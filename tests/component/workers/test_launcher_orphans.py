@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from gateway.workers.launchers.process import group_members
+from tests.support.waiting import wait_until
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 
@@ -55,7 +55,4 @@ def test_nothing_is_left_after_the_launching_process_was_killed(tmp_path, loop):
         gateway.send_signal(signal.SIGKILL)
         gateway.wait()
         gateway.stdout.close()
-    deadline = time.monotonic() + 60
-    while any(group_members(pgid) for pgid in groups):
-        assert time.monotonic() < deadline, [group_members(pgid) for pgid in groups]
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(group_members, groups)), what="the workers have ended")

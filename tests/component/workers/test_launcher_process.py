@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from gateway.workers.launchers import make_launcher
 from gateway.workers.launchers.base import WorkerDetails, WorkerExit, wait_until_serving
 from gateway.workers.launchers.process import ProcessLauncher, default_command, group_members
-from tandem.errors import WorkerCrashed, WorkerStartFailed
+from tandem.errors import InvalidRequest, WorkerCrashed, WorkerStartFailed
+from tandem.settings import GatewaySettings
 from tandem.worker import WorkerSpec
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
@@ -320,3 +322,10 @@ async def test_the_default_command_runs_the_service_of_its_kind():
     assert default_command(spec()) == [sys.executable, "-m", "trainer_service"]
     sampler = spec().model_copy(update={"kind": "sampler"})
     assert default_command(sampler) == [sys.executable, "-m", "sampler_service"]
+
+
+async def test_the_settings_name_the_launcher(monkeypatch, tmp_path):
+    assert isinstance(make_launcher(GatewaySettings(data_dir=tmp_path)), ProcessLauncher)
+    monkeypatch.setenv("TANDEM_LAUNCHER", "kubernetes")
+    with pytest.raises(InvalidRequest, match=r"unknown TANDEM_LAUNCHER 'kubernetes'.* process"):
+        make_launcher(GatewaySettings(data_dir=tmp_path))

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from pydantic import ValidationError
@@ -13,6 +12,7 @@ from pydantic import ValidationError
 from gateway.workers.launchers.process import group_members
 from tandem.settings import SamplerSettings
 from tandem.worker import PipeLink, WorkerReport, WorkerSpec
+from tests.support.waiting import wait_until
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own calls")
 
@@ -30,10 +30,7 @@ def run(code: str, **options) -> subprocess.Popen[bytes]:
 def ends(process: subprocess.Popen[bytes]) -> int:
     """Its exit status. Everything of its group is gone afterwards, or the test fails."""
     status = process.wait(60)
-    deadline = time.monotonic() + 60
-    while group_members(process.pid):
-        assert time.monotonic() < deadline, group_members(process.pid)
-        time.sleep(0.01)
+    wait_until(lambda: not group_members(process.pid), what="the group has ended")
     process.stdout.close()
     return status
 
@@ -175,10 +172,7 @@ def test_a_rank_dies_with_the_worker_that_started_it():
     assert group_members(pid) == [pid]  # a group of its own: only the kernel connects the two
     worker.kill()
     assert ends(worker) == -signal.SIGKILL
-    deadline = time.monotonic() + 60
-    while group_members(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not group_members(pid), what="the rank has ended")
     worker.stdin.close()
 
 

@@ -23,8 +23,8 @@ from tests.support.gateway.running import (
     forward_backward_bytes,
     make_model,
     settings_for,
-    wait_for,
 )
+from tests.support.waiting import wait_until
 
 API = "/api/v1"
 OWN = "/api/tandem/v1"
@@ -111,7 +111,7 @@ class World:
         """Waits for a promise of ann's; the request's id."""
         request_id = answer.json()["request_id"]
         ask = Call(f"{API}/retrieve_future", {"request_id": request_id})
-        wait_for(lambda: self.ask("POST", ask, key=self.keys["member"]).status_code == 200)
+        wait_until(lambda: self.ask("POST", ask, key=self.keys["member"]).status_code == 200)
         return request_id
 
     def number(self) -> int:
@@ -179,7 +179,7 @@ class World:
         def url() -> str | None:
             return self.ask("GET", call, key=self.keys["member"]).json()["url"]
 
-        wait_for(url)
+        wait_until(url)
         found = url()
         assert found is not None
         return found.removeprefix(self.gate.url)

@@ -10,6 +10,7 @@ from sqlalchemy import update
 from tinker import types
 
 from gateway.storage.tables import checkpoints
+from tests.support.files import entries
 
 
 def step(training, times: int = 1) -> None:
@@ -20,7 +21,7 @@ def step(training, times: int = 1) -> None:
 def place(gate, run_id: str, root: str = "checkpoints") -> list[Path]:
     """What lies on the disk for a run."""
     folder = gate.settings.data_dir / root / run_id.replace(":", "_")
-    return sorted(folder.iterdir()) if folder.is_dir() else []
+    return entries(folder)
 
 
 def expire(gate, path: str) -> None:

@@ -17,15 +17,12 @@ from pathlib import Path
 import httpx
 import numpy as np
 import tinker
-from tinker import types
 
 from gateway.app import GatewayServer, create_app, make_server
-from gateway.limits import Quotas
-from gateway.metrics import Metrics
-from tandem.settings import GatewaySettings, LimitSettings
+from tandem.settings import GatewaySettings
 from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.fake_launcher import FakeLauncher
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 KEY = "tml-test-key"
 
@@ -52,7 +49,7 @@ class Gate:
                 return function()
 
             coroutine = call()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE)
 
     def http(self, key: str = KEY) -> httpx.Client:
         # Reading the system's certificates takes longer than a request.
@@ -62,8 +59,7 @@ class Gate:
         return tinker.ServiceClient(base_url=self.url, api_key=KEY)
 
     def worker(self, kind: str, index: int = -1):
-        wait_for(lambda: [w for w in self.launcher.servicers if w.startswith(kind)])
-        ids = [w for w in self.launcher.servicers if w.startswith(kind)]
+        ids = wait_until(lambda: [w for w in self.launcher.servicers if w.startswith(kind)])
         return ids[index], self.launcher.servicers[ids[index]]
 
     def session_id(self) -> str:
@@ -75,11 +71,7 @@ class Gate:
         with self.http() as client:
             answer = client.post(
                 "/api/v1/create_model",
-                json={
-                    "session_id": session_id,
-                    "model_seq_id": number,
-                    "base_model": "tiny:full",
-                },
+                json={"session_id": session_id, "model_seq_id": number, "base_model": "tiny:full"},
             )
             assert answer.status_code == 200, answer.text
             self.retrieve(answer.json()["request_id"])
@@ -87,7 +79,7 @@ class Gate:
 
     def retrieve(self, request_id: str) -> httpx.Response:
         with self.http() as client:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + PATIENCE
             while time.monotonic() < deadline:
                 answer = client.post("/api/v1/retrieve_future", json={"request_id": request_id})
                 if answer.status_code != 408:
@@ -107,11 +99,6 @@ def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
         "sampler": {"operation_timeout": 20},
     }
     return GatewaySettings(**(values | changes))
-
-
-def default_quotas() -> Quotas:
-    """The default limits."""
-    return Quotas(settings=LimitSettings(), metrics=Metrics())
 
 
 def make_model(folder: Path) -> Path:
@@ -143,44 +130,26 @@ def running_gateway(
             return
         ready.set_result(
             Gate(
-                server=server,
-                launcher=launcher,
-                loop=asyncio.get_running_loop(),
-                settings=settings,
+                server=server, launcher=launcher, loop=asyncio.get_running_loop(), settings=settings
             )
         )
         await task
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    gate = ready.result(30)
+    gate = ready.result(PATIENCE)
     try:
         gate.run(gate.gateway.models.add(name="tiny", path=str(make_model(tmp_path / "tiny"))))
         yield gate
     finally:
         gate.server.should_exit = True
-        thread.join(30)
+        thread.join(PATIENCE)
         assert not thread.is_alive(), "the gateway did not stop"
 
 
 @contextmanager
 def _no_signals() -> Iterator[None]:
     yield
-
-
-def wait_for(condition, timeout: float = 20.0) -> None:
-    wait_until(condition, what="the condition holds", timeout=timeout)
-
-
-def datum(tokens: list[int]) -> types.Datum:
-    size = len(tokens)
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens),
-        loss_fn_inputs={
-            "target_tokens": types.TensorData(data=tokens, dtype="int64", shape=[size]),
-            "weights": types.TensorData(data=[1.0] * size, dtype="float32", shape=[size]),
-        },
-    )
 
 
 def forward_backward_bytes(run_id: str, seq_id: int, *, forward_only: bool = False) -> bytes:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainer_service.losses import LOSSES, Layout, Loss, LossResult, Settings, Totals
+from trainer_service.losses import Layout, Loss, LossResult, Settings, Totals
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "losses.json").read_text())
 EXPECTED = GOLDEN["expected"]
@@ -309,7 +309,3 @@ def request_id(value: object) -> str:
     if isinstance(value, dict):
         return ",".join(f"{key}={each}" for key, each in value.items()) or "defaults"
     return str(value)
-
-
-def all_losses() -> list[str]:
-    return sorted(LOSSES)

@@ -232,11 +232,11 @@ async def test_a_gap_that_nobody_fills_fails_those_behind_it_and_what_comes_late
 
 
 async def test_a_gap_that_is_filled_in_time_holds_nothing_back():
-    world = World(gap_timeout=0.05)
+    world = World(gap_timeout=0.5)
     serving = world.serve()
     world.put(2)
     await settle()
     world.put(1)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.6)
     assert world.outcomes == {1: DONE, 2: DONE}
     await stop(serving)

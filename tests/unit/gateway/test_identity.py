@@ -76,10 +76,7 @@ def test_a_token_ends_with_its_key_and_with_its_time_also_when_it_was_seen_befor
     keys, later = KeyStore(database=Database(url="sqlite://", data_dir=Path())), [0.0]
     keys.set_local(KEY)
     known = Identity(
-        keys=keys,
-        signing_key=SIGNING_KEY,
-        token_ttl=600,
-        clock=lambda: time.time() + later[-1],
+        keys=keys, signing_key=SIGNING_KEY, token_ttl=600, clock=lambda: time.time() + later[-1]
     )
     token = known.issue(known.identify(KEY.encode())).encode()
     assert known.identify(token).owner == "local"

@@ -30,8 +30,7 @@ def test_a_model_that_names_no_end_token_uses_its_tokenizers(tmp_path: Path):
     write_json(tmp_path / "config.json", {})
     write_json(tmp_path / "tokenizer_config.json", {"eos_token": {"content": "<end>"}})
     write_json(
-        tmp_path / "tokenizer.json",
-        {"added_tokens": [], "model": {"vocab": {"a": 0, "<end>": 7}}},
+        tmp_path / "tokenizer.json", {"added_tokens": [], "model": {"vocab": {"a": 0, "<end>": 7}}}
     )
     assert end_tokens(tmp_path) == ()
     assert tokenizer_end_token(tmp_path) == (7,)

@@ -8,10 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sampler_service.engine import (
-    EngineFacts,
-    EngineRequest,
-)
+from sampler_service.engine import EngineFacts, EngineRequest
 from sampler_service.service.request_parser import parse_request
 from tandem.errors import (
     EmptyBatch,

@@ -145,10 +145,7 @@ def test_touched_weights_are_replaced_by_the_old_version_before_anything_runs():
 
 def test_everything_is_refused_when_neither_new_nor_old_weights_load():
     bench = Bench()
-    bench.loader.errors = {
-        "run/v1": [WeightsTouched("canary")],
-        "base/m": [LoadFailed("gone")],
-    }
+    bench.loader.errors = {"run/v1": [WeightsTouched("canary")], "base/m": [LoadFailed("gone")]}
     new, other = bench.ask(NEW, "new"), bench.ask(OTHER, "other")
     bench.turns(1)
     later = bench.ask(BASE, "later")

@@ -38,11 +38,7 @@ def body_of(*nodes: Body, inputs: list[Body] | None = None) -> Body:
         "inputs": inputs or [{"name": "logprobs", "rank": 1}],
         "graph": {
             "format": 1,
-            "nodes": [
-                node("placeholder", "logprobs", "logprobs"),
-                *nodes,
-                output(ref(last)),
-            ],
+            "nodes": [node("placeholder", "logprobs", "logprobs"), *nodes, output(ref(last))],
         },
     }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,10 @@ from tests.support.trainer_worker import datum, logprobs_of, request
 from trainer_service.compute.trainer import RankTrainer
 from trainer_service.models.huggingface import find_blocks, group_blocks
 from trainer_service.optimizers import AdamWSettings
+
+STEP = AdamWSettings(
+    learning_rate=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, grad_clip_norm=1.0
+)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -121,16 +127,7 @@ def test_a_step_is_that_of_torch(models):
     )
     for _ in range(3):
         output_of(trainer, request(data))
-        metrics = trainer.optim_step(
-            AdamWSettings(
-                learning_rate=1e-2,
-                beta1=0.8,
-                beta2=0.9,
-                eps=1e-6,
-                weight_decay=0.1,
-                grad_clip_norm=1.0,
-            )
-        )
+        metrics = trainer.optim_step(STEP)
         adamw.zero_grad()
         for one in data:
             tokens = np.frombuffer(one.model_input[0].encoded_text.tokens, "<i4").astype(np.int64)
@@ -144,6 +141,16 @@ def test_a_step_is_that_of_torch(models):
         assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
     for name, tensor in plain.named_parameters():
         torch.testing.assert_close(trainer.backend.parameters()[name], tensor, rtol=1e-3, atol=2e-4)
+
+
+def test_zero_advantages_leave_the_weights_exactly_as_they_were(models):
+    trainer = make_rank(models["qwen3"])
+    before = {name: tensor.clone() for name, tensor in trainer.backend.parameters().items()}
+    zero = datum([5, 6, 7], logprobs=[-1.0] * 3, advantages=[0.0] * 3)
+    output_of(trainer, request([zero], "importance_sampling"))
+    trainer.optim_step(replace(STEP, weight_decay=0.0))
+    for name, tensor in trainer.backend.parameters().items():
+        assert torch.equal(tensor, before[name]), name
 
 
 def test_blocks_are_found_and_grouped_by_size(models):

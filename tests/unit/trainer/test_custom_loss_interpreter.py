@@ -333,9 +333,4 @@ def test_a_graph_that_fails_leaves_no_gradient() -> None:
 
 def test_tracing_gives_no_name_that_would_surprise_us() -> None:
     nodes = encode_graph(traced(odd_corners, **RANKS)).nodes
-    assert {node.op for node in nodes} == {
-        "placeholder",
-        "call_function",
-        "call_method",
-        "output",
-    }
+    assert {node.op for node in nodes} == {"placeholder", "call_function", "call_method", "output"}

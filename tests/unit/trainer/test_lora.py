@@ -149,16 +149,6 @@ def test_clipping_counts_the_trainable_gradients_alone(models):
     assert step(trainer, clip=1e-3)["grad_norm"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_training_lowers_the_loss(models):
-    trainer = make(models["llama"])
-    data = data_of()
-    first = forward_backward(trainer, data).metrics["loss:sum"]
-    for _ in range(30):
-        step(trainer)
-        last = forward_backward(trainer, data).metrics["loss:sum"]
-    assert last < 0.5 * first
-
-
 def test_what_is_trained_is_told(models):
     full = make(models["qwen3"], None).describe(last_seq_id=0)
     assert full.trainable_parameters == full.parameters

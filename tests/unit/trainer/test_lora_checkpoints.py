@@ -69,8 +69,9 @@ def test_resumed_training_is_uninterrupted_training_bit_for_bit(models, tmp_path
     np.testing.assert_array_equal(logprobs(whole, after), logprobs(resumed, after))
 
 
-def test_without_the_optimizer_only_the_adapter_comes_back(models, tmp_path):
-    trainer = make(models["qwen3"])
+@pytest.mark.parametrize("lora", [None, SPEC], ids=["full", "lora"])
+def test_without_the_optimizer_only_the_weights_come_back(models, tmp_path, lora):
+    trainer = make(models["qwen3"], lora)
     train(trainer, 2)
     saved = weights(trainer)
     save(trainer, tmp_path / "a")

@@ -104,8 +104,7 @@ def test_truncation_in_bypass_mode_caps_the_ratio_of_importance_sampling():
     got = compute(LOSSES["importance_sampling"], data, config).loss
     assert float(got) == pytest.approx(-float((capped * data.inputs["advantages"]).sum()))
     torch.testing.assert_close(
-        gradient(LOSSES["importance_sampling"], data, config),
-        -capped * data.inputs["advantages"],
+        gradient(LOSSES["importance_sampling"], data, config), -capped * data.inputs["advantages"]
     )
 
 

@@ -86,12 +86,7 @@ def test_adamw_is_torchs_over_several_steps(decay: float) -> None:
         theirs.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-12, weight_decay=decay
     )
     settings = AdamWSettings(
-        learning_rate=0.01,
-        beta1=0.9,
-        beta2=0.95,
-        eps=1e-12,
-        weight_decay=decay,
-        grad_clip_norm=0.0,
+        learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=decay, grad_clip_norm=0.0
     )
     for step in range(5):
         backward(ours, step)
@@ -214,10 +209,7 @@ def test_state_that_is_put_back_goes_on_as_if_nothing_had_been() -> None:
 
 def made(kind: Literal["adamw", "dimuon"], model: Tiny) -> Optimizer:
     return make_optimizer(
-        kind,
-        dict(model.named_parameters()),
-        outer=outer_parameters(model),
-        sum_over_ranks=alone,
+        kind, dict(model.named_parameters()), outer=outer_parameters(model), sum_over_ranks=alone
     )
 
 

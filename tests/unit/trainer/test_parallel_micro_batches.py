@@ -36,18 +36,6 @@ def data_of(lengths: list[int]) -> list[wire.Datum]:
     ]
 
 
-def test_two_threads_give_the_loss_logprobs_and_gradients_of_one(model: Path) -> None:
-    data = data_of([5, 9, 2, 14, 7, 7, 1, 11])
-    alone, parallel = (
-        one_rank(model),
-        one_rank(model, parallel=2),
-    )
-    expected, computed = forward_backward(alone, data), forward_backward(parallel, data)
-    torch.testing.assert_close(computed.logprobs, expected.logprobs)
-    assert computed.metrics == pytest.approx(expected.metrics)
-    torch.testing.assert_close(gradients(parallel), gradients(alone), rtol=1e-4, atol=1e-5)
-
-
 @pytest.fixture(scope="module")
 def alone_and_parallel(model: Path) -> tuple[RankTrainer, RankTrainer]:
     return one_rank(model), one_rank(model, parallel=2)

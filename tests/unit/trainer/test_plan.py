@@ -43,16 +43,6 @@ def test_packed_micro_batches_are_filled_without_padding(lengths, ranks, limit):
                 assert held + lengths[following[0]] > limit
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), ranks, limits, st.booleans())
-def test_a_pair_stays_together_and_in_order(halves, ranks, limit, packed):
-    lengths = [length + second for length in halves for second in (0, 3)]
-    plan = plan_batch(lengths, ranks=ranks, micro_batch_tokens=limit, group=2, packed=packed)
-    for share in plan:
-        for part in share:
-            assert all(part[i] + 1 == part[i + 1] for i in range(0, len(part), 2))
-            assert all(part[i] % 2 == 0 for i in range(0, len(part), 2))
-
-
 @given(lengths, ranks)
 def test_loads_differ_by_one_datum_at_most(lengths, ranks):
     plan = plan_batch(lengths, ranks=ranks, micro_batch_tokens=10**6)

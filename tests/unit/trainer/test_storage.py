@@ -101,30 +101,6 @@ def weights(trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.backend.parameters().items()}
 
 
-def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(models, tmp_path):
-    first = make_rank(models["qwen3"])
-    train(Operations(first), 2)
-    assert save_to(Operations(first), tmp_path / "a").step == 2
-    train(Operations(first), 2)
-
-    second = make_rank(models["qwen3"])
-    assert load(Operations(second), tmp_path / "a").step == 2
-    train(Operations(second), 2)
-    for name, tensor in weights(first).items():
-        assert torch.equal(tensor, weights(second)[name]), name
-
-
-def test_without_the_optimizer_only_the_weights_come_back(models, tmp_path):
-    trainer = make_rank(models["qwen3"])
-    train(Operations(trainer), 2)
-    saved = weights(trainer)
-    save_to(Operations(trainer), tmp_path / "a")
-    train(Operations(trainer), 1)
-    load(Operations(trainer), tmp_path / "a", optimizer=False)
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in weights(trainer).items())
-    assert trainer.backend.optimizer.state(create=False) == {}
-
-
 def test_a_checkpoint_from_before_the_first_step_loads_with_its_optimizer(models, tmp_path):
     trainer = make_rank(models["qwen3"])
     save_to(Operations(trainer), tmp_path / "a")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tinker import types
 
 from tandem import errors
 from tandem.wire.v1 import tinker_pb2 as wire
+from tests.support.sdk import request_of
 from tests.support.trainer_worker import datum, dense, request
 from trainer_service.batches.loss_inputs import DenseBudget, densify
 from trainer_service.batches.validation import Batch, BatchLimits, parse, validate
@@ -135,9 +137,6 @@ def test_sparse_tensors_of_a_request_share_their_room():
 
 
 def test_what_the_sdk_makes_of_a_sparse_matrix_is_read_as_the_dense_one():
-    from tinker import types
-    from tinker.proto.request_conv import forward_backward_request_to_proto
-
     targets = torch.zeros(3, 12, dtype=torch.int64)
     weights = torch.zeros(3, 12)
     targets[0, 2], targets[1, 3], targets[2, 11] = 7, 8, 9
@@ -147,14 +146,7 @@ def test_what_the_sdk_makes_of_a_sparse_matrix_is_read_as_the_dense_one():
         loss_fn_inputs={"target_tokens": targets, "weights": weights},
     )
     assert made.loss_fn_inputs["target_tokens"].sparse_crow_indices is not None
-    sent = forward_backward_request_to_proto(
-        types.ForwardBackwardRequest(
-            model_id="run",
-            seq_id=1,
-            forward_backward_input=types.ForwardBackwardInput(data=[made], loss_fn="cross_entropy"),
-        )
-    )
-    batch = validate(parse(sent.SerializeToString()), limits=LIMITS)
+    batch = check(request_of([made], "cross_entropy"))
     assert batch.targets.tolist() == targets.flatten().tolist()
     assert batch.inputs["weights"].tolist() == weights.flatten().tolist()
     assert (batch.widths.tolist(), batch.totals.active) == ([12], 3)
@@ -196,12 +188,6 @@ def with_cut_bytes():
     return made
 
 
-def text_setting():
-    message = request([policy_datum()], "ppo")
-    message.loss_fn_config_v2["clip_low_threshold"].text = "low"
-    return message
-
-
 def configured(loss: str, **settings: float | str) -> wire.ForwardBackwardRequest:
     """A request with settings as the newer clients send them, texts among them."""
     message = request([policy_datum()], loss)
@@ -218,162 +204,101 @@ BAD = {
     "no token": (request([datum([4]), datum([])]), errors.EmptyBatch, "datum 1 has no token"),
     "an image": (request([with_image()]), errors.UnsupportedInput, "datum 0.*image"),
     "a token too large": (
-        request([datum([4]), datum([4, 50])]),
-        errors.TokenOutOfVocabulary,
-        r"datum 1, position 1: token 50 .*50 tokens \(0 to 49\)",
-    ),
+        request([datum([4]), datum([4, 50])]), errors.TokenOutOfVocabulary,
+        r"datum 1, position 1: token 50 .*50 tokens \(0 to 49\)"),
     "a negative token": (
-        request([datum([-1, 4])]),
-        errors.TokenOutOfVocabulary,
-        "datum 0, position 0: token -1",
-    ),
+        request([datum([-1, 4])]), errors.TokenOutOfVocabulary, "datum 0, position 0: token -1"),
     "a target too large": (
         request([datum([4]), datum([4, 5], targets=[[1, 2], [3, 99]])]),
-        errors.TokenOutOfVocabulary,
-        "datum 1, position 1: target token 99",
-    ),
+        errors.TokenOutOfVocabulary, "datum 1, position 1: target token 99"),
     "a long sequence": (
-        request([datum([4] * 9)]),
-        errors.SequenceTooLong,
-        "datum 0 has 9 tokens; the model takes 8",
-    ),
+        request([datum([4] * 9)]), errors.SequenceTooLong,
+        "datum 0 has 9 tokens; the model takes 8"),
     "no advantages": (
-        request([policy_datum(), policy_datum(advantages=None)], "ppo"),
-        errors.LossInputMissing,
-        "datum 1 lacks 'advantages'; ppo needs target_tokens, logprobs, advantages",
-    ),
+        request([policy_datum(), policy_datum(advantages=None)], "ppo"), errors.LossInputMissing,
+        "datum 1 lacks 'advantages'; ppo needs target_tokens, logprobs, advantages"),
     "too few advantages": (
-        request([policy_datum(advantages=[1.0, 1.0])], "ppo"),
-        errors.LossInputShape,
-        r"'advantages' has the shape \[2\]; .*\[3\]",
-    ),
+        request([policy_datum(advantages=[1.0, 1.0])], "ppo"), errors.LossInputShape,
+        r"'advantages' has the shape \[2\]; .*\[3\]"),
     "too few targets": (
-        request([datum([4, 5], targets=[4])]),
-        errors.LossInputShape,
-        r"'target_tokens' has the shape \[1\]; the model input has 2 tokens",
-    ),
+        request([datum([4, 5], targets=[4])]), errors.LossInputShape,
+        r"'target_tokens' has the shape \[1\]; the model input has 2 tokens"),
     "two targets per token for ppo": (
         request([datum([4], targets=[[1, 2]], logprobs=[[0, 0]], advantages=[[0, 0]])], "ppo"),
-        errors.LossInputShape,
-        "one target per token",
-    ),
+        errors.LossInputShape, "one target per token"),
     "weights of whole numbers": (
-        request([with_type(wire.DTYPE_INT64)]),
-        errors.LossInputShape,
-        "'weights' must be float32, not int64",
-    ),
+        request([with_type(wire.DTYPE_INT64)]), errors.LossInputShape,
+        "'weights' must be float32, not int64"),
     "weights of no type": (
-        request([with_type(wire.DTYPE_UNSPECIFIED)]),
-        errors.LossInputShape,
-        "'weights' must be float32",
-    ),
+        request([with_type(wire.DTYPE_UNSPECIFIED)]), errors.LossInputShape,
+        "'weights' must be float32"),
     "bytes cut off": (
-        request([with_cut_bytes()]),
-        errors.LossInputShape,
-        "7 bytes; 2 values of type float32 are 8",
-    ),
+        request([with_cut_bytes()]), errors.LossInputShape,
+        "7 bytes; 2 values of type float32 are 8"),
     "NaN": (
         request([policy_datum(), policy_datum(advantages=[1, float("nan"), 0])], "ppo"),
-        errors.LossInputNotFinite,
-        "datum 1, position 1: 'advantages' is nan",
-    ),
+        errors.LossInputNotFinite, "datum 1, position 1: 'advantages' is nan"),
     "infinity": (
         request([policy_datum(ref_logprobs=[0, 0, float("-inf")])], "cispo"),
-        errors.LossInputNotFinite,
-        "datum 0, position 2: 'ref_logprobs' is -inf",
-    ),
+        errors.LossInputNotFinite, "datum 0, position 2: 'ref_logprobs' is -inf"),
     "an unknown loss": (
-        request([datum([4])], "pppo"),
-        errors.UnknownLoss,
-        f"'pppo'; known: {', '.join(sorted(LOSSES))}",
-    ),
+        request([datum([4])], "pppo"), errors.UnknownLoss,
+        f"'pppo'; known: {', '.join(sorted(LOSSES))}"),
     "an unknown setting": (
-        request([policy_datum()], "dro", settings={"clip": 0.2}),
-        errors.UnknownLossSetting,
-        "no setting 'clip'; its settings: aggregation, beta, kl_coeff, kl_type, max_length",
-    ),
+        request([policy_datum()], "dro", settings={"clip": 0.2}), errors.UnknownLossSetting,
+        "no setting 'clip'; its settings: aggregation, beta, kl_coeff, kl_type, max_length"),
     "a setting of another loss": (
-        request([datum([4])], settings={"beta": 1.0}),
-        errors.UnknownLossSetting,
-        "cross_entropy has no setting 'beta'; its settings: aggregation, max_length",
-    ),
+        request([datum([4])], settings={"beta": 1.0}), errors.UnknownLossSetting,
+        "cross_entropy has no setting 'beta'; its settings: aggregation, max_length"),
     "a setting out of its range": (
-        request([policy_datum()], "dro", settings={"beta": -1.0}),
-        errors.UnknownLossSetting,
-        "'beta' of dro must be at least 0, not -1",
-    ),
+        request([policy_datum()], "dro", settings={"beta": -1.0}), errors.UnknownLossSetting,
+        "'beta' of dro must be at least 0, not -1"),
     "a setting on the bound that it must be above": (
-        request([policy_datum()], "ppo", settings={"tis_cap": 0.0}),
-        errors.UnknownLossSetting,
-        "'tis_cap' of ppo must be above 0, not 0",
-    ),
+        request([policy_datum()], "ppo", settings={"tis_cap": 0.0}), errors.UnknownLossSetting,
+        "'tis_cap' of ppo must be above 0, not 0"),
     "a number for a text": (
         request([policy_datum()], "ppo", settings={"aggregation": 1.0}),
-        errors.UnknownLossSetting,
-        "'aggregation' of ppo must be a text, not the number 1.0",
-    ),
+        errors.UnknownLossSetting, "'aggregation' of ppo must be a text, not the number 1.0"),
     "a text that is no choice": (
-        configured("ppo", aggregation="mean"),
-        errors.UnknownLossSetting,
-        "must be one of token_sum, token_mean, seq_mean_token_mean, constant, not 'mean'",
-    ),
+        configured("ppo", aggregation="mean"), errors.UnknownLossSetting,
+        "must be one of token_sum, token_mean, seq_mean_token_mean, constant, not 'mean'"),
     "an unknown correction": (
-        configured("ppo", correction="tis+magic"),
-        errors.UnknownLossSetting,
-        "unknown correction 'magic'; known: none, tis, seq_tis, mis, seq_mis, icepop",
-    ),
+        configured("ppo", correction="tis+magic"), errors.UnknownLossSetting,
+        "unknown correction 'magic'; known: none, tis, seq_tis, mis, seq_mis, icepop"),
     "a constant without its length": (
-        configured("ppo", aggregation="constant"),
-        errors.UnknownLossSetting,
-        "set max_length",
-    ),
+        configured("ppo", aggregation="constant"), errors.UnknownLossSetting, "set max_length"),
     "a dual clip below one": (
-        configured("ppo", dual_clip=0.5),
-        errors.UnknownLossSetting,
-        "above 1, or 0 to turn it off",
-    ),
+        configured("ppo", dual_clip=0.5), errors.UnknownLossSetting,
+        "above 1, or 0 to turn it off"),
     "a KL term without a reference": (
-        configured("ppo", kl_coeff=0.1),
-        errors.LossInputMissing,
-        "datum 0 lacks 'ref_logprobs', which ppo needs since kl_coeff is 0.1",
-    ),
+        configured("ppo", kl_coeff=0.1), errors.LossInputMissing,
+        "datum 0 lacks 'ref_logprobs', which ppo needs since kl_coeff is 0.1"),
     "an optional input of some datums": (
         request([policy_datum(mask=[1.0, 1.0, 0.0]), policy_datum()], "ppo"),
         errors.LossInputMissing,
-        "datum 1 lacks 'mask', which other datums have: give it to all or to none",
-    ),
+        "datum 1 lacks 'mask', which other datums have: give it to all or to none"),
     "a pair cut in two": (
-        request([datum([4], ref_logprobs=[0.0])] * 3, "dpo"),
-        errors.LossInputShape,
-        "dpo takes datums in groups of 2, and 3 came",
-    ),
+        request([datum([4], ref_logprobs=[0.0])] * 3, "dpo"), errors.LossInputShape,
+        "dpo takes datums in groups of 2, and 3 came"),
     "several numbers where a datum has one": (
         request([datum([4, 5], ref_logprobs=[0, 0], desirable=[1, 1])], "kto"),
         errors.LossInputShape,
-        r"'desirable' has the shape \[2\]; it must be one number per datum: \[1\]",
-    ),
+        r"'desirable' has the shape \[2\]; it must be one number per datum: \[1\]"),
     "bounds of another length": (
-        request([policy_datum(clip_low_threshold=[0.5, 0.5])], "ppo"),
-        errors.LossInputShape,
-        r"has the shape \[2\]; it must be that of target_tokens: \[3\] or \[1\]",
-    ),
+        request([policy_datum(clip_low_threshold=[0.5, 0.5])], "ppo"), errors.LossInputShape,
+        r"has the shape \[2\]; it must be that of target_tokens: \[3\] or \[1\]"),
     "custom without a definition": (
-        request([datum([4])], "custom"),
-        errors.UnknownLoss,
-        "create one with ServiceClient.create_custom_loss",
-    ),
-    "a setting that is text": (text_setting(), errors.UnknownLossSetting, "finite number"),
+        request([datum([4])], "custom"), errors.UnknownLoss,
+        "create one with ServiceClient.create_custom_loss"),
+    "a setting that is text": (
+        configured("ppo", clip_low_threshold="low"), errors.UnknownLossSetting, "finite number"),
     "a setting that is NaN": (
         request([policy_datum()], "ppo", settings={"clip_low_threshold": float("nan")}),
-        errors.UnknownLossSetting,
-        "finite number",
-    ),
+        errors.UnknownLossSetting, "finite number"),
     "bounds the wrong way round": (
         request([policy_datum()], "ppo", settings={"clip_low_threshold": 1.5}),
-        errors.UnknownLossSetting,
-        "above",
-    ),
-}
+        errors.UnknownLossSetting, "above"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -471,9 +396,6 @@ def test_without_spans_there_are_no_sequences():
 
 
 def test_spans_of_the_sdk_are_read():
-    from tinker import types
-    from tinker.proto.request_conv import forward_backward_request_to_proto
-
     made = types.Datum(
         model_input=types.ModelInput.from_ints([4, 5, 6]),
         loss_fn_inputs={"target_tokens": [5, 6, 3], "advantages": [0.0, 1.0, 1.0]},
@@ -487,22 +409,13 @@ def test_spans_of_the_sdk_are_read():
             types.SampledProvenanceSpan(sequence_id="a", length=2),
         ],
     )
-    body = types.ForwardBackwardInput(
-        data=[made], loss_fn="stable_reinforce", loss_fn_config={"kl_coeff": 0.05}
-    )
-    sent = forward_backward_request_to_proto(
-        types.ForwardBackwardRequest(model_id="run", seq_id=1, forward_backward_input=body)
-    )
-    batch = validate(parse(sent.SerializeToString()), limits=LIMITS)
+    batch = check(request_of([made], "stable_reinforce", {"kl_coeff": 0.05}))
     assert batch.sequences is not None
     assert batch.sequences.tolist() == [-1, 0, 0]
     assert batch.settings.number("kl_coeff") == 0.05
 
 
 def test_lists_that_the_sdk_knows_are_read_as_inputs_of_gspo():
-    from tinker import types
-    from tinker.proto.request_conv import forward_backward_request_to_proto
-
     made = types.Datum(
         model_input=types.ModelInput.from_ints([4, 5]),
         loss_fn_inputs={
@@ -515,16 +428,7 @@ def test_lists_that_the_sdk_knows_are_read_as_inputs_of_gspo():
         },
     )
     config = {"aggregation": "seq_mean_token_mean", "clip_low_threshold": 0.5}
-    sent = forward_backward_request_to_proto(
-        types.ForwardBackwardRequest(
-            model_id="run",
-            seq_id=1,
-            forward_backward_input=types.ForwardBackwardInput(
-                data=[made], loss_fn="gspo", loss_fn_config=config
-            ),
-        )
-    )
-    batch = validate(parse(sent.SerializeToString()), limits=LIMITS)
+    batch = check(request_of([made], "gspo", config))
     assert batch.inputs["sequence_ratio_mask"].tolist() == [0.0, 1.0]
     expected = np.array([[0.9, 0.9], [1.1, 1.3]], np.float32)
     assert batch.inputs["clip_low_threshold"].tolist() == expected[0].tolist()

@@ -1,0 +1,23 @@
+"""Look into folders from which a running gateway removes files."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def entries(folder: Path) -> list[Path]:
+    """The files and folders in a folder, by name; none where it is gone."""
+    with suppress(FileNotFoundError):
+        return sorted(folder.iterdir())
+    return []
+
+
+def tree(folder: Path) -> set[Path]:
+    """All files and folders below a folder; `os.walk` passes over those removed meanwhile."""
+    return {
+        Path(parent, name)
+        for parent, folders, files in os.walk(folder)
+        for name in (*folders, *files)
+    }
