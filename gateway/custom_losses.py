@@ -8,6 +8,7 @@ them (`tandem.custom_losses.interpreter`).
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import cast
 
 import orjson
@@ -39,6 +40,7 @@ class CreateCustomLoss(BaseModel):
     custom_loss_seq_id: int = Field(ge=0, lt=10**9)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class CustomLossStore:
     """The definitions in the database, by loss id: `SESSION:loss:NUMBER`.
 
@@ -46,9 +48,8 @@ class CustomLossStore:
     session only, and is deleted when the session ends.
     """
 
-    def __init__(self, *, database: Database, limits: Quotas) -> None:
-        self._database = database
-        self._limits = limits
+    database: Database
+    limits: Quotas
 
     async def create(self, *, session_id: str, owner: str, number: int, definition: bytes) -> str:
         """Check and store a definition; return its loss id.
@@ -69,7 +70,7 @@ class CustomLossStore:
                 "created_at": time.time(),
             }
             try:
-                await self._database.write(sa.insert(losses), row)
+                await self.database.write(sa.insert(losses), row)
                 return loss_id
             except IntegrityError:  # the same request arrived twice at once
                 stored = await self._find(loss_id)
@@ -102,17 +103,17 @@ class CustomLossStore:
 
     async def end_session(self, session_id: str) -> None:
         """Delete the session's losses."""
-        await self._database.write(sa.delete(losses).where(losses.c.session_id == session_id))
+        await self.database.write(sa.delete(losses).where(losses.c.session_id == session_id))
 
     async def _find(self, loss_id: str) -> bytes | None:
-        row = await self._database.read_one(
+        row = await self.database.read_one(
             sa.select(losses.c.definition).where(losses.c.id == loss_id)
         )
         return None if row is None else bytes(row["definition"])
 
     async def _check_limits(self, session_id: str, *, owner: str) -> None:
         of_session = sa.func.count().filter(losses.c.session_id == session_id)
-        row = await self._database.read_one(
+        row = await self.database.read_one(
             sa.select(sa.func.count().label("of_owner"), of_session.label("of_session"))
             .select_from(losses.join(sessions, sessions.c.id == losses.c.session_id))
             .where(sessions.c.owner == owner, sessions.c.state == "active")
@@ -120,7 +121,7 @@ class CustomLossStore:
         assert row is not None
         if row["of_session"] >= MAX_LOSSES:
             raise CustomLossInvalid(f"the session has {MAX_LOSSES} custom losses, the most allowed")
-        self._limits.check("custom_losses", used=row["of_owner"])
+        self.limits.check("custom_losses", used=row["of_owner"])
 
 
 class CustomLossAccepted(Answer):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gateway.futures.table import Future, FutureTable, Outcome
@@ -40,12 +40,6 @@ class Completion:
     size: int | None
 
 
-@dataclass(frozen=True)
-class Polled:
-    completions: Sequence[Completion]
-    cursor: int
-
-
 @dataclass(eq=False)
 class _Queue:
     last: int
@@ -56,13 +50,10 @@ class _Queue:
 
 
 class CompletionFeed:
-    def __init__(
-        self, *, futures: FutureTable, idle_ttl: float, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, *, futures: FutureTable, idle_ttl: float) -> None:
         self._futures = futures
         self._idle_ttl = idle_ttl
-        self._clock = clock
-        self._started = self._now()
+        self._started = _now()
         self._queues: OrderedDict[Target, _Queue] = OrderedDict()
 
     def watch(self, future: Future) -> None:
@@ -73,10 +64,10 @@ class CompletionFeed:
 
     async def poll(
         self, target: Target, *, after: int, timeout: float, retrieved: Sequence[str]
-    ) -> Polled | None:
-        """Return what has ended after the cursor `after` (0: everything), as soon as there is
-        something and at most `timeout` seconds later; None if the cursor is of an earlier
-        gateway. The results of `retrieved` are dropped."""
+    ) -> tuple[Sequence[Completion], int] | None:
+        """Return what has ended after the cursor `after` (0: everything), and the cursor after
+        that, as soon as there is something and at most `timeout` seconds later; None if the
+        cursor is of an earlier gateway. The results of `retrieved` are dropped."""
         if 0 < after < self._started:
             return None
         queue = self._queues.get(target) or self._open(target)
@@ -92,7 +83,7 @@ class CompletionFeed:
         finally:
             queue.polls -= 1
             queue.polled_at = time.monotonic()
-        return Polled(completions=tuple(queue.waiting), cursor=queue.last)
+        return tuple(queue.waiting), queue.last
 
     def sweep(self) -> None:
         """Forget the targets that nobody polls any more."""
@@ -110,16 +101,11 @@ class CompletionFeed:
             idle = next((t for t, q in self._queues.items() if not q.polls), None)
             if idle is not None:
                 del self._queues[idle]
-        queue = self._queues[target] = _Queue(last=self._now())
+        queue = self._queues[target] = _Queue(last=_now())
         for future in self._futures.all():
             if target_of(future.request_id) == target:
                 self._report_end(target, future)
         return queue
-
-    def _now(self) -> int:
-        """Return microseconds since 1970, where cursors begin. No queue reports a million
-        samples per second, so that the cursors of a later queue are higher than all before."""
-        return int(self._clock() * 1e6)
 
     def _report_end(self, target: Target, future: Future) -> None:
         def ended(outcome: Outcome) -> None:
@@ -135,6 +121,12 @@ class CompletionFeed:
             queue.changed = asyncio.Future()
 
         future.on_end(ended)
+
+
+def _now() -> int:
+    """Return microseconds since 1970, where cursors begin. No queue reports a million samples per
+    second, so that the cursors of a later queue are higher than all before."""
+    return int(time.time() * 1e6)
 
 
 def target_of(request_id: str) -> Target | None:

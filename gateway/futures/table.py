@@ -62,7 +62,7 @@ class Waiting:
     paused: bool = False
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, repr=False, kw_only=True)
 class Future:
     """The outcome of one request, now or later. `describe` says what it is waiting for."""
 
@@ -97,24 +97,18 @@ class Future:
         self.done.add_done_callback(ended)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class FutureTable:
     """All futures of this gateway, by request_id. `folder` is for results that leave memory;
     `bytes_in_memory` and `max_samples` are for each owner; `result_ttl` in seconds."""
 
-    def __init__(
-        self,
-        *,
-        folder: Path,
-        result_ttl: float,
-        bytes_in_memory: int,
-        max_samples: int,
-        metrics: Metrics,
-    ) -> None:
-        self._folder = folder
-        self._result_ttl = result_ttl
-        self._bytes_in_memory = bytes_in_memory
-        self._max_samples = max_samples
-        self._metrics = metrics
+    folder: Path
+    result_ttl: float
+    bytes_in_memory: int
+    max_samples: int
+    metrics: Metrics
+
+    def __post_init__(self) -> None:
         self._futures: dict[str, Future] = {}
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Of those that have ended, by owner, oldest first:
@@ -134,11 +128,11 @@ class FutureTable:
 
     async def open(self) -> None:
         """Remove the results that an earlier gateway left; their samples are gone."""
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
     async def close(self) -> None:
         await asyncio.gather(*self._file_work, return_exceptions=True)
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
     def add(self, future: Future) -> Future:
         self._futures[future.request_id] = future
@@ -197,13 +191,13 @@ class FutureTable:
         owner = future.owner
         if future.source == "sample":
             self._samples[owner][future.request_id] = future
-            if len(self._samples[owner]) > self._max_samples:
+            if len(self._samples[owner]) > self.max_samples:
                 self._drop(next(iter(self._samples[owner].values())))
-                self._metrics.results_given_up.inc()
+                self.metrics.results_given_up.inc()
         if isinstance(future.outcome, Result) and future.outcome.size > _SMALL:
             self._large[owner][future.request_id] = future
             self._bytes[owner] += future.outcome.size
-            while self._bytes[owner] > self._bytes_in_memory and self._large[owner]:
+            while self._bytes[owner] > self.bytes_in_memory and self._large[owner]:
                 oldest = next(iter(self._large[owner].values()))
                 self._uncount(oldest)
                 if oldest.source == "operation":
@@ -231,13 +225,13 @@ class FutureTable:
         assert isinstance(future.outcome, Result)
         body = future.outcome.body
         name = hashlib.sha256(future.request_id.encode()).hexdigest()
-        file = self._folder / name[:2] / name
+        file = self.folder / name[:2] / name
         try:
             await asyncio.to_thread(write_file, file, body)
         except OSError as error:  # it stays in memory, which is better than losing it
             self._log.error("result_not_written", reason=str(error))
             return
-        self._metrics.spilled_bytes.inc(len(body))
+        self.metrics.spilled_bytes.inc(len(body))
         future.outcome = replace(future.outcome, body=b"", file=file, file_bytes=len(body))
         if future.request_id not in self._samples.get(future.owner, ()):  # dropped meanwhile
             self._in_background(_remove(file))
@@ -253,7 +247,7 @@ class FutureTable:
         if future.fetched_at is not None:
             return now - future.fetched_at > FETCHED_GRACE
         # The journal has the results of operations, so that memory need not.
-        limit = FETCHED_GRACE if future.source == "operation" else self._result_ttl
+        limit = FETCHED_GRACE if future.source == "operation" else self.result_ttl
         return now - future.ended_at > limit
 
 

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -42,23 +43,17 @@ _END = update(operations).where(_THIS)
 _FORGET = update(operations).where(_THIS).values(result=None, media="")
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Journal:
     """`result_ttl` in seconds. The futures of operations are in `futures`."""
 
-    def __init__(
-        self,
-        *,
-        database: Database,
-        data_dir: Path,
-        futures: FutureTable,
-        metrics: Metrics,
-        result_ttl: float,
-    ) -> None:
-        self._database = database
-        self._data_dir = data_dir
-        self._futures = futures
-        self._metrics = metrics
-        self._result_ttl = result_ttl
+    database: Database
+    data_dir: Path
+    futures: FutureTable
+    metrics: Metrics
+    result_ttl: float
+
+    def __post_init__(self) -> None:
         self._reads = FairSemaphore(slots=_READS)
         self._log = get_log()
 
@@ -75,7 +70,7 @@ class Journal:
         row = _new_row(operation.run_id, operation.seq_id, operation.kind)
         row["request"] = request if len(request) <= _MAX_REQUEST_BYTES else b""
         try:
-            await self._database.write(
+            await self.database.write(
                 _ACCEPT,
                 row,
                 before=write_payload,
@@ -84,7 +79,7 @@ class Journal:
             )
         except OSError as error:
             raise StorageFull(f"the payload could not be written: {error.strerror}") from error
-        self._futures.add(operation.future)
+        self.futures.add(operation.future)
 
     async def accept_failed(
         self, *, run_id: str, seq_id: int, kind: Kind, error: TandemError
@@ -98,17 +93,17 @@ class Journal:
             "error": error.message,
         }
         with suppress(IntegrityError):
-            await self._database.write(insert(operations), row)
+            await self.database.write(insert(operations), row)
 
     def has_future(self, request_id: str) -> bool:
-        return self._futures.get(request_id) is not None
+        return self.futures.get(request_id) is not None
 
     async def has(self, *, run_id: str, seq_id: int) -> bool:
         """Whether an operation of the run had this `seq_id`, or has it."""
         found = select(operations.c.seq_id).where(
             operations.c.run_id == run_id, operations.c.seq_id == seq_id
         )
-        return await self._database.read_one(found) is not None
+        return await self.database.read_one(found) is not None
 
     async def payload_of(self, operation: Operation) -> bytes:
         """Return the protobuf of a forward_backward."""
@@ -127,8 +122,8 @@ class Journal:
             return
         error = outcome if isinstance(outcome, TandemError) else None
         labels = {"kind": operation.kind, "outcome": error.type if error else "done"}
-        self._metrics.operations.labels(**labels).inc()
-        self._metrics.operation_seconds.labels(kind=operation.kind).observe(
+        self.metrics.operations.labels(**labels).inc()
+        self.metrics.operation_seconds.labels(kind=operation.kind).observe(
             time.monotonic() - operation.future.accepted_at
         )
         operation.future.resolve(outcome)
@@ -157,10 +152,10 @@ class Journal:
             if len(outcome.body) <= _INLINE_RESULT_BYTES:
                 row["result"] = outcome.body
             else:
-                file = result_blob(self._data_dir, request_id=operation.future.request_id)
+                file = result_blob(self.data_dir, request_id=operation.future.request_id)
                 write_result = partial(write_file, file, outcome.body)
         remove = partial(_unlink, [self._payload_file(operation)]) if operation.in_file else None
-        self._database.write_soon(_END, row, before=write_result, after=remove)
+        self.database.write_soon(_END, row, before=write_result, after=remove)
 
     async def recall(self, request_id: str) -> Outcome | None:
         """Return the outcome of an operation that memory no longer holds: None if the journal
@@ -169,8 +164,8 @@ class Journal:
         if named is None:
             return None
         run_id, seq_id = named
-        await self._database.flush()
-        row = await self._database.read_one(
+        await self.database.flush()
+        row = await self.database.read_one(
             select(operations).where(operations.c.run_id == run_id, operations.c.seq_id == seq_id)
         )
         if row is None:
@@ -181,7 +176,7 @@ class Journal:
             return GatewayRestarted("the gateway lost this operation when it restarted")
         if row["result"] is not None:
             return Result(media=row["media"], body=row["result"])
-        file = result_blob(self._data_dir, request_id=request_id)
+        file = result_blob(self.data_dir, request_id=request_id)
         try:
             size = (await asyncio.to_thread(file.stat)).st_size
         except OSError:
@@ -194,27 +189,27 @@ class Journal:
         for request_id in request_ids:
             if (named := split_request_id(request_id)) is not None:
                 rows.append({"this_run": named[0], "this_seq": named[1]})
-                files.append(result_blob(self._data_dir, request_id=request_id))
+                files.append(result_blob(self.data_dir, request_id=request_id))
         if rows:
-            self._database.write_soon(_FORGET, *rows, after=lambda: _unlink(files))
+            self.database.write_soon(_FORGET, *rows, after=lambda: _unlink(files))
 
     def expire(self) -> None:
         """Remove the results that nobody fetched within `result_ttl`."""
-        cutoff = time.time() - self._result_ttl
-        self._database.write_soon(
+        cutoff = time.time() - self.result_ttl
+        self.database.write_soon(
             update(operations)
             .where(operations.c.ended_at < cutoff, operations.c.result.is_not(None))
             .values(result=None),
-            after=lambda: _unlink(_older_than(self._data_dir / "results", cutoff)),
+            after=lambda: _unlink(_older_than(self.data_dir / "results", cutoff)),
         )
 
     async def abandon(self) -> int:
         """Fail what an earlier gateway left unfinished; return how many operations that were."""
         unfinished = operations.c.state == "accepted"
-        count = await self._database.read_value(
+        count = await self.database.read_value(
             select(func.count()).select_from(operations).where(unfinished)
         )
-        await self._database.write(
+        await self.database.write(
             update(operations)
             .where(unfinished)
             .values(
@@ -225,11 +220,11 @@ class Journal:
                 "run again, from a checkpoint if there is one",
             )
         )
-        _unlink(_older_than(self._data_dir / "operations", time.time()))
+        _unlink(_older_than(self.data_dir / "operations", time.time()))
         return count
 
     def _payload_file(self, operation: Operation) -> Path:
-        return operation_blob(self._data_dir, run_id=operation.run_id, seq_id=operation.seq_id)
+        return operation_blob(self.data_dir, run_id=operation.run_id, seq_id=operation.seq_id)
 
 
 def _new_row(run_id: str, seq_id: int, kind: Kind) -> dict[str, object]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from sqlalchemy import insert, select, update
@@ -45,27 +46,18 @@ _SMALL_PAYLOAD = 64 * 1024
 """Payloads up to this size stay in memory while their owner has room there."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class RunRegistry:
-    def __init__(
-        self,
-        *,
-        settings: GatewaySettings,
-        database: Database,
-        journal: Journal,
-        sessions: SessionRegistry,
-        limits: Quotas,
-        fleet: Fleet,
-        collector: GarbageCollector,
-        tools: RunnerTools,
-    ) -> None:
-        self._settings = settings
-        self._database = database
-        self._journal = journal
-        self._sessions = sessions
-        self._limits = limits
-        self._fleet = fleet
-        self._collector = collector
-        self._tools = tools
+    settings: GatewaySettings
+    database: Database
+    journal: Journal
+    sessions: SessionRegistry
+    limits: Quotas
+    fleet: Fleet
+    collector: GarbageCollector
+    tools: RunnerTools
+
+    def __post_init__(self) -> None:
         self._runs: dict[str, TrainingRun] = {}
         self._arriving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._stopping: set[asyncio.Task[None]] = set()
@@ -74,8 +66,8 @@ class RunRegistry:
     async def open(self) -> list[str]:
         """Mark the runs of an earlier gateway as ended; return their ids."""
         active = runs.c.state != "ended"
-        lost = await self._database.read(select(runs.c.id).where(active))
-        await self._database.write(
+        lost = await self.database.read(select(runs.c.id).where(active))
+        await self.database.write(
             update(runs)
             .where(active)
             .values(
@@ -127,11 +119,11 @@ class RunRegistry:
             if known or run_id in self._runs:
                 return request_id
             # Nothing is awaited from here to where the run is registered.
-            session = self._sessions.require(session_id)
+            session = self.sessions.require(session_id)
             used = (run.session_id for run in self._runs.values() if run.state != "ended")
-            self._limits.check("runs", used=self._sessions.count_of(session.owner, used))
+            self.limits.check("runs", used=self.sessions.count_of(session.owner, used))
             # Start the engine beside the trainer: the training loop needs both.
-            self._tools.samplers.ensure(session_id=session_id, model=model, rank=training.rank)
+            self.tools.samplers.ensure(session_id=session_id, model=model, rank=training.rank)
             run = self._runs[run_id] = TrainingRun(
                 id=run_id,
                 session_id=session_id,
@@ -139,10 +131,10 @@ class RunRegistry:
                 model=model,
                 training=training,
                 dispatcher=Dispatcher(
-                    window=self._settings.dispatch_window,
-                    window_bytes=self._settings.dispatch_window_bytes,
-                    gap_timeout=self._settings.sequence_gap_timeout,
-                    end=self._journal.end,
+                    window=self.settings.dispatch_window,
+                    window_bytes=self.settings.dispatch_window_bytes,
+                    gap_timeout=self.settings.sequence_gap_timeout,
+                    end=self.journal.end,
                 ),
             )
             creation = Operation(
@@ -164,14 +156,14 @@ class RunRegistry:
                 "created_at": time.time(),
             }
             try:
-                await self._database.write(insert(runs), row)
-                await self._journal.accept(creation, request=request, payload=None)
+                await self.database.write(insert(runs), row)
+                await self.journal.accept(creation, request=request, payload=None)
             except BaseException:
                 self._runs.pop(run_id, None)
                 raise
         run.creation = creation
         if run.error is not None:  # its session has ended meanwhile
-            self._journal.end(creation, run.error)
+            self.journal.end(creation, run.error)
         else:
             run.life = asyncio.create_task(self._live(run, creation), name=f"run-{run_id}")
         return request_id
@@ -186,7 +178,7 @@ class RunRegistry:
         try:
             runner = await self._start_trainer(run)
             call = Call(creation)
-            self._journal.end(creation, await runner.carry_out(call))
+            self.journal.end(creation, await runner.carry_out(call))
             run.state = "ready"
             await run.dispatcher.serve(runner.carry_out, sent=0 if call.sent else -1)
         except RunBroken as broken:
@@ -199,7 +191,7 @@ class RunRegistry:
         self._break(run, error)
 
     async def _start_trainer(self, run: TrainingRun) -> OperationRunner:
-        worker = run.worker = await self._fleet.start(
+        worker = run.worker = await self.fleet.start(
             kind="trainer",
             session_id=run.session_id,
             run_id=run.id,
@@ -213,13 +205,13 @@ class RunRegistry:
                 ),
             ),
         )
-        client = TrainerClient(worker, timeout=self._settings.trainer.operation_timeout)
+        client = TrainerClient(worker, timeout=self.settings.trainer.operation_timeout)
         try:
             run.about = await client.describe()
         except WorkerUnavailable as error:
             await asyncio.sleep(EXIT_REPORT_PATIENCE)  # the report ends the run, and this task
             raise WorkerDied(f"the trainer is gone: {error}") from error
-        return OperationRunner(run=run, client=client, tools=self._tools)
+        return OperationRunner(run=run, client=client, tools=self.tools)
 
     # --- Operations ---------------------------------------------------------------------------
 
@@ -245,10 +237,10 @@ class RunRegistry:
             return await self._submit_to_lost(run_id=run_id, seq_id=seq_id, kind=kind)
         request_id = request_id_of(owner=run_id, seq_id=seq_id)
         async with self._arrival(request_id):
-            if self._journal.has_future(request_id):
+            if self.journal.has_future(request_id):
                 return request_id
             passed = run.dispatcher.passed(seq_id)
-            if passed and await self._journal.has(run_id=run_id, seq_id=seq_id):
+            if passed and await self.journal.has(run_id=run_id, seq_id=seq_id):
                 return request_id
             # The operation that a run waits for is let in whatever the limits say: without it,
             # those that are there already could not go on, and would never make room.
@@ -257,7 +249,7 @@ class RunRegistry:
                 self._check_queue(run)
             size = len(request if payload is None else payload)
             in_memory = payload is None or (
-                size <= _SMALL_PAYLOAD and self._limits.held.has_room(run.owner, size)
+                size <= _SMALL_PAYLOAD and self.limits.held.has_room(run.owner, size)
             )
             operation = Operation(
                 run_id=run_id,
@@ -270,15 +262,15 @@ class RunRegistry:
                 size=size,
                 refused=refused,
             )
-            with self._limits.reserve(
+            with self.limits.reserve(
                 run.owner,
-                (self._limits.operations, 1),
-                (self._limits.operation_bytes, size),
-                (self._limits.held, size if in_memory else 0),
+                (self.limits.operations, 1),
+                (self.limits.operation_bytes, size),
+                (self.limits.held, size if in_memory else 0),
                 forced=forced,
             ) as reserved:
                 try:
-                    await self._journal.accept(operation, request=request, payload=payload)
+                    await self.journal.accept(operation, request=request, payload=payload)
                 except IntegrityError:  # the journal has this seq_id; memory has forgotten it
                     return request_id
                 release = reserved.pop_all().close  # not now, but when the operation ends
@@ -287,9 +279,9 @@ class RunRegistry:
         return request_id
 
     def _check_queue(self, run: TrainingRun) -> None:
-        queued, limit = run.dispatcher.queued, self._settings.max_queued_operations
+        queued, limit = run.dispatcher.queued, self.settings.max_queued_operations
         if queued >= limit:
-            self._limits.note_refusal("run_operations")
+            self.limits.note_refusal("run_operations")
             raise overloaded(
                 f"{queued} operations of this run wait already, {limit} at most "
                 "(TANDEM_MAX_QUEUED_OPERATIONS)",
@@ -306,14 +298,14 @@ class RunRegistry:
         error_type, reason = ended_with
         if error_type != GatewayRestarted.type:
             raise SessionFinished(f"training run {run_id} has ended: {reason}")
-        await self._journal.accept_failed(
+        await self.journal.accept_failed(
             run_id=run_id, seq_id=seq_id, kind=kind, error=GatewayRestarted(reason)
         )
         return request_id_of(owner=run_id, seq_id=seq_id)
 
     async def _ended_with(self, run_id: str) -> tuple[str, str] | None:
         """Return the error type and the reason of a run, or None if there never was one."""
-        row = await self._database.read_one(
+        row = await self.database.read_one(
             select(runs.c.error_type, runs.c.reason).where(runs.c.id == run_id)
         )
         return None if row is None else (row["error_type"], row["reason"])
@@ -329,7 +321,7 @@ class RunRegistry:
         for run in ending:
             self._runs.pop(run.id, None)
             if run.parent:
-                self._tools.checkpoints.pins.unpin(relative_version_folder(run.parent))
+                self.tools.checkpoints.pins.unpin(relative_version_folder(run.parent))
         return [run.id for run in ending]
 
     def _break(self, run: TrainingRun, error: TandemError) -> None:
@@ -354,11 +346,11 @@ class RunRegistry:
             reason=error.message,
         )
         if run.creation is not None:
-            self._journal.end(run.creation, error)
+            self.journal.end(run.creation, error)
         run.dispatcher.end(error)
         if run.life is not None and run.life is not asyncio.current_task():
             run.life.cancel()
-        self._database.write_soon(
+        self.database.write_soon(
             update(runs)
             .where(runs.c.id == run.id)
             .values(
@@ -372,7 +364,7 @@ class RunRegistry:
         worker, run.worker = run.worker, None
         try:
             if worker is not None:
-                await self._fleet.stop(worker, reason=reason)
-            await self._collector.collect(run.id, ended=True)
+                await self.fleet.stop(worker, reason=reason)
+            await self.collector.collect(run.id, ended=True)
         except Exception:  # noqa: BLE001 - the other runs of its session must end all the same
             self._log.exception("trainer_not_stopped", run_id=run.id)

@@ -223,14 +223,15 @@ async def retrieve_futures(body: RetrieveMany, access: AccessDep) -> FinishedSam
     )
     if polled is None:
         return _gone("the gateway restarted, and the samples waited for are gone; ask again")
+    completions, cursor = polled
     return FinishedSamples(
         completions=[
             Failed.of(done, state="failed")
             if done.size is None
             else Finished.of(done, state="finished", response_payload_uncompressed_size=done.size)
-            for done in polled.completions
+            for done in completions
         ],
-        cursor=polled.cursor,
+        cursor=cursor,
     )
 
 
