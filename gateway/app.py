@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from gateway import custom_losses
 from gateway.api.errors import ErrorResponses
 from gateway.api.middleware import RequestBoundary
-from gateway.api.openai.errors import PREFIX, openai_refusal
+from gateway.api.openai.routes import PREFIX, openai_refusal
 from gateway.api.openai.routes import router as openai
 from gateway.api.openai.service import InferenceService
 from gateway.api.routing import PathOperation, identify

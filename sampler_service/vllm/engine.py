@@ -55,7 +55,6 @@ from sampler_service.vllm.grammars import (
     PrecompiledGrammars,
     SampleGrammar,
 )
-from sampler_service.vllm.model_config import end_tokens, model_length, tokenizer_end_token
 from sampler_service.vllm.prompt_scoring import (
     CACHE_LIMIT_ARGUMENT,
     EMPTY_LOGPROB,
@@ -72,6 +71,7 @@ from tandem.errors import (
     UnsupportedInput,
     WorkerStartFailed,
 )
+from tandem.model_config import end_tokens, model_length
 from tandem.settings import SamplerSettings
 
 _STOPPED, _FAILED = "stop", "error"
@@ -220,7 +220,7 @@ class VllmEngine:
             dtype=str(config.dtype).removeprefix("torch."),
             device=choose_device(settings.device),
             name=f"vllm {vllm.__version__}",
-            end_tokens=end_tokens(model) or tokenizer_end_token(model),
+            end_tokens=end_tokens(model),
             max_lora_rank=settings.max_lora_rank,
             max_adapters=(args.max_cpu_loras or 0) if settings.max_lora_rank else 0,
         )

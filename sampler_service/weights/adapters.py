@@ -25,10 +25,10 @@ from sampler_service.weights.loader import (
     WeightVersion,
     compare_with_canary,
     read_inventory,
-    read_json,
     verified_manifest,
 )
 from tandem.errors import LoadFailed
+from tandem.model_config import read_json
 from tandem.weights import Canary, Manifest
 
 CONFIG_NAME = "adapter_config.json"

@@ -8,21 +8,19 @@ canary). A base model has neither manifest nor canary; the rest applies to it, t
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from sampler_service.engine import Engine, EngineFacts, Float32Array, WeightsTouched
 from tandem.errors import LoadFailed
+from tandem.model_config import text_config
 from tandem.weights import Canary, Manifest, open_version
 
-Json = dict[str, object]
 _BASE_PREFIX = "base/"
 _FLOATING = {"F64", "F32", "F16", "BF16"}
 
@@ -157,21 +155,6 @@ def compare_with_canary(
 
 
 # --- Files of a model directory -----------------------------------------------------------
-
-
-def read_json(path: Path) -> Json:
-    """Read a JSON object; return an empty one if there is no such file."""
-    try:
-        return cast(Json, json.loads(path.read_bytes()))
-    except FileNotFoundError:
-        return {}
-
-
-def text_config(directory: Path) -> Json:
-    """Return `config.json` with the part that describes the language model on the top level."""
-    config = read_json(directory / "config.json")
-    nested = config.get("text_config")
-    return {**config, **cast(Json, nested)} if isinstance(nested, dict) else config
 
 
 def is_tied(directory: Path) -> bool:

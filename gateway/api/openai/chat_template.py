@@ -15,7 +15,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import NoReturn, cast
@@ -23,13 +23,27 @@ from typing import NoReturn, cast
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+import orjson
 from jinja2 import nodes
 from jinja2.parser import Parser
 
 from gateway.api.errors import InvalidField
+from gateway.api.openai.schemas import ChatCompletionRequest, Json
 from tandem.errors import InvalidRequest, UnsupportedInput
+from tandem.model_config import read_json
 
-Message = Mapping[str, object]
+_OWN_FIELDS = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+    }
+)
+"""Variables of a template that `chat_template_kwargs` may not set."""
 
 _MARK = "\u2060tandem-continues-here\u2060"
 _SPACED_MARK = _MARK + " "
@@ -60,27 +74,35 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise UnsupportedInput(f"the model's chat template is invalid: {error}") from error
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        continue_final_message: bool,
-        variables: Mapping[str, object],
-    ) -> str:
-        """Return the text that the model continues; `variables` are all but the messages and the
-        special tokens. Raises `InvalidRequest` if the template refuses the messages, fails on
-        them, or exceeds its bounds."""
-        if continue_final_message:
-            messages = [*messages[:-1], _marked(messages[-1])]
-        variables = {**self._special_tokens, **variables, "messages": messages}
+    def render(self, request: ChatCompletionRequest) -> str:
+        """Return the text that the model continues. Raises `InvalidRequest` or one of its kinds if
+        a message is malformed, or if the template refuses the messages, fails on them, or exceeds
+        its bounds."""
+        given = request.chat_template_kwargs or {}
+        if own := _OWN_FIELDS & given.keys():
+            raise InvalidField(
+                f"chat_template_kwargs.{min(own)} has a field of its own, or is not offered",
+                param="chat_template_kwargs",
+            )
+        messages = [_message(message, at=index) for index, message in enumerate(request.messages)]
+        if request.continue_final_message:
+            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{_SPACED_MARK}"}
+        tools = request.tools if request.tools and request.tool_choice != "none" else None
+        variables = {
+            **self._special_tokens,
+            **given,
+            "messages": messages,
+            "tools": tools,
+            "documents": request.documents,
+            "add_generation_prompt": request.add_generation_prompt,
+        }
         try:
-            template = self._choose(with_tools=bool(variables.get("tools")))
-            text = self._bounded_text(template, variables)
+            text = self._bounded_text(self._choose(with_tools=bool(tools)), variables)
         except Exception as error:  # a template can raise anything
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}"
             ) from error
-        return _cut_at_mark(text) if continue_final_message else text
+        return _cut_at_mark(text) if request.continue_final_message else text
 
     def _choose(self, *, with_tools: bool) -> jinja2.Template:
         name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
@@ -115,27 +137,65 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, object]) -> str |
     if file.is_file():
         text = file.read_text(encoding="utf-8")
         return {**named, "default": text} if named else text
-    legacy = folder / "chat_template.json"
-    if legacy.is_file():
-        content = json.loads(legacy.read_text(encoding="utf-8"))
-        old = content.get("chat_template") if isinstance(content, dict) else None
-        if isinstance(old, str):
-            return old
-    field = tokenizer_config.get("chat_template")
-    if isinstance(field, str):
-        return field
+    legacy = read_json(folder / "chat_template.json").get("chat_template")
+    field = legacy or tokenizer_config.get("chat_template") or ""
     if isinstance(field, list):
-        return {str(one["name"]): str(one["template"]) for one in cast(list[Message], field)}
-    return ""
+        return {str(one["name"]): str(one["template"]) for one in cast(list[Json], field)}
+    return str(field)
 
 
-def _marked(message: Message) -> Message:
-    content = message.get("content")
-    if not isinstance(content, str):
-        raise InvalidField(
-            "continue_final_message needs a last message whose content is a text", param="messages"
-        )
-    return {**message, "content": content + _SPACED_MARK}
+def _message(message: Json, *, at: int) -> Json:
+    """Return a message as templates expect it: its content is a text, and the arguments of its
+    tool calls are objects."""
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise _wrong_message(at, "has no role")
+    changed = {**message, "content": _text(message.get("content"), at=at)}
+    calls = message.get("tool_calls")
+    if calls is not None:
+        if not isinstance(calls, list):
+            raise _wrong_message(at, "has tool_calls that are not a list")
+        changed["tool_calls"] = [_tool_call(call, at=at) for call in calls]
+    return changed
+
+
+def _text(content: object, *, at: int) -> str:
+    """Join the parts of a content, one per line."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise _wrong_message(at, "has a content that is neither a text nor a list of parts")
+    texts: list[str] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if kind == "text" else part
+        if not isinstance(text, str):
+            if kind == "text":
+                raise _wrong_message(at, "has a text part without text")
+            raise UnsupportedInput(
+                f"messages.{at} has a part of type {str(kind)[:40]!r}; this server takes only text"
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool_call(call: object, *, at: int) -> Json:
+    """Parse the arguments, which clients send as JSON in a text and templates write themselves."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise _wrong_message(at, "has a tool call without a function")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError as error:
+        raise _wrong_message(at, f"has call arguments that are not JSON: {error}") from error
+    return {**call, "function": {**function, "arguments": parsed}}
+
+
+def _wrong_message(at: int, what: str) -> InvalidField:
+    return InvalidField(f"messages.{at} {what}", param="messages")
 
 
 def _cut_at_mark(text: str) -> str:

@@ -118,28 +118,27 @@ class ModelDirectory:
         return SamplingTarget(model=model, version=version, rank=rank)
 
     def _saved(self, checkpoint: Checkpoint) -> Model:
-        entry = next((m for m in self._models.all() if m.name == checkpoint.base_model), None)
+        lengths = {model.name: model.max_length for model in self._models.all()}
         return _model(
             name=str(checkpoint.path),
             base_model=checkpoint.base_model,
             owner=checkpoint.owner,
             created=checkpoint.created_at,
-            max_length=entry.max_length if entry is not None else None,
+            max_length=lengths.get(checkpoint.base_model),
         )
 
 
 def _base_model(entry: BaseModelEntry) -> Model:
-    return _model(
-        name=entry.name,
-        base_model=None,
-        owner="tandem",
-        created=entry.added_at,
-        max_length=entry.max_length,
-    )
+    return _model(name=entry.name, created=entry.added_at, max_length=entry.max_length)
 
 
 def _model(
-    *, name: str, base_model: str | None, owner: str, created: float, max_length: int | None
+    *,
+    name: str,
+    base_model: str | None = None,
+    owner: str = "tandem",
+    created: float,
+    max_length: int | None,
 ) -> Model:
     """`created` in seconds since 1970, `max_length` in tokens."""
     return Model(

@@ -8,19 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import orjson
-
 from gateway.api.errors import InvalidField
-from gateway.api.openai.chat_template import ChatTemplate
 from gateway.api.openai.schemas import (
     MAX_PROMPTS,
     ChatCompletionRequest,
-    CompletionRequest,
     InferenceRequest,
     Json,
 )
 from gateway.api.openai.tokenizer import ModelTokenizer
-from tandem.errors import EmptyBatch, TokenOutOfVocabulary, UnsupportedInput
+from tandem.errors import EmptyBatch, TokenOutOfVocabulary
 from tandem.v1 import sampler_pb2
 
 _MAX_STOPS = 64
@@ -44,18 +40,22 @@ def prompts_of(
     if isinstance(request, ChatCompletionRequest):
         # Special tokens are the template's to write, unless the request says otherwise.
         special = bool(request.add_special_tokens)
-        given: Sequence[str | Sequence[int]] = [render_chat(tokenizer.chat_template(), request)]
+        given: Sequence[str | Sequence[int]] = [tokenizer.chat_template().render(request)]
     else:
         special = request.add_special_tokens is not False
-        given = _given_prompts(request)
+        prompt = request.prompt
+        single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        given = cast(Sequence[str | Sequence[int]], [prompt] if single else prompt)
+        if not 0 < len(given) <= MAX_PROMPTS:
+            raise InvalidField(
+                f"prompt holds {len(given)} prompts; 1 to {MAX_PROMPTS} are possible",
+                param="prompt",
+            )
     return [
-        Prompt(
-            token_ids=tokenizer.encode(prompt, add_special_tokens=special, max_length=max_length),
-            text=prompt,
-        )
-        if isinstance(prompt, str)
-        else Prompt(token_ids=prompt)
-        for prompt in given
+        Prompt(tokenizer.encode(one, add_special_tokens=special, max_length=max_length), text=one)
+        if isinstance(one, str)
+        else Prompt(one)
+        for one in given
     ]
 
 
@@ -77,7 +77,7 @@ def sampling_params(
             "stop_token_ids holds a number that is not a token id", param="stop_token_ids"
         )
     ends = [] if request.ignore_eos else [t for t in tokenizer.end_tokens if t not in tokens]
-    limit = request.token_limit
+    limit = request.max_tokens
     return sampler_pb2.SamplingParams(
         max_tokens=None if limit is None else max(1, limit),
         seed=request.seed,
@@ -108,17 +108,6 @@ def make_sample_request(
     )
 
 
-def _given_prompts(request: CompletionRequest) -> Sequence[str | Sequence[int]]:
-    given = request.prompt
-    single = isinstance(given, str) or (given and isinstance(given[0], int))
-    prompts = cast(Sequence[str | Sequence[int]], [given] if single else given)
-    if not 0 < len(prompts) <= MAX_PROMPTS:
-        raise InvalidField(
-            f"prompt holds {len(prompts)} prompts; 1 to {MAX_PROMPTS} are possible", param="prompt"
-        )
-    return prompts
-
-
 def _int32(tokens: Sequence[int]) -> bytes:
     """Encode as little-endian int32, the byte order of all machines that vLLM runs on."""
     if not tokens:
@@ -126,97 +115,6 @@ def _int32(tokens: Sequence[int]) -> bytes:
     if min(tokens) < 0 or max(tokens) > _MAX_TOKEN_ID:
         raise TokenOutOfVocabulary("the prompt holds a number that is not a token id")
     return array("i", tokens).tobytes()
-
-
-# --- Chats ---------------------------------------------------------------------------------
-
-_OWN_FIELDS = frozenset(
-    {
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "tokenize",
-    }
-)
-"""Variables of a template that `chat_template_kwargs` may not set."""
-
-
-def render_chat(template: ChatTemplate, request: ChatCompletionRequest) -> str:
-    """Return the text of a chat. Raises `InvalidRequest` or one of its kinds."""
-    variables = request.chat_template_kwargs or {}
-    for name in variables:
-        if name in _OWN_FIELDS:
-            raise InvalidField(
-                f"chat_template_kwargs.{name} has a field of its own, or is not offered",
-                param="chat_template_kwargs",
-            )
-    return template.render(
-        [_message(message, at=index) for index, message in enumerate(request.messages)],
-        continue_final_message=request.continue_final_message,
-        variables={
-            **variables,
-            "tools": request.tools if request.tools and request.tool_choice != "none" else None,
-            "documents": request.documents,
-            "add_generation_prompt": request.add_generation_prompt,
-        },
-    )
-
-
-def _message(message: Json, *, at: int) -> Json:
-    """Return a message as templates expect it: its content is a text, and the arguments of its
-    tool calls are objects."""
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise _wrong_message(at, "has no role")
-    changed = {**message, "content": _text(message.get("content"), at=at)}
-    calls = message.get("tool_calls")
-    if calls is not None:
-        if not isinstance(calls, list):
-            raise _wrong_message(at, "has tool_calls that are not a list")
-        changed["tool_calls"] = [_tool_call(call, at=at) for call in calls]
-    return changed
-
-
-def _text(content: object, *, at: int) -> str:
-    """Join the parts of a content, one per line."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise _wrong_message(at, "has a content that is neither a text nor a list of parts")
-    texts: list[str] = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text") if kind == "text" else part
-        if not isinstance(text, str):
-            if kind == "text":
-                raise _wrong_message(at, "has a text part without text")
-            raise UnsupportedInput(
-                f"messages.{at} has a part of type {str(kind)[:40]!r}; this server takes only text"
-            )
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _tool_call(call: object, *, at: int) -> Json:
-    """Parse the arguments, which clients send as JSON in a text and templates write themselves."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
-        raise _wrong_message(at, "has a tool call without a function")
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return call
-    try:
-        parsed = orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError as error:
-        raise _wrong_message(at, f"has call arguments that are not JSON: {error}") from error
-    return {**call, "function": {**function, "arguments": parsed}}
-
-
-def _wrong_message(at: int, what: str) -> InvalidField:
-    return InvalidField(f"messages.{at} {what}", param="messages")
 
 
 # --- Structured output ---------------------------------------------------------------------

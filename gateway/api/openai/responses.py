@@ -214,6 +214,7 @@ class ResponseBuilder:
         self._request = request
         self._prompts = prompts
         self._is_chat = isinstance(request, ChatCompletionRequest)
+        self._shows_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._n = request.n or 1
         self._cached_tokens = 0
         self._completion_tokens = 0
@@ -270,13 +271,13 @@ class ResponseBuilder:
 
     def closing(self) -> list[Json]:
         """Return the last part of a stream: the usage, if it is wanted."""
-        return [{**self._chunk(), "usage": self._usage()}] if self._request.wants_usage else []
+        return [{**self._chunk(), "usage": self._usage()}] if self._shows_usage else []
 
     def _chunk(self, *choices: Json) -> Json:
         chunk = {**self._heading, "choices": list(choices)}
         if self._is_chat:
             chunk["object"] = "chat.completion.chunk"
-        return {**chunk, "usage": None} if self._request.wants_usage else chunk
+        return {**chunk, "usage": None} if self._shows_usage else chunk
 
     def _usage(self) -> Json:
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self._prompts)

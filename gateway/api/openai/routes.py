@@ -1,21 +1,22 @@
-"""The routes of the OpenAI-compatible API, and the event streams that two of them answer with."""
+"""The routes of the OpenAI-compatible API, and what they answer with beside models: event streams,
+and errors in OpenAI's form, `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing
+from functools import partial
 from typing import Annotated, cast
 
 import orjson
 from fastapi import Depends
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.dependencies import CallerDep
-from gateway.api.errors import json_response
+from gateway.api.errors import InvalidField, json_response
 from gateway.api.fields import PathText
-from gateway.api.openai.errors import error_content, status_of
 from gateway.api.openai.schemas import (
     ChatCompletion,
     ChatCompletionRequest,
@@ -27,41 +28,58 @@ from gateway.api.openai.schemas import (
     Model,
     ModelList,
 )
-from gateway.api.openai.service import ClientDisconnected, Generation, InferenceService
+from gateway.api.openai.service import Generation, InferenceService
 from gateway.api.request_body import MOST_TOKENS
 from gateway.api.routing import Responses, Router, binary
+from gateway.auth.identity import Caller
 from tandem.errors import (
+    GatewayRestarted,
     InternalError,
     OperationTimedOut,
     Overloaded,
     SequenceTooLong,
+    SessionFinished,
     TandemError,
+    Unauthenticated,
     UnknownModel,
     UnknownRun,
     UnknownWeights,
+    UserError,
+    WorkerDied,
     WorkerStartFailed,
 )
 from tandem.telemetry import get_log
 
+PREFIX = "/v1/"
 VERSION_HEADER = "X-Tandem-Weight-Version"
-_CLIENT_CLOSED_REQUEST = 499
-"""The status in the log of a request whose client disconnected; nobody receives it."""
 
 _MODELS = (UnknownModel, UnknownWeights, UnknownRun)
-_SAMPLED: tuple[type[TandemError], ...] = (
-    *_MODELS,
-    SequenceTooLong,
-    Overloaded,
-    WorkerStartFailed,
-    OperationTimedOut,
-)
 _RULES = (
     "A field that is unknown, or would change the result in a way that is not offered, is "
     "refused; the sentence says which and why.",
     "A stop string has 1 to 1024 characters, of 64 at most; a token id is one of the vocabulary.",
 )
 
+
+def status_of(error: TandemError) -> int:
+    """Return the HTTP status: 404 for `UnknownModel`, 503 for `WorkerStartFailed`, 504 for
+    `OperationTimedOut`."""
+    if isinstance(error, SessionFinished | WorkerStartFailed | WorkerDied | GatewayRestarted):
+        return 503  # the server's doing: the next request gets a new session and engine
+    if isinstance(error, OperationTimedOut):
+        return 504
+    return error.status if isinstance(error, UserError | Overloaded) else 500
+
+
 router = Router("/v1", tag="OpenAI", refusal=ErrorResponse, status_of=status_of)
+_sampling_operation = partial(
+    router.operation,
+    "POST",
+    role="member",
+    audit=None,
+    errors=(*_MODELS, SequenceTooLong, Overloaded, WorkerStartFailed, OperationTimedOut),
+    most_values=MOST_TOKENS,
+)
 
 
 async def _service(request: Request) -> InferenceService:
@@ -77,38 +95,24 @@ def _sampled(model: type[Completion] | type[ChatCompletion]) -> Responses:
     return {200: {"model": model, "content": stream}}
 
 
-@router.operation(
-    "POST",
+@_sampling_operation(
     "/chat/completions",
-    role="member",
-    audit=None,
-    errors=_SAMPLED,
     rules=[*_RULES, "The model must have a chat template that takes the messages."],
-    most_values=MOST_TOKENS,
     responses=_sampled(ChatCompletion),
 )
 async def openai_chat_completions(
     body: ChatCompletionRequest, request: Request, service: ServiceDep, caller: CallerDep
 ) -> Response:
     """Answer messages, from which the model's chat template makes a prompt."""
-    return await _respond(service.start(body, caller=caller, receive=request.receive), body)
+    return await _respond(body, request, service, caller)
 
 
-@router.operation(
-    "POST",
-    "/completions",
-    role="member",
-    audit=None,
-    errors=_SAMPLED,
-    rules=_RULES,
-    most_values=MOST_TOKENS,
-    responses=_sampled(Completion),
-)
+@_sampling_operation("/completions", rules=_RULES, responses=_sampled(Completion))
 async def openai_completions(
     body: CompletionRequest, request: Request, service: ServiceDep, caller: CallerDep
 ) -> Response:
     """Continue prompts, given as text or as token ids."""
-    return await _respond(service.start(body, caller=caller, receive=request.receive), body)
+    return await _respond(body, request, service, caller)
 
 
 @router.operation("GET", "/models", role="reader")
@@ -130,16 +134,17 @@ async def openai_model(model: PathText, service: ServiceDep, caller: CallerDep) 
 
 
 async def _respond(
-    running: AbstractAsyncContextManager[Generation], body: InferenceRequest
+    body: InferenceRequest, request: Request, service: InferenceService, caller: Caller
 ) -> Response:
+    running = service.start(body, caller=caller, receive=request.receive)
     try:
         if body.stream:
             parts = _parts(running)
             return EventStream(await anext(parts), parts)
         async with running as sampled:
             content = await sampled.response()
-    except ClientDisconnected:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    except ClientDisconnect:
+        return Response(status_code=499)  # for the log; nobody receives it
     response = json_response(content)
     response.headers[VERSION_HEADER] = str(content["tandem_weight_version"])
     return response
@@ -179,7 +184,7 @@ class EventStream(StreamingResponse):
             async for parts in self._others:
                 yield b"".join(map(_event, parts))
             yield b"data: [DONE]\n\n"
-        except ClientDisconnected:
+        except ClientDisconnect:
             pass
         except Exception as error:  # noqa: BLE001 - the response has begun
             if not isinstance(error, TandemError):
@@ -190,3 +195,54 @@ class EventStream(StreamingResponse):
 
 def _event(content: Json) -> bytes:
     return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+# --- Errors -------------------------------------------------------------------------------
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+"""`type` by status; for other statuses, invalid_request_error (4xx) or server_error (5xx)."""
+
+_CODES: dict[type[TandemError], str] = {
+    Unauthenticated: "invalid_api_key",
+    UnknownModel: "model_not_found",
+    UnknownWeights: "model_not_found",
+    UnknownRun: "model_not_found",
+    SequenceTooLong: "context_length_exceeded",
+    Overloaded: "rate_limit_exceeded",
+}
+"""The `code`s that OpenAI's clients know; for other errors it is our own error type."""
+
+
+def error_content(error: TandemError) -> dict[str, object]:
+    """Return the body: `{"error": {"message": "unknown model 'x'; …", "type": "not_found_error",
+    "param": "model", "code": "model_not_found"}}`."""
+    code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), error.type)
+    param = "model" if isinstance(error, _MODELS) else None
+    return _content(
+        error.message,
+        status=status_of(error),
+        param=error.param if isinstance(error, InvalidField) else param,
+        code=code,
+        **error.details,
+    )
+
+
+def openai_refusal(error: TandemError) -> Response:
+    """Write an error as OpenAI's clients know them (see `gateway.api.errors`)."""
+    status = status_of(error)
+    response = json_response(error_content(error), status=status)
+    if status in (503, 504):
+        response.headers["Retry-After"] = "5"  # the server starts something
+    return response
+
+
+def _content(
+    message: str, *, status: int, param: str | None, code: str, **details: object
+) -> dict[str, object]:
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code, **details}}

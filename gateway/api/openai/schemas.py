@@ -39,7 +39,8 @@ class StreamOptions(BaseModel):
 
 
 class SamplingFields(BaseModel):
-    """The fields that both kinds of requests have. `n` is the number of choices per prompt."""
+    """The fields that both kinds of requests have. `n` is the number of choices per prompt;
+    `max_tokens`, once validated, is None only where a response may be as long as fits."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -65,11 +66,6 @@ class SamplingFields(BaseModel):
     guided_json: Json | str | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
@@ -98,11 +94,6 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
 
     @property
-    def token_limit(self) -> int:
-        """Tokens to sample."""
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-
-    @property
     def alternatives(self) -> int | None:
         """How many alternatives to show with each token's logprob; None: no logprobs at all."""
         return self.logprobs
@@ -114,6 +105,8 @@ class CompletionRequest(SamplingFields):
                 "best_of is not offered; ask for n choices with logprobs and choose yourself",
                 param="best_of",
             )
+        if self.max_tokens is None:
+            self.max_tokens = DEFAULT_MAX_TOKENS
         if self.max_tokens == 0 and not self.echo:
             raise InvalidField(
                 "max_tokens is 0; at least 1 is needed without echo", param="max_tokens"
@@ -142,11 +135,6 @@ class ChatCompletionRequest(SamplingFields):
     chat_template_kwargs: Json | None = None
 
     @property
-    def token_limit(self) -> int | None:
-        """Tokens to sample; None: as many as fit."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
     def alternatives(self) -> int | None:
         """As those of a completion."""
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -157,6 +145,8 @@ class ChatCompletionRequest(SamplingFields):
             raise InvalidField("top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.max_tokens == 0:
             raise InvalidField("max_tokens is 0; at least 1 is needed", param="max_tokens")
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
         if self.add_generation_prompt and self.continue_final_message:
             raise InvalidField(
                 "a response either continues the last message or begins a new one: with "

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from functools import lru_cache
 from pathlib import Path
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from gateway.api.errors import InvalidField
-from gateway.api.openai.errors import EngineStarting
 from gateway.api.openai.models import ModelDirectory, SamplingTarget
 from gateway.api.openai.prompts import make_sample_request, prompts_of, sampling_params
 from gateway.api.openai.responses import ResponseBuilder
@@ -25,16 +25,15 @@ from gateway.futures.table import Future, Outcome
 from gateway.identifiers import request_id_of
 from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import ImplicitSessions, SamplingSession
-from tandem.errors import GatewayRestarted, OperationTimedOut, TandemError
+from tandem.errors import GatewayRestarted, OperationTimedOut, TandemError, WorkerStartFailed
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 
-_MAX_TOKENIZERS = 8
-"""Models whose tokenizers are kept: the most recently used, and a model added again anew."""
 
+class EngineStarting(WorkerStartFailed):
+    """The engine is still starting, and goes on starting, so that a retry helps."""
 
-class ClientDisconnected(Exception):
-    """The client no longer waits for the response."""
+    type = "engine_starting"
 
 
 class InferenceService:
@@ -47,7 +46,7 @@ class InferenceService:
 
     def __init__(self, gateway: Gateway, *, max_preparing: int = 2) -> None:
         self._gateway = gateway
-        self._tokenizer = lru_cache(maxsize=_MAX_TOKENIZERS)(
+        self._tokenizer = lru_cache(maxsize=8)(  # an entry that is added again is another key
             lambda model: ModelTokenizer(model.name, Path(model.path))
         )
         self._preparation = FairSemaphore(slots=max_preparing)
@@ -206,7 +205,7 @@ class Generation:
         async def listen() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            self._events.put_nowait(ClientDisconnected())
+            self._events.put_nowait(ClientDisconnect())
 
         self._disconnect_listener = asyncio.create_task(listen())
 
@@ -237,7 +236,7 @@ class Generation:
         """Yield the events until every prompt is finished.
 
         Raises the error of a sample, `EngineStarting` or `OperationTimedOut` when its time is up,
-        `GatewayRestarted`, or `ClientDisconnected`.
+        `GatewayRestarted`, or `ClientDisconnect`.
         """
         while self._unfinished:
             try:

@@ -6,9 +6,7 @@ beside it say which tokens are special and which end a sequence.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -20,6 +18,7 @@ from tokenizers.decoders import DecodeStream
 from gateway.api.openai.chat_template import ChatTemplate, find_template
 from gateway.api.openai.schemas import Json
 from tandem.errors import InvalidRequest, SequenceTooLong, UnsupportedInput
+from tandem.model_config import end_tokens, read_json
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 _MAX_CHARACTERS_PER_TOKEN = 256
@@ -48,13 +47,26 @@ class ModelTokenizer:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
-        self._tokenizer = tokenizer = _read_tokenizer(name, folder)
-        config = _read_json(folder / "tokenizer_config.json")
-        named = _named_tokens(config, _read_json(folder / "special_tokens_map.json"))
-        with _readable(f"the chat template of the model {name!r}"):
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise UnsupportedInput(
+                f"the model {name!r} has no tokenizer.json, so it accepts no text; transformers "
+                "writes one into its folder (AutoTokenizer.from_pretrained(…).save_pretrained(…))"
+            )
+        try:
+            self._tokenizer = tokenizer = Tokenizer.from_file(str(path))
+            config = read_json(folder / "tokenizer_config.json")
+            older = read_json(folder / "special_tokens_map.json")
+            named = _named_tokens(older) | _named_tokens(config)
             source = find_template(folder, config)
+            self.end_tokens = end_tokens(folder)
+        except Exception as error:  # `tokenizers` raises nothing narrower
+            raise UnsupportedInput(
+                f"the tokenizer of the model {name!r} cannot be read: {error}"
+            ) from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         self._template = ChatTemplate(source, special_tokens=named) if source else None
-        self.end_tokens = tuple(_end_tokens(folder, tokenizer, named))
         special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
         ids = [tokenizer.token_to_id(token) for token in {*special, *named.values()}]
         self.special = frozenset(id_ for id_ in ids if id_ is not None)
@@ -205,65 +217,11 @@ class StopCutter:
         return next((size for size in sizes if self._held.endswith(stop[:size])), 0)
 
 
-def _read_tokenizer(name: str, folder: Path) -> Tokenizer:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise UnsupportedInput(
-            f"the model {name!r} has no tokenizer.json, so it accepts no text; transformers "
-            "writes one into its folder (AutoTokenizer.from_pretrained(…).save_pretrained(…))"
-        )
-    with _readable(f"the tokenizer.json of the model {name!r}"):
-        tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _end_tokens(folder: Path, tokenizer: Tokenizer, named: dict[str, str]) -> list[int]:
-    """Return the tokens that end a sample, as the sampler does: those of the generation config,
-    else of the config, else of the tokenizer."""
-    config = _read_json(folder / "config.json")
-    nested = config.get("text_config")
-    configs = [_read_json(folder / "generation_config.json")]
-    configs.append({**config, **nested} if isinstance(nested, dict) else config)
-    for value in (one.get("eos_token_id") for one in configs):
-        if isinstance(value, int):
-            return [value]
-        if isinstance(value, list) and value:
-            return [int(token) for token in value]
-    end = tokenizer.token_to_id(named["eos_token"]) if "eos_token" in named else None
-    return [end] if end is not None else []
-
-
-def _named_tokens(*configs: Json) -> dict[str, str]:
-    """Return the special tokens by name, `{"eos_token": "<|im_end|>"}`; the first config that has
-    a token counts."""
-    found: dict[str, str] = {}
-    for config in configs:
-        for name in _SPECIAL_NAMES:
-            value = config.get(name)
-            content = value.get("content") if isinstance(value, dict) else value
-            if isinstance(content, str):
-                found.setdefault(name, content)
-    return found
-
-
-def _read_json(path: Path) -> Json:
-    if not path.is_file():
-        return {}
-    with _readable(f"{path.name} of the model"):
-        content = json.loads(path.read_text(encoding="utf-8"))
-    return content if isinstance(content, dict) else {}
-
-
-@contextmanager
-def _readable(what: str) -> Iterator[None]:
-    """Raise `UnsupportedInput` for whatever is wrong with a file: `tokenizers` raises nothing
-    narrower than `Exception`."""
-    try:
-        yield
-    except Exception as error:
-        raise UnsupportedInput(f"{what} cannot be read: {error}") from error
+def _named_tokens(config: Json) -> dict[str, str]:
+    """Return the special tokens by name, `{"eos_token": "<|im_end|>"}`."""
+    values = ((name, config.get(name)) for name in _SPECIAL_NAMES)
+    named = ((name, one.get("content") if isinstance(one, dict) else one) for name, one in values)
+    return {name: token for name, token in named if isinstance(token, str)}
 
 
 def _byte_alphabet() -> dict[str, int]:

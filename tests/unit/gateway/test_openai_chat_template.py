@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from gateway.api.errors import InvalidField
 from gateway.api.openai.chat_template import ChatTemplate, find_template
-from gateway.api.openai.prompts import render_chat
 from gateway.api.openai.schemas import ChatCompletionRequest
 from gateway.api.openai.tokenizer import ModelTokenizer
 from tandem.errors import InvalidRequest, UnsupportedInput
@@ -42,7 +41,7 @@ def chat_request(messages, **changes):
 
 def render(template, messages=MESSAGES, *, bounds=None, **changes):
     template = ChatTemplate(template, special_tokens={"eos_token": "</s>"}, **(bounds or {}))
-    return render_chat(template, chat_request(messages, **changes))
+    return template.render(chat_request(messages, **changes))
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, STRICT], ids=["own", "strict"])
@@ -69,7 +68,7 @@ def test_the_text_and_the_tokens_are_those_of_transformers(tmp_path, template, c
         **({"add_generation_prompt": True} | more | more.pop("chat_template_kwargs", {})),
     )
     tokenizer = ModelTokenizer("m", folder)
-    text = render_chat(tokenizer.chat_template(), chat_request(MESSAGES, **changes))
+    text = tokenizer.chat_template().render(chat_request(MESSAGES, **changes))
     assert text == expected
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert tokens == reference(expected, add_special_tokens=False)["input_ids"]
@@ -207,11 +206,9 @@ def test_a_template_is_found_in_every_place_that_models_have_it(tmp_path):
         ({"config.json": {"text_config": {"eos_token_id": 6}}}, (6,)),
     ],
 )
-def test_the_end_tokens_are_those_of_the_sampler(tmp_path, config, expected):
-    from sampler_service.vllm.model_config import end_tokens, tokenizer_end_token
-
+def test_the_end_tokens_are_those_of_the_models_configs(tmp_path, config, expected):
     folder = write_speaking_model(tmp_path / "m", byte_tokenizer())
-    assert ModelTokenizer("m", folder).end_tokens == tokenizer_end_token(folder)
+    assert ModelTokenizer("m", folder).end_tokens == (byte_tokenizer().token_to_id("<eos>"),)
     for name, content in config.items():
         (folder / name).write_text(json.dumps(content))
-    assert ModelTokenizer("m", folder).end_tokens == end_tokens(folder) == expected
+    assert ModelTokenizer("m", folder).end_tokens == expected

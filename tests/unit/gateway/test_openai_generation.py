@@ -6,9 +6,9 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from starlette.requests import ClientDisconnect
 
-from gateway.api.openai.errors import EngineStarting
-from gateway.api.openai.service import ClientDisconnected, Generation
+from gateway.api.openai.service import EngineStarting, Generation
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.futures.table import Result, Waiting
 from gateway.sampling.sessions import base_version
@@ -112,7 +112,7 @@ async def test_a_disconnect_ends_the_wait():
         return {"type": "http.disconnect"}
 
     generation.listen_for_disconnect(receive)
-    with pytest.raises(ClientDisconnected):
+    with pytest.raises(ClientDisconnect):
         await anext(generation.events())
     generation.cancel()
     assert samplers.cancelled == ["s-1:sample:0:7"]

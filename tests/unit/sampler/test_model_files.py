@@ -10,9 +10,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from sampler_service.vllm.environment import sampler_environment
-from sampler_service.vllm.model_config import end_tokens, model_length, tokenizer_end_token
 from sampler_service.weights.loader import check_inventory, is_tied, loadable, read_inventory
 from tandem.errors import LoadFailed
+from tandem.model_config import end_tokens, model_length
 
 
 def write_json(path: Path, value: object) -> None:
@@ -32,8 +32,7 @@ def test_a_model_that_names_no_end_token_uses_its_tokenizers(tmp_path: Path):
     write_json(
         tmp_path / "tokenizer.json", {"added_tokens": [], "model": {"vocab": {"a": 0, "<end>": 7}}}
     )
-    assert end_tokens(tmp_path) == ()
-    assert tokenizer_end_token(tmp_path) == (7,)
+    assert end_tokens(tmp_path) == (7,)
 
 
 def test_nested_configs_are_read_as_the_language_models(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Reads from a model directory, without loading it, what vLLM is told: its length and end tokens.
+"""Reads from a model directory, without loading it, its length and its end tokens.
 
 The sources are Hugging Face's `config.json`, `generation_config.json`, `tokenizer_config.json` and
 `tokenizer.json`.
@@ -6,12 +6,30 @@ The sources are Hugging Face's `config.json`, `generation_config.json`, `tokeniz
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import cast
 
-from sampler_service.weights.loader import Json, read_json, text_config
+Json = dict[str, object]
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+
+
+def read_json(path: Path) -> Json:
+    """Read a JSON object; return an empty one if there is no such file. Raises `ValueError`."""
+    try:
+        return cast(Json, json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not JSON: {error}") from error
+
+
+def text_config(directory: Path) -> Json:
+    """Return `config.json` with the part that describes the language model on the top level."""
+    config = read_json(directory / "config.json")
+    nested = config.get("text_config")
+    return {**config, **cast(Json, nested)} if isinstance(nested, dict) else config
 
 
 def model_length(directory: Path) -> int | None:
@@ -22,18 +40,18 @@ def model_length(directory: Path) -> int | None:
 
 
 def end_tokens(directory: Path) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of the generation config, else of the config, else none
-    (`tokenizer_end_token` finds the tokenizer's)."""
+    """Return the end-of-sequence tokens of the generation config, else of the config, else of the
+    tokenizer, else none."""
     for config in (read_json(directory / "generation_config.json"), text_config(directory)):
         value = config.get("eos_token_id")
         if isinstance(value, int):
             return (value,)
         if isinstance(value, list) and value:
             return tuple(int(token) for token in value)
-    return ()
+    return _tokenizer_end_token(directory)
 
 
-def tokenizer_end_token(directory: Path) -> tuple[int, ...]:
+def _tokenizer_end_token(directory: Path) -> tuple[int, ...]:
     """Return the tokenizer's end token, read from its files without loading it, or none."""
     name = read_json(directory / "tokenizer_config.json").get("eos_token")
     content = name.get("content") if isinstance(name, dict) else name
