@@ -151,6 +151,12 @@ def test_what_a_sampler_serves_stays_until_its_session_ends(gate, service, train
     wait_until(lambda: len(place(gate, training.model_id, "weights")) == 1)
 
 
+def states_in_use(gate) -> list[str]:
+    """The saved states that are pinned; the sampler pins the weights that it serves."""
+    pinned = gate.gateway.checkpoints.pins.folders()
+    return [folder for folder in pinned if folder.startswith("checkpoints/")]
+
+
 def test_what_a_trainer_loads_stays_until_it_has_loaded(gate, training, rest):
     step(training)
     path = training.save_state("loading").result().path
@@ -158,14 +164,14 @@ def test_what_a_trainer_loads_stays_until_it_has_loaded(gate, training, rest):
     _, trainer = gate.worker("trainer")
     gate.run(trainer.gate.clear)
     loading = training.load_state(path)
-    wait_until(lambda: gate.gateway.checkpoints.pins.folders())
+    wait_until(lambda: states_in_use(gate))
     rest.delete_checkpoint_from_tinker_path(path).result()
     gate.run(gate.gateway.collect(training.model_id))
     assert len(place(gate, training.model_id)) == 1
     gate.run(trainer.gate.set)
     loading.result()
     assert trainer.step == 1
-    assert not gate.gateway.checkpoints.pins.folders()
+    assert not states_in_use(gate)
 
 
 def test_a_load_that_never_ends_holds_its_files_no_longer_than_its_run(gate, rest):
@@ -175,10 +181,10 @@ def test_a_load_that_never_ends_holds_its_files_no_longer_than_its_run(gate, res
         _, trainer = gate.worker("trainer")
         gate.run(trainer.gate.clear)
         training.load_state(path)
-        wait_until(lambda: gate.gateway.checkpoints.pins.folders())
+        wait_until(lambda: states_in_use(gate))
         rest.delete_checkpoint_from_tinker_path(path).result()
     wait_until(lambda: place(gate, training.model_id) == [])
-    assert not gate.gateway.checkpoints.pins.folders()
+    assert not states_in_use(gate)
 
 
 def test_states_are_loaded_in_place_and_into_new_runs_of_other_sessions(gate, training):
