@@ -4,6 +4,7 @@ serves it: a uvicorn server, announced in `gateway.json` while it listens."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import resource
@@ -49,7 +50,7 @@ from gateway.storage.data_directory import write_private
 from gateway.workers.launchers import Launcher, make_launcher
 from tandem.errors import TandemError
 from tandem.settings import GatewaySettings
-from tandem.stack import ENDPOINT_NAME
+from tandem.stack import ENDPOINT_NAME, SENTENCE
 from tandem.telemetry import configure_logging, get_log
 
 _GRACEFUL_SECONDS = 5
@@ -99,8 +100,8 @@ def create_app(
                 app.state.inference = InferenceService(gateway)
                 custom_losses.provide(gateway)
                 yield
-        except TandemError as error:
-            app.state.start_error = error.message
+        except Exception as error:
+            app.state.start_error = _sentence(error)
             raise
 
     app = FastAPI(
@@ -138,7 +139,12 @@ class GatewayServer(uvicorn.Server):
     """Announces itself when it listens, and ends the long polls when it shuts down."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except SystemExit as stop:  # with which uvicorn answers that it cannot listen
+            if isinstance(cause := stop.__context__, OSError):
+                cast(FastAPI, self.config.app).state.start_error = self._why_deaf(cause)
+            raise
         if self.started:
             _keep_what_is_loaded()
             endpoint = {"url": self.url, "pid": os.getpid(), "api_key": self.gateway.api_key}
@@ -149,6 +155,14 @@ class GatewayServer(uvicorn.Server):
         self._announcement.unlink(missing_ok=True)
         self.gateway.futures.release_waiters()
         await super().shutdown(sockets)
+
+    def _why_deaf(self, error: OSError) -> str:
+        used = error.errno == errno.EADDRINUSE
+        reason = "another program listens there" if used else error.strerror or str(error)
+        return (
+            f"the gateway cannot listen on {self.config.host}:{self.config.port}: {reason}; choose "
+            "another address with --host (TANDEM_HOST) or --port (TANDEM_PORT; 0: any free one)"
+        )
 
     @property
     def gateway(self) -> Gateway:
@@ -188,6 +202,15 @@ def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
     return GatewayServer(config)
 
 
+def _sentence(error: Exception) -> str:
+    """Return on one line why the gateway does not start or go on."""
+    if isinstance(error, TandemError):
+        return error.message
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 def _keep_what_is_loaded() -> None:
     """Take what was loaded so far out of the garbage collector's sight: classes, routes and
     schemas live as long as the process, and a full collection that looks through them stops the
@@ -211,7 +234,6 @@ def run(settings: GatewaySettings) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status."""
     configure_logging(service="gateway", level=settings.log_level)
     _set_process_limits()
-    settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     # uvicorn handles these signals while it serves, and raises them again afterwards, when
     # everything is stopped already.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -219,11 +241,11 @@ def run(settings: GatewaySettings) -> int:
     try:
         app = create_app(settings)
     except TandemError as error:  # a setting that names nothing
-        print(f"tandem gateway: {error.message}", file=sys.stderr)
+        print(f"{SENTENCE}{error.message}", file=sys.stderr)
         return 1
     server = make_server(app, settings)
     with suppress(SystemExit):  # uvicorn raises it if it cannot start
         server.run()
     if app.state.start_error:
-        print(f"tandem gateway: {app.state.start_error}", file=sys.stderr)
+        print(f"{SENTENCE}{app.state.start_error}", file=sys.stderr)
     return 0 if server.started else 1

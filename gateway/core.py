@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from gateway.auth.audit import AuditLog
+from gateway.auth.audit import AuditLog, RefusedKeys
 from gateway.auth.identity import Identity
 from gateway.auth.keys import KeyStore, check_listening
 from gateway.checkpoints.base_models import BaseModels
@@ -96,6 +96,7 @@ class Gateway:
             keys=self.keys, signing_key=signing_key, token_ttl=settings.token_ttl
         )
         self.audit = AuditLog(database=database)
+        self.refused_keys = RefusedKeys(metrics=metrics)
         self.limits = Quotas(settings=settings.limit, metrics=metrics)
         self.sessions = SessionRegistry(
             database=database, limits=self.limits, ttl=settings.session_ttl

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from gateway.core import Gateway
+from gateway.storage.log_files import tidy_logs
 from tandem.telemetry import get_log
 
 _HOUSEKEEPING_INTERVAL = 30.0
@@ -67,13 +68,15 @@ class Housekeeping:
         )
         gateway.usage.write()
         gateway.keys.write_uses()
+        gateway.refused_keys.write()
         await gateway.checkpoints.expire()
         await self._collect(gateway.checkpoints.take_marked())
 
     async def keep_house(self) -> None:
-        """Do what is needed less often: idle sampling sessions, unused weight versions, files that
-        were still in use before, expired results and old rows."""
+        """Do what is needed less often: large and old logs, idle sampling sessions, unused weight
+        versions, files that were still in use before, expired results and old rows."""
         gateway = self._gateway
+        await self._tidy_logs()
         touched = self._in_use | set(gateway.sampling.expire_idle())
         touched.update(run.id for run in gateway.runs.all() if run.published)
         await self._collect(sorted(touched))
@@ -81,6 +84,20 @@ class Housekeeping:
         gateway.journal.expire()
         gateway.audit.forget_before(time.time() - gateway.settings.audit_ttl)
         gateway.fleet.forget_rows_before(time.time() - _WORKER_ROWS_KEPT)
+
+    async def _tidy_logs(self) -> None:
+        settings = self._gateway.settings
+        try:
+            await asyncio.to_thread(
+                tidy_logs,
+                settings.data_dir / "logs",
+                max_bytes=settings.log_max_bytes,
+                copies=settings.log_copies,
+                ttl=settings.log_ttl,
+                in_use={"gateway", *(worker.worker_id for worker in self._gateway.fleet.all())},
+            )
+        except OSError as error:  # such as a full disk: the rest of the house is kept all the same
+            self._log.error("logs_not_tidied", reason=str(error))
 
     async def _collect(self, run_ids: list[str]) -> None:
         self._in_use.update(run_ids)  # if this fails, the next `keep_house` does it

@@ -189,6 +189,16 @@ class GatewaySettings(BaseSettings):
     database_url: str = Field("", description="Empty: SQLite under data_dir.")
     api_key: str = Field("", description="Empty: generated, kept in data_dir.", repr=False)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_max_bytes: int = Field(
+        64 * 2**20, ge=4096, description="A larger log is rotated into LOG.1, LOG.2, …"
+    )
+    log_copies: int = Field(3, ge=0, description="Rotated copies that are kept of each log.")
+    log_ttl: float = Field(
+        30 * 86_400.0,
+        gt=0,
+        description="Logs of workers that have ended, and rotated copies, are removed when this "
+        "old.",
+    )
 
     session_ttl: float = Field(60.0, gt=0, description="Sessions without heartbeats end.")
     reaper_interval: float = Field(2.0, gt=0)

@@ -17,10 +17,14 @@ from types import TracebackType
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tandem.errors import WorkerStartFailed
+from tandem.errors import InvalidRequest, WorkerStartFailed
 from tandem.worker import die_with_parent
 
 ENDPOINT_NAME = "gateway.json"
+SENTENCE = "tandem gateway: "
+"""Begins the line of standard error with which a gateway says why it does not start."""
+
+_TAIL_BYTES = 16 * 1024
 
 
 class Endpoint(BaseModel):
@@ -66,6 +70,7 @@ class Stack:
         self._stop_timeout = stop_timeout
         self._process: subprocess.Popen[bytes] | None = None
         self._endpoint: Endpoint | None = None
+        self._log_start = 0
 
     @property
     def endpoint(self) -> Endpoint:
@@ -109,12 +114,17 @@ class Stack:
         self.stop()
 
     def _start(self) -> None:
-        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.log_path.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.log_path.parent.mkdir(mode=0o700, exist_ok=True)
+            log = open(self.log_path, "ab", opener=_private)  # noqa: SIM115 - closed below
+        except OSError as error:
+            raise unusable(self.data_dir, error) from error
         environment = dict(os.environ)
         environment |= {f"TANDEM_{key.upper()}": value for key, value in self._settings.items()}
         environment["TANDEM_DATA_DIR"] = str(self.data_dir)
-        with open(self.log_path, "ab", opener=_private) as log:
+        with log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "gateway"],
                 env=environment,
@@ -127,7 +137,7 @@ class Stack:
         deadline = time.monotonic() + self._start_timeout
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                raise WorkerStartFailed(f"the gateway did not start: {self._last_log_line()}")
+                raise WorkerStartFailed(f"the gateway did not start: {self.why_ended()}")
             endpoint = read_endpoint(self.data_dir)
             if endpoint is not None and endpoint.pid == self._process.pid and answers(endpoint):
                 self._endpoint = endpoint
@@ -137,9 +147,21 @@ class Stack:
             f"the gateway did not answer within {self._start_timeout:.0f} s; see {self.log_path}"
         )
 
-    def _last_log_line(self) -> str:
-        lines = self.log_path.read_text(errors="replace").strip().splitlines()
-        return f"{lines[-1] if lines else 'its log is empty'} (log: {self.log_path})"
+    def why_ended(self) -> str:
+        """Return, of a gateway that has ended, the sentence that it left; else how it ended."""
+        with self.log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start if self._log_start <= size else 0, size - _TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        for line in reversed(lines):
+            if line.startswith(SENTENCE):
+                return f"{line.removeprefix(SENTENCE)} (log: {self.log_path})"
+        status = self.process.wait()
+        if status < 0:
+            name = next((s.name for s in signal.Signals if s == -status), f"signal {-status}")
+            memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
+            return f"it was killed by {name}{memory} (log: {self.log_path})"
+        return f"it exited with status {status}; see its log, {self.log_path}"
 
     def stop(self) -> None:
         """Stop the gateway and, through it, every worker. Idempotent."""
@@ -159,6 +181,16 @@ class Stack:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
+
+
+def unusable(data_dir: Path, error: OSError) -> InvalidRequest:
+    """Return the error for a data directory in which something could not be made or opened."""
+    in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
+    reason = "there is a file in the place of a directory" if in_the_way else error.strerror
+    return InvalidRequest(
+        f"the data directory {data_dir} cannot be used: {error.filename or data_dir}: "
+        f"{reason or error}; choose another with --data-dir (TANDEM_DATA_DIR)"
+    )
 
 
 def answers(endpoint: Endpoint) -> bool:

@@ -71,10 +71,8 @@ class RequestBoundary:
         gateway.metrics.request_seconds.labels(route=name).observe(seconds)
         client = scope.get("client")
         address = client[0] if client else ""
-        if refused is not None:  # the key itself is noted nowhere
-            gateway.metrics.refused_keys.labels(reason=refused).inc()
-            path = scope["path"][:200]
-            self._log.warning("key_refused", reason=refused, address=address, path=path)
+        if refused is not None:
+            gateway.refused_keys.note(reason=refused, address=address, path=scope["path"])
         if not isinstance(route, PathOperation) or route.audit is None:
             return
         if scope["method"] not in route.methods:  # the path takes others

@@ -10,14 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tandem.errors import InvalidRequest
+from tandem.stack import unusable
 
 
 @contextmanager
 def locked_data_directory(data_dir: Path) -> Iterator[None]:
     """Make the directory if it is missing, and lock it while the block runs, so that only one
-    gateway uses it. Raise `InvalidRequest` if another process has locked it."""
-    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd = os.open(data_dir / "gateway.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    gateway uses it. Raise `InvalidRequest` if another process has locked it, or if it cannot be
+    used."""
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(data_dir / "gateway.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise unusable(data_dir, error) from error
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

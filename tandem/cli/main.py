@@ -34,3 +34,6 @@ def main() -> None:
     except (TandemError, ValueError) as error:
         fail(str(error))
         sys.exit(1)
+    except OSError as error:  # such as a file that cannot be written
+        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        sys.exit(1)

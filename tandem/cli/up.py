@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from tandem.cli.context import DataDir, JsonFlag, out, print_json, resolve_data_dir
+from tandem.errors import ServerError
 from tandem.stack import Stack
 
 
@@ -51,7 +52,7 @@ def up(
             if not as_json:
                 out.print("\nStopping …")
             return
-    raise typer.Exit(1)
+        raise ServerError(f"the gateway ended by itself: {stack.why_ended()}")
 
 
 def interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -16,9 +16,11 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import orjson
 import psutil
 from pydantic import ValidationError
 
@@ -163,6 +165,8 @@ class ProcessLauncher:
         # Python makes all of these uninheritable; only those named below reach the child, so
         # that no worker holds the lifeline of another one open.
         log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with suppress(OSError):  # a full disk costs log lines, not workers
+            os.write(log_fd, _first_line(spec))
         log_start = os.fstat(log_fd).st_size
         spec_fd, lifeline_fd = os.pipe()
         report_fd, worker_report_fd = os.pipe()
@@ -390,7 +394,8 @@ class WorkerProcess:
         try:
             with self.log_path.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
-                log.seek(max(self.log_start, size - _TAIL_BYTES))
+                start = self.log_start if self.log_start <= size else 0  # it may have been rotated
+                log.seek(max(start, size - _TAIL_BYTES))
                 text = log.read(_TAIL_BYTES).decode(errors="replace")
         except OSError as error:
             text = f"({error})"
@@ -398,6 +403,21 @@ class WorkerProcess:
         tail = " | ".join(lines[-_TAIL_LINES:]).replace(self.spec.secret, "(secret)")
         sentence = f"the {self.spec.kind} exited with status {status}"
         return f"{sentence}; the last lines of its log: {tail}" if tail else sentence
+
+
+def _first_line(spec: WorkerSpec) -> bytes:
+    """Return the line that says what a log is the log of, also when the worker is forgotten."""
+    about = {
+        "event": "log_of_worker",
+        "level": "info",
+        "timestamp": datetime.now(UTC).isoformat(),
+        "service": spec.kind,
+        "worker_id": spec.worker_id,
+        "session_id": spec.session_id,
+        "run_id": spec.run_id,
+        "model": spec.model_name,
+    }
+    return orjson.dumps(about) + b"\n"
 
 
 async def _first_of(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:

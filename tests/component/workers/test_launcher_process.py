@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -50,6 +51,7 @@ def spec(worker_id: str = "trainer-s-1-0") -> WorkerSpec:
         model_name="tiny",
         model_path="models/tiny",
         session_id="s-1",
+        run_id="s-1:train:0",
     )
 
 
@@ -109,7 +111,10 @@ async def test_a_worker_may_end_in_its_own_way_when_asked_to_stop(make):
     handle = await launcher.start(spec())
     log_path = launcher.describe(handle.worker_id).log_path
     await launcher.stop(handle.worker_id)
-    assert log_path.read_text() == "goodbye\n"
+    about, said = log_path.read_text().splitlines()
+    assert json.loads(about)["run_id"] == "s-1:train:0"
+    assert SECRET not in about
+    assert said == "goodbye"
 
 
 async def test_a_worker_that_does_not_listen_is_killed(make):

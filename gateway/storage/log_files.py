@@ -1,0 +1,54 @@
+"""The log files of the gateway and its workers: rotated by size, removed after a time.
+
+A log is the standard output and error of a process and of its children, libraries in C included,
+all of which append to one open file. So it is copied and then emptied, not renamed: a renamed file
+would go on growing. Lines that are written in the microseconds between the two are lost.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+_BLOCK = 2**20
+
+
+def tidy_logs(
+    folder: Path, *, max_bytes: int, copies: int, ttl: float, in_use: Collection[str]
+) -> None:
+    """Rotate the logs above `max_bytes` into NAME.log.1, …, NAME.log.`copies`, and remove those to
+    which nothing was written for `ttl` seconds. `in_use` are the names, without `.log`, of those
+    whose process may still write; their rotated copies expire all the same.
+
+    A fresh log begins with the first line of the full one, which says what it is the log of.
+    """
+    for log in folder.glob("*.log"):
+        if log.is_file() and log.stat().st_size > max_bytes:
+            _rotate(log, copies)
+    expired = time.time() - ttl
+    for file in folder.glob("*.log*"):
+        live = file.suffix == ".log" and file.stem in in_use
+        if file.is_file() and not live and file.stat().st_mtime < expired:
+            file.unlink(missing_ok=True)
+
+
+def _rotate(log: Path, copies: int) -> None:
+    for number in range(copies, 1, -1):
+        older = log.with_name(f"{log.name}.{number - 1}")
+        if older.exists():
+            older.replace(log.with_name(f"{log.name}.{number}"))
+    with log.open("r+b") as full:
+        first = full.readline(_BLOCK)
+        if copies:
+            full.seek(0)
+            partial = log.with_name(f".{log.name}.partial")
+            with partial.open("wb") as copy:
+                partial.chmod(0o600)
+                shutil.copyfileobj(full, copy, _BLOCK)
+            partial.replace(log.with_name(f"{log.name}.1"))
+        full.truncate(0)
+    if first.endswith(b"\n"):
+        with log.open("ab") as fresh:
+            fresh.write(first)
