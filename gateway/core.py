@@ -218,6 +218,7 @@ class Gateway:
         await self.samplers.close()
         await self.fleet.close()
         await self.copies.close()
+        await self.collector.close()
         await self.futures.close()
         self.usage.write()
         self.keys.write_uses()

@@ -53,7 +53,7 @@ def work(stack: Stack, paths: list[str], done: threading.Semaphore) -> None:
 
 def on_the_disk(data_dir: Path) -> set[str]:
     """The runs that have files, after everything unnamed should be gone."""
-    folders = [*(data_dir / "weights").iterdir(), *(data_dir / "checkpoints").iterdir()]
+    folders = [*data_dir.glob("weights/s-*"), *data_dir.glob("checkpoints/s-*")]
     for folder in folders:
         assert not [child for child in folder.iterdir() if child.name.startswith(".")]
     return {folder.name for folder in folders}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from gateway.storage.database import Database
 from gateway.storage.tables import sampling_sessions
 from tandem.errors import UnknownWeights
 from tandem.settings import LimitSettings
+from tests.support.waiting import PATIENCE
 
 RUN = "s-1:train:0"
 PATH = f"tinker://{RUN}/weights/a"
@@ -60,6 +63,10 @@ def folder(store, relative: str) -> Path:
     return path
 
 
+def trash(store) -> list[Path]:
+    return list(store.data_dir.glob("*/.trash/*"))
+
+
 def checkpoint(store, relative: str, *, path: str = PATH) -> Checkpoint:
     state = relative.startswith("checkpoints")
     return Checkpoint(
@@ -89,10 +96,11 @@ async def test_what_a_crash_left_without_a_name_goes_at_the_next_start(store):
     ):
         folder(store, left)
     await store.collector.collect_all()
+    await store.collector.empty_trash()
     found = [path for path in store.data_dir.rglob("*") if path.name == "file"]
     assert found == [named / "file"]
     assert not (store.data_dir / "checkpoints" / "s-9_train_0").exists()
-    assert not (store.data_dir / "weights" / ".trash").exists()
+    assert trash(store) == []
 
 
 async def test_names_of_checkpoints_and_sampling_sessions_and_uses_keep_versions(store):
@@ -212,7 +220,35 @@ async def test_what_the_disk_refuses_to_remove_is_tried_again(store, monkeypatch
     with monkeypatch.context() as broken:
         broken.setattr("shutil.rmtree", refuse)
         await store.collector.collect(RUN)
+        await store.collector.empty_trash()
     assert not path.exists()
-    assert len(list((store.data_dir / "checkpoints/.trash").iterdir())) == 1
+    assert len(trash(store)) == 1
     await store.collector.empty_trash()
-    assert not (store.data_dir / "checkpoints/.trash").exists()
+    assert trash(store) == []
+
+
+async def test_a_large_removal_holds_up_no_other_collection(store, monkeypatch):
+    """Nor the end of a session, which waits for the collection of its runs."""
+    removing, go_on, remove = threading.Event(), threading.Event(), shutil.rmtree
+
+    def slow(path):
+        removing.set()
+        assert go_on.wait(PATIENCE)
+        remove(path)
+
+    monkeypatch.setattr("shutil.rmtree", slow)
+    large = folder(store, "checkpoints/s-1_train_0/a-11111111")
+    other = folder(store, "checkpoints/s-2_train_0/b-22222222")
+    try:
+        first = asyncio.create_task(store.collector.collect(RUN, ended=True))
+        assert await asyncio.to_thread(removing.wait, PATIENCE)
+        async with asyncio.timeout(PATIENCE):
+            assert await store.collector.collect("s-2:train:0", ended=True) is True
+            assert await first is True
+        assert not other.parent.exists()
+        assert not large.exists()
+        assert len(trash(store)) == 2
+    finally:
+        go_on.set()
+    await store.collector.empty_trash()
+    assert trash(store) == []
