@@ -46,7 +46,8 @@
         ├── WorkerDied
         ├── OperationTimedOut
         ├── GatewayRestarted
-        ├── StorageFull
+        ├── StorageFailed           503
+        │   └── StorageFull         507
         ├── PublishFailed
         ├── LoadFailed
         ├── CheckpointDamaged
@@ -90,6 +91,8 @@ class TandemError(Exception):
     category: ClassVar[Category] = "server"
     status: ClassVar[int] = 500
     type: ClassVar[str] = "tandem_error"
+    retry_after: float | None = None
+    """Seconds after which the same request may succeed; None where waiting does not help."""
 
     def __init_subclass__(cls) -> None:
         if "type" in cls.__dict__:  # a richer form of the error that it names, reported as that
@@ -106,7 +109,7 @@ class TandemError(Exception):
     @property
     def details(self) -> Mapping[str, object]:
         """Further fields of an HTTP answer, for programs."""
-        return {}
+        return {} if self.retry_after is None else {"retry_after_seconds": self.retry_after}
 
     def to_failure(self) -> common_pb2.Failure:
         """Return the form in which a worker puts the error into its reply."""
@@ -362,8 +365,17 @@ class GatewayRestarted(ServerError):
     """A restart or the shutdown of the gateway ended the request."""
 
 
-class StorageFull(ServerError):
+class StorageFailed(ServerError):
+    """The database or the disk refuses to be read or written, and nothing was changed."""
+
+    status = 503
+    retry_after = 5.0
+
+
+class StorageFull(StorageFailed):
     """There is too little free disk space."""
+
+    status = 507
 
 
 class PublishFailed(ServerError):
@@ -401,7 +413,7 @@ class Overloaded(ServerError):
 
     @property
     def details(self) -> Mapping[str, object]:
-        more: dict[str, object] = {"retry_after_seconds": self.retry_after}
+        more = dict(super().details)
         if self.limit:
             more["limit"] = self.limit
         if self.position:

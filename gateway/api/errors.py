@@ -19,7 +19,6 @@ from starlette.routing import Match, Route
 from gateway.api.request_body import JSON, fault
 from tandem.errors import (
     InvalidRequest,
-    Overloaded,
     RequestTimedOut,
     TandemError,
     TokenRefused,
@@ -65,7 +64,7 @@ class ErrorResponses:
             # As RFC 6750 has it: the SDK exchanges its key again for a refused token.
             marked = ', error="invalid_token"' if isinstance(error, TokenRefused) else ""
             response.headers["WWW-Authenticate"] = f'Bearer realm="tandem"{marked}'
-        elif isinstance(error, Overloaded):
+        elif error.retry_after is not None:
             response.headers["Retry-After"] = f"{error.retry_after:.0f}"  # the SDK waits as long
         elif isinstance(error, RequestTimedOut):  # the rest of the request is of no use
             response.headers["Connection"] = "close"

@@ -79,7 +79,9 @@ class Refusal(Answer):
     limit: str | None = Field(None, description="Of a limit: which one.")
     limit_value: int | None = Field(None, description="Of a limit: its value.")
     used: int | None = Field(None, description="Of a limit: how much is used.")
-    retry_after_seconds: float | None = Field(None, description="Of 429: when to try again.")
+    retry_after_seconds: float | None = Field(
+        None, description="Of 429, 503 and 507: when to try again."
+    )
     queue_position: int | None = Field(None, description="Of 429: the position in the queue.")
 
 

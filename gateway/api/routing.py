@@ -312,9 +312,12 @@ def binary(description: str) -> dict[str, object]:
     return {"type": "string", "format": "binary", "description": description}
 
 
+_RETRY_AFTER: dict[str, object] = {"Retry-After": {"required": True, "schema": {"type": "string"}}}
 _HEADERS: Mapping[int, dict[str, object]] = {
     401: {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}},
-    429: {"Retry-After": {"required": True, "schema": {"type": "string"}}},
+    429: _RETRY_AFTER,
+    503: _RETRY_AFTER,
+    507: _RETRY_AFTER,
 }
 
 

@@ -174,8 +174,9 @@ class Dispatcher:
                 outcome = error
             except Exception as error:  # noqa: BLE001 - a fault of ours must not hang the client
                 self._log.exception("operation_failed", kind=operation.kind)
-                outcome = InternalError(f"{type(error).__name__} in the gateway: {error}")
-                broken = RunBroken(outcome) if call.sent else None
+                outcome = InternalError(f"{type(error).__name__} in the gateway; see its log")
+                # What the trainer has applied is unknown only until it has answered.
+                broken = RunBroken(outcome) if call.sent and not call.answered else None
         if self._ended is not None:
             return
         del self._under_way[operation.seq_id]

@@ -25,7 +25,7 @@ from gateway.metrics import Metrics
 from gateway.runs.operations import Kind, Operation
 from gateway.storage.database import Database
 from gateway.storage.tables import operations
-from tandem.errors import GatewayRestarted, StorageFull, TandemError, UnknownRequest, from_type
+from tandem.errors import GatewayRestarted, TandemError, UnknownRequest, from_type
 from tandem.telemetry import get_log
 
 _INLINE_RESULT_BYTES = 64 * 1024
@@ -62,23 +62,20 @@ class Journal:
         survive a crash of the gateway.
 
         `request` is the body of a JSON request, `payload` the protobuf of a forward_backward.
-        Raises `StorageFull`, or sqlalchemy's `IntegrityError` for a `seq_id` that is taken.
+        Raises `StorageFailed`, or sqlalchemy's `IntegrityError` for a `seq_id` that is taken.
         """
         write_payload = None
         if payload is not None:
             write_payload = partial(write_file, self._payload_file(operation), payload)
         row = _new_row(operation.run_id, operation.seq_id, operation.kind)
         row["request"] = request if len(request) <= _MAX_REQUEST_BYTES else b""
-        try:
-            await self.database.write(
-                _ACCEPT,
-                row,
-                before=write_payload,
-                owner=operation.future.owner,
-                size=len(payload or b""),
-            )
-        except OSError as error:
-            raise StorageFull(f"the payload could not be written: {error.strerror}") from error
+        await self.database.write(
+            _ACCEPT,
+            row,
+            before=write_payload,
+            owner=operation.future.owner,
+            size=len(payload or b""),
+        )
         self.futures.add(operation.future)
 
     async def accept_failed(

@@ -171,14 +171,15 @@ class Operation:
 
 @dataclass(eq=False)
 class Call:
-    """An operation whose turn it is. `waiting_for` tells its client why it has not ended; `wake`
-    is set when the next one may go."""
+    """An operation whose turn it is. It is `answered` when the trainer has said what became of it.
+    `waiting_for` tells its client why it has not ended; `wake` is set when the next one may go."""
 
     operation: Operation
     previous_seq_id: int = -1
     gradients_incomplete: str = ""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     sent: bool = False
+    answered: bool = False
     released: bool = False
     waiting_for: str = "it is being prepared"
 

@@ -202,6 +202,7 @@ class OperationRunner:
             except TandemError as error:
                 raise RunBroken(error) from error
             else:
+                call.answered = True
                 self._tools.usage.record_reply(
                     operation.usage_kind, self._subject, reply, ranks=self._run.about.ranks
                 )

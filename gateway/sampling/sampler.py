@@ -154,7 +154,7 @@ class Sampler:
             outcome = error
         except Exception as error:  # noqa: BLE001 - a fault of ours must not hang the client
             self._log.exception("sample_failed", request_id=sample.future.request_id)
-            outcome = InternalError(f"{type(error).__name__} in the gateway: {error}")
+            outcome = InternalError(f"{type(error).__name__} in the gateway; see its log")
         sample.future.resolve(outcome)
 
     async def _draw(self, sample: Sample) -> Result:

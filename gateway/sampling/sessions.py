@@ -19,6 +19,7 @@ from itertools import count
 from typing import Literal
 
 from sqlalchemy import RowMapping, insert, select, update
+from sqlalchemy.exc import IntegrityError
 
 from gateway.auth.identity import Readers
 from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
@@ -262,8 +263,12 @@ class SamplingSessionRegistry:
                     "created_at": time.time(),
                 },
             )
-        except BaseException:  # also when cancelled: one without a row must not be found
+        except BaseException as error:  # also when cancelled: one without a row must not be found
             self._active.pop(session.id, None)
+            if isinstance(error, IntegrityError):
+                raise InvalidRequest(
+                    f"there was a sampling session {session.id} before; give each its own number"
+                ) from error
             raise
         return session
 

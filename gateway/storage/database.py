@@ -7,11 +7,16 @@ sees two writers. Reads use connections and threads of their own.
 Writes of which clients can send many go into a queue of their owner. The writer takes from these
 queues in turn, so that each transaction has something of every owner, however much one of them
 has sent.
+
+A database that is locked or full, or a file that cannot be written, raises `StorageFailed` or
+`StorageFull`; the cause is in the log alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import sqlite3
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +28,11 @@ from typing import TYPE_CHECKING, TypeVar
 from sqlalchemy import Connection, Executable, RowMapping, Select, Table, create_engine, event
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import OperationalError
 
 from gateway.fair_queue import FairQueue
 from gateway.storage.migrations import upgrade
+from tandem.errors import StorageFailed, StorageFull
 from tandem.telemetry import get_log
 
 if TYPE_CHECKING:
@@ -69,6 +76,8 @@ class Database:
         self._owner_queues: FairQueue[_Write] = FairQueue()
         self._work = asyncio.Event()
         self._closing = False
+        self.failure: StorageFailed | None = None
+        """Why the last transaction failed; None when it was committed."""
         self._writer: asyncio.Task[None] | None = None
         self._log = get_log()
 
@@ -97,7 +106,8 @@ class Database:
 
         `before` is file work of `size` bytes that must be done first. It runs in a thread; if it
         raises, nothing is written and the error is raised here. `owner` chooses the queue of an
-        owner; without one, the write goes before those of all owners.
+        owner; without one, the write goes before those of all owners. Raises `StorageFailed`,
+        `StorageFull`, or the driver's own error for a row that it does not take.
         """
         await self._committed(_Write([(statement, rows)], before=before, size=size), owner)
 
@@ -143,8 +153,11 @@ class Database:
 
     async def _read(self, query: Callable[[Connection], Result]) -> Result:
         def with_connection() -> Result:
-            with self._engine.connect() as connection:
-                return query(connection)
+            try:
+                with self._engine.connect() as connection:
+                    return query(connection)
+            except OperationalError as error:
+                raise _typed(error) from error
 
         return await asyncio.get_running_loop().run_in_executor(self._readers, with_connection)
 
@@ -168,6 +181,7 @@ class Database:
             self._work.clear()
             while batch := self._take_batch():
                 errors = await in_thread(_write, connection, batch)
+                self._note_failure(batch, errors)
                 done = [write for write, error in zip(batch, errors, strict=True) if error is None]
                 self._settle(batch, errors)
                 if later := [write.after for write in done if write.after is not None]:
@@ -188,6 +202,18 @@ class Database:
             batch.append(self._owner_queues.take())
             taken, size = taken + 1, size + batch[-1].size
         return batch
+
+    def _note_failure(self, batch: Sequence[_Write], errors: Sequence[Exception | None]) -> None:
+        """Log when the storage begins to fail, and when it works again."""
+        failure = next((error for error in errors if isinstance(error, StorageFailed)), None)
+        if failure is not None and self.failure is None:
+            cause = getattr(failure.__cause__, "orig", failure.__cause__)
+            self._log.error("storage_failed", type=failure.type, reason=str(cause))
+        elif failure is None and not any(write.statements for write in batch):
+            return
+        elif failure is None and self.failure is not None:
+            self._log.warning("storage_works_again")
+        self.failure = failure
 
     def _settle(self, batch: Sequence[_Write], errors: Sequence[Exception | None]) -> None:
         """Tell the callers of the writes, or the log, what became of them."""
@@ -225,8 +251,9 @@ def _commit(connection: Connection, batch: Sequence[_Write]) -> list[Exception |
             for statement, parameters in merged:
                 connection.execute(statement, parameters or None)
     except Exception as error:  # noqa: BLE001 - a driver's refusal is no SQLAlchemyError
-        if len(batch) == 1:
-            return [error]
+        failure = _typed(error)
+        if len(batch) == 1 or isinstance(failure, StorageFailed):
+            return [failure] * len(batch)
         # One bad row must neither fail the others nor end the writer: try each alone.
         return [failure for write in batch for failure in _commit(connection, [write])]
     return [None] * len(batch)
@@ -247,10 +274,38 @@ def _errors_of(work: Sequence[FileWork | None]) -> list[Exception | None]:
             if call is not None:
                 call()
         except Exception as error:  # noqa: BLE001 - its caller is told, or the log
-            return error
+            return _typed(error)
         return None
 
     return [error_of(call) for call in work]
+
+
+_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
+
+
+def _typed(error: Exception) -> Exception:
+    """Return what to raise for an error of the database or of a file: a sentence for clients,
+    without SQL, values or paths, if it is no fault of the row; the error itself otherwise."""
+    if isinstance(error, OSError):
+        full, why = error.errno in (errno.ENOSPC, errno.EDQUOT), error.strerror
+    elif isinstance(error, OperationalError):
+        code: int = getattr(error.orig, "sqlite_errorcode", 0)
+        if code == sqlite3.SQLITE_ERROR:  # a statement that is wrong at any time
+            return error
+        full, why = code in _FULL, getattr(error.orig, "sqlite_errorname", None)
+    else:
+        return error
+    failure = StorageFailed(
+        f"the gateway's storage does not work now ({why or type(error).__name__}); try again, and "
+        "if it lasts, an operator finds the cause in the gateway's log"
+    )
+    if full:
+        failure = StorageFull(
+            "the disk or the database of the gateway is full; nothing was changed, and all goes on "
+            "when an operator has freed some space"
+        )
+    failure.__cause__ = error
+    return failure
 
 
 def _prepare_sqlite(connection: DBAPIConnection, _record: object) -> None:

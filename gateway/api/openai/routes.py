@@ -44,7 +44,6 @@ from tandem.errors import (
     UnknownModel,
     UnknownRun,
     UnknownWeights,
-    UserError,
     WorkerDied,
     WorkerStartFailed,
 )
@@ -68,7 +67,7 @@ def status_of(error: TandemError) -> int:
         return 503  # the server's doing: the next request gets a new session and engine
     if isinstance(error, OperationTimedOut):
         return 504
-    return error.status if isinstance(error, UserError | Overloaded) else 500
+    return error.status
 
 
 router = Router("/v1", tag="OpenAI", refusal=ErrorResponse, status_of=status_of)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from gateway.api.dependencies import GatewayDep
 from gateway.api.fields import Answer
 from gateway.api.routing import Router
-from tandem.errors import SdkTooOld
+from tandem.errors import SdkTooOld, StorageFailed, StorageFull
 
 router = Router("/api/v1", tag="SDK")
 
@@ -39,6 +39,10 @@ class TelemetryBatch(BaseModel):
 
 class Health(Answer):
     status: Literal["ok"] = "ok"
+
+
+class Readiness(Answer):
+    status: Literal["ready"] = "ready"
 
 
 class Accepted(Answer):
@@ -78,6 +82,14 @@ class Capabilities(Answer):
 async def healthz() -> Health:
     """Answer while the gateway is there."""
     return Health(status="ok")
+
+
+@router.operation("GET", "/readyz", role="none", errors=[StorageFailed, StorageFull])
+async def readyz(gateway: GatewayDep) -> Readiness:
+    """Answer while the gateway can take on work: the database takes writes, and the disk has
+    `TANDEM_MIN_FREE_BYTES` free."""
+    await gateway.check_ready()
+    return Readiness(status="ready")
 
 
 @router.operation("POST", "/client/config", role="reader", audit=None, rules=SDK_VERSION)

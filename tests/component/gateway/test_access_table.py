@@ -22,6 +22,7 @@ ADMIN = (401, 403, 403, 403, 200)
 
 EXPECTED: dict[str, tuple[int, ...]] = {
     "healthz": OPEN,
+    "readyz": OPEN,
     "metrics": OPEN,  # from this machine
     "openapi": OPEN,  # from this machine
     "download": OPEN,  # the address is signed

@@ -208,6 +208,14 @@ def test_a_body_is_refused_by_its_length_before_it_is_sent_and_takes_its_place(g
     wait_until(lambda: gate.gateway.limits.bodies.total == 0)
 
 
+def test_a_slow_body_is_a_timeout_for_an_openai_client_too(gate):
+    with Raw(gate) as raw:
+        raw.post("/v1/completions", "Content-Length: 100")
+        status, headers, body = raw.answer()
+    assert (status, body["error"]["code"]) == (408, "request_timed_out")
+    assert headers["connection"] == "close"
+
+
 def test_a_client_that_sends_all_of_a_refused_body_still_reads_the_answer(gate, run_id):
     with gate.http() as client:
         body = forward_backward_bytes(run_id, 1) + bytes(20 * LIMIT)

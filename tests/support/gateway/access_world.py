@@ -216,6 +216,7 @@ _HOURS = "starting_on=2026-01-01T00:00:00Z&ending_before=2026-01-02T00:00:00Z"
 
 CALLS: Mapping[str, Callable[[World], Call]] = {
     "healthz": _get(f"{API}/healthz"),
+    "readyz": _get(f"{API}/readyz"),
     "metrics": _get("/metrics"),
     "openapi": _get("/openapi.json"),
     "download": lambda w: Call(w.file()),

@@ -24,6 +24,7 @@ class FakeRunner:
         self.gates: dict[int, asyncio.Event] = {}
         self.prepare_errors: dict[int, Exception] = {}
         self.errors: dict[int, Exception] = {}
+        self.late_errors: dict[int, Exception] = {}
 
     async def carry_out(self, call):
         seq_id = call.operation.seq_id
@@ -35,6 +36,9 @@ class FakeRunner:
         if (gate := self.gates.get(seq_id)) is not None:
             await gate.wait()
         if (error := self.errors.get(seq_id)) is not None:
+            raise error
+        call.answered = True
+        if (error := self.late_errors.get(seq_id)) is not None:
             raise error
         return DONE
 
@@ -161,6 +165,18 @@ async def test_an_operation_that_fails_leaves_the_run_as_it_was():
     serving = world.serve()
     await settle()
     assert isinstance(world.outcomes[1], InvalidRequest)
+    assert world.outcomes[2] is DONE
+    await stop(serving)
+
+
+async def test_a_fault_after_the_trainers_answer_fails_the_operation_alone_and_quotes_nothing():
+    world = World()
+    world.runner.late_errors[1] = KeyError("INSERT INTO operations")
+    world.put(1, 2)
+    serving = world.serve()
+    await settle()
+    assert isinstance(world.outcomes[1], InternalError)
+    assert world.outcomes[1].message == "KeyError in the gateway; see its log"
     assert world.outcomes[2] is DONE
     await stop(serving)
 

@@ -1,0 +1,131 @@
+"""A database that is locked or full: what clients are told, and that all goes on afterwards."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+from sqlalchemy import text
+
+from tests.support.gateway.requests import optim_step
+from tests.support.gateway.running import forward_backward_bytes, running_gateway
+
+MANY_PAGES = {"a": "x" * 16_000}
+
+
+@pytest.fixture
+def gate(tmp_path):
+    with running_gateway(tmp_path, session_ttl=600) as gate:
+        yield gate
+
+
+@pytest.fixture
+def run(gate) -> str:
+    return gate.run_id(gate.session_id())
+
+
+@contextmanager
+def locked(gate) -> Iterator[None]:
+    """Another process writes, and does not end."""
+    gate.run(gate.gateway.database.write(text("PRAGMA busy_timeout = 0")))
+    path = gate.settings.data_dir / "tandem.db"
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+
+
+@contextmanager
+def full(gate) -> Iterator[None]:
+    """The database may not grow."""
+    write = gate.gateway.database.write
+    gate.run(write(text("PRAGMA max_page_count = 1")))
+    yield
+    gate.run(write(text("PRAGMA max_page_count = 4294967294")))
+
+
+def save(client, run: str, seq_id: int, **fields):
+    body = {"model_id": run, "seq_id": seq_id, **fields}
+    return client.post("/api/v1/save_weights_for_sampler", json=body)
+
+
+def new_session(client):
+    body = {"tags": [], "sdk_version": "test", "user_metadata": MANY_PAGES}
+    return client.post("/api/v1/create_session", json=body)
+
+
+def test_a_locked_database_fails_the_save_and_not_the_run(gate, run):
+    _, trainer = gate.worker("trainer")
+    with gate.http() as client:
+        gate.run(trainer.gate.clear)
+        save(client, run, 1, path="kept")
+        with locked(gate):
+            gate.run(trainer.gate.set)
+            failed = gate.retrieve(f"{run}:1").json()
+        assert (failed["type"], failed["category"]) == ("storage_failed", "server")
+        assert "SQLITE_BUSY" in failed["error"]
+        assert "INSERT" not in failed["error"]
+        optim_step(client, run, 2)
+        assert gate.retrieve(f"{run}:2").json()["metrics"] == {"grad_norm": 1.5}
+        save(client, run, 3, path="kept")
+        assert gate.retrieve(f"{run}:3").json()["path"].endswith("/kept")
+
+
+def test_a_number_of_an_ended_sampling_session_is_refused_and_the_run_goes_on(gate, run):
+    with gate.http() as client:
+        save(client, run, 1, sampling_session_seq_id=7)
+        assert gate.retrieve(f"{run}:1").json()["sampling_session_id"].endswith(":sample:7")
+        gate.run(lambda: gate.gateway.sampling.end_session(run.partition(":")[0]))
+        save(client, run, 2, sampling_session_seq_id=7)
+        failed = gate.retrieve(f"{run}:2").json()
+        assert (failed["type"], "number" in failed["error"]) == ("invalid_request", True)
+        save(client, run, 3, sampling_session_seq_id=8)
+        assert gate.retrieve(f"{run}:3").json()["sampling_session_id"].endswith(":sample:8")
+
+
+def test_a_full_database_is_told_with_a_time_to_come_back(gate):
+    with gate.http() as client:
+        with full(gate):
+            refused = new_session(client)
+        assert (refused.status_code, refused.json()["type"]) == (507, "storage_full")
+        assert refused.json()["category"] == "server"
+        assert float(refused.headers["Retry-After"]) == refused.json()["retry_after_seconds"]
+        assert "INSERT" not in refused.text
+        assert new_session(client).status_code == 200
+
+
+def test_a_gateway_whose_database_is_locked_is_alive_and_not_ready(gate):
+    with gate.http() as client:
+        with locked(gate):
+            refused = new_session(client)
+            assert (refused.status_code, refused.json()["type"]) == (503, "storage_failed")
+            assert "Retry-After" in refused.headers
+            assert client.get("/api/v1/healthz").status_code == 200
+            ready = client.get("/api/v1/readyz")
+            assert (ready.status_code, ready.json()["type"]) == (503, "storage_failed")
+        assert new_session(client).status_code == 200
+        assert client.get("/api/v1/readyz").json() == {"status": "ready"}
+
+
+def test_a_payload_that_the_disk_does_not_take_is_told_the_same_way(gate, run, monkeypatch):
+    def no_room(_file, _content):
+        raise OSError(28, "No space left on device", "/srv/tandem/operations/1")
+
+    monkeypatch.setattr("gateway.runs.journal.write_file", no_room)
+    with gate.http() as client:
+        answer = client.post(
+            "/api/v1/forward_backward",
+            content=forward_backward_bytes(run, 1),
+            headers={"Content-Type": "application/x-protobuf"},
+        )
+    assert (answer.status_code, answer.json()["type"]) == (507, "storage_full")
+    assert "Retry-After" in answer.headers
+    assert "/srv" not in answer.text
+
+
+def test_a_gateway_on_a_disk_with_too_little_room_is_alive_and_not_ready(tmp_path):
+    with running_gateway(tmp_path, min_free_bytes=2**62) as gate, gate.http(key="") as client:
+        assert client.get("/api/v1/healthz").status_code == 200
+        ready = client.get("/api/v1/readyz")
+        assert (ready.status_code, ready.json()["type"]) == (507, "storage_full")
