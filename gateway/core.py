@@ -99,7 +99,10 @@ class Gateway:
         self.refused_keys = RefusedKeys(metrics=metrics)
         self.limits = Quotas(settings=settings.limit, metrics=metrics)
         self.sessions = SessionRegistry(
-            database=database, limits=self.limits, ttl=settings.session_ttl
+            database=database,
+            limits=self.limits,
+            ttl=settings.session_ttl,
+            left_ttl=settings.session_left_ttl,
         )
         self.session_queries = SessionQueries(database=database, key=signing_key)
         self.run_queries = RunQueries(database=database)

@@ -110,7 +110,7 @@ class RunRegistry:
         of the run: it ends when the trainer is ready and has loaded the checkpoint, if any.
 
         Idempotent: a repeated `model_seq_id` returns the original request_id. Raises
-        `LimitExceeded` if the owner may not have another run or sampler, and `SessionFinished`.
+        `LimitExceeded` if the owner may not have another run, and `SessionFinished`.
         """
         run_id = run_id_of(session_id=session_id, model_seq_id=model_seq_id)
         request_id = request_id_of(owner=run_id, seq_id=0)
@@ -122,8 +122,6 @@ class RunRegistry:
             session = self.sessions.require(session_id)
             used = (run.session_id for run in self._runs.values() if run.state != "ended")
             self.limits.check("runs", used=self.sessions.count_of(session.owner, used))
-            # Start the engine beside the trainer: the training loop needs both.
-            self.tools.samplers.ensure(session_id=session_id, model=model, rank=training.rank)
             run = self._runs[run_id] = TrainingRun(
                 id=run_id,
                 session_id=session_id,

@@ -286,6 +286,10 @@ class OperationRunner:
         size = run.expected_version_bytes
         if body.path is None:
             await self._versions.check_space(expected_bytes=size, what=what)
+            # An engine that does not run yet starts while the trainer publishes.
+            sampler = self._tools.samplers.ensure(
+                session_id=run.session_id, model=run.model, rank=run.training.rank
+            )
         else:
             path = await self._free_path("sampler_weights", body.path, size=size, what=what)
         with self._new_version() as name:
@@ -296,9 +300,6 @@ class OperationRunner:
                 return json_result(type="save_weights_for_sampler", path=str(path))
             assert body.sampling_session_seq_id is not None
             call.waiting_for = "the sampler is loading the new weights"
-            sampler = self._tools.samplers.ensure(
-                session_id=run.session_id, model=run.model, rank=run.training.rank
-            )
             await sampler.load(version)
             session = await self._tools.sampling.create_ephemeral(
                 session_id=run.session_id,

@@ -117,6 +117,7 @@ def test_status_shows_sessions_runs_samplers_and_workers(
     stack: TestStack, run: TrainingClient
 ) -> None:
     at = ("--data-dir", str(stack.data_dir))
+    run.save_weights_and_get_sampling_client().result(timeout=120)
     status = json.loads(tandem("status", "--json", *at).stdout)
     mine = next(row for row in status["runs"] if row["id"] == run.model_id)
     assert (mine["state"], mine["base_model"], mine["queued"]) == ("ready", TIED, 0)

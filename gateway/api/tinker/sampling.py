@@ -168,7 +168,7 @@ async def asample(request: Request) -> Response:
     session, seq_id = await _session_and_seq_id(access, body)
     request_id = request_id_of(owner=session.id, seq_id=seq_id)
     if gateway.futures.get(request_id) is None:
-        sampler = _sampler_of(gateway, session)
+        sampler = sampler_of(gateway, session)
         message = _sample_request(body)
         message.operation_id = request_id
         message.session_id = session.session_id
@@ -203,7 +203,8 @@ async def asample(request: Request) -> Response:
 async def create_sampling_session(
     body: CreateSamplingSession, gateway: GatewayDep, access: AccessDep, audit: AuditDep
 ) -> CreatedSamplingSession:
-    """Begin to sample from a base model or a checkpoint."""
+    """Begin to sample from a base model or a checkpoint. The engine starts with the first
+    sample."""
     await access.session(body.session_id)
     session = await gateway.sampling.create(
         session_id=body.session_id,
@@ -213,7 +214,6 @@ async def create_sampling_session(
         readers=access.readers(),
     )
     await access.session(body.session_id)  # it may have ended meanwhile
-    _sampler_of(gateway, session)
     audit.note(session.id)
     return CreatedSamplingSession(type="create_sampling_session", sampling_session_id=session.id)
 
@@ -260,7 +260,7 @@ async def _session_and_seq_id(access: Access, body: Sample) -> tuple[SamplingSes
     return session, body.seq_id
 
 
-def _sampler_of(gateway: Gateway, session: SamplingSession) -> Sampler:
+def sampler_of(gateway: Gateway, session: SamplingSession) -> Sampler:
     """Return the session's sampler, started if needed. One that runs continues when its model's
     name is no longer registered."""
     sampler = gateway.samplers.get(

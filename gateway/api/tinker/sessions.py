@@ -158,13 +158,14 @@ async def session_heartbeat(body: Heartbeat, access: AccessDep) -> Beat:
     body_limit=SMALL_BODY,
 )
 async def create_session(
-    body: CreateSession, gateway: GatewayDep, caller: CallerDep, audit: AuditDep
+    body: CreateSession, gateway: GatewayDep, access: AccessDep, audit: AuditDep
 ) -> CreatedSession:
     """Begin a session. An SDK that is too old is refused; one that was not tested gets a warning
     for its log."""
     warning = check_sdk_version(body.sdk_version)
     fields = body.model_dump() | {"project_id": body.project_id or ""}
-    session = await gateway.sessions.create(NewSession(owner=caller.owner, **fields))
+    session = await gateway.sessions.create(NewSession(owner=access.caller.owner, **fields))
+    access.connection.carries(session)
     audit.note(session.id)
     return CreatedSession(type="create_session", session_id=session.id, warning_message=warning)
 

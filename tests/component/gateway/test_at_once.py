@@ -13,10 +13,11 @@ from tinker import types
 from gateway.auth.identity import Readers
 from gateway.sampling.sessions import base_version
 from gateway.storage.tables import models, runs, sampling_sessions
-from tandem.errors import LimitExceeded, SessionFinished, StorageFull
+from tandem.errors import SessionFinished, StorageFull
 from tandem.worker import TrainingSpec
 from tests.support.gateway.fake_launcher import FakeLauncher
-from tests.support.gateway.running import make_model, running_gateway
+from tests.support.gateway.requests import asample, create_sampler
+from tests.support.gateway.running import running_gateway
 from tests.support.waiting import wait_until
 
 NOBODY = Readers(())
@@ -69,17 +70,15 @@ def test_a_run_that_is_asked_for_twice_at_once_is_one_run(gate, monkeypatch):
     assert gate.gateway.runs.get(f"{session}:train:0").state == "ready"
 
 
-def test_a_run_refused_for_its_engine_leaves_nothing(tmp_path):
-    with running_gateway(tmp_path, session_ttl=600, limit={"samplers": 1}) as gate:
-        gate.run(gate.gateway.models.add(name="other", path=str(make_model(tmp_path / "other"))))
-        session = gate.session_id()
-        answers = both(gate, creation(gate, session), creation(gate, session, 1, model="other"))
-        (refused,) = (one for one in answers if isinstance(one, Exception))
-        (made,) = (one for one in answers if isinstance(one, str))
-        assert isinstance(refused, LimitExceeded)
-        assert [f"{run.id}:0" for run in gate.gateway.runs.all()] == [made]
-        assert [f"{row['id']}:0" for row in rows(gate, select(runs.c.id))] == [made]
-        gate.retrieve(made)
+def test_a_run_and_a_sampling_session_start_no_engine_before_something_samples(gate):
+    session = gate.session_id()
+    gate.retrieve(gate.run(creation(gate, session)))
+    with gate.http() as client:
+        sampler = create_sampler(client, session).json()["sampling_session_id"]
+        assert [spec.kind for spec in gate.launcher.specs] == ["trainer"]
+        assert gate.gateway.samplers.all() == []
+        gate.retrieve(asample(client, sampler).json()["request_id"])
+    assert [spec.kind for spec in gate.launcher.specs] == ["trainer", "sampler"]
 
 
 def test_nothing_is_started_in_a_session_that_ended_meanwhile(gate):
@@ -115,10 +114,7 @@ def test_a_session_that_is_ended_twice_at_once_has_ended_for_both(gate):
         return [run.id for run in gate.gateway.runs.all()]
 
     assert both(gate, end("success"), end("failure")) == [[], []], "both waited for the end"
-    assert sorted(worker.partition("-")[0] for worker in gate.launcher.stopped) == [
-        "sampler",
-        "trainer",
-    ]
+    assert [worker.partition("-")[0] for worker in gate.launcher.stopped] == ["trainer"]
 
 
 def test_a_session_whose_end_cannot_be_written_ends_all_the_same(gate, monkeypatch):
@@ -136,7 +132,7 @@ def test_a_session_whose_end_cannot_be_written_ends_all_the_same(gate, monkeypat
                 session_id=session, state="finished", reason="success", detail=""
             )
         )
-    assert len(gate.launcher.stopped) == 2
+    assert len(gate.launcher.stopped) == 1
     assert gate.gateway.runs.all() == gate.gateway.samplers.all() == []
 
 

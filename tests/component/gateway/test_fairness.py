@@ -110,7 +110,7 @@ def test_a_single_sample_and_operation_go_within_one_round_of_a_flood(tmp_path, 
         order: list[str] = []
         started: list[str] = []
         owners = {"ann": _owner(gate, "ann"), "bea": _owner(gate, "bea")}
-        wait_until(lambda: len(gate.launcher.servicers) == 4)
+        gate.start_engines()
         _note_starts(monkeypatch, started)
         for name, session_id, _run_id, _sampler in owners.values():
             _id, trainer = gate.worker(f"trainer-{session_id}")

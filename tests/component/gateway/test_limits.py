@@ -76,18 +76,23 @@ def test_runs_beyond_the_limit_are_403_and_one_that_is_there_is_not(tmp_path):
         assert create_model(client, gate.session_id(), 0).status_code == 200
 
 
-def test_samplers_beyond_the_limit_are_403_and_those_that_can_be_shared_are_not(tmp_path):
+def test_engines_beyond_the_limit_are_403_and_those_that_can_be_shared_are_not(tmp_path):
     with limited(tmp_path, samplers=1) as gate, gate.http() as client:
         other = str(make_model(tmp_path / "other"))
         gate.run(gate.gateway.models.add(name="other", path=other))
         session = gate.session_id()
-        assert create_sampler(client, session, 0).status_code == 200
-        assert create_model(client, session, 0).status_code == 200  # the same engine
-        refused = create_sampler(client, session, 1, model="other")
+        samplers = [
+            create_sampler(client, session, number, model=model).json()["sampling_session_id"]
+            for number, model in enumerate(("tiny", "tiny", "other"))
+        ]
+        assert [asample(client, s).status_code for s in samplers[:2]] == [200, 200]
+        refused = asample(client, samplers[2])
         assert_exceeded(refused, limit="samplers", value=1, used=1)
-        refused = create_model(client, session, 1, model="other:full")
-        assert_exceeded(refused, limit="samplers", value=1, used=1)
-        assert len([s for s in gate.launcher.specs if s.kind == "trainer"]) == 1
+        run_id = gate.run_id(session, 1, model="other:full")
+        save = {"model_id": run_id, "seq_id": 1, "sampling_session_seq_id": 3}
+        saving = client.post("/api/v1/save_weights_for_sampler", json=save).json()
+        assert gate.retrieve(saving["request_id"]).json()["type"] == "limit_exceeded"
+        assert gate.gateway.runs.get(run_id).published == 0
 
 
 def test_sampling_sessions_beyond_the_limit_are_403(tmp_path):
@@ -248,7 +253,7 @@ def test_waiting_samples_of_an_owner_are_bounded_over_all_its_samplers(tmp_path)
     with limited(tmp_path, waiting_samples=2) as gate, gate.http() as client:
         sessions = [gate.session_id() for _ in range(2)]
         samplers = [create_sampler(client, s, 0).json()["sampling_session_id"] for s in sessions]
-        wait_until(lambda: len(gate.launcher.servicers) == 2)
+        gate.start_engines()
         for engine in gate.launcher.servicers.values():
             gate.run(engine.gate.clear)
         assert [asample(client, s, 0).status_code for s in samplers] == [200, 200]

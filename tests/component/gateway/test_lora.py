@@ -11,7 +11,6 @@ from tinker import types
 from gateway.storage.tables import runs
 from tandem.worker import LoraSpec, TrainingSpec
 from tests.support.gateway.running import running_gateway
-from tests.support.waiting import wait_until
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 PARAMS = types.SamplingParams(max_tokens=3)
@@ -131,12 +130,11 @@ def test_runs_of_like_ranks_share_an_engine_and_a_larger_rank_gets_its_own(gate)
             service.create_lora_training_client("tiny", rank=rank).result() for rank in (5, 8, 3)
         ]
         session_id = session_of(clients[0])
-        wait_until(lambda: engines(gate, session_id) == [8])
+        small = [c.save_weights_and_get_sampling_client().result() for c in clients][1]
+        assert engines(gate, session_id) == [8]
         large = service.create_lora_training_client("tiny", rank=20).result()
-        wait_until(lambda: engines(gate, session_id) == [8, 32])
-        small, large = (
-            c.save_weights_and_get_sampling_client().result() for c in (clients[1], large)
-        )
+        large = large.save_weights_and_get_sampling_client().result()
+        assert engines(gate, session_id) == [8, 32]
         for sampler in (small, large):
             sampler.sample(PROMPT, 1, PARAMS).result()
         served = [gate.worker(f"sampler-{session_id}", index)[1].requests for index in (0, 1)]
@@ -147,6 +145,7 @@ def test_all_parameters_and_base_models_are_served_by_an_engine_that_is_there(ga
     with gate.service() as service:
         lora = service.create_lora_training_client("tiny", rank=4).result()
         session_id = session_of(lora)
+        lora.save_weights_and_get_sampling_client().result()
         full = service.create_lora_training_client("tiny:full").result()
         full.save_weights_and_get_sampling_client().result().sample(PROMPT, 1, PARAMS).result()
         base = service.create_sampling_client(base_model="tiny").result()
@@ -156,8 +155,10 @@ def test_all_parameters_and_base_models_are_served_by_an_engine_that_is_there(ga
         assert [r.version.adapter for r in sampler.requests] == [False, False]
     with gate.service() as service:
         full = service.create_lora_training_client("tiny:full").result()
-        service.create_lora_training_client("tiny", rank=4).result()
-        wait_until(lambda: engines(gate, session_of(full)) == [0, 8])
+        lora = service.create_lora_training_client("tiny", rank=4).result()
+        for training in (full, lora):
+            training.save_weights_and_get_sampling_client().result()
+        assert engines(gate, session_of(full)) == [0, 8]
 
 
 def test_versions_of_a_lora_run_are_adapters_and_older_ones_stay_servable(gate):
@@ -193,7 +194,8 @@ def test_a_named_adapter_is_served_in_another_session_and_after_a_restart(tmp_pa
             body = {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": path}
             created = client.post("/api/v1/create_sampling_session", json=body)
             sampler_id = created.json()["sampling_session_id"]
-            wait_until(lambda: engines(gate, session_id) == [32])
+            gate.start_engines(session_id)
+            assert engines(gate, session_id) == [32]
     with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
         body = {
             "sampling_session_id": sampler_id,
@@ -211,14 +213,15 @@ def test_a_named_adapter_is_served_in_another_session_and_after_a_restart(tmp_pa
 def test_an_older_inflight_save_that_is_ready_last_does_not_win(gate):
     with gate.service() as service:
         training = service.create_lora_training_client("tiny", rank=4).result()
+        first = training.save_weights_and_get_sampling_client(kind="inflight").result()
         _, sampler = gate.worker(f"sampler-{session_of(training)}")
         event = gate.run(asyncio.Event)
-        sampler.slow_loads[1] = event
+        sampler.slow_loads[2] = event
         slow = training.save_weights_and_get_sampling_client(kind="inflight")
         training.optim_step(types.AdamParams()).result()
         newer = training.save_weights_and_get_sampling_client(kind="inflight").result()
         gate.run(event.set)
-        for client in (slow.result(), newer):
+        for client in (first, slow.result(), newer):
             client.sample(PROMPT, 1, PARAMS).result()
             assert sampler.requests[-1].version.step == 1
 

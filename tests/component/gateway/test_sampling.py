@@ -242,7 +242,7 @@ def test_the_bound_on_all_samplers_together_says_when_to_come_back(tmp_path):
         gate.http() as client,
     ):
         samplers = [new_sampler(gate) for _ in range(3)]
-        wait_until(lambda: len(gate.launcher.servicers) == 3)
+        gate.start_engines()
         engines = list(gate.launcher.servicers.values())
         for engine in engines:
             gate.run(engine.gate.clear)

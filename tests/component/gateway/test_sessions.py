@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import tinker
+from sqlalchemy import select
 from tinker import types
 
+from gateway.storage.tables import sessions
 from tests.support.files import entries
 from tests.support.gateway.requests import asample, finish, new_sampler, optim_step
 from tests.support.gateway.running import KEY, make_model, running_gateway
@@ -81,8 +86,26 @@ def test_a_session_without_heartbeat_ends_and_its_operations_fail(tmp_path):
         wait_until(lambda: not gate.gateway.runs.all())
         assert gate.retrieve(f"{run_id}:1").json()["type"] == "session_finished"
         wait_until(lambda: not partial.exists())
-        assert {w.partition("-")[0] for w in gate.launcher.stopped} == {"trainer", "sampler"}
+        assert [w.partition("-")[0] for w in gate.launcher.stopped] == ["trainer"]
         assert optim_step(client, run_id, 2).status_code == 410
+
+
+_ENDS_WITHOUT_A_WORD = """
+import sys, tinker
+service = tinker.ServiceClient(base_url=sys.argv[1], api_key=sys.argv[2])
+print(service.create_lora_training_client("tiny:full").result().model_id)
+"""
+
+
+def test_the_session_of_a_script_that_ended_without_closing_goes_with_its_connections(tmp_path):
+    with running_gateway(tmp_path, session_ttl=600, session_left_ttl=0.05) as gate:
+        command = [sys.executable, "-c", _ENDS_WITHOUT_A_WORD, gate.url, KEY]
+        run_id = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        wait_until(lambda: not gate.gateway.runs.all())
+        (ended,) = gate.run(gate.gateway.database.read(select(sessions)))
+        assert (ended["id"], ended["state"]) == (run_id.partition(":")[0], "expired")
+        assert ended["detail"] == "its client disconnected; no heartbeat for 0.05 s"
+        assert [w.partition("-")[0] for w in gate.launcher.stopped] == ["trainer"]
 
 
 def test_a_session_that_ends_while_its_workers_start_leaves_none(tmp_path):
@@ -270,6 +293,7 @@ def test_models_are_added_listed_and_removed(gate, tmp_path):
 def test_status_shows_runs_workers_and_queues_and_config_no_secret(gate):
     with gate.service() as service, gate.http() as client:
         training = training_client(service)
+        training.save_weights_and_get_sampling_client().result()
         status = client.get("/api/tandem/v1/status").json()
         run = next(r for r in status["runs"] if r["id"] == training.model_id)
         assert (run["state"], run["queued"]) == ("ready", 0)

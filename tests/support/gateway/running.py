@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 import tinker
 
+from gateway.api.tinker.sampling import sampler_of
 from gateway.app import GatewayServer, create_app, make_server
 from tandem.settings import GatewaySettings
 from tandem.wire.v1 import tinker_pb2
@@ -58,7 +59,18 @@ class Gate:
     def service(self) -> tinker.ServiceClient:
         return tinker.ServiceClient(base_url=self.url, api_key=KEY)
 
+    def start_engines(self, session_id: str = "", *, newest: int = 0) -> None:
+        """Start the engines of sampling sessions, as their first samples would."""
+        mine = [s for s in self.gateway.sampling.all() if s.id.startswith(session_id)]
+        for session in mine[-newest:]:
+            engine = self.run(lambda session=session: sampler_of(self.gateway, session))
+            wait_until(lambda engine=engine: engine.state != "starting")
+
     def worker(self, kind: str, index: int = -1):
+        """The newest worker of a kind, or of those whose ids begin so. That of the newest
+        sampling session is started, if it was not yet."""
+        if kind.startswith("sampler"):
+            self.start_engines(kind.partition("-")[2], newest=1)
         ids = wait_until(lambda: [w for w in self.launcher.servicers if w.startswith(kind)])
         return ids[index], self.launcher.servicers[ids[index]]
 
@@ -67,11 +79,11 @@ class Gate:
             answer = client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "test"})
             return answer.json()["session_id"]
 
-    def run_id(self, session_id: str, number: int = 0) -> str:
+    def run_id(self, session_id: str, number: int = 0, model: str = "tiny:full") -> str:
         with self.http() as client:
             answer = client.post(
                 "/api/v1/create_model",
-                json={"session_id": session_id, "model_seq_id": number, "base_model": "tiny:full"},
+                json={"session_id": session_id, "model_seq_id": number, "base_model": model},
             )
             assert answer.status_code == 200, answer.text
             self.retrieve(answer.json()["request_id"])
@@ -92,6 +104,7 @@ def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
         "data_dir": tmp_path / "data",
         "port": 0,
         "api_key": KEY,
+        "session_left_ttl": 600,  # the tests open a connection for each request
         "long_poll": 0.3,
         "reaper_interval": 0.05,
         "min_free_bytes": 0,
