@@ -150,8 +150,7 @@ class Dispatcher:
         self._next += 1
         call = Call(operation, previous_seq_id=self._sent, wake=self._wake)
         self._sent = operation.seq_id
-        if operation.kind == "optim_step":
-            call.gradients_incomplete, self._incomplete = self._incomplete, ""
+        call.gradients_incomplete, self._incomplete = self._incomplete, ""
         self._under_way[operation.seq_id] = call
         return call
 

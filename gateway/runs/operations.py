@@ -172,7 +172,8 @@ class Operation:
 @dataclass(eq=False)
 class Call:
     """An operation whose turn it is. It is `answered` when the trainer has said what became of it.
-    `waiting_for` tells its client why it has not ended; `wake` is set when the next one may go."""
+    `waiting_for` tells its client why it has not ended; `wake` is set when the next one may go.
+    `gradients_incomplete` tells the trainer of a forward_backward that was refused before it."""
 
     operation: Operation
     previous_seq_id: int = -1

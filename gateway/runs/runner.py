@@ -190,6 +190,7 @@ class OperationRunner:
                 # load; the client counts from 1 what comes after it.
                 seq_id=operation.seq_id + 1,
                 previous_seq_id=call.previous_seq_id + 1,
+                gradients_incomplete=call.gradients_incomplete,
             )
         )
         call.send()
@@ -224,7 +225,7 @@ class OperationRunner:
         return Result(media="protobuf", body=reply.output)
 
     async def _optim_step(self, call: Call, body: OptimStep) -> Outcome:
-        request = trainer_pb2.OptimStepRequest(gradients_incomplete=call.gradients_incomplete)
+        request = trainer_pb2.OptimStepRequest()
         match body.params:
             case AdamParams() as adam:
                 request.adamw.CopyFrom(trainer_pb2.AdamWParams(**adam.model_dump()))

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/common.proto\x12\ttandem.v1\"z\n\x0fOperationHeader\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x0e\n\x06seq_id\x18\x04 \x01(\x03\x12\x17\n\x0fprevious_seq_id\x18\x05 \x01(\x03J\x04\x08\x06\x10\x07\"(\n\x07\x46\x61ilure\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"Z\n\rWeightVersion\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/common.proto\x12\ttandem.v1\"\x98\x01\n\x0fOperationHeader\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x0e\n\x06seq_id\x18\x04 \x01(\x03\x12\x17\n\x0fprevious_seq_id\x18\x05 \x01(\x03\x12\x1c\n\x14gradients_incomplete\x18\x07 \x01(\tJ\x04\x08\x06\x10\x07\"(\n\x07\x46\x61ilure\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"Z\n\rWeightVersion\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OPERATIONHEADER']._serialized_start=37
-  _globals['_OPERATIONHEADER']._serialized_end=159
-  _globals['_FAILURE']._serialized_start=161
-  _globals['_FAILURE']._serialized_end=201
-  _globals['_WEIGHTVERSION']._serialized_start=203
-  _globals['_WEIGHTVERSION']._serialized_end=293
+  _globals['_OPERATIONHEADER']._serialized_start=38
+  _globals['_OPERATIONHEADER']._serialized_end=190
+  _globals['_FAILURE']._serialized_start=192
+  _globals['_FAILURE']._serialized_end=232
+  _globals['_WEIGHTVERSION']._serialized_start=234
+  _globals['_WEIGHTVERSION']._serialized_end=324
 # @@protoc_insertion_point(module_scope)

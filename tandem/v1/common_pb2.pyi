@@ -32,11 +32,17 @@ class OperationHeader(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     SEQ_ID_FIELD_NUMBER: builtins.int
     PREVIOUS_SEQ_ID_FIELD_NUMBER: builtins.int
+    GRADIENTS_INCOMPLETE_FIELD_NUMBER: builtins.int
     operation_id: builtins.str
     session_id: builtins.str
     run_id: builtins.str
     seq_id: builtins.int
     previous_seq_id: builtins.int
+    gradients_incomplete: builtins.str
+    """Set when a forward_backward before this operation was refused and never reached
+    the trainer: the gradients held are then not what the client meant. The trainer
+    remembers it until a step was refused with this sentence, or a load succeeds.
+    """
     def __init__(
         self,
         *,
@@ -45,8 +51,9 @@ class OperationHeader(google.protobuf.message.Message):
         run_id: builtins.str = ...,
         seq_id: builtins.int = ...,
         previous_seq_id: builtins.int = ...,
+        gradients_incomplete: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["operation_id", b"operation_id", "previous_seq_id", b"previous_seq_id", "run_id", b"run_id", "seq_id", b"seq_id", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["gradients_incomplete", b"gradients_incomplete", "operation_id", b"operation_id", "previous_seq_id", b"previous_seq_id", "run_id", b"run_id", "seq_id", b"seq_id", "session_id", b"session_id"]) -> None: ...
 
 Global___OperationHeader: typing_extensions.TypeAlias = OperationHeader
 

@@ -188,12 +188,6 @@ class OptimStepRequest(google.protobuf.message.Message):
     HEADER_FIELD_NUMBER: builtins.int
     ADAMW_FIELD_NUMBER: builtins.int
     DIMUON_FIELD_NUMBER: builtins.int
-    GRADIENTS_INCOMPLETE_FIELD_NUMBER: builtins.int
-    gradients_incomplete: builtins.str
-    """Set when a forward_backward since the last step was refused before it reached
-    the trainer: the gradients held are then not what the client meant, and the
-    step is refused with this sentence.
-    """
     @property
     def header(self) -> tandem.v1.common_pb2.OperationHeader: ...
     @property
@@ -206,10 +200,9 @@ class OptimStepRequest(google.protobuf.message.Message):
         header: tandem.v1.common_pb2.OperationHeader | None = ...,
         adamw: Global___AdamWParams | None = ...,
         dimuon: Global___DiMuonParams | None = ...,
-        gradients_incomplete: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["adamw", b"adamw", "dimuon", b"dimuon", "header", b"header", "optimizer", b"optimizer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adamw", b"adamw", "dimuon", b"dimuon", "gradients_incomplete", b"gradients_incomplete", "header", b"header", "optimizer", b"optimizer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adamw", b"adamw", "dimuon", b"dimuon", "header", b"header", "optimizer", b"optimizer"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["optimizer", b"optimizer"]) -> typing.Literal["adamw", "dimuon"] | None: ...
 
 Global___OptimStepRequest: typing_extensions.TypeAlias = OptimStepRequest

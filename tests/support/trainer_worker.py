@@ -81,7 +81,7 @@ class TrainerClient(WorkerClient):
         self.stub = trainer_pb2_grpc.TrainerStub(self.channel)
         self.seq_id = 0
 
-    def header(self) -> common_pb2.OperationHeader:
+    def header(self, *, incomplete: str = "") -> common_pb2.OperationHeader:
         self.seq_id += 1
         return common_pb2.OperationHeader(
             operation_id=f"op-{self.seq_id}",
@@ -89,6 +89,7 @@ class TrainerClient(WorkerClient):
             run_id=RUN,
             seq_id=self.seq_id,
             previous_seq_id=self.seq_id - 1,
+            gradients_incomplete=incomplete,
         )
 
     def describe(self) -> trainer_pb2.DescribeTrainerReply:
@@ -117,11 +118,10 @@ class TrainerClient(WorkerClient):
     ) -> trainer_pb2.OptimStepReply:
         return self.stub.OptimStep(
             trainer_pb2.OptimStepRequest(
-                header=self.header(),
+                header=self.header(incomplete=incomplete),
                 adamw=trainer_pb2.AdamWParams(
                     learning_rate=lr, beta1=0.9, beta2=0.95, eps=eps, grad_clip_norm=clip
                 ),
-                gradients_incomplete=incomplete,
             ),
             metadata=self.metadata,
             timeout=CALL_SECONDS,

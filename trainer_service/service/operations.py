@@ -33,7 +33,8 @@ from trainer_service.optimizers import step_settings
 class Operations:
     """The operations of rank 0. The engine thread calls them one after the other.
 
-    `_held` says whether there are gradients, `_refused` why they are incomplete, if they are.
+    `_held` says whether there are gradients, `_refused` why they are incomplete, if they are:
+    a step drops them then, and a load forgets both.
     """
 
     def __init__(self, trainer: RankTrainer) -> None:
@@ -45,6 +46,10 @@ class Operations:
     def heartbeat(self) -> None:
         """Keeps the other ranks from timing out between operations."""
         self._trainer.control.heartbeat()
+
+    def note_refused(self, reason: str) -> None:
+        """Note why a forward_backward never came here, unless `reason` is empty."""
+        self._refused = reason or self._refused
 
     def describe(self, *, last_seq_id: int) -> trainer_pb2.DescribeTrainerReply:
         trainer = self._trainer
@@ -89,8 +94,7 @@ class Operations:
         trainer, began = self._trainer, time.perf_counter()
         try:
             settings = step_settings(request, optimizer=trainer.backend.training.optimizer)
-            refused = request.gradients_incomplete or self._refused
-            if refused:
+            if refused := self._refused:
                 self._drop_gradients()
                 raise GradientsIncomplete(
                     "a forward_backward since the last step was refused, so the step was not "

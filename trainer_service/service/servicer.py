@@ -342,7 +342,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
                     f"operation {header.seq_id} waited {self._operation_timeout:g} s for "
                     f"operation {header.previous_seq_id}, which did not come"
                 ) from None
-            future = self._engine.submit(lambda operations: _timed(job, operations))
+            future = self._engine.submit(lambda operations: _apply(job, header, operations))
             await self._sequence.enter(header.seq_id)
             reply, seconds = await asyncio.wrap_future(future)
         finally:
@@ -381,8 +381,12 @@ async def first_of(*awaitables: Awaitable[object], timeout: float | None = None)
     await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _timed(job: Callable[[Operations], R], operations: Operations) -> tuple[R, float]:
+def _apply(
+    job: Callable[[Operations], R], header: common_pb2.OperationHeader, operations: Operations
+) -> tuple[R, float]:
+    """Returns the reply, and how many seconds it took."""
     began = time.perf_counter()
+    operations.note_refused(header.gradients_incomplete)
     return job(operations), time.perf_counter() - began
 
 

@@ -96,7 +96,7 @@ def test_a_loss_of_another_session_is_unknown_and_the_operation_takes_its_place(
         client.post("/api/v1/optim_step", json=step)
         gate.retrieve(f"{run_id}:2")
     _, trainer = gate.worker(f"trainer-{session}")
-    assert "custom loss" in trainer.requests[-1].gradients_incomplete
+    assert "custom loss" in trainer.requests[-1].header.gradients_incomplete
 
 
 def test_a_step_of_dimuon_is_sent_as_one(gate):

@@ -91,11 +91,11 @@ def test_a_body_that_is_no_protobuf_is_refused_and_takes_its_place(run):
     assert answer.json()["type"] == "malformed_payload"
     run.step(2)
     run.outcome(2)
-    assert "not a protobuf" in run.trainer.requests[0].gradients_incomplete
+    assert "not a protobuf" in run.trainer.requests[0].header.gradients_incomplete
     assert run.backward(3, b"\xff\xff nonsense").status_code == 400
     run.step(3)
     run.outcome(3)
-    assert run.trainer.requests[1].gradients_incomplete == ""
+    assert run.trainer.requests[1].header.gradients_incomplete == ""
 
 
 @pytest.mark.parametrize("announced", [True, False])

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.futures.table import Future, Result
 from gateway.runs.dispatcher import Dispatcher
-from gateway.runs.operations import Operation, RunBroken, SaveWeights
+from gateway.runs.operations import LoadWeights, Operation, RunBroken, SaveWeights
 from tandem.errors import InternalError, InvalidRequest, SequenceGap, SessionFinished, WorkerDied
 
 DONE = Result(media="json")
@@ -143,7 +143,7 @@ async def test_a_named_save_waits_until_those_before_it_have_ended():
     await stop(serving)
 
 
-async def test_what_fails_before_it_is_sent_is_skipped_and_the_next_step_is_told_once():
+async def test_what_fails_before_it_is_sent_is_skipped_and_the_trainer_is_told_once():
     world = World()
     world.runner.prepare_errors[1] = InvalidRequest("no such loss")
     world.put(1, 2, kind="forward_backward")
@@ -153,8 +153,23 @@ async def test_what_fails_before_it_is_sent_is_skipped_and_the_next_step_is_told
     await settle()
     assert [type(world.outcomes[seq]) for seq in (1, 3)] == [InvalidRequest, InvalidRequest]
     assert world.runner.sent == [(-1, 2), (2, 4), (4, 5)]
-    assert "no such loss" in world.runner.calls[4].gradients_incomplete
-    assert world.runner.calls[5].gradients_incomplete == ""
+    assert "no such loss" in world.runner.calls[2].gradients_incomplete
+    assert {world.runner.calls[seq].gradients_incomplete for seq in (4, 5)} == {""}
+    await stop(serving)
+
+
+async def test_a_load_hears_of_what_was_refused_before_it_and_the_step_after_it_does_not():
+    """The trainer, which knows whether the load succeeded, then knows what the step may do."""
+    world = World()
+    world.put(1, refused=InvalidRequest("no such loss"))
+    world.put(2, kind="load_weights", body=LoadWeights(path="a"))
+    world.put(3)
+    world.put(4, kind="optim_step")
+    serving = world.serve()
+    await settle()
+    told = {seq: call.gradients_incomplete for seq, call in world.runner.calls.items()}
+    assert "no such loss" in told[2]
+    assert (told[3], told[4]) == ("", "")
     await stop(serving)
 
 

@@ -119,6 +119,18 @@ def test_loading_drops_the_gradients_held(models, tmp_path):
     assert step.failure.type == "no_gradients"
 
 
+def test_only_a_load_that_succeeds_forgets_that_a_forward_backward_was_refused(models, tmp_path):
+    operations = Operations(make_rank(models["qwen3"]))
+    save_to(operations, tmp_path / "a")
+    operations.note_refused("no such loss")
+    assert load(operations, tmp_path / "none").HasField("failure")
+    step = operations.optim_step(trainer_pb2.OptimStepRequest())
+    assert step.failure.type == "gradients_incomplete" and "no such loss" in step.failure.message
+    operations.note_refused("no such loss")
+    assert not load(operations, tmp_path / "a").HasField("failure")
+    train(operations, 1)
+
+
 def test_a_damaged_checkpoint_changes_nothing(models, tmp_path):
     trainer = make_rank(models["qwen3"])
     operations = Operations(trainer)
