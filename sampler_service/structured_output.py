@@ -12,6 +12,7 @@ The tokenizer is loaded for the first grammar, so that no start of a sampler pay
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import threading
 from collections import OrderedDict
@@ -46,8 +47,8 @@ _STEP_ITEMS = 50_000
 _LEXER_STATES = 32_768
 _GRAMMAR_SIZE = 100_000
 _PROBED_TOKENS = 4
-_DEAD_END = "NoExtensionBias"
-"""How llguidance's error says that no token can follow."""
+_NO_TOKENS = ("NoExtensionBias", "doesn't satisfy the grammar")
+"""How llguidance's errors say that no token can follow."""
 
 
 # --- The request -------------------------------------------------------------------------
@@ -215,10 +216,11 @@ def _probe(matcher: LLMatcher, *, name: str, vocabulary: int) -> None:
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if probe.is_stopped() and not probe.is_error():
             return
-        if _DEAD_END in probe.get_error() or not len(allowed):
+        error = probe.get_error()
+        if not len(allowed) or any(sign in error for sign in _NO_TOKENS):
             raise StructuredOutputInvalid(f"{name} asks for text that the model has no tokens for")
         if probe.is_error():
-            raise StructuredOutputInvalid(f"{name} is too large: {on_one_line(probe.get_error())}")
+            raise StructuredOutputInvalid(f"{name} is too large: {on_one_line(error)}")
         probe.consume_token(int(allowed[0]))
 
 
@@ -267,7 +269,9 @@ class _PlainTokens:
     ) -> None:
         added = tokenizer.get_added_tokens_decoder()
         special = {id_ for id_, token in added.items() if token.special} | set(end_tokens)
-        text = set(tokenizer.get_vocab().values()) - special
+        model = json.loads(tokenizer.to_str())["model"]
+        unknown = {model.get("unk_id"), tokenizer.token_to_id(model.get("unk_token") or "")}
+        text = set(tokenizer.get_vocab().values()) - special - unknown
         self.eos_token_id = end_tokens[0]
         self.bos_token_id = None
         self.tokens = [

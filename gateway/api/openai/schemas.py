@@ -174,6 +174,7 @@ HARMLESS_FIELDS = frozenset(
         "prompt_cache_retention",
         "service_tier",
         "prediction",  # can only make a response faster
+        "parallel_tool_calls",  # a tool call is the model's own text: the server makes none
         "priority",
         "request_id",
         "spaces_between_special_tokens",
@@ -209,10 +210,6 @@ _UNSUPPORTED_FIELDS: Mapping[str, tuple[Sequence[object], str]] = {
     "web_search_options": (_EMPTY, "there is no search; leave it out"),
     "reasoning_effort": (_EMPTY, "pass it to the model's template: chat_template_kwargs"),
     "verbosity": (_EMPTY, "there is no such setting; leave it out"),
-    "parallel_tool_calls": (
-        [True],
-        "tool calls are the model's own text, which cannot be held to one",
-    ),
 }
 """Fields that would change the result: the values that mean "off", and what to do instead."""
 

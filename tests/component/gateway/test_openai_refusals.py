@@ -107,6 +107,8 @@ def test_a_field_of_a_chat_is_named_too(client, fields, param):
         {"user": "me", "metadata": {"a": "b"}, "store": False, "seed": None},
         {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": None, "best_of": 1},
         {"service_tier": "auto", "prompt_cache_key": "k", "min_p": 0.0, "suffix": None},
+        {"parallel_tool_calls": False},
+        {"parallel_tool_calls": True},
     ],
 )
 def test_fields_that_change_nothing_are_accepted(client, fields):

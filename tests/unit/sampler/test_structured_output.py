@@ -143,6 +143,34 @@ def test_tokens_of_a_byte_level_tokenizer_are_the_bytes_that_they_stand_for(tmp_
     assert second == {vocabulary[token] for token in ("c", "Ã", "Ã©")} | {end}
 
 
+@pytest.mark.parametrize("kind", ["letters", "bytes"])
+@pytest.mark.parametrize(
+    "schema", ['{"type": "object"}', '{"type": "integer"}', '{"enum": ["A"]}', '{"type": "string"}']
+)
+def test_a_schema_that_the_tokens_cannot_express_is_refused_for_that(
+    tmp_path: Path, kind: str, schema: str
+):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    characters = "abcdefghijklmnopqrstuvwxyz "
+    if kind == "letters":  # the token for unknown characters is none of the special ones
+        vocabulary = {token: id_ for id_, token in enumerate(["<unk>", "<end>", *characters])}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        tokenizer.decoder = decoders.Fuse()
+    else:
+        vocabulary = {token: id_ for id_, token in enumerate(["<unk>", "<end>", *characters[:-1]])}
+        tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    compiler = GrammarCompiler(tmp_path, vocabulary=len(vocabulary), end_tokens=(1,))
+    with pytest.raises(
+        StructuredOutputInvalid, match="the JSON schema asks for text that the model has no tokens"
+    ):
+        asyncio.run(compiler.compile(Grammar("json_schema", schema)))
+
+
 def test_a_choice_matches_its_texts_and_nothing_else():
     from llguidance import LLMatcher, LLTokenizer
 
