@@ -11,9 +11,9 @@ from urllib.parse import quote
 
 import httpx
 import typer
-from rich.table import Table
 
-from tandem.cli.context import TINKER_API, DataDir, JsonFlag, call, out, print_json
+from tandem.cli.context import TINKER_API, DataDir, JsonFlag, call, print_json, say
+from tandem.cli.tables import Column, moment, show_table
 from tandem.errors import InvalidRequest, NameTaken, ServerError, UserError
 
 app = typer.Typer(help="Checkpoints: list, delete and export.", no_args_is_help=True)
@@ -44,18 +44,27 @@ def list_checkpoints(
         print_json({"checkpoints": rows})
         return
     if not rows:
-        out.print("No checkpoints.")
+        say("No checkpoints.")
         return
-    table = Table("path", "bytes", "created", "expires", "public")
-    for row in rows:
-        table.add_row(
-            str(row["tinker_path"]),
-            str(row["size_bytes"]),
-            str(row["time"])[:19],
-            str(row["expires_at"] or "")[:19],
-            "yes" if row["public"] else "",
-        )
-    out.print(table)
+    show_table(
+        [
+            Column("path"),
+            Column("bytes", right=True),
+            Column("expires", wrap=10),
+            Column("public"),
+            Column("created", wrap=10),
+        ],
+        [
+            (
+                row["tinker_path"],
+                row["size_bytes"],
+                moment(row["expires_at"]),
+                "yes" if row["public"] else "",
+                moment(row["time"]),
+            )
+            for row in rows
+        ],
+    )
 
 
 @app.command("delete")
@@ -75,7 +84,7 @@ def delete(
         where = f"training_runs/{run_id}/checkpoints/{kind}/{name}"
         call(data_dir, "DELETE", where, api=TINKER_API)
         if not as_json:
-            out.print(f"{path} is deleted.")
+            say(f"{path} is deleted.")
     if as_json:
         print_json({"deleted": paths})
 
@@ -126,7 +135,7 @@ def export(
     if as_json:
         print_json({"path": path, "directory": str(directory), "bytes": size, "merged": merged})
     else:
-        out.print(f"{path} is in {directory}{' (merged)' if merged else ''}.")
+        say(f"{path} is in {directory}{' (merged)' if merged else ''}.")
 
 
 def _split(path: str) -> tuple[str, str, str]:

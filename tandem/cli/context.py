@@ -10,13 +10,20 @@ import httpx
 import orjson
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from tandem.errors import ServerError
 from tandem.settings import GatewaySettings
 from tandem.stack import Endpoint, read_endpoint
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+
+def new_console(*, stderr: bool = False, width: int | None = None) -> Console:
+    """Return a console that leaves text as it is: `:train:` in the id of a run is no picture."""
+    return Console(stderr=stderr, width=width, highlight=False, emoji=False)
+
+
+out = new_console()
+err = new_console(stderr=True)
 
 OWN_API = "api/tandem/v1"
 TINKER_API = "api/v1"
@@ -30,7 +37,12 @@ DataDir = Annotated[
 
 def fail(sentence: str) -> None:
     """Print an error on standard error."""
-    err.print(f"[red]error:[/] {sentence}", soft_wrap=True)
+    err.print(f"[red]error:[/] {escape(sentence)}", soft_wrap=True)
+
+
+def say(sentence: str) -> None:
+    """Print a sentence as it is, on standard output."""
+    out.print(sentence, soft_wrap=True, markup=False)
 
 
 def print_json(value: object) -> None:

@@ -13,10 +13,9 @@ from typing import Annotated, cast
 
 import orjson
 import typer
-from rich.markup import escape
-from rich.table import Table
 
-from tandem.cli.context import DataDir, JsonFlag, call, out, print_json, resolve_data_dir
+from tandem.cli.context import DataDir, JsonFlag, call, print_json, resolve_data_dir, say
+from tandem.cli.tables import Column, moment, show_table
 from tandem.errors import ServerError, UserError
 from tandem.stack import read_endpoint
 
@@ -25,16 +24,16 @@ app = typer.Typer(help="API keys: create, list and revoke.", no_args_is_help=Tru
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _OFFLINE_SECONDS = 60
 _COLUMNS = {
-    "id": "id",
-    "owner": "owner",
-    "role": "role",
-    "name": "name",
-    "state": "state",
-    "created_at": "created",
-    "expires_at": "expires",
-    "last_used_at": "last used",
+    "id": Column("id"),
+    "owner": Column("owner"),
+    "role": Column("role"),
+    "state": Column("state"),
+    "name": Column("name", wrap=12),
+    "expires_at": Column("expires", wrap=10),
+    "last_used_at": Column("last used", wrap=10),
+    "created_at": Column("created", wrap=10),
 }
-"""The fields of a key that are shown, and their headings."""
+"""The fields of a key that are shown."""
 
 Rows = list[dict[str, object]]
 
@@ -67,11 +66,9 @@ def create(
     if as_json:
         print_json(answer)
         return
-    out.print(
-        f"Key {answer['id']} of {escape(owner)}, role {role.value}. It is shown only this once:\n"
-    )
-    out.print(f"  export TINKER_API_KEY={answer['key']}\n", soft_wrap=True, markup=False)
-    out.print(f"`tandem keys revoke {answer['id']}` revokes it.")
+    say(f"Key {answer['id']} of {owner}, role {role.value}. It is shown only this once:\n")
+    say(f"  export TINKER_API_KEY={answer['key']}\n")
+    say(f"`tandem keys revoke {answer['id']}` revokes it.")
 
 
 @app.command("list")
@@ -81,13 +78,13 @@ def list_keys(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
     if as_json:
         print_json(answer)
         return
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column, heading in _COLUMNS.items():
-        width = 10 if column.endswith("_at") else None  # a date; its time may go below it
-        table.add_column(heading, no_wrap=column == "id", overflow="fold", min_width=width)
-    for key in cast(Rows, answer["keys"]):
-        table.add_row(*(escape(_cell(key[column])) for column in _COLUMNS))
-    out.print(table)
+    show_table(
+        list(_COLUMNS.values()),
+        [
+            [moment(key[name]) if name.endswith("_at") else key[name] for name in _COLUMNS]
+            for key in cast(Rows, answer["keys"])
+        ],
+    )
 
 
 @app.command("revoke")
@@ -101,7 +98,7 @@ def revoke(
     if as_json:
         print_json(answer)
     else:
-        out.print(f"{answer['id']} of {escape(str(answer['owner']))} is revoked.")
+        say(f"{answer['id']} of {answer['owner']} is revoked.")
 
 
 def parse_duration(text: str) -> int:
@@ -156,9 +153,3 @@ def _offline(directory: Path, request: Mapping[str, object]) -> dict[str, object
     if "error" in answer:
         raise UserError(str(answer["error"]))
     return answer
-
-
-def _cell(value: object) -> str:
-    """Return a cell's text; times to the minute, in UTC."""
-    text = "" if value is None else str(value)
-    return f"{text[:10]} {text[11:16]}" if re.match(r"\d{4}-\d\d-\d\dT", text) else text

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from tandem.cli import checkpoints, demo, keys, models, observe, up
+from tandem.cli import checkpoints, demo, keys, logs, models, observe, up
 from tandem.cli.context import fail
 from tandem.errors import TandemError
 
@@ -19,7 +19,7 @@ app = typer.Typer(
 app.command("up")(up.up)
 app.command("demo")(demo.demo)
 app.command("status")(observe.status)
-app.command("logs")(observe.logs)
+app.command("logs")(logs.logs)
 app.command("config")(observe.config)
 app.command("version")(observe.version)
 app.add_typer(keys.app, name="keys")

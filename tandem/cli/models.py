@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import typer
-from rich.table import Table
 
-from tandem.cli.context import DataDir, JsonFlag, call, out, print_json
+from tandem.cli.context import DataDir, JsonFlag, call, print_json, say
+from tandem.cli.tables import Column, show_table
 
 app = typer.Typer(help="Base models: add and list.", no_args_is_help=True)
 
@@ -26,7 +26,7 @@ def add(
     if as_json:
         print_json(answer)
     else:
-        out.print(f"{name} is registered.")
+        say(f"{name} is registered.")
 
 
 @app.command("list")
@@ -36,7 +36,7 @@ def list_models(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
     if as_json:
         print_json(answer)
         return
-    table = Table("name", "max length", "path")
-    for model in answer["models"]:
-        table.add_row(str(model["name"]), str(model["max_length"] or ""), str(model["path"]))
-    out.print(table)
+    show_table(
+        [Column("name"), Column("path", wrap=30), Column("max length", right=True)],
+        [(model["name"], model["path"], model["max_length"]) for model in answer["models"]],
+    )

@@ -1,29 +1,48 @@
-"""`tandem status`, `logs`, `config` and `version`: commands that only show."""
+"""`tandem status`, `config` and `version`: commands that only show."""
 
 from __future__ import annotations
 
-import os
-import sys
-import time
-from collections import deque
-from pathlib import Path
-from typing import Annotated, cast
+from typing import cast
 
-import typer
-from rich.table import Table
-
-from tandem.cli.context import DataDir, JsonFlag, call, out, print_json, resolve_data_dir
-from tandem.errors import UserError
+from tandem.cli.context import DataDir, JsonFlag, call, print_json, say
+from tandem.cli.tables import Column, show_table
 from tandem.settings import GatewaySettings
 
 Rows = list[dict[str, object]]
 
-_TABLES: dict[str, tuple[str, ...]] = {
-    "sessions": ("id", "display_name", "idle_seconds"),
-    "runs": ("id", "state", "base_model", "step", "weight_version", "queued", "reason"),
-    "samplers": ("worker", "state", "base_model", "weight_version", "waiting", "reason"),
-    "workers": ("id", "kind", "state", "pid", "age_seconds"),
+_TABLES: dict[str, tuple[Column, ...]] = {
+    "sessions": (
+        Column("id"),
+        Column("owner"),
+        Column("idle_seconds", right=True),
+        Column("display_name", wrap=20),
+    ),
+    "runs": (
+        Column("id"),
+        Column("state"),
+        Column("step", right=True),
+        Column("queued", right=True),
+        Column("reason", wrap=24),
+        Column("base_model"),
+        Column("weight_version"),
+    ),
+    "samplers": (
+        Column("worker"),
+        Column("state"),
+        Column("waiting", right=True),
+        Column("reason", wrap=24),
+        Column("base_model"),
+        Column("weight_version"),
+    ),
+    "workers": (
+        Column("id"),
+        Column("kind"),
+        Column("state"),
+        Column("pid", right=True),
+        Column("age_seconds", right=True),
+    ),
 }
+"""The columns, by their fields in the status."""
 
 
 def status(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
@@ -32,58 +51,18 @@ def status(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
     if as_json:
         print_json(answer)
         return
-    for name, columns in _TABLES.items():
+    for number, (name, columns) in enumerate(_TABLES.items()):
+        if number:
+            say("")
         rows = answer.get(name, [])
         if not rows:
-            out.print(f"No {name}.")
+            say(f"No {name}.")
             continue
-        table = Table(*columns, title=name, title_justify="left")
-        for row in rows:
-            table.add_row(*(_cell(row.get(column)) for column in columns))
-        out.print(table)
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.0f}" if isinstance(value, float) else str(value)
-
-
-def logs(
-    worker: Annotated[
-        str | None, typer.Argument(help="A worker id, or `gateway`. Default: list them.")
-    ] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many lines.")] = 50,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Keep printing what is added.")
-    ] = False,
-    data_dir: DataDir = None,
-) -> None:
-    """Print the end of a log. A worker's log outlives the worker."""
-    directory = resolve_data_dir(data_dir) / "logs"
-    if worker is None:
-        for path in sorted(directory.glob("*.log")):
-            out.print(path.stem)
-        return
-    path = directory / f"{worker}.log"
-    if os.sep in worker or not path.is_file():
-        raise UserError(f"there is no log of {worker!r}; `tandem logs` lists the logs")
-    _print_tail(path, lines=lines, follow=follow)
-
-
-def _print_tail(path: Path, *, lines: int, follow: bool) -> None:
-    with path.open(errors="replace") as file:
-        sys.stdout.writelines(deque(file, maxlen=lines))
-        sys.stdout.flush()
-        while follow:
-            try:
-                if chunk := file.read():
-                    sys.stdout.write(chunk)
-                    sys.stdout.flush()
-                else:
-                    time.sleep(0.3)
-            except KeyboardInterrupt:
-                return
+        show_table(
+            columns,
+            [[row.get(column.heading) for column in columns] for row in rows],
+            title=f"{name}:",
+        )
 
 
 def config(as_json: JsonFlag = False) -> None:
@@ -95,7 +74,7 @@ def config(as_json: JsonFlag = False) -> None:
     for prefix, group in (("TANDEM_", values), *_groups(values)):
         for key, value in group.items():
             if not isinstance(value, dict):
-                out.print(f"{prefix}{key.upper()}={value}")
+                say(f"{prefix}{key.upper()}={value}")
 
 
 def _groups(values: dict[str, object]) -> list[tuple[str, dict[str, object]]]:
@@ -115,4 +94,4 @@ def version(as_json: JsonFlag = False) -> None:
         print_json(found)
         return
     for name, number in found.items():
-        out.print(f"{name} {number}")
+        say(f"{name} {number}")

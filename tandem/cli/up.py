@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.context import DataDir, JsonFlag, out, print_json, resolve_data_dir
+from tandem.cli.context import DataDir, JsonFlag, print_json, resolve_data_dir, say
 from tandem.errors import ServerError
 from tandem.stack import Stack
 
@@ -36,21 +36,21 @@ def up(
         if as_json:
             print_json({"url": endpoint.url, "api_key": endpoint.api_key, "pid": endpoint.pid})
         else:
-            out.print(f"Tandem is up at [bold]{endpoint.url}[/]; log: {stack.log_path}\n")
-            out.print("Point the tinker SDK at it:\n", soft_wrap=True)
-            out.print(f"  export TINKER_BASE_URL={endpoint.url}", soft_wrap=True)
-            out.print(f"  export TINKER_API_KEY={endpoint.api_key}\n", soft_wrap=True)
-            out.print(
+            say(f"Tandem is up at {endpoint.url}; log: {stack.log_path}\n")
+            say("Point the tinker SDK at it:\n")
+            say(f"  export TINKER_BASE_URL={endpoint.url}")
+            say(f"  export TINKER_API_KEY={endpoint.api_key}\n")
+            say(
                 "This is the local admin key, which should stay on this machine; create keys for "
                 "others with `tandem keys create --owner NAME`."
             )
-            out.print("`tandem status` shows what runs. Ctrl-C stops everything.")
+            say("`tandem status` shows what runs. Ctrl-C stops everything.")
         try:
             while stack.process.poll() is None:
                 time.sleep(0.5)
         except KeyboardInterrupt:
             if not as_json:
-                out.print("\nStopping …")
+                say("\nStopping …")
             return
         raise ServerError(f"the gateway ended by itself: {stack.why_ended()}")
 

@@ -128,9 +128,11 @@ def test_status_shows_sessions_runs_samplers_and_workers(
 
 def test_logs_lists_and_prints_the_logs_of_workers(stack: TestStack, run: TrainingClient) -> None:
     at = ("--data-dir", str(stack.data_dir))
-    names = tandem("logs", *at).stdout.split()
-    assert "gateway" in names
-    trainer = next(name for name in names if name.startswith("trainer-"))
+    listed = json.loads(tandem("logs", "--json", *at).stdout)["logs"]
+    states = {log["log"]: log["state"] for log in listed}
+    assert states["gateway"] == "ready"
+    trainer = next(log["log"] for log in listed if log["run"] == run.model_id)
+    assert (trainer in tandem("logs", *at).stdout, states[trainer]) == (True, "ready")
     lines = tandem("logs", trainer, "-n", "3", *at).stdout.splitlines()
     assert 1 <= len(lines) <= 3
     assert all(json.loads(line)["event"] for line in lines)

@@ -1,0 +1,139 @@
+"""`tandem logs`: list the logs of the gateway and its workers, and print or follow one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, cast
+
+import orjson
+import typer
+
+from tandem.cli.context import DataDir, JsonFlag, call, print_json, resolve_data_dir, say
+from tandem.cli.tables import Column, byte_size, moment, show_table
+from tandem.errors import UserError
+from tandem.stack import read_endpoint
+
+_LONGEST_FIRST_LINE = 4096
+_POLL_SECONDS = 0.3
+
+
+def logs(
+    worker: Annotated[
+        str | None, typer.Argument(help="A worker id, or `gateway`. Default: list them.")
+    ] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many lines.")] = 50,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing what is added.")
+    ] = False,
+    data_dir: DataDir = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """List the logs with their run, state, size and time, or print the end of one. A worker's log
+    outlives the worker."""
+    data = resolve_data_dir(data_dir)
+    if worker is None:
+        _list(data, as_json=as_json)
+        return
+    path = data / "logs" / f"{worker}.log"
+    if os.sep in worker or not path.is_file():
+        raise UserError(f"there is no log of {worker!r}; `tandem logs` lists the logs")
+    _print_tail(path, lines=lines, follow=follow)
+
+
+def _list(data: Path, *, as_json: bool) -> None:
+    states = _states(data)
+    rows = []
+    for path in (data / "logs").glob("*.log"):
+        about, stat = _first_line(path), path.stat()
+        rows.append(
+            {
+                "log": path.stem,
+                "run": about.get("run_id") or "",
+                "session": about.get("session_id") or "",
+                "model": about.get("model") or "",
+                "state": states.get(path.stem, "ended"),
+                "bytes": sum(part.stat().st_size for part in _parts(path)),
+                "written_at": stat.st_mtime,
+                "path": str(path),
+            }
+        )
+    rows.sort(key=lambda row: cast(float, row["written_at"]), reverse=True)
+    if as_json:
+        print_json({"logs": rows})
+        return
+    if not rows:
+        say(f"No logs in {data / 'logs'}.")
+        return
+    show_table(
+        [
+            Column("log"),
+            Column("state"),
+            Column("size", right=True),
+            Column("run"),
+            Column("written", wrap=10),
+        ],
+        [
+            (
+                row["log"],
+                row["state"],
+                byte_size(row["bytes"]),
+                row["run"],
+                moment(row["written_at"]),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _states(data: Path) -> dict[str, str]:
+    """Return the states of what runs: whatever else has a log has ended."""
+    if read_endpoint(data) is None:
+        return {}
+    workers = cast(dict[str, list[dict[str, str]]], call(data, "GET", "status"))["workers"]
+    return {"gateway": "ready", **{worker["id"]: worker["state"] for worker in workers}}
+
+
+def _first_line(path: Path) -> dict[str, str]:
+    """Return what a worker's log says of itself."""
+    with path.open("rb") as file:
+        line = file.readline(_LONGEST_FIRST_LINE)
+    try:
+        about = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return {}
+    return cast(dict[str, str], about) if isinstance(about, dict) else {}
+
+
+def _parts(path: Path) -> Iterator[Path]:
+    """Yield the files of a log, the oldest first: its rotated copies, and the log itself."""
+    copies = [copy for copy in path.parent.glob(f"{path.name}.*") if copy.suffix[1:].isdigit()]
+    yield from sorted(copies, key=lambda copy: -int(copy.suffix[1:]))
+    yield path
+
+
+def _print_tail(path: Path, *, lines: int, follow: bool) -> None:
+    with path.open(errors="replace") as file:
+        tail = deque(file, maxlen=lines)
+        for copy in reversed(list(_parts(path))[:-1]):
+            if len(tail) == lines:
+                break
+            with copy.open(errors="replace") as older:
+                tail.extendleft(reversed(deque(older, maxlen=lines - len(tail))))
+        sys.stdout.writelines(tail)
+        sys.stdout.flush()
+        while follow:
+            try:
+                if chunk := file.read():
+                    sys.stdout.write(chunk)
+                    sys.stdout.flush()
+                    continue
+                if path.stat().st_size < file.tell():  # it was rotated
+                    file.seek(0)
+                time.sleep(_POLL_SECONDS)
+            except KeyboardInterrupt:
+                return

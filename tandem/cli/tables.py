@@ -1,0 +1,97 @@
+"""Tables whose cells are never cut: on a terminal they fit its width, in a pipe each row is a line.
+
+What does not fit a terminal is broken over lines where the column allows it; then columns are left
+out, the last ones first, and named below the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tandem.cli.context import new_console, out, say
+
+_GAP = 2
+
+
+@dataclass(frozen=True)
+class Column:
+    """`wrap`: a terminal may break its text into lines of this many characters; 0: of none, as
+    for an id, which people copy."""
+
+    heading: str
+    wrap: int = 0
+    right: bool = False
+
+
+def show_table(
+    columns: Sequence[Column], rows: Sequence[Sequence[object]], *, title: str = ""
+) -> None:
+    """Print a table. The first columns are the last ones to be left out."""
+    cells = [[_one_line(cell) for cell in row] for row in rows]
+    widths = [
+        max(cell_len(text) for text in (column.heading, *(row[index] for row in cells)))
+        for index, column in enumerate(columns)
+    ]
+    least = [
+        min(width, max(column.wrap, cell_len(column.heading))) if column.wrap else width
+        for column, width in zip(columns, widths, strict=True)
+    ]
+    shown = len(columns)
+    console: Console = out
+    if out.is_terminal:
+        while shown > 1 and sum(least[:shown]) + _GAP * (shown - 1) > out.width:
+            shown -= 1
+    else:
+        console = new_console(width=sum(widths) + _GAP * len(widths))
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
+    for column, width in zip(columns[:shown], least, strict=False):
+        table.add_column(
+            column.heading,
+            no_wrap=not column.wrap and shown > 1,
+            overflow="fold",
+            min_width=width if shown > 1 else None,
+            justify="right" if column.right else "left",
+        )
+    for row in cells:
+        table.add_row(*map(Text, row[:shown]))
+    if title:
+        say(title)
+    console.print(table)
+    if left_out := [column.heading for column in columns[shown:]]:
+        say(f"Not shown, for lack of width: {', '.join(left_out)} (--json shows all)")
+
+
+def moment(value: object) -> str:
+    """Return a time to the minute, in UTC. Literal example: `2026-07-13 09:30`."""
+    if not value:
+        return ""
+    at = (
+        datetime.fromtimestamp(value, UTC)
+        if isinstance(value, int | float)
+        else datetime.fromisoformat(str(value))
+    )
+    return at.strftime("%Y-%m-%d %H:%M")
+
+
+def byte_size(value: object) -> str:
+    """Return a number of bytes for people. Literal example: `1.5 MiB`."""
+    assert isinstance(value, int | float)
+    size, unit = float(value), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _one_line(value: object) -> str:
+    """Return a cell's text without what would break a row or move the cursor."""
+    text = "" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)
+    return "".join(c if c.isprintable() else " " for c in text)
