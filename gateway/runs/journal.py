@@ -55,6 +55,7 @@ class Journal:
 
     def __post_init__(self) -> None:
         self._reads = FairSemaphore(slots=_READS)
+        self._unwritten: dict[str, Outcome] = {}
         self._log = get_log()
 
     async def accept(self, operation: Operation, *, request: bytes, payload: bytes | None) -> None:
@@ -64,15 +65,18 @@ class Journal:
         `request` is the body of a JSON request, `payload` the protobuf of a forward_backward.
         Raises `StorageFailed`, or sqlalchemy's `IntegrityError` for a `seq_id` that is taken.
         """
-        write_payload = None
+        write_payload = remove_payload = None
         if payload is not None:
-            write_payload = partial(write_file, self._payload_file(operation), payload)
+            file = self._payload_file(operation)
+            write_payload = partial(write_file, file, payload)
+            remove_payload = partial(_unlink, [file])
         row = _new_row(operation.run_id, operation.seq_id, operation.kind)
         row["request"] = request if len(request) <= _MAX_REQUEST_BYTES else b""
         await self.database.write(
             _ACCEPT,
             row,
             before=write_payload,
+            undo=remove_payload,
             owner=operation.future.owner,
             size=len(payload or b""),
         )
@@ -112,8 +116,8 @@ class Journal:
     def end(self, operation: Operation, outcome: Outcome) -> None:
         """Resolve the operation's future and write the outcome. The first outcome counts.
 
-        The client may hear of it before it is committed. If the gateway dies in between, the
-        next one reports the operation as failed.
+        The client may hear of it before it is committed; until then it is kept in memory. If the
+        gateway dies in between, the next one reports the operation as failed.
         """
         if operation.future.ended:
             return
@@ -152,7 +156,15 @@ class Journal:
                 file = result_blob(self.data_dir, request_id=operation.future.request_id)
                 write_result = partial(write_file, file, outcome.body)
         remove = partial(_unlink, [self._payload_file(operation)]) if operation.in_file else None
-        self.database.write_soon(_END, row, before=write_result, after=remove)
+        request_id = operation.future.request_id
+        self._unwritten[request_id] = outcome
+        self.database.write_soon(
+            _END,
+            row,
+            before=write_result,
+            after=remove,
+            committed=lambda: self._unwritten.pop(request_id, None),
+        )
 
     async def recall(self, request_id: str) -> Outcome | None:
         """Return the outcome of an operation that memory no longer holds: None if the journal
@@ -160,8 +172,9 @@ class Journal:
         named = split_request_id(request_id)
         if named is None:
             return None
+        if (outcome := self._unwritten.get(request_id)) is not None:
+            return outcome
         run_id, seq_id = named
-        await self.database.flush()
         row = await self.database.read_one(
             select(operations).where(operations.c.run_id == run_id, operations.c.seq_id == seq_id)
         )
@@ -213,8 +226,8 @@ class Journal:
                 state="failed",
                 ended_at=time.time(),
                 error_type=GatewayRestarted.type,
-                error="the gateway restarted before this operation had ended; create the "
-                "run again, from a checkpoint if there is one",
+                error="the gateway restarted before the end of this operation was recorded; create "
+                "the run again, from a checkpoint if there is one",
             )
         )
         _unlink(_older_than(self.data_dir / "operations", time.time()))

@@ -182,14 +182,16 @@ class SessionRegistry:
         return found
 
     async def end(self, *, session_id: str, state: str, reason: str, detail: str) -> None:
-        """End the session, unless it had ended before: the first reason counts."""
+        """End the session, unless it had ended before: the first reason counts. While the storage
+        fails, the end is recorded later."""
         if self._active.pop(session_id, None) is None:
             return
-        await self._database.write(
+        self._database.write_soon(
             update(sessions)
             .where(sessions.c.id == session_id)
             .values(state=state, reason=reason, detail=detail, ended_at=time.time())
         )
+        await self._database.flush()
 
 
 def why_ended(session_id: str, *, reason: str, detail: str) -> str:

@@ -9,7 +9,8 @@ queues in turn, so that each transaction has something of every owner, however m
 has sent.
 
 A database that is locked or full, or a file that cannot be written, raises `StorageFailed` or
-`StorageFull`; the cause is in the log alone.
+`StorageFull`; the cause is in the log alone. Writes that nobody waits for are then kept in memory,
+in their order, and tried again until they are committed.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ _READERS = 4
 _MAX_BATCH = 512
 _MAX_BATCH_BYTES = 32 * 2**20
 """Of the files that one transaction waits for; more only where a single file is larger."""
+_RETRY_AFTER = 1.0
+"""Seconds after which the writes that the storage refused are tried again."""
+_MAX_POSTPONED = 2**17
+"""Writes that are kept to be tried again; later ones are dropped and logged."""
 
 Row = Mapping[str, object]
 FileWork = Callable[[], None]
@@ -56,9 +61,11 @@ class _Write:
 
     statements: Sequence[tuple[Executable, Sequence[Row]]]
     before: FileWork | None = None
+    undo: FileWork | None = None
     after: FileWork | None = None
     size: int = 0
     done: asyncio.Future[None] | None = None
+    committed: Callable[[], object] | None = None
 
 
 class Database:
@@ -74,6 +81,7 @@ class Database:
         self._writer_thread = ThreadPoolExecutor(1, thread_name_prefix="database-writer")
         self._queue: deque[_Write] = deque()
         self._owner_queues: FairQueue[_Write] = FairQueue()
+        self._postponed: list[_Write] = []
         self._work = asyncio.Event()
         self._closing = False
         self.failure: StorageFailed | None = None
@@ -88,8 +96,10 @@ class Database:
     async def close(self) -> None:
         if self._writer is not None:
             self._closing = True
-            self._work.set()
+            self._try_again()
             await self._writer
+            if self._postponed:
+                self._log.error("writes_lost", count=len(self._postponed))
         for threads in (self._writer_thread, self._readers):
             threads.shutdown()
         self._engine.dispose()
@@ -99,17 +109,20 @@ class Database:
         statement: Executable,
         *rows: Row,
         before: FileWork | None = None,
+        undo: FileWork | None = None,
         owner: str = "",
         size: int = 0,
     ) -> None:
         """Execute the statement once for each of the rows; return when that is committed.
 
         `before` is file work of `size` bytes that must be done first. It runs in a thread; if it
-        raises, nothing is written and the error is raised here. `owner` chooses the queue of an
-        owner; without one, the write goes before those of all owners. Raises `StorageFailed`,
-        `StorageFull`, or the driver's own error for a row that it does not take.
+        raises, nothing is written and the error is raised here. `undo` is done if the write fails,
+        before anything else is. `owner` chooses the queue of an owner; without one, the write
+        goes before those of all owners. Raises `StorageFailed`, `StorageFull`, or the driver's own
+        error for a row that it does not take.
         """
-        await self._committed(_Write([(statement, rows)], before=before, size=size), owner)
+        write = _Write([(statement, rows)], before=before, undo=undo, size=size)
+        await self._committed(write, owner)
 
     async def write_together(self, *statements: Executable) -> None:
         """As `write`, for several statements of which all are committed, or none."""
@@ -121,14 +134,22 @@ class Database:
         *rows: Row,
         before: FileWork | None = None,
         after: FileWork | None = None,
+        committed: Callable[[], object] | None = None,
     ) -> None:
-        """As `write`, without waiting; a failure is logged. `after` is file work that is done
-        only once the rest is committed."""
-        self._put(_Write([(statement, rows)], before=before, after=after))
+        """As `write`, without waiting. It is tried again while the storage fails; a row that the
+        database does not take is dropped and logged. `committed` is called once the rest is
+        committed, and `after` is file work that is done only then."""
+        write = _Write([(statement, rows)], before=before, after=after, committed=committed)
+        if not self._postponed:
+            self._put(write)
+        elif len(self._postponed) < _MAX_POSTPONED:
+            self._postponed.append(write)
+        else:
+            self._log_dropped(write, "too many writes wait for the storage")
 
     async def flush(self) -> None:
-        """Return when everything queued before is committed, except writes in an owner's queue:
-        their callers wait for them."""
+        """Return when everything queued before is committed, except what the storage refused, and
+        writes in an owner's queue, whose callers wait for them."""
         await self._committed(_Write([]))
 
     async def read(self, statement: Executable) -> Sequence[RowMapping]:
@@ -216,25 +237,46 @@ class Database:
         self.failure = failure
 
     def _settle(self, batch: Sequence[_Write], errors: Sequence[Exception | None]) -> None:
-        """Tell the callers of the writes, or the log, what became of them."""
+        """Tell the callers of the writes, or the log, what became of them. Writes without a caller
+        that the storage refused are postponed, and those behind them too: their order stays."""
+        refused = []
         for write, error in zip(batch, errors, strict=True):
-            if write.done is not None and not write.done.done():
-                if error is None:
-                    write.done.set_result(None)
-                else:
+            if error is None and write.committed is not None:
+                write.committed()
+            if write.done is not None:
+                if error is not None and not write.done.done():
                     write.done.set_exception(error)
+                elif not write.done.done():
+                    write.done.set_result(None)
+            elif isinstance(error, StorageFailed):
+                refused.append(write)
             elif error is not None:
-                statements = [str(statement) for statement, _ in write.statements]
-                self._log.error("write_failed", error=str(error), statements=statements)
+                self._log_dropped(write, str(error))
+        if refused:
+            self._postponed = [*refused, *(write for write in self._queue if write.done is None)]
+            self._queue = deque(write for write in self._queue if write.done is not None)
+            asyncio.get_running_loop().call_later(_RETRY_AFTER, self._try_again)
+
+    def _try_again(self) -> None:
+        postponed, self._postponed = self._postponed, []
+        self._queue.extendleft(reversed(postponed))
+        self._work.set()
+
+    def _log_dropped(self, write: _Write, reason: str) -> None:
+        statements = [str(statement) for statement, _ in write.statements]
+        self._log.error("write_failed", error=reason, statements=statements)
 
 
 def _write(connection: Connection, batch: Sequence[_Write]) -> list[Exception | None]:
-    """Do the file work that comes first, then commit the writes; return the error of each."""
+    """Do the file work that comes first, commit the writes, and undo the file work of those that
+    failed; return the error of each."""
     errors = _errors_of([write.before for write in batch])
     ready = [index for index, error in enumerate(errors) if error is None]
     committed = _commit(connection, [batch[index] for index in ready])
     for index, error in zip(ready, committed, strict=True):
         errors[index] = error
+    failed = [write for write, error in zip(batch, errors, strict=True) if error is not None]
+    _errors_of([write.undo for write in failed])  # whatever becomes of it, the write's error counts
     return errors
 
 
@@ -253,7 +295,7 @@ def _commit(connection: Connection, batch: Sequence[_Write]) -> list[Exception |
     except Exception as error:  # noqa: BLE001 - a driver's refusal is no SQLAlchemyError
         failure = _typed(error)
         if len(batch) == 1 or isinstance(failure, StorageFailed):
-            return [failure] * len(batch)
+            return [failure if write.statements else None for write in batch]
         # One bad row must neither fail the others nor end the writer: try each alone.
         return [failure for write in batch for failure in _commit(connection, [write])]
     return [None] * len(batch)

@@ -1,0 +1,175 @@
+"""The journal on a database that fails for a while, and the files that payloads leave."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from sqlalchemy import insert, select, text
+from sqlalchemy.exc import IntegrityError
+
+from gateway.futures.table import Future, FutureTable, Result
+from gateway.metrics import Metrics
+from gateway.runs.journal import Journal
+from gateway.runs.operations import Operation
+from gateway.storage.database import Database
+from gateway.storage.tables import audit, operations
+from tandem.errors import GatewayRestarted, InvalidRequest, StorageFailed
+from tests.support.waiting import PATIENCE
+
+RUN = "s-1:train:0"
+LARGE = Result(media="protobuf", body=b"x" * 2**17)
+SMALL = Result(media="json", body=b"{}")
+
+
+class World:
+    """A journal and its database, without the rest of a gateway."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir = data_dir
+        self.database = Database(url="", data_dir=data_dir)
+        metrics = Metrics()
+        futures = FutureTable(
+            folder=data_dir / "samples",
+            result_ttl=60,
+            bytes_in_memory=2**20,
+            max_samples=9,
+            metrics=metrics,
+        )
+        self.journal = Journal(
+            database=self.database,
+            data_dir=data_dir,
+            futures=futures,
+            metrics=metrics,
+            result_ttl=60,
+        )
+
+    async def accept(self, seq_id: int, *, payload: bytes | None = None) -> Operation:
+        operation = self.operation(seq_id, in_file=payload is not None)
+        await self.journal.accept(operation, request=b"", payload=payload)
+        return operation
+
+    def operation(self, seq_id: int, *, in_file: bool = False) -> Operation:
+        future = Future(
+            request_id=f"{RUN}:{seq_id}", source="operation", describe=lambda: None, owner="ann"
+        )
+        return Operation(
+            run_id=RUN, seq_id=seq_id, kind="forward_backward", future=future, in_file=in_file
+        )
+
+    async def states(self) -> dict[int, str]:
+        rows = await self.database.read(select(operations.c.seq_id, operations.c.state))
+        return {row["seq_id"]: row["state"] for row in rows}
+
+    def payloads(self) -> list[str]:
+        return sorted(p.name for p in (self.data_dir / "operations").rglob("*"))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Another process writes, and does not end."""
+        other = sqlite3.connect(self.data_dir / "tandem.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        finally:
+            other.close()
+
+
+@pytest.fixture
+async def world(tmp_path, monkeypatch):
+    monkeypatch.setattr("gateway.storage.database._RETRY_AFTER", 0.01, raising=False)
+    world = World(tmp_path)
+    await world.database.open()
+    await world.database.write(text("PRAGMA busy_timeout = 0"))
+    yield world
+    await world.database.close()
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not await condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("outcome", [SMALL, LARGE, InvalidRequest("no such field")])
+async def test_an_outcome_is_told_while_the_database_fails_and_recorded_afterwards(world, outcome):
+    operation = await world.accept(1, payload=b"batch")
+    with world.locked():
+        world.journal.end(operation, outcome)
+        await world.database.flush()
+        assert await world.journal.recall(f"{RUN}:1") is outcome
+        assert "1" in world.payloads()
+        assert world.database.failure is not None
+
+    async def is_recorded() -> bool:
+        return "accepted" not in (await world.states()).values()
+
+    await until(is_recorded)
+    await world.database.flush()
+    assert world.database.failure is None
+    recalled = await world.journal.recall(f"{RUN}:1")
+    if isinstance(recalled, Result):
+        assert (recalled.media, recalled.size) == (outcome.media, outcome.size)
+    else:
+        assert (type(recalled), recalled.message) == (InvalidRequest, "no such field")
+    assert "1" not in world.payloads()
+
+
+async def test_what_is_written_soon_keeps_its_order_while_the_database_fails(world):
+    database = world.database
+
+    def row(actor: str) -> dict[str, object]:
+        return {"at": 0.0, "actor": actor, "action": "a", "status": 200}
+
+    async def written() -> list[str]:
+        rows = await database.read(select(audit.c.actor).order_by(audit.c.id))
+        return [found["actor"] for found in rows]
+
+    async def all_are_written() -> bool:
+        return len(await written()) == 3
+
+    with world.locked():
+        database.write_soon(insert(audit), row("first"))
+        await database.flush()
+        database.write_soon(insert(audit), row("second"))
+        with pytest.raises(StorageFailed):
+            await database.write(insert(audit), row("told that it failed"))
+        database.write_soon(insert(audit), row("third"))
+    await until(all_are_written)
+    assert await written() == ["first", "second", "third"]
+
+
+async def test_a_gateway_that_stops_writes_what_it_still_can(world):
+    operation = await world.accept(1)
+    with world.locked():
+        world.journal.end(operation, SMALL)
+        await world.database.flush()
+    await world.database.close()
+    with sqlite3.connect(world.data_dir / "tandem.db") as connection:
+        assert connection.execute("SELECT state FROM operations").fetchall() == [("done",)]
+
+
+async def test_an_operation_whose_end_nobody_recorded_says_so_after_a_restart(world):
+    await world.accept(1)
+    assert await world.journal.abandon() == 1
+    outcome = await world.journal.recall(f"{RUN}:1")
+    assert isinstance(outcome, GatewayRestarted)
+    assert "recorded" in outcome.message
+
+
+async def test_a_payload_goes_when_its_operation_was_not_accepted(world):
+    with world.locked(), pytest.raises(StorageFailed):
+        await world.accept(1, payload=b"batch")
+    assert "1" not in world.payloads()
+    await world.database.write(
+        insert(operations).values(
+            run_id=RUN, seq_id=2, kind="forward", state="done", request=b"", accepted_at=0.0
+        )
+    )
+    with pytest.raises(IntegrityError):
+        await world.accept(2, payload=b"batch")
+    assert "2" not in world.payloads()
