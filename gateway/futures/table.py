@@ -18,6 +18,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -71,7 +72,6 @@ class Future:
     describe: Callable[[], Waiting]
     owner: str = ""
     accepted_at: float = field(default_factory=time.monotonic)
-    ended_at: float | None = None
     fetched_at: float | None = None
     outcome: Outcome | None = None
     done: asyncio.Future[None] = field(default_factory=asyncio.Future)
@@ -83,7 +83,6 @@ class Future:
     def resolve(self, outcome: Outcome) -> None:
         """The first outcome counts."""
         if not self.done.done():
-            self.ended_at = time.monotonic()
             self.outcome = outcome
             self.done.set_result(None)
 
@@ -95,6 +94,26 @@ class Future:
             tell(self.outcome)
 
         self.done.add_done_callback(ended)
+
+
+class _Leaving:
+    """Futures in the order in which they came in; each leaves the table `ttl` seconds later."""
+
+    def __init__(self, ttl: float) -> None:
+        self._ttl = ttl
+        self._futures: OrderedDict[Future, float] = OrderedDict()
+
+    def put(self, future: Future) -> None:
+        self._futures.pop(future, None)
+        self._futures[future] = time.monotonic()
+
+    def discard(self, future: Future) -> None:
+        self._futures.pop(future, None)
+
+    def over(self) -> list[Future]:
+        """Return those whose time is over, without looking at the others."""
+        cutoff = time.monotonic() - self._ttl
+        return [future for future, _ in takewhile(lambda f: f[1] < cutoff, self._futures.items())]
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -110,7 +129,14 @@ class FutureTable:
 
     def __post_init__(self) -> None:
         self._futures: dict[str, Future] = {}
-        self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._closing = False
+        self._long_polls: set[asyncio.Future[None]] = set()
+        self._fetched = _Leaving(FETCHED_GRACE)
+        # The journal has the results of operations, so that memory need not.
+        self._unfetched: dict[Source, _Leaving] = {
+            "operation": _Leaving(FETCHED_GRACE),
+            "sample": _Leaving(self.result_ttl),
+        }
         # Of those that have ended, by owner, oldest first:
         self._large: defaultdict[str, OrderedDict[str, Future]] = defaultdict(OrderedDict)
         self._bytes: defaultdict[str, int] = defaultdict(int)
@@ -154,41 +180,65 @@ class FutureTable:
 
     def sweep(self) -> list[Future]:
         """Drop what was fetched, or was not fetched within `result_ttl`; return it."""
-        now = time.monotonic()
-        over = [f for f in self._futures.values() if self._is_over(f, now)]
+        over = [
+            future
+            for leaving in (self._fetched, *self._unfetched.values())
+            for future in leaving.over()
+        ]
         for future in over:
             self._drop(future)
         return over
+
+    def note_fetched(self, future: Future) -> None:
+        """Note that the whole outcome was handed to its client."""
+        future.fetched_at = time.monotonic()
+        if self._futures.get(future.request_id) is future:
+            self._unfetched[future.source].discard(future)
+            self._fetched.put(future)
 
     # --- Waiting ------------------------------------------------------------------------------
 
     async def wait(self, future: Future, *, timeout: float) -> Outcome | None:
         """Return the outcome, or None if it is not there within `timeout` seconds or before the
-        gateway shuts down. Whoever hands the whole outcome to its client sets `fetched_at`."""
+        gateway shuts down. Whoever hands the whole outcome to its client calls `note_fetched`."""
         if not future.ended:
             await self.wait_until(future.done, timeout=timeout)
         return future.outcome
 
     async def wait_until(self, done: asyncio.Future[None], *, timeout: float) -> None:
         """Return when that is done, after `timeout` seconds, or when the gateway shuts down."""
-        either = [done, self._closing]
-        await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if self._closing:
+            return
+        # One for each long poll: leaving a future that thousands wait for takes looking at all.
+        closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._long_polls.add(closing)
+        try:
+            either = [done, closing]
+            await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._long_polls.discard(closing)
 
     @property
     def closing(self) -> bool:
         """Whether the gateway is shutting down."""
-        return self._closing.done()
+        return self._closing
 
     def release_waiters(self) -> None:
         """End all long polls, because the gateway is shutting down."""
-        if not self._closing.done():
-            self._closing.set_result(None)
+        self._closing = True
+        for closing in self._long_polls:
+            if not closing.done():
+                closing.set_result(None)
 
     # --- Results ------------------------------------------------------------------------------
 
     def _keep_result(self, future: Future) -> None:
         """Count the result of a future that has ended, and make room for it."""
         owner = future.owner
+        if self._futures.get(future.request_id) is not future:
+            return  # dropped since it ended
+        if future.fetched_at is None:
+            self._unfetched[future.source].put(future)
         if future.source == "sample":
             self._samples[owner][future.request_id] = future
             if len(self._samples[owner]) > self.max_samples:
@@ -209,6 +259,8 @@ class FutureTable:
         if self._futures.get(future.request_id) is future:
             del self._futures[future.request_id]
         self._samples[future.owner].pop(future.request_id, None)
+        self._unfetched[future.source].discard(future)
+        self._fetched.discard(future)
         self._uncount(future)
         if isinstance(future.outcome, Result) and future.outcome.file is not None:
             self._in_background(_remove(future.outcome.file))
@@ -240,15 +292,6 @@ class FutureTable:
         task = asyncio.create_task(work)
         self._file_work.add(task)
         task.add_done_callback(self._file_work.discard)
-
-    def _is_over(self, future: Future, now: float) -> bool:
-        if future.ended_at is None:
-            return False
-        if future.fetched_at is not None:
-            return now - future.fetched_at > FETCHED_GRACE
-        # The journal has the results of operations, so that memory need not.
-        limit = FETCHED_GRACE if future.source == "operation" else self.result_ttl
-        return now - future.ended_at > limit
 
 
 def write_file(file: Path, content: bytes) -> None:

@@ -132,7 +132,7 @@ class Dispatcher:
                 f"({now - self._gap_since:.0f} s)"
             )
         else:
-            before = sum(other < seq_id for other in self._waiting) + len(self._under_way)
+            before = min(seq_id - self._next, len(self._waiting)) + len(self._under_way)
         return Waiting(f"{before} operation{'' if before == 1 else 's'} before this one")
 
     def _take_next(self) -> Call | None:

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Literal, TypeVar
 
 from gateway.checkpoints.base_models import BaseModelEntry
@@ -68,6 +68,7 @@ class Sample:
     request: sampler_pb2.SampleRequest
     tell: Tell | None = None
     told: bool = False
+    number: int = 0
     task: asyncio.Task[None] | None = None
 
     async def tell_and_note(self, delta: sampler_pb2.SampleDelta) -> None:
@@ -101,6 +102,7 @@ class Sampler:
         self.weights = f"base/{self.model.name}"
         self._adapters: dict[str, None] = {}
         self.samples: dict[str, Sample] = {}
+        self._numbers: list[int] = []  # of the samples, ascending, to look up a place in the queue
         self._shares = TimeShares()
         self.completions = Rate()
         self._state_since = time.monotonic()
@@ -128,6 +130,8 @@ class Sampler:
         """Take a sample, which waits until `start`. Its weight version is pinned until it ends."""
         self.pins.pin(relative_version_folder(sample.request.version.name))
         self.samples[sample.future.request_id] = sample
+        sample.number = self._numbers[-1] + 1 if self._numbers else 0
+        self._numbers.append(sample.number)
         sample.future.on_end(lambda outcome: self._ended(sample, outcome))
 
     def start(self, sample: Sample) -> None:
@@ -136,9 +140,10 @@ class Sampler:
 
     def describe(self, request_id: str) -> Waiting:
         """Say what a sample is waiting for."""
-        before = len(list(takewhile(lambda other: other != request_id, self.samples)))
+        sample = self.samples.get(request_id)
+        before = 0 if sample is None else bisect_left(self._numbers, sample.number)
         queue = f"{before} sample{'' if before == 1 else 's'} before this one"
-        if sample := self.samples.get(request_id):
+        if sample is not None:
             queue += f", which has waited {time.monotonic() - sample.future.accepted_at:.0f} s"
         if self.state != "ready":
             age = time.monotonic() - self._state_since
@@ -185,6 +190,7 @@ class Sampler:
         if sample.task is not None:
             sample.task.cancel()
         del self.samples[sample.future.request_id]
+        del self._numbers[bisect_left(self._numbers, sample.number)]
         self.completions.note()
         self.pins.unpin(relative_version_folder(sample.request.version.name))
         kind = outcome.type if isinstance(outcome, TandemError) else "done"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Literal
 
 from pydantic import BaseModel, Field
@@ -189,7 +188,7 @@ async def retrieve_future(request: Request) -> Response:
         if body.allow_metadata_only and size > INLINE_BYTES:
             return model_response(ResultSize(request_id=request_id, response_payload_size=size))
         if access.caller.may_change:  # what only a reader has seen stays for its owner
-            future.fetched_at = time.monotonic()
+            gateway.futures.note_fetched(future)
         return _result(outcome)
     recalled = await gateway.recall(request_id)
     if recalled is not None and not isinstance(recalled, UnknownRequest):

@@ -11,6 +11,7 @@ from gateway.futures.table import Future, Result
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import LoadWeights, Operation, RunBroken, SaveWeights
 from tandem.errors import InternalError, InvalidRequest, SequenceGap, SessionFinished, WorkerDied
+from tests.support.work import calls_in
 
 DONE = Result(media="json")
 
@@ -237,6 +238,7 @@ async def test_each_of_many_is_told_how_many_are_before_it():
     assert "the trainer is at work on it" in world.dispatcher.describe(1).reason
     assert world.dispatcher.describe(2).reason == "1 operation before this one"
     assert world.dispatcher.describe(900).reason == "899 operations before this one"
+    assert calls_in(lambda: world.dispatcher.describe(900)) < 20, "it looks at none of the others"
     world.dispatcher.end(SessionFinished("over"))
     assert set(world.outcomes) == set(seq_ids)
     await stop(serving)
