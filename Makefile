@@ -1,4 +1,4 @@
-.PHONY: setup demo test conformance lint bench bench-gateway bench-versus fuzz nightly api-docs protos clean
+.PHONY: setup demo test conformance lint bench bench-gateway bench-history bench-versus fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -28,6 +28,9 @@ bench: setup     ## Measures Tandem beside its floor, in one run; writes benchma
 
 bench-gateway: setup ## Measures a gateway under 1,000 sessions and 64 samplers. ARGS="--quick"
 	@.venv/bin/python -m benchmarks.gateway_load $(ARGS)
+
+bench-history: setup ## Measures a gateway with 10 million past operations, and what retention leaves.
+	@.venv/bin/python -m benchmarks.history $(ARGS)
 
 bench-versus: setup ## Measures this checkout beside another one. ARGS=../other-checkout
 	@.venv/bin/python -m benchmarks.versus $(ARGS)

@@ -1,6 +1,6 @@
 """Measurements of Tandem beside its floor, in one run: `make bench`.
 
 Each module measures one thing; `__main__` runs them, `record` keeps the results with the machine,
-the versions and the date in `results/`. `gateway_load` (`make bench-gateway`) and `versus` (this
-checkout beside another one) are programs of their own.
+the versions and the date in `results/`. `gateway_load` (`make bench-gateway`), `history` (`make
+bench-history`) and `versus` (this checkout beside another one) are programs of their own.
 """

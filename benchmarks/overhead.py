@@ -14,6 +14,24 @@ import httpx
 from tandem.stack import Stack
 
 
+def empty_operation_seconds(client: httpx.Client, *, run_id: str, seq_id: int) -> float:
+    """Return how long one operation takes, from its request to its outcome."""
+    started = time.perf_counter()
+    accepted = client.post(
+        "optim_step",
+        json={
+            "model_id": run_id,
+            "seq_id": seq_id,
+            "adam_params": {"learning_rate": 1e-4},
+            "type": "optim_step",
+        },
+    ).raise_for_status()
+    client.post(
+        "retrieve_future", json={"request_id": accepted.json()["request_id"]}, timeout=60
+    ).raise_for_status()
+    return time.perf_counter() - started
+
+
 def empty_operation(stack: Stack, *, run_id: str, rounds: int) -> dict[str, float]:
     """Return p50 and p95 in milliseconds of operations in turn, by a plain HTTP client.
 
@@ -23,20 +41,7 @@ def empty_operation(stack: Stack, *, run_id: str, rounds: int) -> dict[str, floa
     samples = []
     with httpx.Client(base_url=f"{stack.endpoint.url}/api/v1", headers=headers) as client:
         for seq_id in range(1, rounds + 21):
-            started = time.perf_counter()
-            accepted = client.post(
-                "optim_step",
-                json={
-                    "model_id": run_id,
-                    "seq_id": seq_id,
-                    "adam_params": {"learning_rate": 1e-4},
-                    "type": "optim_step",
-                },
-            ).raise_for_status()
-            client.post(
-                "retrieve_future", json={"request_id": accepted.json()["request_id"]}, timeout=60
-            ).raise_for_status()
-            samples.append(time.perf_counter() - started)
+            samples.append(empty_operation_seconds(client, run_id=run_id, seq_id=seq_id))
     counted = sorted(samples[20:])
     return {
         "p50_ms": round(statistics.median(counted) * 1e3, 2),

@@ -21,6 +21,7 @@ from gateway.futures.completion_feed import CompletionFeed
 from gateway.futures.table import FutureTable, Outcome
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
+from gateway.retention import Retention
 from gateway.runs.journal import Journal
 from gateway.runs.operations import LossDefinitions
 from gateway.runs.queries import RunQueries
@@ -192,6 +193,12 @@ class Gateway:
                 loss_definitions=self.loss_definitions,
                 data_dir=data_dir,
             ),
+        )
+        self.retention = Retention(
+            database=database,
+            data_dir=data_dir,
+            history_ttl=max(settings.history_ttl, settings.result_ttl),
+            audit_ttl=settings.audit_ttl,
         )
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._log = get_log()

@@ -1,10 +1,11 @@
-"""What is done periodically: expiry of sessions, results, checkpoints and idle samplers."""
+"""What is done periodically: expiry of sessions, results, checkpoints and idle samplers, and the
+removal of old history."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from gateway.core import Gateway
@@ -12,7 +13,7 @@ from gateway.storage.log_files import tidy_logs
 from tandem.telemetry import get_log
 
 _HOUSEKEEPING_INTERVAL = 30.0
-_WORKER_ROWS_KEPT = 7 * 86_400.0
+_RETENTION_INTERVAL = 600.0
 
 
 class Housekeeping:
@@ -22,29 +23,34 @@ class Housekeeping:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._in_use: set[str] = set()
+        self._next_housekeeping = 0.0
         self._log = get_log()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Do a round every `reaper_interval` seconds while the block runs."""
-        task = asyncio.create_task(self._run(), name="housekeeping")
+        """Do a round every `reaper_interval` seconds while the block runs. Removing old history can
+        take minutes, and holds nothing else up."""
+        gateway = self._gateway
+        rounds = self._repeat(self._do_round, interval=gateway.settings.reaper_interval)
+        removals = self._repeat(gateway.retention.remove_old, interval=_RETENTION_INTERVAL)
+        tasks = [
+            asyncio.create_task(rounds, name="housekeeping"),
+            asyncio.create_task(removals, name="retention"),
+        ]
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self) -> None:
-        next_housekeeping = 0.0
+    async def _repeat(self, work: Callable[[], Awaitable[None]], *, interval: float) -> None:
         while True:
             try:
-                await self._do_round()
-                if time.monotonic() >= next_housekeeping:
-                    next_housekeeping = time.monotonic() + _HOUSEKEEPING_INTERVAL
-                    await self.keep_house()
+                await work()
             except Exception:  # noqa: BLE001 - the next round must come all the same
                 self._log.exception("housekeeping_failed")
-            await asyncio.sleep(self._gateway.settings.reaper_interval)
+            await asyncio.sleep(interval)
 
     async def _do_round(self) -> None:
         """End the sessions whose heartbeats stopped. Drop results that were fetched, or not
@@ -71,19 +77,20 @@ class Housekeeping:
         gateway.refused_keys.write()
         await gateway.checkpoints.expire()
         await self._collect(gateway.checkpoints.take_marked())
+        if time.monotonic() >= self._next_housekeeping:
+            self._next_housekeeping = time.monotonic() + _HOUSEKEEPING_INTERVAL
+            await self.keep_house()
 
     async def keep_house(self) -> None:
         """Do what is needed less often: large and old logs, idle sampling sessions, unused weight
-        versions, files that were still in use before, expired results and old rows."""
+        versions, files that were still in use before, and expired results."""
         gateway = self._gateway
         await self._tidy_logs()
         touched = self._in_use | set(gateway.sampling.expire_idle())
         touched.update(run.id for run in gateway.runs.all() if run.published)
         await self._collect(sorted(touched))
         await gateway.collector.empty_trash()
-        gateway.journal.expire()
-        gateway.audit.forget_before(time.time() - gateway.settings.audit_ttl)
-        gateway.fleet.forget_rows_before(time.time() - _WORKER_ROWS_KEPT)
+        await gateway.journal.expire()
 
     async def _tidy_logs(self) -> None:
         settings = self._gateway.settings

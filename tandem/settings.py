@@ -237,6 +237,13 @@ class GatewaySettings(BaseSettings):
     trace_ttl: float = Field(
         3600.0, gt=0, description="Lifetime of an exported trace and its address."
     )
+    history_ttl: float = Field(
+        30 * 86_400.0,
+        gt=0,
+        description="Operations, sessions, runs without a checkpoint, sampling sessions, removed "
+        "weight versions and workers are forgotten this long after their end, and never before "
+        "result_ttl. Usage and audit remain.",
+    )
     audit_ttl: float = Field(
         400 * 86_400.0, gt=0, description="Rows of the audit log are kept for this long."
     )

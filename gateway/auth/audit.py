@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import orjson
-from sqlalchemy import ColumnElement, delete, insert, or_, select
+from sqlalchemy import ColumnElement, insert, or_, select
 
 from gateway.metrics import Metrics
 from gateway.storage.database import Database, from_row
@@ -98,9 +98,6 @@ class AuditLog:
             from_row(Entry, row, detail=orjson.loads(row["detail"] or "{}"))
             for row in reversed(rows)
         ]
-
-    def forget_before(self, cutoff: float) -> None:
-        self._database.write_soon(delete(audit).where(audit.c.at < cutoff))
 
 
 class RefusedKeys:

@@ -41,6 +41,7 @@ _THIS = and_(
 )
 _END = update(operations).where(_THIS)
 _FORGET = update(operations).where(_THIS).values(result=None, media="")
+_NAMES = (operations.c.run_id.label("this_run"), operations.c.seq_id.label("this_seq"))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -203,19 +204,20 @@ class Journal:
         if rows:
             self.database.write_soon(_FORGET, *rows, after=lambda: _unlink(files))
 
-    def expire(self) -> None:
+    async def expire(self) -> None:
         """Remove the results that nobody fetched within `result_ttl`."""
         cutoff = time.time() - self.result_ttl
-        self.database.write_soon(
-            update(operations)
-            .where(operations.c.ended_at < cutoff, operations.c.result.is_not(None))
-            .values(result=None),
-            after=lambda: _unlink(_older_than(self.data_dir / "results", cutoff)),
+        over = select(*_NAMES).where(
+            operations.c.ended_at < cutoff, operations.c.result.is_not(None)
+        )
+        await self.database.write_in_batches(_FORGET, over)
+        await asyncio.to_thread(
+            lambda: _unlink(_older_than(self.data_dir / "results", cutoff)),
         )
 
     async def abandon(self) -> int:
         """Fail what an earlier gateway left unfinished; return how many operations that were."""
-        unfinished = operations.c.state == "accepted"
+        unfinished = operations.c.ended_at.is_(None)  # which an index has
         count = await self.database.read_value(
             select(func.count()).select_from(operations).where(unfinished)
         )

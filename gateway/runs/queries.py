@@ -52,7 +52,9 @@ _ACCEPTED_LAST = (
     .scalar_subquery()
 )
 """Reads one row of each journal, because a journal can be long."""
-_RUNS = select(runs, func.coalesce(_ACCEPTED_LAST, runs.c.created_at).label("last_request_at"))
+_RUNS = select(
+    runs, func.coalesce(_ACCEPTED_LAST, runs.c.ended_at, runs.c.created_at).label("last_request_at")
+)
 
 
 class RunQueries:

@@ -65,7 +65,7 @@ class RunRegistry:
 
     async def open(self) -> list[str]:
         """Mark the runs of an earlier gateway as ended; return their ids."""
-        active = runs.c.state != "ended"
+        active = runs.c.state == "active"
         lost = await self.database.read(select(runs.c.id).where(active))
         await self.database.write(
             update(runs)

@@ -77,7 +77,7 @@ class SamplingSessionRegistry:
             try:
                 self._active[row["id"]] = await self._restore(row)
             except (SessionFinished, UnknownSampler, UnknownWeights, InvalidRequest):
-                self._update([row["id"]], state="ended")
+                self._update([row["id"]], state="ended", ended_at=time.time())
 
     def all(self) -> list[SamplingSession]:
         return list(self._active.values())
@@ -290,10 +290,11 @@ class SamplingSessionRegistry:
         for session in ended:
             del self._active[session.id]
         if ended:
-            self._update([session.id for session in ended], state="ended")
+            ids = [session.id for session in ended]
+            self._update(ids, state="ended", ended_at=time.time())
         return sorted({s.version.run_id for s in ended if s.version.run_id})
 
-    def _update(self, ids: list[str], **values: str) -> None:
+    def _update(self, ids: list[str], **values: str | float) -> None:
         self.database.write_soon(
             update(sampling_sessions).where(sampling_sessions.c.id.in_(ids)).values(**values)
         )

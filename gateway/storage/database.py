@@ -18,13 +18,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import sqlite3
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sqlalchemy import Connection, Executable, RowMapping, Select, Table, create_engine, event
 from sqlalchemy.dialects import postgresql, sqlite
@@ -47,6 +48,11 @@ _RETRY_AFTER = 1.0
 """Seconds after which the writes that the storage refused are tried again."""
 _MAX_POSTPONED = 2**17
 """Writes that are kept to be tried again; later ones are dropped and logged."""
+
+_ROWS_AT_ONCE = 500
+"""Of a statement for many rows."""
+_PAUSE = 4.0
+"""How long it pauses after each batch, times what the batch took."""
 
 Row = Mapping[str, object]
 FileWork = Callable[[], None]
@@ -146,6 +152,21 @@ class Database:
             self._postponed.append(write)
         else:
             self._log_dropped(write, "too many writes wait for the storage")
+
+    async def write_in_batches(self, statement: Executable, rows: Select[Any]) -> int:
+        """Execute the statement for each row of the query, some at a time, and leave most of the
+        writer's time to others; return how many rows those were.
+
+        Its parameters are the columns of the query, which must not find a row again for which it
+        was executed.
+        """
+        count = 0
+        while found := await self.read(rows.limit(_ROWS_AT_ONCE)):
+            started = time.monotonic()
+            await self.write(statement, *cast(Sequence[Row], found))
+            count += len(found)
+            await asyncio.sleep(_PAUSE * (time.monotonic() - started))
+        return count
 
     async def flush(self) -> None:
         """Return when everything queued before is committed, except what the storage refused, and

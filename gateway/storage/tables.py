@@ -18,6 +18,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    text,
 )
 
 metadata = MetaData()
@@ -103,6 +104,12 @@ operations = Table(
     Column("media", String(16), nullable=False, default=""),  # of the result: json, protobuf
     Column("result", LargeBinary),  # absent if it is in a file, being large, or expired
     Index("operations_by_end", "ended_at"),
+    Index(
+        "operations_with_result",
+        "ended_at",
+        sqlite_where=text("result IS NOT NULL"),
+        postgresql_where=text("result IS NOT NULL"),
+    ),
 )
 
 sampling_sessions = Table(
@@ -118,6 +125,7 @@ sampling_sessions = Table(
     Column("state", String(16), nullable=False),  # active, ended
     Column("clients", Integer, nullable=False, default=0),  # that have joined it
     Column("created_at", Float, nullable=False),
+    Column("ended_at", Float),
     Index("sampling_sessions_by_session", "session_id", "state"),
 )
 
@@ -193,6 +201,7 @@ usage = Table(
     Column("event", String(32), primary_key=True),
     Column("subject", String(100), primary_key=True),  # a run, or a sampling session
     Column("session_id", String(64), nullable=False),
+    Column("project_id", String(200), nullable=False, default=""),  # once the session has no row
     Column("owner", String(100), nullable=False),
     Column("base_model", String(200), nullable=False),
     Column("count", BigInteger, nullable=False),

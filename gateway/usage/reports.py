@@ -85,8 +85,9 @@ class BillingReports:
             usage.c.hour < ending_before,
             visible(usage.c.owner, caller, "accessible"),
         ]
+        project = func.coalesce(sessions.c.project_id, usage.c.project_id)
         if project_id is not None:
-            wanted.append(sessions.c.project_id == project_id)
+            wanted.append(project == project_id)
         if session_id is not None:
             wanted.append(usage.c.session_id == session_id)
         group = (usage.c.hour, usage.c.session_id, usage.c.owner, usage.c.base_model)
@@ -95,7 +96,7 @@ class BillingReports:
                 select(
                     *group,
                     literal(type_).label("type"),
-                    func.coalesce(func.max(sessions.c.project_id), "").label("project_id"),
+                    func.max(project).label("project_id"),
                     cast(func.sum(quantity), BigInteger).label("quantity"),
                     func.sum(usage.c.accelerator_seconds * int(timed)).label("accelerator_seconds"),
                 )

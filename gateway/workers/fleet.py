@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import grpc.aio
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import insert, select, update
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.metrics import Metrics
@@ -185,10 +185,6 @@ class Fleet:
             self._write_end(worker.worker_id, reason)
         await worker.channel.close()
         await self.launcher.stop(worker.worker_id)
-
-    def forget_rows_before(self, cutoff: float) -> None:
-        """Delete the rows of workers that ended before `cutoff`, in seconds since 1970."""
-        self.database.write_soon(delete(workers).where(workers.c.ended_at < cutoff))
 
     def _new_id(self, kind: WorkerKind, session_id: str) -> str:
         prefix = f"{kind}-{session_id}"

@@ -1,0 +1,115 @@
+"""Removes the history of what is over.
+
+Operations, sampling sessions, weight versions without files, workers, runs and sessions lose their
+rows a while after they ended, entries of the audit log after a time of their own. What was used
+remains. A run stays while it has a checkpoint or a folder on the disk, because what its checkpoints
+hold is known from its row; a session stays while it has a run.
+
+Rows are found by readers and deleted some at a time, so that no other write waits for long, however
+much there is to remove.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import ColumnElement, Table, and_, bindparam, delete, exists, select, update
+
+from gateway.identifiers import run_folder_name
+from gateway.storage.database import Database
+from gateway.storage.tables import (
+    audit,
+    checkpoints,
+    custom_losses,
+    operations,
+    runs,
+    sampling_sessions,
+    sessions,
+    usage,
+    weight_versions,
+    workers,
+)
+from tandem.telemetry import get_log
+
+_AT_ONCE = 100
+"""Runs or sessions that are removed together, with what belongs to them."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Retention:
+    """`history_ttl` and `audit_ttl` in seconds."""
+
+    database: Database
+    data_dir: Path
+    history_ttl: float
+    audit_ttl: float
+
+    async def remove_old(self) -> None:
+        now = time.time()
+        before = now - self.history_ttl
+        removed = {
+            "operations": await self._remove(operations, operations.c.ended_at < before),
+            "sampling_sessions": await self._remove(
+                sampling_sessions, sampling_sessions.c.ended_at < before
+            ),
+            "weight_versions": await self._remove(
+                weight_versions, weight_versions.c.collected_at < before
+            ),
+            "workers": await self._remove(workers, workers.c.ended_at < before),
+            "runs": await self._remove_runs(before),
+            "sessions": await self._remove_sessions(before),
+            "audit": await self._remove(audit, audit.c.at < now - self.audit_ttl),
+        }
+        if any(removed.values()):
+            get_log().info("history_removed", **removed)
+
+    async def _remove(self, table: Table, over: ColumnElement[bool]) -> int:
+        keys = {f"old_{column.name}": column for column in table.primary_key}
+        this = and_(*(column == bindparam(name) for name, column in keys.items()))
+        old = select(*(column.label(name) for name, column in keys.items())).where(over)
+        return await self.database.write_in_batches(delete(table).where(this), old)
+
+    async def _remove_runs(self, before: float) -> int:
+        unnamed = ~exists().where(checkpoints.c.run_id == runs.c.id)
+        over = select(runs.c.id).where(runs.c.ended_at < before, unnamed).order_by(runs.c.id)
+        removed, last = 0, ""
+        while rows := await self.database.read(over.where(runs.c.id > last).limit(_AT_ONCE)):
+            last = rows[-1]["id"]
+            gone = await asyncio.to_thread(self._without_files, [row["id"] for row in rows])
+            await self.database.write_together(
+                delete(runs).where(runs.c.id.in_(gone), unnamed),
+                delete(weight_versions).where(
+                    weight_versions.c.run_id.in_(gone),
+                    ~exists().where(runs.c.id == weight_versions.c.run_id),
+                ),
+            )
+            removed += len(gone)
+        return removed
+
+    def _without_files(self, run_ids: list[str]) -> list[str]:
+        def has_folder(run_id: str) -> bool:
+            folders = (self.data_dir / root for root in ("weights", "checkpoints"))
+            return any((folder / run_folder_name(run_id)).exists() for folder in folders)
+
+        return [run_id for run_id in run_ids if not has_folder(run_id)]
+
+    async def _remove_sessions(self, before: float) -> int:
+        empty = ~exists().where(runs.c.session_id == sessions.c.id)
+        over = select(sessions.c.id).where(sessions.c.ended_at < before, empty)
+        project = select(sessions.c.project_id).where(sessions.c.id == usage.c.session_id)
+        removed = 0
+        while rows := await self.database.read(over.limit(_AT_ONCE)):
+            ids = [row["id"] for row in rows]
+            await self.database.write_together(
+                update(usage)
+                .where(usage.c.session_id.in_(ids))
+                .values(project_id=project.scalar_subquery()),
+                delete(custom_losses).where(custom_losses.c.session_id.in_(ids)),
+                delete(sampling_sessions).where(sampling_sessions.c.session_id.in_(ids)),
+                delete(sessions).where(sessions.c.id.in_(ids), empty),
+            )
+            removed += len(ids)
+        return removed
