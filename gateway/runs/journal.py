@@ -8,6 +8,7 @@ fetched, or for `result_ttl` seconds.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from sqlalchemy import and_, bindparam, func, insert, select, update
+from sqlalchemy import Executable, and_, bindparam, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from gateway.fair_queue import FairSemaphore
@@ -70,17 +71,24 @@ class Journal:
         if payload is not None:
             file = self._payload_file(operation)
             write_payload = partial(write_file, file, payload)
-            remove_payload = partial(_unlink, [file])
-        row = _new_row(operation.run_id, operation.seq_id, operation.kind)
-        row["request"] = request if len(request) <= _MAX_REQUEST_BYTES else b""
+            remove_payload = partial(_remove_payload, file)
         await self.database.write(
             _ACCEPT,
-            row,
+            _accepted_row(operation, request),
             before=write_payload,
             undo=remove_payload,
             owner=operation.future.owner,
             size=len(payload or b""),
         )
+        self.futures.add(operation.future)
+
+    async def accept_creation(
+        self, operation: Operation, *, request: bytes, run: Executable
+    ) -> None:
+        """As `accept`, for operation 0 of a run: `run` inserts the run's row, and both are written
+        or neither."""
+        row = _accepted_row(operation, request)
+        await self.database.write_together(run, _ACCEPT.values(row))
         self.futures.add(operation.future)
 
     async def accept_failed(
@@ -156,7 +164,9 @@ class Journal:
             else:
                 file = result_blob(self.data_dir, request_id=operation.future.request_id)
                 write_result = partial(write_file, file, outcome.body)
-        remove = partial(_unlink, [self._payload_file(operation)]) if operation.in_file else None
+        remove = None
+        if operation.in_file:
+            remove = partial(_remove_payload, self._payload_file(operation))
         request_id = operation.future.request_id
         self._unwritten[request_id] = outcome
         self.database.write_soon(
@@ -232,7 +242,8 @@ class Journal:
                 "the run again, from a checkpoint if there is one",
             )
         )
-        _unlink(_older_than(self.data_dir / "operations", time.time()))
+        payloads = self.data_dir / "operations"
+        await asyncio.to_thread(shutil.rmtree, payloads, ignore_errors=True)
         return count
 
     def _payload_file(self, operation: Operation) -> Path:
@@ -248,6 +259,19 @@ def _new_row(run_id: str, seq_id: int, kind: Kind) -> dict[str, object]:
         "request": b"",
         "accepted_at": time.time(),
     }
+
+
+def _accepted_row(operation: Operation, request: bytes) -> dict[str, object]:
+    row = _new_row(operation.run_id, operation.seq_id, operation.kind)
+    return row | {"request": request if len(request) <= _MAX_REQUEST_BYTES else b""}
+
+
+def _remove_payload(file: Path) -> None:
+    """Remove a payload, and the folder of its run if it was the last. Payloads are written and
+    removed in one thread, so that no folder goes while a payload is on its way into it."""
+    file.unlink(missing_ok=True)
+    with suppress(OSError):  # others are left, or there is no such folder
+        file.parent.rmdir()
 
 
 def _older_than(folder: Path, cutoff: float) -> list[Path]:

@@ -154,8 +154,9 @@ class RunRegistry:
                 "created_at": time.time(),
             }
             try:
-                await self.database.write(insert(runs), row)
-                await self.journal.accept(creation, request=request, payload=None)
+                await self.journal.accept_creation(
+                    creation, request=request, run=insert(runs).values(row)
+                )
             except BaseException:
                 self._runs.pop(run_id, None)
                 raise
@@ -236,6 +237,11 @@ class RunRegistry:
         request_id = request_id_of(owner=run_id, seq_id=seq_id)
         async with self._arrival(request_id):
             if self.journal.has_future(request_id):
+                return request_id
+            if run.error is not None:
+                await self.journal.accept_failed(
+                    run_id=run_id, seq_id=seq_id, kind=kind, error=run.error
+                )
                 return request_id
             passed = run.dispatcher.passed(seq_id)
             if passed and await self.journal.has(run_id=run_id, seq_id=seq_id):

@@ -195,7 +195,28 @@ def test_payloads_are_gone_when_their_operations_have_ended(run):
     wait_until(lambda: (folder / "1").exists())
     run.release()
     run.outcome(1)
-    wait_until(lambda: not (folder / "1").exists())
+    wait_until(lambda: not folder.exists())
+
+
+def test_an_operation_of_an_ended_run_leaves_no_payload_however_often_it_is_sent(run):
+    folder = run.gate.settings.data_dir / "operations"
+    run.gate.run(run.gate.launcher.kill(run.worker_id, "killed by SIGKILL"))
+    registry = run.gate.gateway.runs
+    wait_until(lambda: registry.get(run.id).error)
+    for _ in range(3):
+        assert run.backward(1).json()["request_id"] == f"{run.id}:1"
+        run.gate.gateway.futures._futures.clear()  # as after a while
+        assert run.outcome(1).json()["type"] == "worker_died"
+    run.gate.run(run.gate.gateway.database.flush())
+    assert not (folder / run.id.replace(":", "_")).exists()
+
+
+def test_what_an_earlier_gateway_left_of_operations_goes_at_the_next_start(tmp_path):
+    left = tmp_path / "data" / "operations" / "s-1_train_0"
+    left.mkdir(parents=True)
+    (left / "7").write_bytes(b"payload")
+    with running_gateway(tmp_path):
+        assert not left.parent.exists()
 
 
 def test_an_operation_that_the_trainer_does_not_answer_in_time_ends_the_run(tmp_path):

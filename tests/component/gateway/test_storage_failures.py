@@ -129,3 +129,17 @@ def test_a_gateway_on_a_disk_with_too_little_room_is_alive_and_not_ready(tmp_pat
         assert client.get("/api/v1/healthz").status_code == 200
         ready = client.get("/api/v1/readyz")
         assert (ready.status_code, ready.json()["type"]) == (507, "storage_full")
+
+
+def test_a_run_whose_creation_could_not_be_recorded_can_be_asked_for_again(gate):
+    new = {"session_id": gate.session_id(), "model_seq_id": 0, "base_model": "tiny"}
+    new["more"] = "x" * 28_000  # the journal keeps the request, which the database has no room for
+    with gate.http() as client:
+        with full(gate):
+            refused = client.post("/api/v1/create_model", json=new)
+        assert (refused.status_code, refused.json()["type"]) == (507, "storage_full")
+        created = client.post("/api/v1/create_model", json=new).json()
+        assert gate.retrieve(created["request_id"]).json() == {
+            "type": "create_model",
+            "model_id": created["model_id"],
+        }
