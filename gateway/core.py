@@ -27,7 +27,7 @@ from gateway.runs.operations import LossDefinitions
 from gateway.runs.queries import RunQueries
 from gateway.runs.registry import RunRegistry
 from gateway.runs.runner import RunnerTools
-from gateway.sampling.sampler import SamplerRouter
+from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import ImplicitSessions, SamplingSessionRegistry
 from gateway.sessions.queries import SessionQueries
 from gateway.sessions.registry import SessionRegistry, why_ended

@@ -223,6 +223,21 @@ class GatewaySettings(BaseSettings):
         64 * 2**20, ge=1, description="Body of one request, decompressed; 413."
     )
     max_queued_operations: int = Field(4096, ge=1, description="Per run; 429.")
+    max_engines: int = Field(
+        8,
+        ge=1,
+        description="Sampler engines on this machine at once; further ones wait until one ends or "
+        "has nothing to do.",
+    )
+    max_starting_engines: int = Field(
+        2, ge=1, description="Of these, how many start at once; a start is work for several cores."
+    )
+    engine_quantum: float = Field(
+        60.0,
+        ge=0,
+        description="An engine with nothing to do that has run for this long is stopped when "
+        "another one waits for its place.",
+    )
     max_waiting_samples: int = Field(8192, ge=1, description="Per sampler; 429.")
     dispatch_window: int = Field(4, ge=1, description="Operations sent ahead to a trainer.")
     dispatch_window_bytes: int = Field(

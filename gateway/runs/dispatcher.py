@@ -123,9 +123,10 @@ class Dispatcher:
             return Waiting(f"the trainer is starting ({now - self._created_at:.0f} s)", paused=True)
         if (call := self._under_way.get(seq_id)) is not None:
             before = sum(other < seq_id for other in self._under_way)
-            if before == 0 or call.waiting_for != TRAINER_AT_WORK:
+            if before == 0 or call.released or call.waiting_for != TRAINER_AT_WORK:
                 age = now - call.operation.future.accepted_at
-                return Waiting(f"{call.waiting_for} ({age:.0f} s)")
+                why = call.explain() if call.explain is not None else call.waiting_for
+                return Waiting(f"{why} ({age:.0f} s)")
         elif self._gap_since is not None:
             return Waiting(
                 f"operation {self._next}, which comes before, has not arrived "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -172,8 +173,9 @@ class Operation:
 @dataclass(eq=False)
 class Call:
     """An operation whose turn it is. It is `answered` when the trainer has said what became of it.
-    `waiting_for` tells its client why it has not ended; `wake` is set when the next one may go.
-    `gradients_incomplete` tells the trainer of a forward_backward that was refused before it."""
+    `waiting_for`, or `explain` where that changes, tells its client why it has not ended; `wake`
+    is set when the next one may go. `gradients_incomplete` tells the trainer of a
+    forward_backward that was refused before it."""
 
     operation: Operation
     previous_seq_id: int = -1
@@ -183,6 +185,7 @@ class Call:
     answered: bool = False
     released: bool = False
     waiting_for: str = "it is being prepared"
+    explain: Callable[[], str] | None = None
 
     def send(self) -> None:
         """Note that all is done that can fail before the trainer hears of the operation."""

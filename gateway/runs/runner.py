@@ -46,7 +46,7 @@ from gateway.runs.operations import (
     SaveWeightsForSampler,
     json_result,
 )
-from gateway.sampling.sampler import SamplerRouter
+from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import SamplingSessionRegistry
 from gateway.usage.meter import Subject, TrainerReply, UsageMeter
 from gateway.workers.clients import (
@@ -291,6 +291,7 @@ class OperationRunner:
             sampler = self._tools.samplers.ensure(
                 session_id=run.session_id, model=run.model, rank=run.training.rank
             )
+            sampler.start_engine()
         else:
             path = await self._free_path("sampler_weights", body.path, size=size, what=what)
         with self._new_version() as name:
@@ -300,7 +301,11 @@ class OperationRunner:
                 await self._put_checkpoint(path, body, step=version.step, size=size, version=name)
                 return json_result(type="save_weights_for_sampler", path=str(path))
             assert body.sampling_session_seq_id is not None
-            call.waiting_for = "the sampler is loading the new weights"
+            call.explain = lambda: (
+                "the sampler is loading the new weights"
+                if sampler.state == "ready"
+                else sampler.explain()
+            )
             await sampler.load(version)
             session = await self._tools.sampling.create_ephemeral(
                 session_id=run.session_id,

@@ -1,6 +1,6 @@
 """Sampling: what clients sample from, and the engines that serve it.
 
-A sampling session (`sessions`) names a weight version. The router (in `sampler`) finds or starts
-the sampler that can serve it and bounds the samples that wait; the sampler keeps its engine
-running and sends it samples and loads.
+A sampling session (`sessions`) names a weight version. The `router` finds or makes the sampler that
+can serve it and bounds the samples that wait; the `sampler` starts its engine when it is needed and
+sends it samples and loads. `places` bounds the engines of this machine.
 """

@@ -1,11 +1,12 @@
-"""Samplers: the engine of each, the samples that it takes, and which one serves what.
+"""Samplers: the engine of each, and the samples that it takes.
 
 A session has one sampler for each base model and largest rank of adapters. One that can serve
 what is asked for is reused: engines are slow to start, and each takes a share of the device.
 
-An engine holds nothing that cannot be loaded again. One that dies is started again, with backoff,
-and requests wait for the next one. If an engine cannot start, the waiting requests fail, and it is
-started again at the next request.
+An engine starts with the first request, when it has a place on the machine (`places`). It holds
+nothing that cannot be loaded again. One that dies is started again, with backoff, and requests wait
+for the next one. If an engine cannot start, the waiting requests fail, and it is started again at
+the next request.
 
 A sample that was under way when the engine died is sent once more, to the next engine: sampling
 changes nothing, and the client chose the seed. If that one dies too, the sample fails with
@@ -25,12 +26,11 @@ from typing import Literal, TypeVar
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import WeightVersion
-from gateway.fair_queue import FairStarter
 from gateway.futures.table import Future, Outcome, Result, Waiting
 from gateway.identifiers import relative_version_folder
-from gateway.limits import Quotas, Rate, overloaded
+from gateway.limits import Rate
 from gateway.metrics import Metrics
-from gateway.sessions.registry import SessionRegistry
+from gateway.sampling.places import EnginePlaces, Place
 from gateway.usage.meter import SampleMeter, TimeShares
 from gateway.workers.clients import (
     EXIT_REPORT_PATIENCE,
@@ -41,22 +41,19 @@ from gateway.workers.clients import (
 from gateway.workers.fleet import Backoff, Fleet, Worker
 from tandem.errors import (
     InternalError,
-    SampleCancelled,
     TandemError,
     WorkerDied,
     WorkerStartFailed,
     from_failure,
 )
-from tandem.settings import GatewaySettings, SamplerSettings
+from tandem.settings import SamplerSettings
 from tandem.telemetry import get_log
 from tandem.v1 import sampler_pb2
 
-EngineState = Literal["starting", "ready", "failed", "stopped"]
+EngineState = Literal["idle", "queued", "starting", "ready", "failed", "stopped"]
+"""`idle`: it starts with the next request. `queued`: it waits for its place on the machine."""
 
 _Reply = TypeVar("_Reply")
-
-_SMALLEST_RANK = 8
-_LARGEST_RANK = 512
 
 
 @dataclass(eq=False)
@@ -87,17 +84,20 @@ class Sampler:
     """
 
     session_id: str
+    owner: str
     model: BaseModelEntry
     max_lora_rank: int
     settings: SamplerSettings
     fleet: Fleet
+    places: EnginePlaces
     metrics: Metrics
     meter: SampleMeter
     pins: Pins
 
     def __post_init__(self) -> None:
-        self.state: EngineState = "starting"
+        self.state: EngineState = "idle"
         self.reason = ""
+        self.used_at = time.monotonic()
         self.worker: Worker | None = None
         self.weights = f"base/{self.model.name}"
         self._adapters: dict[str, None] = {}
@@ -109,14 +109,22 @@ class Sampler:
         self._backoff = Backoff()
         self._start_at = 0.0
         self._died = asyncio.Event()
+        self._calls = 0
+        self._place: Place | None = None
+        self._client: asyncio.Future[SamplerClient] = asyncio.get_running_loop().create_future()
+        self._starting: asyncio.Task[None] | None = None
         self._log = get_log(session_id=self.session_id)
         self.pins.pin(relative_version_folder(self.weights))
-        self._launch()
 
     @property
     def waiting(self) -> int:
         """Samples that have not ended."""
         return len(self.samples)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing needs the engine now."""
+        return not self.samples and not self._calls
 
     @property
     def loaded(self) -> set[str]:
@@ -145,11 +153,17 @@ class Sampler:
         queue = f"{before} sample{'' if before == 1 else 's'} before this one"
         if sample is not None:
             queue += f", which has waited {time.monotonic() - sample.future.accepted_at:.0f} s"
-        if self.state != "ready":
-            age = time.monotonic() - self._state_since
-            why = f"; it failed before: {self.reason}" if self.reason else ""
-            return Waiting(f"the sampler is starting ({age:.0f} s){why}; {queue}", paused=True)
-        return Waiting(f"the sampler is at work; {queue}")
+        return Waiting(f"{self.explain()}; {queue}", paused=self.state != "ready")
+
+    def explain(self) -> str:
+        """Say what the engine is doing, and why it does not serve yet."""
+        if self.state == "ready":
+            return "the sampler is at work"
+        age = time.monotonic() - self._state_since
+        if place := self.places.explain(self):
+            return f"the sampler waits for its place ({age:.0f} s): {place}"
+        why = f"; it failed before: {self.reason}" if self.reason else ""
+        return f"the sampler is starting ({age:.0f} s){why}"
 
     async def _answer(self, sample: Sample) -> None:
         outcome: Outcome
@@ -234,9 +248,27 @@ class Sampler:
 
     # --- The engine ---------------------------------------------------------------------------
 
-    def _launch(self) -> None:
-        self._client: asyncio.Future[SamplerClient] = asyncio.get_running_loop().create_future()
+    def start_engine(self) -> None:
+        """Start the engine, unless it runs or starts already."""
+        if self.state not in ("idle", "failed"):
+            return
+        if self._client.done():  # by the engine before
+            self._client = asyncio.get_running_loop().create_future()
+        self._set_state("queued", self.reason)
         self._starting = asyncio.create_task(self._start(), name=f"sampler-{self.session_id}")
+
+    async def retire(self) -> None:
+        """Stop an idle engine, whose place another one needs. It starts again when it is needed."""
+        worker, place = self.worker, self._place
+        self._place = None
+        self._forget_engine()
+        self._set_state("idle")
+        try:
+            if worker is not None:
+                await self.fleet.stop(worker, reason="another engine needed its place")
+        finally:
+            if place is not None:
+                self.places.give_back(place)
 
     async def stop(self, error: TandemError) -> None:
         """End the engine, and fail all samples, and requests that wait for it, with the error."""
@@ -246,26 +278,34 @@ class Sampler:
         if self._client.done():
             self._client = asyncio.get_running_loop().create_future()
         self._fail_waiting(error)
-        self._starting.cancel()
-        await asyncio.gather(self._starting, return_exceptions=True)
-        if self.worker is not None:
-            await self.fleet.stop(self.worker, reason=error.message)
-            self.worker = None
-        self._set_weights(f"base/{self.model.name}")
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        worker = self.worker
+        self._forget_engine()
+        try:
+            if worker is not None:
+                await self.fleet.stop(worker, reason=error.message)
+        finally:
+            self._leave_place()
 
     async def abandon(self) -> None:
         """Cancel everything without an outcome. The fleet ends the engine."""
         self._set_state("stopped")
-        tasks = [self._starting, *(s.task for s in self.samples.values() if s.task is not None)]
+        tasks = [
+            task
+            for task in (self._starting, *(sample.task for sample in self.samples.values()))
+            if task is not None
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _ready(self) -> SamplerClient:
-        """Return the client of an engine that serves. Raises the `WorkerStartFailed` of the start
-        that was waited for, or the error that the engine was stopped with."""
-        if self.state == "failed" and self._starting.done():
-            self._launch()
+        """Return the client of an engine that serves, started if needed. Raises the
+        `WorkerStartFailed` of the start that was waited for, or the error that the engine was
+        stopped with."""
+        self.start_engine()
         return await asyncio.shield(self._client)
 
     async def _call(
@@ -277,6 +317,20 @@ class Sampler:
     ) -> _Reply:
         """Return the engine's answer. If the engine dies meanwhile and the call `may_repeat`,
         return that of the next engine. Raises `WorkerDied`, and as `_ready` and the call."""
+        self._calls += 1
+        try:
+            return await self._call_twice(send, during=during, may_repeat=may_repeat)
+        finally:
+            self._calls -= 1
+            self.used_at = time.monotonic()
+
+    async def _call_twice(
+        self,
+        send: Callable[[SamplerClient], Awaitable[_Reply]],
+        *,
+        during: str,
+        may_repeat: Callable[[], bool],
+    ) -> _Reply:
         client = await self._ready()
         try:
             return await send(client)
@@ -296,8 +350,9 @@ class Sampler:
     async def _start(self) -> None:
         """Start an engine, for all who wait for its client."""
         await asyncio.sleep(self._start_at - time.monotonic())
-        self._set_state("starting", self.reason)
         try:
+            self._place = await self._take_place()
+            self._set_state("starting", self.reason)
             worker = await self.fleet.start(
                 kind="sampler",
                 session_id=self.session_id,
@@ -305,7 +360,11 @@ class Sampler:
                 max_lora_rank=self.max_lora_rank,
                 on_exit=self._on_exit,
             )
+        except asyncio.CancelledError:
+            self._leave_place()
+            raise
         except Exception as error:  # noqa: BLE001 - a fault of ours must not leave clients waiting
+            self._leave_place()
             if not isinstance(error, WorkerStartFailed):
                 self._log.exception("start_failed")
                 sentence = f"{type(error).__name__} while the sampler started; see the log"
@@ -317,16 +376,38 @@ class Sampler:
             self._died.clear()
             self._backoff.ready()
             self._set_state("ready")
+            self.places.note_started(self._place)
             self._client.set_result(SamplerClient(worker, timeout=self.settings.operation_timeout))
 
+    async def _take_place(self) -> Place:
+        patience = self.settings.operation_timeout
+        try:
+            async with asyncio.timeout(patience):
+                return await self.places.take(self)
+        except TimeoutError:
+            raise WorkerStartFailed(
+                f"this machine had no place for another engine within {patience:g} s "
+                f"({self.places.most} may run at once, TANDEM_MAX_ENGINES); try again later"
+            ) from None
+
+    def _leave_place(self) -> None:
+        if self._place is not None:
+            self.places.give_back(self._place)
+            self._place = None
+
     def _on_exit(self, reason: str) -> None:
-        self.worker = None
+        self._forget_engine()
         self._died.set()
+        self._leave_place()
+        if self.state != "stopped":
+            self._note_failed("idle", reason)
+            if not self.idle:
+                self.start_engine()
+
+    def _forget_engine(self) -> None:
+        self.worker = None
         self._set_weights(f"base/{self.model.name}")
         self._adapters.clear()
-        if self.state != "stopped":
-            self._note_failed("starting", reason)
-            self._launch()
 
     def _note_failed(self, state: EngineState, reason: str) -> None:
         self._set_state(state, reason)
@@ -340,109 +421,3 @@ class Sampler:
         self.state = state
         self.reason = reason
         self._state_since = time.monotonic()
-
-
-@dataclass(eq=False, kw_only=True)
-class SamplerRouter:
-    """Finds or starts the sampler that can serve what is asked for, and bounds how many samples
-    may wait."""
-
-    settings: GatewaySettings
-    fleet: Fleet
-    metrics: Metrics
-    meter: SampleMeter
-    pins: Pins
-    sessions: SessionRegistry
-    limits: Quotas
-
-    def __post_init__(self) -> None:
-        self._starter = FairStarter()
-        self._samplers: dict[tuple[str, str, int], Sampler] = {}
-
-    def all(self) -> list[Sampler]:
-        return list(self._samplers.values())
-
-    def get(self, *, session_id: str, model_name: str, rank: int) -> Sampler | None:
-        """Return the session's sampler with the smallest rank that can serve adapters of `rank`
-        (0: no adapters)."""
-        found = [
-            sampler
-            for (session, model, largest), sampler in self._samplers.items()
-            if (session, model) == (session_id, model_name) and largest >= rank
-        ]
-        return min(found, key=lambda sampler: sampler.max_lora_rank, default=None)
-
-    def ensure(self, *, session_id: str, model: BaseModelEntry, rank: int) -> Sampler:
-        """As `get`, but start a new sampler if there is none. Raises `LimitExceeded` if the owner
-        may not have another one, and `SessionFinished`."""
-        sampler = self.get(session_id=session_id, model_name=model.name, rank=rank)
-        if sampler is None:
-            owner = self.sessions.require(session_id).owner
-            used = self.sessions.count_of(owner, (s.session_id for s in self._samplers.values()))
-            self.limits.check("samplers", used=used)
-            largest = self._largest_rank(rank)
-            sampler = self._samplers[session_id, model.name, largest] = Sampler(
-                session_id=session_id,
-                model=model,
-                max_lora_rank=largest,
-                settings=self.settings.sampler,
-                fleet=self.fleet,
-                metrics=self.metrics,
-                meter=self.meter,
-                pins=self.pins,
-            )
-        return sampler
-
-    def submit(
-        self,
-        sampler: Sampler,
-        *,
-        future: Future,
-        request: sampler_pb2.SampleRequest,
-        tell: Tell | None = None,
-    ) -> None:
-        """Take a sample, which starts when it is its owner's turn; `tell` is given its tokens as
-        they are drawn. Raises `Overloaded` if too many samples wait already, at this sampler, of
-        this owner or in all: the SDK then sends it again later, and fewer at once."""
-        waiting = sampler.waiting
-        if waiting >= self.settings.max_waiting_samples:
-            self.limits.note_refusal("sampler_samples")
-            raise overloaded(
-                f"{waiting} samples wait at this sampler already (TANDEM_MAX_WAITING_SAMPLES)",
-                limit="sampler_samples",
-                waiting=waiting,
-                per_second=sampler.completions.per_second(),
-            )
-        reserved = self.limits.reserve(
-            future.owner, (self.limits.samples, 1), (self.limits.held, request.ByteSize())
-        )
-        future.on_end(lambda _outcome: reserved.close())
-        sample = Sample(future=future, request=request, tell=tell)
-        sampler.add(sample)
-        self._starter.put(future.owner, lambda: sampler.start(sample))
-
-    def cancel(self, request_id: str) -> None:
-        """Cancel a sample, here and in its engine; do nothing if it is unknown or has ended."""
-        for sampler in self._samplers.values():
-            if sample := sampler.samples.get(request_id):
-                sample.future.resolve(SampleCancelled("the sample was cancelled by its client"))
-
-    async def end_session(self, session_id: str, error: TandemError) -> None:
-        """Stop the session's samplers."""
-        keys = [key for key in self._samplers if key[0] == session_id]
-        samplers = [self._samplers.pop(key) for key in keys]
-        await asyncio.gather(*(sampler.stop(error) for sampler in samplers))
-
-    async def close(self) -> None:
-        """Cancel everything without an outcome: clients ask the next gateway."""
-        self._starter.clear()
-        await asyncio.gather(*(sampler.abandon() for sampler in self._samplers.values()))
-        self._samplers.clear()
-
-    def _largest_rank(self, rank: int) -> int:
-        """Round up to a power of two, as engines reserve memory anyway, so that runs of similar
-        ranks share an engine."""
-        if rank == 0:
-            return 0
-        largest = max(rank, self.settings.sampler.max_lora_rank, _SMALLEST_RANK)
-        return min(1 << (largest - 1).bit_length(), _LARGEST_RANK)

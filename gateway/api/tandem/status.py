@@ -171,6 +171,7 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
             SamplerStatus.of(
                 sampler,
                 base_model=sampler.model.name,
+                reason=sampler.explain() if sampler.state == "queued" else sampler.reason,
                 worker=sampler.worker.worker_id if sampler.worker is not None else "",
                 weight_version=sampler.weights,
                 adapters=sorted(sampler.loaded - {sampler.weights}),

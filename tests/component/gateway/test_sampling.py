@@ -255,6 +255,50 @@ def test_the_bound_on_all_samplers_together_says_when_to_come_back(tmp_path):
         wait_until(lambda: asample(client, samplers[2]).status_code == 200)
 
 
+# --- Engines ------------------------------------------------------------------------------
+
+
+def test_an_engine_beyond_the_bound_waits_tells_why_and_gets_the_place_of_an_idle_one(tmp_path):
+    bounds = {"max_engines": 2, "engine_quantum": 0}
+    with running_gateway(tmp_path, session_ttl=600, **bounds) as gate, gate.http() as client:
+        samplers = [new_sampler(gate) for _ in range(3)]
+        gate.run(gate.launcher.start_gate.clear)
+        requests = [asample(client, s).json()["request_id"] for s in samplers]
+        waiting = client.post("/api/v1/retrieve_future", json={"request_id": requests[2]}).json()
+        assert waiting["queue_state"] == "paused_capacity"
+        assert "2 engines run on this machine (TANDEM_MAX_ENGINES)" in waiting["queue_state_reason"]
+        assert "; 0 engines before this one; " in waiting["queue_state_reason"]
+        states = [s["state"] for s in client.get("/api/tandem/v1/status").json()["samplers"]]
+        assert states == ["starting", "starting", "queued"]
+        assert len(gate.launcher.specs) == 2
+        gate.run(gate.launcher.start_gate.set)
+        assert all(gate.retrieve(request).is_success for request in requests)
+        assert len(gate.launcher.stopped) == 1, "that of an engine with nothing to do"
+        again = [asample(client, s, 1).json()["request_id"] for s in samplers]
+        assert all(gate.retrieve(request).is_success for request in again)
+        assert len(gate.gateway.fleet.all()) <= 2
+
+
+def test_a_save_whose_engine_waits_for_its_place_tells_so(tmp_path):
+    with (
+        running_gateway(tmp_path, session_ttl=600, max_engines=1) as gate,
+        gate.http() as client,
+    ):
+        new_sampler(gate)
+        gate.start_engines()
+        run_id = gate.run_id(gate.session_id())
+        save = {"model_id": run_id, "seq_id": 1, "sampling_session_seq_id": 0}
+        request = client.post("/api/v1/save_weights_for_sampler", json=save).json()["request_id"]
+
+        def reason() -> str:
+            answer = client.post("/api/v1/retrieve_future", json={"request_id": request})
+            assert answer.status_code == 408
+            return answer.json()["queue_state_reason"]
+
+        wait_until(lambda: "the sampler waits for its place" in reason())
+        assert "1 engines run on this machine (TANDEM_MAX_ENGINES); 0 engines" in reason()
+
+
 # --- Waiting for results ------------------------------------------------------------------
 
 

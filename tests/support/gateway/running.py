@@ -64,7 +64,8 @@ class Gate:
         mine = [s for s in self.gateway.sampling.all() if s.id.startswith(session_id)]
         for session in mine[-newest:]:
             engine = self.run(lambda session=session: sampler_of(self.gateway, session))
-            wait_until(lambda engine=engine: engine.state != "starting")
+            self.run(engine.start_engine)
+            wait_until(lambda engine=engine: engine.state in ("ready", "failed", "stopped"))
 
     def worker(self, kind: str, index: int = -1):
         """The newest worker of a kind, or of those whose ids begin so. That of the newest
@@ -105,6 +106,8 @@ def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
         "port": 0,
         "api_key": KEY,
         "session_left_ttl": 600,  # the tests open a connection for each request
+        "max_engines": 10_000,
+        "max_starting_engines": 100,
         "long_poll": 0.3,
         "reaper_interval": 0.05,
         "min_free_bytes": 0,
