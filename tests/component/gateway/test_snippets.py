@@ -1,0 +1,80 @@
+"""The Python in README.md and docs/, run as it stands there, with fake workers.
+
+A snippet finds the names that its page speaks of (`service`, `training`, `prompt`, `data`), and the
+placeholders of the page stand for things of this gateway. A warning of the SDK fails the test.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import tinker
+from tinker import types
+
+from tests.support.gateway.running import KEY
+from tests.support.gateway.speaking_models import (
+    byte_tokenizer,
+    speaking_gateway,
+    write_speaking_model,
+)
+
+ROOT = Path(__file__).parents[3]
+SNIPPETS = [
+    pytest.param(snippet, id=f"{page.name}-{number}")
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
+]
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("snippets")
+    with speaking_gateway(folder, session_ttl=600) as gate:
+        model = write_speaking_model(folder / "model", byte_tokenizer())
+        gate.run(gate.gateway.models.add(name="my/model", path=str(model)))
+        yield gate
+
+
+@pytest.fixture(scope="module")
+def names(gate):
+    """What the snippets find, and by which names."""
+    with gate.service() as service:
+        training = service.create_lora_training_client("my/model").result()
+        training.save_weights_for_sampler("final").result()
+        tokens = list(range(4))
+        inputs = {
+            "target_tokens": types.TensorData(data=tokens, dtype="int64", shape=[4]),
+            **{
+                name: types.TensorData(data=[0.5] * 4, dtype="float32", shape=[4])
+                for name in ("logprobs", "advantages", "old", "mask")
+            },
+        }
+        yield {
+            "tinker": tinker,
+            "service": service,
+            "training": training,
+            "prompt": types.ModelInput.from_ints(tokens),
+            "data": [
+                types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+            ],
+        }
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_a_snippet_of_the_documents_runs(snippet, gate, names, monkeypatch):
+    monkeypatch.setenv("TINKER_BASE_URL", gate.url)
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    run_id = names["training"].model_id
+    for placeholder, value in {
+        "http://127.0.0.1:8000": gate.url,
+        "tml-…": KEY,
+        "s-ab12…:train:0": run_id,
+        "tinker://RUN/sampler_weights/NAME": f"tinker://{run_id}/sampler_weights/final",
+    }.items():
+        snippet = snippet.replace(placeholder, value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        exec(compile(snippet, "snippet", "exec"), dict(names))
