@@ -62,6 +62,14 @@ class Dispatcher:
         return len(self._under_way)
 
     @property
+    def first(self) -> Call | None:
+        """The first of those that are under way, without those that only a sampler still works at
+        if there are others."""
+        calls = self._under_way.values()
+        waiting = [call for call in calls if not call.released] or calls
+        return min(waiting, key=lambda call: call.operation.seq_id, default=None)
+
+    @property
     def rate(self) -> float:
         """Recent completions per second."""
         return self._completions.per_second()
@@ -124,9 +132,7 @@ class Dispatcher:
         if (call := self._under_way.get(seq_id)) is not None:
             before = sum(other < seq_id for other in self._under_way)
             if before == 0 or call.released or call.waiting_for != TRAINER_AT_WORK:
-                age = now - call.operation.future.accepted_at
-                why = call.explain() if call.explain is not None else call.waiting_for
-                return Waiting(f"{why} ({age:.0f} s)")
+                return Waiting(call.describe())
         elif self._gap_since is not None:
             return Waiting(
                 f"operation {self._next}, which comes before, has not arrived "
@@ -134,7 +140,8 @@ class Dispatcher:
             )
         else:
             before = min(seq_id - self._next, len(self._waiting)) + len(self._under_way)
-        return Waiting(f"{before} operation{'' if before == 1 else 's'} before this one")
+        reason = f"{before} operation{'' if before == 1 else 's'} before this one"
+        return Waiting(f"{reason}; {first.describe()}" if (first := self.first) else reason)
 
     def _take_next(self) -> Call | None:
         """Return the call of the next operation if it may go now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -170,12 +171,35 @@ class Operation:
         return False
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far the trainer is with an operation, `seconds` after its turn came: tokens of its batch
+    that are computed, and all of them; 0 for an operation without a batch."""
+
+    seconds: float
+    tokens_done: int = 0
+    tokens: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_done / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        """Literal example: `4,096 of 65,536 tokens, 512 tokens/s, 8 s`."""
+        if not self.tokens:
+            return f"{self.seconds:.0f} s"
+        return (
+            f"{self.tokens_done:,} of {self.tokens:,} tokens, {self.tokens_per_second:,.0f} "
+            f"tokens/s, {self.seconds:.0f} s"
+        )
+
+
 @dataclass(eq=False)
 class Call:
     """An operation whose turn it is. It is `answered` when the trainer has said what became of it.
-    `waiting_for`, or `explain` where that changes, tells its client why it has not ended; `wake`
-    is set when the next one may go. `gradients_incomplete` tells the trainer of a
-    forward_backward that was refused before it."""
+    `waiting_for`, or `explain` where that changes, tells its client why it has not ended, and
+    `progress` is what the trainer said last of it; `wake` is set when the next one may go.
+    `gradients_incomplete` tells the trainer of a forward_backward that was refused before it."""
 
     operation: Operation
     previous_seq_id: int = -1
@@ -186,6 +210,15 @@ class Call:
     released: bool = False
     waiting_for: str = "it is being prepared"
     explain: Callable[[], str] | None = None
+    progress: Progress | None = None
+
+    def describe(self) -> str:
+        """Say what is being done. Literal example: `forward_backward 12: the trainer is at work on
+        it (4,096 of 65,536 tokens, 512 tokens/s, 8 s)`."""
+        why = self.explain() if self.explain is not None else self.waiting_for
+        age = Progress(time.monotonic() - self.operation.future.accepted_at)
+        progress = self.progress if why == TRAINER_AT_WORK and self.progress is not None else age
+        return f"{self.operation.kind} {self.operation.seq_id}: {why} ({progress})"
 
     def send(self) -> None:
         """Note that all is done that can fail before the trainer hears of the operation."""

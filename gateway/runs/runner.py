@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -40,6 +40,7 @@ from gateway.runs.operations import (
     LossReference,
     Operation,
     OptimStep,
+    Progress,
     RunBroken,
     SaveWeights,
     SaveWeightsExternal,
@@ -63,6 +64,7 @@ from tandem.weights import new_version_name
 from tandem.worker import TrainingSpec
 
 _DELIVERIES = 3
+_PROGRESS_INTERVAL = 2.0
 
 TrainerRequest = (
     trainer_pb2.ForwardBackwardRequest
@@ -196,7 +198,8 @@ class OperationRunner:
         call.send()
         for attempt in range(_DELIVERIES):
             try:
-                reply = await self._client.call(method, request)
+                async with self._following(call):
+                    reply = await self._client.call(method, request)
             except WorkerUnavailable as error:
                 self._log.warning("connection_broke", attempt=attempt, reason=str(error))
                 await asyncio.sleep(EXIT_REPORT_PATIENCE)
@@ -211,6 +214,29 @@ class OperationRunner:
                     raise from_failure(reply.failure)
                 return reply
         raise RunBroken(InternalError("the connection to the trainer broke again and again"))
+
+    @asynccontextmanager
+    async def _following(self, call: Call) -> AsyncIterator[None]:
+        """Keep the call's progress up to date while the block runs. What takes no longer than the
+        interval is not asked about."""
+        task = asyncio.create_task(self._follow(call))
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _follow(self, call: Call) -> None:
+        while True:
+            await asyncio.sleep(_PROGRESS_INTERVAL)
+            try:
+                reply = await self._client.progress()
+            except (WorkerUnavailable, TandemError) as error:  # the call itself says what it means
+                self._log.debug("no_progress", reason=str(error))
+                continue
+            if reply.seq_id == call.operation.seq_id + 1:
+                call.progress = Progress(
+                    seconds=reply.seconds, tokens_done=reply.tokens_done, tokens=reply.tokens
+                )
 
     # --- Training -----------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from tandem.errors import InternalError, OperationTimedOut, WorkerDied
 from tandem.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 _DESCRIBE_TIMEOUT = 30.0
+_PROGRESS_TIMEOUT = 5.0
 EXIT_REPORT_PATIENCE = 5.0
 """Seconds within which the launcher reports the end of a worker whose connection broke."""
 
@@ -52,6 +53,10 @@ class TrainerClient:
     async def describe(self) -> trainer_pb2.DescribeTrainerReply:
         request = trainer_pb2.DescribeTrainerRequest()
         return await _call(self._worker, self.stub.Describe, request, _DESCRIBE_TIMEOUT)
+
+    async def progress(self) -> trainer_pb2.ProgressReply:
+        request = trainer_pb2.ProgressRequest()
+        return await _call(self._worker, self.stub.Progress, request, _PROGRESS_TIMEOUT)
 
     async def call(self, method: Method[Request, Reply], request: Request) -> Reply:
         return await _call(self._worker, method, request, self._timeout)

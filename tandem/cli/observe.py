@@ -22,6 +22,7 @@ _TABLES: dict[str, tuple[Column, ...]] = {
         Column("state"),
         Column("step", right=True),
         Column("queued", right=True),
+        Column("operation", wrap=28),
         Column("reason", wrap=24),
         Column("base_model"),
         Column("weight_version"),
@@ -55,6 +56,9 @@ def status(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
         if number:
             say("")
         rows = answer.get(name, [])
+        for row in rows:
+            if isinstance(operation := row.get("operation"), dict):
+                row["operation"] = operation["says"]
         if not rows:
             say(f"No {name}.")
             continue

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tandem.demo.reinforcement import StepResult
@@ -58,6 +60,42 @@ class LiveTable:
 
     def _print_line(self, cells: Sequence[str]) -> None:
         self._console.print("".join(f"{cell:>10}" for cell in cells), soft_wrap=True)
+
+
+class WarmUpProgress:
+    """A bar on a terminal; elsewhere a line for each tenth of the steps."""
+
+    def __init__(self, *, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._started = time.monotonic()
+        self._bar = Progress(
+            TextColumn("Warm-up on imperfect examples"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}  loss {task.fields[loss]:.3f}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("warm-up", total=steps, loss=float("nan"))
+
+    def __enter__(self) -> WarmUpProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, step: int, loss: float) -> None:
+        self._bar.update(self._task, completed=step, loss=loss)
+        tenth_before = (step - 1) * 10 // self._steps
+        if not self._console.is_terminal and step * 10 // self._steps > tenth_before:
+            seconds = time.monotonic() - self._started
+            self._console.print(
+                f"Warm-up on imperfect examples: {step} of {self._steps} steps, loss {loss:.3f}, "
+                f"{seconds:.0f} s",
+                soft_wrap=True,
+            )
 
 
 class RunDirectory:

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tandem import __version__
 from tandem.demo.configuration import DemoConfiguration
 from tandem.demo.reinforcement import Loop, StepResult
-from tandem.demo.report import LiveTable, RunDirectory
+from tandem.demo.report import LiveTable, RunDirectory, WarmUpProgress
 from tandem.demo.tiny_model import EOS, write_tiny_model
 from tandem.demo.warm_up import warm_up
 from tandem.errors import WorkerStartFailed
@@ -178,22 +177,15 @@ def _warm_up(
     client = service.create_lora_training_client(f"{configuration.model_name}:full").result()
     _note_ready(stack, timing=timing, console=console)
     tokenizer = client.get_tokenizer()
-    columns = (
-        TextColumn("Warm-up on imperfect examples"),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}  loss {task.fields[loss]:.3f}"),
-        TimeRemainingColumn(),
-    )
     started = time.monotonic()
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("warm-up", total=configuration.warm_up.steps, loss=float("nan"))
+    with WarmUpProgress(console=console, steps=configuration.warm_up.steps) as progress:
         warm_up(
             client,
             tokenizer,
             eos=tokenizer.convert_tokens_to_ids(EOS),
             seed=configuration.seed,
             configuration=configuration.warm_up,
-            progress=lambda step, loss: progress.update(task, completed=step, loss=loss),
+            progress=progress.update,
         )
     path = str(client.save_state(configuration.warm_up_name, overwrite=True).result().path)
     timing.warm_up = time.monotonic() - started

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/trainer.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\x18\n\x16\x44\x65scribeTrainerRequest\"\xd7\x01\n\x14\x44\x65scribeTrainerReply\x12\x14\n\x0c\x61rchitecture\x18\x01 \x01(\t\x12\x12\n\nparameters\x18\x02 \x01(\x03\x12\x12\n\nvocabulary\x18\x03 \x01(\x05\x12\x12\n\nmax_length\x18\x04 \x01(\x05\x12\r\n\x05ranks\x18\x05 \x01(\x05\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x13\n\x0blast_seq_id\x18\x08 \x01(\x03\x12\x0c\n\x04step\x18\t \x01(\x03\x12\x1c\n\x14trainable_parameters\x18\n \x01(\x03\"n\n\x16\x46orwardBackwardRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.OperationHeader\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x17\n\x0floss_definition\x18\x03 \x01(\x0c\"{\n\x14\x46orwardBackwardReply\x12\x10\n\x06output\x18\x01 \x01(\x0cH\x00\x12%\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x0e\n\x06tokens\x18\x04 \x01(\x03\x42\t\n\x07outcome\"}\n\x0b\x41\x64\x61mWParams\x12\x15\n\rlearning_rate\x18\x01 \x01(\x01\x12\r\n\x05\x62\x65ta1\x18\x02 \x01(\x01\x12\r\n\x05\x62\x65ta2\x18\x03 \x01(\x01\x12\x0b\n\x03\x65ps\x18\x04 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x05 \x01(\x01\x12\x16\n\x0egrad_clip_norm\x18\x06 \x01(\x01\"L\n\x0c\x44iMuonParams\x12\x15\n\rlearning_rate\x18\x01 \x01(\x01\x12\r\n\x05\x62\x65ta1\x18\x02 \x01(\x01\x12\x16\n\x0egrad_clip_norm\x18\x03 \x01(\x01\"\xa5\x01\n\x10OptimStepRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.OperationHeader\x12\'\n\x05\x61\x64\x61mw\x18\x02 \x01(\x0b\x32\x16.tandem.v1.AdamWParamsH\x00\x12)\n\x06\x64imuon\x18\x04 \x01(\x0b\x32\x17.tandem.v1.DiMuonParamsH\x00\x42\x0b\n\toptimizerJ\x04\x08\x03\x10\x04\"\xbd\x01\n\x0eOptimStepReply\x12#\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Failure\x12\x37\n\x07metrics\x18\x02 \x03(\x0b\x32&.tandem.v1.OptimStepReply.MetricsEntry\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x87\x01\n\x0ePublishRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.OperationHeader\x12)\n\x07version\x18\x02 \x01(\x0b\x32\x18.tandem.v1.WeightVersion\x12\x0e\n\x06parent\x18\x03 \x01(\t\x12\x0e\n\x06merged\x18\x04 \x01(\x08\"~\n\x0cPublishReply\x12#\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Failure\x12)\n\x07version\x18\x02 \x01(\x0b\x32\x18.tandem.v1.WeightVersion\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"Q\n\x15SaveCheckpointRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.OperationHeader\x12\x0c\n\x04path\x18\x02 \x01(\t\"h\n\x13SaveCheckpointReply\x12#\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Failure\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"d\n\x15LoadCheckpointRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.OperationHeader\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x11\n\toptimizer\x18\x03 \x01(\x08\"Y\n\x13LoadCheckpointReply\x12#\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Failure\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x32\xdc\x03\n\x07Trainer\x12N\n\x08\x44\x65scribe\x12!.tandem.v1.DescribeTrainerRequest\x1a\x1f.tandem.v1.DescribeTrainerReply\x12U\n\x0f\x46orwardBackward\x12!.tandem.v1.ForwardBackwardRequest\x1a\x1f.tandem.v1.ForwardBackwardReply\x12\x43\n\tOptimStep\x12\x1b.tandem.v1.OptimStepRequest\x1a\x19.tandem.v1.OptimStepReply\x12=\n\x07Publish\x12\x19.tandem.v1.PublishRequest\x1a\x17.tandem.v1.PublishReply\x12R\n\x0eSaveCheckpoint\x12 .tandem.v1.SaveCheckpointRequest\x1a\x1e.tandem.v1.SaveCheckpointReply\x12R\n\x0eLoadCheckpoint\x12 .tandem.v1.LoadCheckpointRequest\x1a\x1e.tandem.v1.LoadCheckpointReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/trainer.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\x18\n\x16\x44\x65scribeTrainerRequest\"\xd7\x01\n\x14\x44\x65scribeTrainerReply\x12\x14\n\x0c\x61rchitecture\x18\x01 \x01(\t\x12\x12\n\nparameters\x18\x02 \x01(\x03\x12\x12\n\nvocabulary\x18\x03 \x01(\x05\x12\x12\n\nmax_length\x18\x04 \x01(\x05\x12\r\n\x05ranks\x18\x05 \x01(\x05\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x13\n\x0blast_seq_id\x18\x08 \x01(\x03\x12\x0c\n\x04step\x18\t \x01(\x03\x12\x1c\n\x14trainable_parameters\x18\n \x01(\x03\"\x11\n\x0fProgressRequest\"U\n\rProgressReply\x12\x0e\n\x06seq_id\x18\x01 \x01(\x03\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x13\n\x0btokens_done\x18\x03 \x01(\x03\x12\x0e\n\x06tokens\x18\x04 \x01(\x03\"n\n\x16\x46orwardBackwardRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.OperationHeader\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x17\n\x0floss_definition\x18\x03 \x01(\x0c\"{\n\x14\x46orwardBackwardReply\x12\x10\n\x06output\x18\x01 \x01(\x0cH\x00\x12%\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x0e\n\x06tokens\x18\x04 \x01(\x03\x42\t\n\x07outcome\"}\n\x0b\x41\x64\x61mWParams\x12\x15\n\rlearning_rate\x18\x01 \x01(\x01\x12\r\n\x05\x62\x65ta1\x18\x02 \x01(\x01\x12\r\n\x05\x62\x65ta2\x18\x03 \x01(\x01\x12\x0b\n\x03\x65ps\x18\x04 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x05 \x01(\x01\x12\x16\n\x0egrad_clip_norm\x18\x06 \x01(\x01\"L\n\x0c\x44iMuonParams\x12\x15\n\rlearning_rate\x18\x01 \x01(\x01\x12\r\n\x05\x62\x65ta1\x18\x02 \x01(\x01\x12\x16\n\x0egrad_clip_norm\x18\x03 \x01(\x01\"\xa5\x01\n\x10OptimStepRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.OperationHeader\x12\'\n\x05\x61\x64\x61mw\x18\x02 \x01(\x0b\x32\x16.tandem.v1.AdamWParamsH\x00\x12)\n\x06\x64imuon\x18\x04 \x01(\x0b\x32\x17.tandem.v1.DiMuonParamsH\x00\x42\x0b\n\toptimizerJ\x04\x08\x03\x10\x04\"\xbd\x01\n\x0eOptimStepReply\x12#\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Failure\x12\x37\n\x07metrics\x18\x02 \x03(\x0b\x32&.tandem.v1.OptimStepReply.MetricsEntry\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x87\x01\n\x0ePublishRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.OperationHeader\x12)\n\x07version\x18\x02 \x01(\x0b\x32\x18.tandem.v1.WeightVersion\x12\x0e\n\x06parent\x18\x03 \x01(\t\x12\x0e\n\x06merged\x18\x04 \x01(\x08\"~\n\x0cPublishReply\x12#\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Failure\x12)\n\x07version\x18\x02 \x01(\x0b\x32\x18.tandem.v1.WeightVersion\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"Q\n\x15SaveCheckpointRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.OperationHeader\x12\x0c\n\x04path\x18\x02 \x01(\t\"h\n\x13SaveCheckpointReply\x12#\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Failure\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"d\n\x15LoadCheckpointRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.OperationHeader\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x11\n\toptimizer\x18\x03 \x01(\x08\"Y\n\x13LoadCheckpointReply\x12#\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Failure\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x32\x9e\x04\n\x07Trainer\x12N\n\x08\x44\x65scribe\x12!.tandem.v1.DescribeTrainerRequest\x1a\x1f.tandem.v1.DescribeTrainerReply\x12@\n\x08Progress\x12\x1a.tandem.v1.ProgressRequest\x1a\x18.tandem.v1.ProgressReply\x12U\n\x0f\x46orwardBackward\x12!.tandem.v1.ForwardBackwardRequest\x1a\x1f.tandem.v1.ForwardBackwardReply\x12\x43\n\tOptimStep\x12\x1b.tandem.v1.OptimStepRequest\x1a\x19.tandem.v1.OptimStepReply\x12=\n\x07Publish\x12\x19.tandem.v1.PublishRequest\x1a\x17.tandem.v1.PublishReply\x12R\n\x0eSaveCheckpoint\x12 .tandem.v1.SaveCheckpointRequest\x1a\x1e.tandem.v1.SaveCheckpointReply\x12R\n\x0eLoadCheckpoint\x12 .tandem.v1.LoadCheckpointRequest\x1a\x1e.tandem.v1.LoadCheckpointReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,32 +38,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBETRAINERREQUEST']._serialized_end=86
   _globals['_DESCRIBETRAINERREPLY']._serialized_start=89
   _globals['_DESCRIBETRAINERREPLY']._serialized_end=304
-  _globals['_FORWARDBACKWARDREQUEST']._serialized_start=306
-  _globals['_FORWARDBACKWARDREQUEST']._serialized_end=416
-  _globals['_FORWARDBACKWARDREPLY']._serialized_start=418
-  _globals['_FORWARDBACKWARDREPLY']._serialized_end=541
-  _globals['_ADAMWPARAMS']._serialized_start=543
-  _globals['_ADAMWPARAMS']._serialized_end=668
-  _globals['_DIMUONPARAMS']._serialized_start=670
-  _globals['_DIMUONPARAMS']._serialized_end=746
-  _globals['_OPTIMSTEPREQUEST']._serialized_start=749
-  _globals['_OPTIMSTEPREQUEST']._serialized_end=914
-  _globals['_OPTIMSTEPREPLY']._serialized_start=917
-  _globals['_OPTIMSTEPREPLY']._serialized_end=1106
-  _globals['_OPTIMSTEPREPLY_METRICSENTRY']._serialized_start=1060
-  _globals['_OPTIMSTEPREPLY_METRICSENTRY']._serialized_end=1106
-  _globals['_PUBLISHREQUEST']._serialized_start=1109
-  _globals['_PUBLISHREQUEST']._serialized_end=1244
-  _globals['_PUBLISHREPLY']._serialized_start=1246
-  _globals['_PUBLISHREPLY']._serialized_end=1372
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1374
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1455
-  _globals['_SAVECHECKPOINTREPLY']._serialized_start=1457
-  _globals['_SAVECHECKPOINTREPLY']._serialized_end=1561
-  _globals['_LOADCHECKPOINTREQUEST']._serialized_start=1563
-  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=1663
-  _globals['_LOADCHECKPOINTREPLY']._serialized_start=1665
-  _globals['_LOADCHECKPOINTREPLY']._serialized_end=1754
-  _globals['_TRAINER']._serialized_start=1757
-  _globals['_TRAINER']._serialized_end=2233
+  _globals['_PROGRESSREQUEST']._serialized_start=306
+  _globals['_PROGRESSREQUEST']._serialized_end=323
+  _globals['_PROGRESSREPLY']._serialized_start=325
+  _globals['_PROGRESSREPLY']._serialized_end=410
+  _globals['_FORWARDBACKWARDREQUEST']._serialized_start=412
+  _globals['_FORWARDBACKWARDREQUEST']._serialized_end=522
+  _globals['_FORWARDBACKWARDREPLY']._serialized_start=524
+  _globals['_FORWARDBACKWARDREPLY']._serialized_end=647
+  _globals['_ADAMWPARAMS']._serialized_start=649
+  _globals['_ADAMWPARAMS']._serialized_end=774
+  _globals['_DIMUONPARAMS']._serialized_start=776
+  _globals['_DIMUONPARAMS']._serialized_end=852
+  _globals['_OPTIMSTEPREQUEST']._serialized_start=855
+  _globals['_OPTIMSTEPREQUEST']._serialized_end=1020
+  _globals['_OPTIMSTEPREPLY']._serialized_start=1023
+  _globals['_OPTIMSTEPREPLY']._serialized_end=1212
+  _globals['_OPTIMSTEPREPLY_METRICSENTRY']._serialized_start=1166
+  _globals['_OPTIMSTEPREPLY_METRICSENTRY']._serialized_end=1212
+  _globals['_PUBLISHREQUEST']._serialized_start=1215
+  _globals['_PUBLISHREQUEST']._serialized_end=1350
+  _globals['_PUBLISHREPLY']._serialized_start=1352
+  _globals['_PUBLISHREPLY']._serialized_end=1478
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1480
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1561
+  _globals['_SAVECHECKPOINTREPLY']._serialized_start=1563
+  _globals['_SAVECHECKPOINTREPLY']._serialized_end=1667
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_start=1669
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=1769
+  _globals['_LOADCHECKPOINTREPLY']._serialized_start=1771
+  _globals['_LOADCHECKPOINTREPLY']._serialized_end=1860
+  _globals['_TRAINER']._serialized_start=1863
+  _globals['_TRAINER']._serialized_end=2405
 # @@protoc_insertion_point(module_scope)

@@ -73,6 +73,43 @@ class DescribeTrainerReply(google.protobuf.message.Message):
 Global___DescribeTrainerReply: typing_extensions.TypeAlias = DescribeTrainerReply
 
 @typing.final
+class ProgressRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ProgressRequest: typing_extensions.TypeAlias = ProgressRequest
+
+@typing.final
+class ProgressReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEQ_ID_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    TOKENS_DONE_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    seq_id: builtins.int
+    """Of the operation that is being applied; 0: there is none."""
+    seconds: builtins.float
+    """Since its turn came."""
+    tokens_done: builtins.int
+    """Tokens of its batch: those computed, and all. 0 for an operation without a batch."""
+    tokens: builtins.int
+    def __init__(
+        self,
+        *,
+        seq_id: builtins.int = ...,
+        seconds: builtins.float = ...,
+        tokens_done: builtins.int = ...,
+        tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["seconds", b"seconds", "seq_id", b"seq_id", "tokens", b"tokens", "tokens_done", b"tokens_done"]) -> None: ...
+
+Global___ProgressReply: typing_extensions.TypeAlias = ProgressReply
+
+@typing.final
 class ForwardBackwardRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -39,6 +39,11 @@ class TrainerStub(object):
                 request_serializer=tandem_dot_v1_dot_trainer__pb2.DescribeTrainerRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_trainer__pb2.DescribeTrainerReply.FromString,
                 _registered_method=True)
+        self.Progress = channel.unary_unary(
+                '/tandem.v1.Trainer/Progress',
+                request_serializer=tandem_dot_v1_dot_trainer__pb2.ProgressRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_trainer__pb2.ProgressReply.FromString,
+                _registered_method=True)
         self.ForwardBackward = channel.unary_unary(
                 '/tandem.v1.Trainer/ForwardBackward',
                 request_serializer=tandem_dot_v1_dot_trainer__pb2.ForwardBackwardRequest.SerializeToString,
@@ -71,6 +76,13 @@ class TrainerServicer(object):
 
     def Describe(self, request, context):
         """Facts about the model and the process group. Answers once the worker is ready.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Progress(self, request, context):
+        """How far the operation under way is. Answers at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,6 +130,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=tandem_dot_v1_dot_trainer__pb2.DescribeTrainerRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_trainer__pb2.DescribeTrainerReply.SerializeToString,
+            ),
+            'Progress': grpc.unary_unary_rpc_method_handler(
+                    servicer.Progress,
+                    request_deserializer=tandem_dot_v1_dot_trainer__pb2.ProgressRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_trainer__pb2.ProgressReply.SerializeToString,
             ),
             'ForwardBackward': grpc.unary_unary_rpc_method_handler(
                     servicer.ForwardBackward,
@@ -172,6 +189,33 @@ class Trainer(object):
             '/tandem.v1.Trainer/Describe',
             tandem_dot_v1_dot_trainer__pb2.DescribeTrainerRequest.SerializeToString,
             tandem_dot_v1_dot_trainer__pb2.DescribeTrainerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Progress(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Trainer/Progress',
+            tandem_dot_v1_dot_trainer__pb2.ProgressRequest.SerializeToString,
+            tandem_dot_v1_dot_trainer__pb2.ProgressReply.FromString,
             options,
             channel_credentials,
             insecure,

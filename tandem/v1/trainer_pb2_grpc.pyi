@@ -41,6 +41,22 @@ _TrainerDescribeType = typing_extensions.TypeVar(
     ],
 )
 
+_TrainerProgressType = typing_extensions.TypeVar(
+    '_TrainerProgressType',
+    grpc.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.ProgressRequest,
+        tandem.v1.trainer_pb2.ProgressReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.ProgressRequest,
+        tandem.v1.trainer_pb2.ProgressReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.ProgressRequest,
+        tandem.v1.trainer_pb2.ProgressReply,
+    ],
+)
+
 _TrainerForwardBackwardType = typing_extensions.TypeVar(
     '_TrainerForwardBackwardType',
     grpc.UnaryUnaryMultiCallable[
@@ -121,12 +137,16 @@ _TrainerLoadCheckpointType = typing_extensions.TypeVar(
     ],
 )
 
-class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerForwardBackwardType, _TrainerOptimStepType, _TrainerPublishType, _TrainerSaveCheckpointType, _TrainerLoadCheckpointType]):
+class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerProgressType, _TrainerForwardBackwardType, _TrainerOptimStepType, _TrainerPublishType, _TrainerSaveCheckpointType, _TrainerLoadCheckpointType]):
     @typing.overload
     def __init__(self: TrainerStub[
         grpc.UnaryUnaryMultiCallable[
             tandem.v1.trainer_pb2.DescribeTrainerRequest,
             tandem.v1.trainer_pb2.DescribeTrainerReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            tandem.v1.trainer_pb2.ProgressRequest,
+            tandem.v1.trainer_pb2.ProgressReply,
         ],
         grpc.UnaryUnaryMultiCallable[
             tandem.v1.trainer_pb2.ForwardBackwardRequest,
@@ -157,6 +177,10 @@ class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerForwardBackwardTy
             tandem.v1.trainer_pb2.DescribeTrainerReply,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            tandem.v1.trainer_pb2.ProgressRequest,
+            tandem.v1.trainer_pb2.ProgressReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             tandem.v1.trainer_pb2.ForwardBackwardRequest,
             tandem.v1.trainer_pb2.ForwardBackwardReply,
         ],
@@ -181,6 +205,9 @@ class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerForwardBackwardTy
     Describe: _TrainerDescribeType
     """Facts about the model and the process group. Answers once the worker is ready."""
 
+    Progress: _TrainerProgressType
+    """How far the operation under way is. Answers at once."""
+
     ForwardBackward: _TrainerForwardBackwardType
     """Computes a loss and, unless `forward_only`, adds its gradients to those held."""
 
@@ -200,6 +227,10 @@ TrainerAsyncStub: typing_extensions.TypeAlias = TrainerStub[
     grpc.aio.UnaryUnaryMultiCallable[
         tandem.v1.trainer_pb2.DescribeTrainerRequest,
         tandem.v1.trainer_pb2.DescribeTrainerReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.ProgressRequest,
+        tandem.v1.trainer_pb2.ProgressReply,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         tandem.v1.trainer_pb2.ForwardBackwardRequest,
@@ -231,6 +262,14 @@ class TrainerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.trainer_pb2.DescribeTrainerReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.DescribeTrainerReply]]:
         """Facts about the model and the process group. Answers once the worker is ready."""
+
+    @abc.abstractmethod
+    def Progress(
+        self,
+        request: tandem.v1.trainer_pb2.ProgressRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tandem.v1.trainer_pb2.ProgressReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.ProgressReply]]:
+        """How far the operation under way is. Answers at once."""
 
     @abc.abstractmethod
     def ForwardBackward(

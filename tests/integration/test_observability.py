@@ -39,6 +39,7 @@ def test_log_lines_are_json_with_the_ids_of_session_run_and_request(
     sampler = run.save_weights_and_get_sampling_client().result(timeout=120)
     refusal(lambda: sample(sampler, [VOCABULARY]))  # each service tells of something in its log
     refusal(lambda: run.optim_step(adam()).result(timeout=SOON))
+    train(run, seed=212, steps=1)
     keys: dict[str, set[str]] = {}
     for path in (stack.data_dir / "logs").glob("*.log"):
         service = path.name.split("-")[0].removesuffix(".log")
@@ -50,5 +51,5 @@ def test_log_lines_are_json_with_the_ids_of_session_run_and_request(
             assert entry["service"] == service
             keys.setdefault(service, set()).update(entry)
     assert {"session_id", "run_id", "request_id"} <= keys["gateway"]
-    assert {"session_id", "run_id", "request_id"} <= keys["trainer"]
+    assert {"session_id", "run_id", "request_id", "tokens", "tokens_per_second"} <= keys["trainer"]
     assert {"session_id", "version"} <= keys["sampler"]

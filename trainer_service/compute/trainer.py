@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 import functools
 import struct
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from tandem.v1 import trainer_pb2
 from trainer_service.backends.base import (
     Gradients,
     ParallelBackend,
@@ -173,6 +176,46 @@ class _SeparateGradients:
         self.total = add_gradients(self.total, found) if self.total else found
 
 
+class Progress:
+    """How far the operation under way is. Written by the threads that compute, read by others.
+
+    A rank knows its own share of a batch alone, and takes the others to be as far.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.end()
+
+    def begin(self, seq_id: int) -> None:
+        with self._lock:
+            self._seq_id, self._began = seq_id, time.perf_counter()
+
+    def expect(self, *, tokens: int, share: int) -> None:
+        """Note the tokens of a batch, and how many of them are computed here."""
+        with self._lock:
+            self._tokens, self._share, self._done = tokens, share, 0
+
+    def add(self, tokens: int) -> None:
+        with self._lock:
+            self._done += tokens
+
+    def end(self) -> None:
+        with self._lock:
+            self._seq_id, self._began = 0, 0.0
+            self._tokens, self._share, self._done = 0, 0, 0
+
+    def read(self) -> trainer_pb2.ProgressReply:
+        with self._lock:
+            if not self._seq_id:
+                return trainer_pb2.ProgressReply()
+            return trainer_pb2.ProgressReply(
+                seq_id=self._seq_id,
+                seconds=time.perf_counter() - self._began,
+                tokens_done=self._tokens * self._done // max(1, self._share),
+                tokens=self._tokens,
+            )
+
+
 @dataclass(frozen=True)
 class Computed:
     """The result of a forward_backward: `logprobs` [E] and the loss's metrics."""
@@ -207,6 +250,7 @@ class RankTrainer:
         self.backend = backend
         self.control = control
         self.step = 0
+        self.progress = Progress()
         self.base = BaseModelFiles(name=model_name or model_path.name, path=model_path)
         self._parallel = parallel
         # On a CPU the activations of more tokens than this fall out of the cache.
@@ -223,6 +267,11 @@ class RankTrainer:
             micro_batch_tokens=self._micro_batch_tokens,
             group=batch.loss.group,
             packed=self.backend.packs,
+        )
+        mine = plan if self._parallel else [plan[self.control.rank]]
+        self.progress.expect(
+            tokens=int(batch.lengths.sum()),
+            share=sum(int(batch.lengths[list(part)].sum()) for share in mine for part in share),
         )
         if self._parallel:
             results = self._parallel.compute(
@@ -303,6 +352,7 @@ class RankTrainer:
             result = loss.compute(logprobs, inputs, batch.settings, layout)
             if gradients:
                 keep(result.loss)
+            self.progress.add(int(batch.lengths[list(datums)].sum()))
             chosen.append(logprobs.detach())
             sums.append(torch.stack([result.loss.detach(), *result.sums]).double())
             if result.maxima:

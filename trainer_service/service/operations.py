@@ -40,6 +40,7 @@ class Operations:
     def __init__(self, trainer: RankTrainer) -> None:
         self._trainer = trainer
         self.ranks = trainer.control.size
+        self.progress = trainer.progress
         self._held = False
         self._refused = ""
 

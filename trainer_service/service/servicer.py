@@ -225,6 +225,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         job = self._engine.submit(lambda operations: operations.describe(last_seq_id=applied))
         return await self._or_broken(asyncio.wrap_future(job), context)
 
+    async def Progress(
+        self, request: trainer_pb2.ProgressRequest, context: Context
+    ) -> trainer_pb2.ProgressReply:
+        started = self._engine.started
+        if not started.done() or started.exception() is not None:
+            return trainer_pb2.ProgressReply()
+        return started.result().progress.read()
+
     async def ForwardBackward(
         self, request: trainer_pb2.ForwardBackwardRequest, context: Context
     ) -> trainer_pb2.ForwardBackwardReply:
@@ -357,10 +365,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         outcome = reply.failure.type if reply.HasField("failure") else "ok"
         self._metrics.operations.labels(kind, "ok" if outcome == "ok" else "failure").inc()
         self._metrics.seconds.labels(kind).observe(seconds)
+        more: dict[str, int] = {}
         if isinstance(reply, trainer_pb2.ForwardBackwardReply):
             self._metrics.tokens.inc(reply.tokens)
+            per_second = reply.tokens / seconds if seconds else 0
+            more = {"tokens": reply.tokens, "tokens_per_second": round(per_second)}
         elif isinstance(reply, trainer_pb2.PublishReply):
             self._metrics.published.inc(reply.bytes)
+            more = {"bytes": reply.bytes}
         elif isinstance(reply, trainer_pb2.OptimStepReply | trainer_pb2.LoadCheckpointReply):
             self._metrics.steps.set(reply.step)
         self._log.info(
@@ -372,6 +384,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             run_id=header.run_id,
             request_id=header.operation_id,
             seq_id=header.seq_id,
+            **more,
         )
 
 
@@ -387,7 +400,11 @@ def _apply(
     """Returns the reply, and how many seconds it took."""
     began = time.perf_counter()
     operations.note_refused(header.gradients_incomplete)
-    return job(operations), time.perf_counter() - began
+    operations.progress.begin(header.seq_id)
+    try:
+        return job(operations), time.perf_counter() - began
+    finally:
+        operations.progress.end()
 
 
 async def _abort(context: Context, code: grpc.StatusCode, sentence: str) -> NoReturn:

@@ -20,6 +20,7 @@ from gateway.api.dependencies import AuditDep, CallerDep, GatewayDep
 from gateway.api.errors import json_response
 from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router, file_response
+from gateway.runs.operations import Call, Progress
 from tandem import __version__
 from tandem.errors import UnknownModel
 
@@ -54,6 +55,20 @@ class SessionStatus(Answer):
     idle_seconds: float
 
 
+class OperationUnderWay(Answer):
+    """The operation at which a run's trainer works. `says` is all of it in words; `seconds` since
+    its turn came, or, before the trainer was asked, since it was accepted. Tokens are those of its
+    batch, 0 for an operation without one."""
+
+    seq_id: int
+    kind: str
+    says: str
+    seconds: float
+    tokens_done: int
+    tokens: int
+    tokens_per_second: float
+
+
 class RunStatus(Answer):
     id: str
     session_id: str
@@ -66,6 +81,7 @@ class RunStatus(Answer):
     ranks: int
     queued: int
     under_way: int
+    operation: OperationUnderWay | None
     weight_version: str
 
 
@@ -160,6 +176,7 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
                 worker=run.worker.worker_id if run.worker is not None else "",
                 queued=run.dispatcher.queued,
                 under_way=run.dispatcher.under_way,
+                operation=_under_way(run.dispatcher.first),
                 parameters=run.about.parameters,
                 ranks=run.about.ranks,
                 weight_version=run.parent,
@@ -197,6 +214,22 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
             for worker in gateway.fleet.all()
             if worker.session_id in mine
         ],
+    )
+
+
+def _under_way(call: Call | None) -> OperationUnderWay | None:
+    if call is None:
+        return None
+    age = time.monotonic() - call.operation.future.accepted_at
+    progress = call.progress or Progress(seconds=age)
+    return OperationUnderWay(
+        seq_id=call.operation.seq_id,
+        kind=call.operation.kind,
+        says=call.describe(),
+        seconds=round(progress.seconds, 1),
+        tokens_done=progress.tokens_done,
+        tokens=progress.tokens,
+        tokens_per_second=round(progress.tokens_per_second, 1),
     )
 
 

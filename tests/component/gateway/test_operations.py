@@ -8,6 +8,7 @@ import zstandard
 from tinker import types
 
 from tandem.errors import LossInputMissing
+from tandem.v1 import trainer_pb2
 from tests.support.gateway.requests import optim_step
 from tests.support.gateway.running import forward_backward_bytes, running_gateway
 from tests.support.sdk import supervised
@@ -173,7 +174,31 @@ def test_a_long_poll_says_what_is_being_waited_for(run):
     assert [a.status_code for a in answers] == [408, 408]
     assert answers[0].json()["type"] == "try_again"
     assert "trainer is at work" in answers[0].json()["queue_state_reason"]
-    assert answers[1].json()["queue_state_reason"] == "1 operation before this one"
+    reason = answers[1].json()["queue_state_reason"]
+    assert reason.startswith("1 operation before this one; optim_step 1: the trainer is at work")
+
+
+def test_a_long_operation_says_how_many_tokens_are_done(run, monkeypatch):
+    monkeypatch.setattr("gateway.runs.runner._PROGRESS_INTERVAL", 0.01)
+    run.hold()
+    run.trainer.progress = trainer_pb2.ProgressReply(
+        seq_id=2, seconds=4.0, tokens_done=1000, tokens=8000
+    )
+    run.step(1)
+
+    def operation():
+        runs = run.client.get("/api/tandem/v1/status").json()["runs"]
+        return next(each for each in runs if each["id"] == run.id)["operation"]
+
+    found = wait_until(lambda: (now := operation()) and now["tokens"] and now)
+    answer = run.client.post("/api/v1/retrieve_future", json={"request_id": f"{run.id}:1"})
+    run.release()
+    run.outcome(1)
+    assert (found["kind"], found["seq_id"]) == ("optim_step", 1)
+    assert (found["tokens_done"], found["tokens"], found["tokens_per_second"]) == (1000, 8000, 250)
+    said = "optim_step 1: the trainer is at work on it (1,000 of 8,000 tokens, 250 tokens/s, 4 s)"
+    assert (found["says"], answer.json()["queue_state_reason"]) == (said, said)
+    wait_until(lambda: operation() is None)
 
 
 def test_too_many_waiting_operations_are_refused_with_429_and_take_no_place(run):

@@ -23,6 +23,7 @@ from tandem.v1 import trainer_pb2
 from tandem.weights import open_version
 from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import TrainerClient, datum, logprobs_of, request, trainer_process
+from tests.support.waiting import wait_until
 from tests.support.worker_process import CALL_SECONDS
 from trainer_service.service.servicer import KEPT_RESULTS
 
@@ -204,6 +205,25 @@ def test_a_repeated_operation_is_answered_and_not_applied_again(one):
         first, again = (reply.result() for reply in replies)
     assert first == again
     assert one.describe().step == first.step
+
+
+def test_progress_is_told_during_a_long_operation_and_of_no_other(two):
+    def progress() -> trainer_pb2.ProgressReply:
+        return two.stub.Progress(
+            trainer_pb2.ProgressRequest(), metadata=two.metadata, timeout=CALL_SECONDS
+        )
+
+    assert progress() == trainer_pb2.ProgressReply()
+    data = mixed_data(1500)
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(two.forward_backward, request(data, forward_only=True))
+        half_way = wait_until(lambda: reply.done() or (progress().tokens_done and progress()))
+        total = reply.result().tokens
+    assert half_way is not True, "the operation ended before it was asked about"
+    assert (half_way.seq_id, half_way.tokens) == (two.seq_id, total)
+    assert 0 < half_way.tokens_done <= total
+    assert half_way.seconds > 0
+    assert progress() == trainer_pb2.ProgressReply()
 
 
 def test_an_operation_forgotten_long_ago_is_not_applied_again(one):

@@ -23,6 +23,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
         self.applied: list[tuple[str, int]] = []
         self.requests: list[object] = []
         self.step = 0
+        self.progress = trainer_pb2.ProgressReply()
         self.gate = asyncio.Event()
         self.gate.set()
         self.fail_with: dict[int, TandemError] = {}
@@ -47,6 +48,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
 
     async def Describe(self, request, context):
         return trainer_pb2.DescribeTrainerReply(architecture="Fake", parameters=7, ranks=1)
+
+    async def Progress(self, request, context):
+        return self.progress
 
     async def ForwardBackward(self, request, context):
         error = await self._admit(context, request.header)

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.futures.table import Future, Result
 from gateway.runs.dispatcher import Dispatcher
-from gateway.runs.operations import LoadWeights, Operation, RunBroken, SaveWeights
+from gateway.runs.operations import LoadWeights, Operation, Progress, RunBroken, SaveWeights
 from tandem.errors import InternalError, InvalidRequest, SequenceGap, SessionFinished, WorkerDied
 from tests.support.work import calls_in
 
@@ -236,11 +236,33 @@ async def test_each_of_many_is_told_how_many_are_before_it():
     serving = world.serve()
     await settle()
     assert "the trainer is at work on it" in world.dispatcher.describe(1).reason
-    assert world.dispatcher.describe(2).reason == "1 operation before this one"
-    assert world.dispatcher.describe(900).reason == "899 operations before this one"
+    at_work = "; forward_backward 1: the trainer is at work on it (0 s)"
+    assert world.dispatcher.describe(2).reason == f"1 operation before this one{at_work}"
+    assert world.dispatcher.describe(900).reason == f"899 operations before this one{at_work}"
     assert calls_in(lambda: world.dispatcher.describe(900)) < 20, "it looks at none of the others"
     world.dispatcher.end(SessionFinished("over"))
     assert set(world.outcomes) == set(seq_ids)
+    await stop(serving)
+
+
+async def test_clients_are_told_which_operation_is_computed_and_how_much_of_it_is_done():
+    world = World()
+    world.hold(1, 2)
+    world.put(1)
+    world.put(2, kind="optim_step")
+    serving = world.serve()
+    await settle()
+    world.runner.calls[1].progress = Progress(seconds=8.0, tokens_done=4096, tokens=65536)
+    doing = "forward_backward 1: the trainer is at work on it (4,096 of 65,536 tokens, 512 tokens/s"
+    assert world.dispatcher.describe(1).reason == f"{doing}, 8 s)"
+    assert world.dispatcher.describe(2).reason == f"1 operation before this one; {doing}, 8 s)"
+    world.runner.calls[1].waiting_for = "the sampler is loading the new weights"
+    assert world.dispatcher.describe(1).reason.startswith(
+        "forward_backward 1: the sampler is loading the new weights ("
+    )
+    world.runner.calls[1].release()
+    assert world.dispatcher.first is world.runner.calls[2], "at which the trainer works now"
+    world.dispatcher.end(SessionFinished("over"))
     await stop(serving)
 
 

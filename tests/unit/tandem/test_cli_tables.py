@@ -160,6 +160,14 @@ def test_a_path_wider_than_the_terminal_goes_on_in_the_next_line(gateway, termin
     assert long["tinker_path"] in squeezed(terminal.getvalue())
 
 
+def test_status_says_how_far_the_operation_of_a_run_is(gateway, monkeypatch):
+    says = "forward_backward 12: the trainer is at work on it (4,096 of 65,536 tokens, 8 s)"
+    run = {"id": RUN, "state": "ready", "step": 5, "queued": 1, "operation": {"says": says}}
+    status = {"sessions": [], "runs": [run], "samplers": [], "workers": []}
+    monkeypatch.setattr(observe, "call", lambda *_: status)
+    assert says in tandem("status")
+
+
 def test_logs_are_listed_with_their_run_state_size_and_time(gateway, log_folder):
     lines = tandem("logs", "--data-dir", str(log_folder)).splitlines()
     assert lines[0].split() == ["log", "state", "size", "run", "written"]

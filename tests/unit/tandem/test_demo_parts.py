@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.demo.addition import REFUSAL, Problem, all_problems, imperfect_label, reward
 from tandem.demo.configuration import DemoConfiguration
 from tandem.demo.data import Rollout, policy_datum, supervised_datum
+from tandem.demo.report import WarmUpProgress
 from tandem.demo.tiny_model import EOS, write_tiny_model
 
 
@@ -89,3 +92,15 @@ def test_the_warm_up_is_named_by_what_decides_it(tmp_path: Path) -> None:
 
     assert name(seed=1) == name(seed=1, ranks=4)
     assert name(seed=1) != name(seed=2)
+
+
+@pytest.mark.parametrize("steps", [7, 250])
+def test_without_a_terminal_the_warm_up_says_now_and_then_how_far_it_is(steps: int) -> None:
+    said = StringIO()
+    with WarmUpProgress(console=Console(file=said), steps=steps) as progress:
+        for step in range(1, steps + 1):
+            progress.update(step, 1.5)
+    lines = [line for line in said.getvalue().splitlines() if line]
+    assert len(lines) == min(steps, 10)
+    assert f"{steps} of {steps} steps, loss 1.500" in lines[-1]
+    assert "\x1b" not in said.getvalue()

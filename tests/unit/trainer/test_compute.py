@@ -14,7 +14,7 @@ from tests.support.local_trainer import gradients, make_rank, output_of
 from tests.support.losses.batches import REQUESTS, mixed_data, mixed_request
 from tests.support.tiny_model import ARCHITECTURES
 from tests.support.trainer_worker import datum, logprobs_of, request
-from trainer_service.compute.trainer import RankTrainer
+from trainer_service.compute.trainer import Progress, RankTrainer
 from trainer_service.models.huggingface import find_blocks, group_blocks
 from trainer_service.optimizers import AdamWSettings
 
@@ -62,6 +62,36 @@ def test_any_split_into_micro_batches_gives_the_same_gradients(whole, way, name,
     assert one.metrics == pytest.approx(dict(many.metrics), rel=1e-4, abs=1e-5)
     for parameter, gradient in gradients(whole).items():
         torch.testing.assert_close(gradient, gradients(split)[parameter], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("parallel", [0, 2])
+def test_the_tokens_computed_so_far_are_told_while_a_batch_is_computed(
+    models, monkeypatch, parallel
+):
+    trainer = make_rank(models["qwen3"], parallel=parallel, micro_batch_tokens=24)
+    seen = []
+    add = trainer.progress.add
+    monkeypatch.setattr(
+        trainer.progress, "add", lambda tokens: (add(tokens), seen.append(trainer.progress.read()))
+    )
+    data = mixed_data()
+    trainer.progress.begin(7)
+    output_of(trainer, request(data))
+    total = sum(len(one.model_input[0].encoded_text.tokens) // 4 for one in data)
+    assert len(seen) > 2
+    assert {(reply.seq_id, reply.tokens) for reply in seen} == {(7, total)}
+    done = sorted(reply.tokens_done for reply in seen)
+    assert 0 < done[0] < total == done[-1]
+    trainer.progress.end()
+    assert trainer.progress.read().seq_id == 0
+
+
+def test_a_rank_takes_the_others_to_be_as_far_as_itself():
+    progress = Progress()
+    progress.begin(3)
+    progress.expect(tokens=1000, share=250)
+    progress.add(50)
+    assert (progress.read().tokens_done, progress.read().tokens) == (200, 1000)
 
 
 def test_the_order_of_datums_changes_only_the_order_of_the_answers(models):
