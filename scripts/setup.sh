@@ -32,17 +32,29 @@ echo "setup: $build build with $("$python" --version) into .venv (some minutes t
 pin() { grep -E "^$1==" "$lock" | head -n 1 | sed 's/ .*//'; }
 pip() { .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@"; }
 
-# torch first and by its exact version, so that nothing later pulls in another build.
-if [ "$build" = cpu ]; then
+pip "$(pin uv)"
+uv() { .venv/bin/uv pip install --quiet --python .venv/bin/python "$@"; }
+
+if [ "$build" = gpu ]; then
+  echo "setup: the CUDA builds of torch and vLLM are several gigabytes, if not fetched before" >&2
+else
+  # torch first and by its exact version, so that nothing later pulls in another build: the CPU
+  # build of an index or a folder that pip knows, else the one that uv knows, else PyPI's own.
   torch=$(pin torch)
   .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '${torch#torch==}')" 2>/dev/null \
-    || pip "$torch+cpu" 2>/dev/null || pip "$torch"
+    || pip "$torch+cpu" 2>/dev/null \
+    || { echo "setup: fetching the CPU build of $torch, about 200 MB" >&2; uv --torch-backend=cpu "$torch"; } \
+    || {
+      echo "setup: no CPU build of $torch can be had; PyPI's follows. On Linux with x86-64 it is the CUDA build:" >&2
+      echo "setup: 6.5 GB with its libraries. To use another, press Ctrl-C and set PIP_FIND_LINKS or" >&2
+      echo "setup: PIP_EXTRA_INDEX_URL to where torch's CPU builds are." >&2
+      pip "$torch"
+    }
 fi
-pip "$(pin uv)"
 # Everything that the lock names, and nothing that it does not.
 grep -v -E '^(torch|uv)==' "$lock" > .venv/.lock
 if [ "$build" = gpu ]; then pin torch >> .venv/.lock; fi
 # Byte code now rather than at every start of an engine, where it costs twice the time.
-.venv/bin/uv pip install --quiet --compile-bytecode --python .venv/bin/python --no-deps -r .venv/.lock
-.venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps -e .
+uv --compile-bytecode --no-deps -r .venv/.lock
+uv --no-deps -e .
 echo "$want" > "$stamp"
