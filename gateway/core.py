@@ -212,6 +212,8 @@ class Gateway:
         check_listening(self.settings, keys=self.keys)
         await self.futures.open()
         await self.models.open()
+        for name, path in self.settings.models.items():  # before sessions that sample from them
+            await self.models.add(name=name, path=str(path))
         await self.fleet.open()
         lost = await self.journal.abandon()
         lost_runs = await self.runs.open()

@@ -188,6 +188,10 @@ class GatewaySettings(BaseSettings):
     data_dir: Path = Path(".tandem")
     database_url: str = Field("", description="Empty: SQLite under data_dir.")
     api_key: str = Field("", description="Empty: generated, kept in data_dir.", repr=False)
+    models: dict[str, Path] = Field(
+        default_factory=dict,
+        description='Base models to register at the start, as JSON: {"NAME": "/PATH"}.',
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_max_bytes: int = Field(
         64 * 2**20, ge=4096, description="A larger log is rotated into LOG.1, LOG.2, …"

@@ -30,7 +30,8 @@ from gateway.limits import Quotas
 from gateway.sessions.registry import NewSession, SessionRegistry
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import sampling_sessions
-from tandem.errors import InvalidRequest, SessionFinished, UnknownSampler, UnknownWeights
+from tandem.errors import InvalidRequest, UnknownSampler, UnknownWeights
+from tandem.telemetry import get_log
 
 SamplingKind = Literal["base", "named", "snapshot", "inflight"]
 
@@ -66,9 +67,12 @@ class SamplingSessionRegistry:
     idle_ttl: float
     _active: dict[str, SamplingSession] = field(default_factory=dict, init=False)
 
+    def __post_init__(self) -> None:
+        self._log = get_log()
+
     async def open(self) -> None:
         """Restore the sampling sessions of an earlier gateway whose session, model and weights
-        still exist; end the others."""
+        still exist; end the others, and say why in the log."""
         for row in await self.database.read(
             select(sampling_sessions)
             .where(sampling_sessions.c.state == "active")
@@ -76,8 +80,14 @@ class SamplingSessionRegistry:
         ):
             try:
                 self._active[row["id"]] = await self._restore(row)
-            except (SessionFinished, UnknownSampler, UnknownWeights, InvalidRequest):
+            except (ValueError, TypeError, KeyError) as error:  # a `UserError`, or an odd row
                 self._update([row["id"]], state="ended", ended_at=time.time())
+                self._log.warning(
+                    "sampling_session_not_restored",
+                    sampling_session_id=row["id"],
+                    session_id=row["session_id"],
+                    reason=str(error),
+                )
 
     def all(self) -> list[SamplingSession]:
         return list(self._active.values())
@@ -190,8 +200,8 @@ class SamplingSessionRegistry:
         if not await self.known(sampling_session_id):
             raise UnknownSampler(f"there is no sampling session {sampling_session_id!r}")
         raise UnknownSampler(
-            f"sampling session {sampling_session_id} has ended, because its session has or "
-            f"because it was not used for {self.idle_ttl:g} s"
+            f"sampling session {sampling_session_id} has ended: its session has, it was not used "
+            f"for {self.idle_ttl:g} s, or its model or weights were removed"
         )
 
     async def known(self, sampling_session_id: str) -> bool:

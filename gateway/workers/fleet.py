@@ -114,7 +114,8 @@ class Fleet:
         )
         for row in await self.database.read(select(workers.c.id)):
             prefix, _, number = row["id"].rpartition("-")
-            self._next_number[prefix] = max(self._next_number[prefix], int(number) + 1)
+            if number.isdecimal():
+                self._next_number[prefix] = max(self._next_number[prefix], int(number) + 1)
         watch = self._note_exits(self.launcher.watch())
         self._watcher = asyncio.create_task(watch, name="worker-watcher")
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, cast
+from urllib.parse import quote
 
 import typer
 
 from tandem.cli.context import DataDir, JsonFlag, call, print_json, say
 from tandem.cli.tables import Column, show_table
 
-app = typer.Typer(help="Base models: add and list.", no_args_is_help=True)
+app = typer.Typer(help="Base models: add, remove and list.", no_args_is_help=True)
 
 
 @app.command("add")
@@ -27,6 +28,17 @@ def add(
         print_json(answer)
     else:
         say(f"{name} is registered.")
+
+
+@app.command("remove")
+def remove(
+    name: Annotated[str, typer.Argument(help="The name that clients use.")],
+    data_dir: DataDir = None,
+) -> None:
+    """Remove a base model's name; its files stay. Runs and engines that use it go on until their
+    session ends or the gateway restarts."""
+    call(data_dir, "DELETE", f"models/{quote(name)}")
+    say(f"{name} is no longer registered.")
 
 
 @app.command("list")

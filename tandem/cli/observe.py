@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import cast
+
+from pydantic_settings import BaseSettings
 
 from tandem.cli.context import DataDir, JsonFlag, call, print_json, say
 from tandem.cli.tables import Column, show_table
@@ -71,22 +74,19 @@ def status(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
 
 def config(as_json: JsonFlag = False) -> None:
     """Print the resolved settings, without secrets."""
-    values = GatewaySettings().model_dump(mode="json", exclude={"api_key"})
+    settings = GatewaySettings()
     if as_json:
-        print_json(values)
+        print_json(settings.model_dump(mode="json", exclude={"api_key"}))
         return
-    for prefix, group in (("TANDEM_", values), *_groups(values)):
-        for key, value in group.items():
-            if not isinstance(value, dict):
-                say(f"{prefix}{key.upper()}={value}")
-
-
-def _groups(values: dict[str, object]) -> list[tuple[str, dict[str, object]]]:
-    return [
-        (f"TANDEM_{name.upper()}_", cast(dict[str, object], group))
-        for name, group in values.items()
-        if isinstance(group, dict)
-    ]
+    groups = [(name, value) for name, value in settings if isinstance(value, BaseSettings)]
+    own = settings.model_dump(mode="json", exclude={"api_key", *(name for name, _ in groups)})
+    for prefix, values in (
+        ("TANDEM_", own),
+        *((f"TANDEM_{name.upper()}_", group.model_dump(mode="json")) for name, group in groups),
+    ):
+        for key, value in values.items():
+            shown = json.dumps(value) if isinstance(value, dict) else value
+            say(f"{prefix}{key.upper()}={shown}")
 
 
 def version(as_json: JsonFlag = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from pathlib import Path
@@ -29,9 +30,10 @@ def up(
     models = [parse_model(text) for text in model or []]
     directory = resolve_data_dir(data_dir)
     signal.signal(signal.SIGTERM, interrupt)
-    with Stack(data_dir=directory, settings={"host": host, "port": str(port)}) as stack:
-        for name, path in models:
-            stack.add_model(name=name, path=path)
+    settings = {"host": host, "port": str(port)}
+    if models:
+        settings["models"] = json.dumps({name: str(path.resolve()) for name, path in models})
+    with Stack(data_dir=directory, settings=settings) as stack:
         endpoint = stack.endpoint
         if as_json:
             print_json({"url": endpoint.url, "api_key": endpoint.api_key, "pid": endpoint.pid})

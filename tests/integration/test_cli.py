@@ -111,6 +111,8 @@ def test_models_are_added_and_listed(
     assert LLAMA in tandem("models", "list", *at).stdout
     refused = tandem("models", "add", "x", str(models[LLAMA].parent), *at, ok=False)
     assert "Hugging Face layout" in refused.stderr
+    tandem("models", "remove", LLAMA, *at)
+    assert LLAMA not in tandem("models", "list", *at).stdout
 
 
 def test_status_shows_sessions_runs_samplers_and_workers(

@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 from sqlalchemy import insert, select
 from tinker import types
+from typer.testing import CliRunner
 
 from gateway.auth.identity import Readers
 from gateway.sampling.sessions import base_version
 from gateway.storage.tables import models, runs, sampling_sessions
+from tandem.cli.main import app
 from tandem.errors import SessionFinished, StorageFull
 from tandem.worker import TrainingSpec
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.requests import asample, create_sampler
-from tests.support.gateway.running import running_gateway
+from tests.support.gateway.running import make_model, running_gateway
 from tests.support.waiting import wait_until
 
 NOBODY = Readers(())
@@ -234,3 +236,50 @@ def test_a_sampling_session_whose_session_ended_in_a_crash_does_not_come_back(tm
         assert gate.gateway.sampling.all() == []
         states = [row["state"] for row in rows(gate, select(sampling_sessions.c.state))]
         assert states == ["ended"]
+
+
+# --- A start after a base model was removed -----------------------------------------------
+
+
+def sampling_sessions_of(gate) -> dict[str, str]:
+    chosen = select(sampling_sessions.c.base_model, sampling_sessions.c.state)
+    return {row["base_model"]: row["state"] for row in rows(gate, chosen)}
+
+
+def sample_from_two_models_and_remove_one(tmp_path) -> str:
+    """The id of an active session that has sampling sessions of both."""
+    with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
+        path = str(make_model(tmp_path / "gone"))
+        gate.run(gate.gateway.models.add(name="gone/model", path=path))
+        session = gate.session_id()
+        for number, model in enumerate(("gone/model", "tiny")):
+            assert create_sampler(client, session, number, model=model).is_success
+        command = ["models", "remove", "gone/model", "--data-dir", str(gate.settings.data_dir)]
+        removed = CliRunner().invoke(app, command)
+        assert removed.output == "gone/model is no longer registered.\n"
+        assert [model.name for model in gate.gateway.models.all()] == ["tiny"]
+    return session
+
+
+def test_a_start_ends_the_sampling_session_of_a_removed_model_alone_and_says_so(tmp_path, capfd):
+    session = sample_from_two_models_and_remove_one(tmp_path)
+    with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
+        assert sampling_sessions_of(gate) == {"gone/model": "ended", "tiny": "active"}
+        assert [active.id for active in gate.gateway.sessions.all()] == [session]
+        gone = asample(client, f"{session}:sample:0")
+        assert (gone.status_code, gone.json()["type"]) == (404, "unknown_sampler")
+        assert "its model or weights were removed" in gone.json()["error"]
+        assert gate.retrieve(asample(client, f"{session}:sample:1").json()["request_id"]).is_success
+    log = capfd.readouterr()
+    (line,) = [
+        line for line in (log.out + log.err).splitlines() if "sampling_session_not_restored" in line
+    ]
+    assert "unknown model 'gone/model'" in line
+    assert f"{session}:sample:0" in line
+
+
+def test_a_model_of_the_settings_is_there_before_the_sessions_that_sample_from_it(tmp_path):
+    sample_from_two_models_and_remove_one(tmp_path)
+    named = {"gone/model": tmp_path / "gone"}
+    with running_gateway(tmp_path, session_ttl=600, models=named) as gate:
+        assert sampling_sessions_of(gate) == {"gone/model": "active", "tiny": "active"}
