@@ -1,4 +1,4 @@
-.PHONY: setup demo test conformance lint bench bench-gateway bench-history bench-versus fuzz nightly api-docs protos clean
+.PHONY: setup demo test conformance lint bench bench-bombs bench-gateway bench-history bench-versus fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -34,6 +34,9 @@ bench-history: setup ## Measures a gateway with 10 million past operations, and 
 
 bench-versus: setup ## Measures this checkout beside another one. ARGS=../other-checkout
 	@.venv/bin/python -m benchmarks.versus $(ARGS)
+
+bench-bombs: setup ## Measures healthz beside clients with compressed bombs. ARGS=../other-checkout
+	@.venv/bin/python -m benchmarks.bombs $(ARGS)
 
 fuzz: setup      ## Sends the gateway what no client would send. ARGS="--requests 100000 --seed 1"
 	@.venv/bin/python -m tests.fuzz $(ARGS)

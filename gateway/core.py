@@ -17,6 +17,7 @@ from gateway.checkpoints.copies import CheckpointCopier
 from gateway.checkpoints.downloads import DownloadSigner
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import VersionStore
+from gateway.fair_queue import FairSemaphore
 from gateway.futures.completion_feed import CompletionFeed
 from gateway.futures.table import FutureTable, Outcome
 from gateway.limits import Quotas
@@ -99,6 +100,8 @@ class Gateway:
         self.audit = AuditLog(database=database)
         self.refused_keys = RefusedKeys(metrics=metrics)
         self.limits = Quotas(settings=settings.limit, metrics=metrics)
+        # Large request bodies, of which one each is decompressed and parsed at a time.
+        self.decompression, self.parsing = FairSemaphore(slots=1), FairSemaphore(slots=1)
         self.sessions = SessionRegistry(
             database=database,
             limits=self.limits,

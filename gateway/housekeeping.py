@@ -1,5 +1,5 @@
-"""What is done periodically: expiry of sessions, results, checkpoints and idle samplers, and the
-removal of old history."""
+"""What is done periodically: expiry of sessions, results, checkpoints and idle samplers, the
+removal of old history, and a measurement of the event loop."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from gateway.storage.log_files import tidy_logs
 from tandem.telemetry import get_log
 
 _HOUSEKEEPING_INTERVAL = 30.0
+_LAG_INTERVAL = 0.25
 _RETENTION_INTERVAL = 600.0
 
 
@@ -36,6 +37,7 @@ class Housekeeping:
         tasks = [
             asyncio.create_task(rounds, name="housekeeping"),
             asyncio.create_task(removals, name="retention"),
+            asyncio.create_task(self._measure_lag(), name="event-loop-lag"),
         ]
         try:
             yield
@@ -43,6 +45,13 @@ class Housekeeping:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _measure_lag(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _LAG_INTERVAL
+            await asyncio.sleep(_LAG_INTERVAL)
+            self._gateway.metrics.event_loop_lag.observe(max(0.0, loop.time() - due))
 
     async def _repeat(self, work: Callable[[], Awaitable[None]], *, interval: float) -> None:
         while True:

@@ -129,6 +129,11 @@ class Reservation:
         self.ledger.add(self.owner, amount)
         self.amount += amount
 
+    def shrink(self, amount: int) -> None:
+        """Return a part."""
+        self.ledger.remove(self.owner, amount)
+        self.amount -= amount
+
     def release(self) -> None:
         """Return the amount. Does nothing the second time."""
         if self.amount:

@@ -19,6 +19,10 @@ class Metrics:
             "Time until an HTTP request was answered; long polls include their wait.",
             "route",
         )
+        self.event_loop_lag = self._histogram(
+            "event_loop_lag_seconds",
+            "How much later than asked for the event loop called, four times a second.",
+        )
         self.operations = self._counter("operations", "Operations that ended.", "kind", "outcome")
         self.operation_seconds = self._histogram(
             "operation_seconds", "Time from the acceptance of an operation to its end.", "kind"

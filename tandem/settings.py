@@ -224,7 +224,9 @@ class GatewaySettings(BaseSettings):
         False, description="Ask clients to compress their batches (zstd)."
     )
     max_payload_bytes: int = Field(
-        64 * 2**20, ge=1, description="Body of one request, decompressed; 413."
+        64 * 2**20,
+        ge=1,
+        description="Body of one request, decompressed; 413. Of JSON less: see limits.md.",
     )
     max_queued_operations: int = Field(4096, ge=1, description="Per run; 429.")
     max_engines: int = Field(

@@ -1,17 +1,22 @@
 """Request bodies: read within limits of bytes, time and memory, decompressed, parsed as JSON.
 
 `BoundedRequest` is the request that every path operation gets (see `routing.py`), so that
-FastAPI itself parses bodies that are bounded already.
+FastAPI itself parses bodies that are bounded already. What takes more than a millisecond happens
+in a thread, where the owners take turns: the event loop serves everybody.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import Callable
+from functools import partial
 from typing import TypeVar, cast
 
 import pydantic_core
 import zstandard
 from pydantic import BaseModel, FailFast, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
@@ -23,19 +28,34 @@ JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 
 SMALL_BODY = 2**20
-"""Bytes of a request that is kept as it is, in the database or in memory, until its turn."""
+"""Bytes of a request that is kept as it is, in the database or in memory, until its turn; and of
+a compressed JSON body, which costs its sender next to nothing."""
+FIELDS_BODY = 4 * SMALL_BODY
+"""Bytes of an ordinary request. An operation with more than `SMALL_BODY` is read, to fail in its
+place in the journal."""
+TOKENS_BODY = 16 * SMALL_BODY
+"""Bytes of a request for samples."""
+PAYLOAD_BODY = sys.maxsize
+"""As many bytes as `max_payload_bytes` allows."""
 MOST_VALUES = 2**16
 """JSON values in an ordinary request."""
-MOST_TOKENS = 2**22
+MOST_TOKENS = 2**21
 """JSON values in a request for samples, nearly all of which are token ids."""
 _MOST_BRACKETS = 2**17
 PREFIX_BYTES = 4096
 _QUICKLY_DECOMPRESSED = 64 * 2**10
+_QUICKLY_PARSED = 256 * 2**10
+"""Bytes of JSON that are parsed within a millisecond or two; a quarter of it where the body came
+compressed, since whoever sends that may choose its values for being slow."""
+_PARSING_SHARE = 4
+"""One in so many seconds at most goes into parsing large bodies: Python parses with the
+interpreter locked, in whatever thread."""
 _ZSTD_WINDOW = 8 * 2**20
 """The memory that a frame may ask for: what RFC 8878 recommends every decoder to give, and what
 no compression level but the `ultra` ones exceeds."""
 
 Model = TypeVar("Model", bound=BaseModel)
+Value = TypeVar("Value")
 
 
 class BodyTooLarge(PayloadTooLarge):
@@ -58,7 +78,8 @@ class FirstFault(FailFast):
 class BoundedRequest(Request):
     """A request whose body is read, decompressed and parsed within limits, once.
 
-    `body_limit` in bytes; None: `max_payload_bytes`. `most_values`: JSON values that it may hold.
+    `body_limit` in bytes, `decompressed_limit` of a body that comes compressed; neither is more
+    than `max_payload_bytes`. `most_values`: JSON values that it may hold.
     """
 
     def __init__(
@@ -66,14 +87,17 @@ class BoundedRequest(Request):
         scope: Scope,
         receive: Receive,
         *,
-        body_limit: int | None = None,
+        body_limit: int = FIELDS_BODY,
+        decompressed_limit: int = SMALL_BODY,
         most_values: int = MOST_VALUES,
     ) -> None:
         super().__init__(scope, receive)
         self._gateway = cast(Gateway, self.app.state.gateway)
         most = self._gateway.settings.max_payload_bytes
-        self._limit = most if body_limit is None else min(body_limit, most)
-        self._most_values = most_values
+        self._limit = min(body_limit, most)
+        self._decompressed_limit = min(decompressed_limit, self._limit)
+        self._encoding = self.headers.get("content-encoding", "identity")
+        self.most_values = most_values if self._encoding == "identity" else MOST_VALUES
         self._content: bytes | None = None
         self._parsed: object = None
 
@@ -93,23 +117,68 @@ class BoundedRequest(Request):
     async def json(self) -> object:
         """Return the parsed body. Raises as `body` and `parse_json`."""
         if self._parsed is None:
-            self._parsed = parse_json(await self.body(), most_values=self._most_values)
+            self._parsed = await self.read(partial(parse_json, most_values=self.most_values))
         return self._parsed
 
+    async def read(self, parse: Callable[[bytes], Value]) -> Value:
+        """Return what `parse` makes of the body: at once of a small one, and of a large one in a
+        thread, one at a time. Raises as `body` and `parse`."""
+        body = await self.body()
+        quickly = _QUICKLY_PARSED if self._encoding == "identity" else _QUICKLY_PARSED // 4
+        if len(body) <= quickly:
+            return parse(body)
+        loop = asyncio.get_running_loop()
+        async with self._gateway.parsing.turn(self._reservation.owner):
+            started = loop.time()
+            try:
+                return await asyncio.to_thread(parse, body)
+            finally:
+                await asyncio.sleep((_PARSING_SHARE - 1) * (loop.time() - started))
+
+    @property
+    def _reservation(self) -> Reservation:
+        return cast(Reservation, self.state.body_reservation)
+
     async def _read(self) -> bytes:
-        reservation: Reservation = self.state.body_reservation
-        raw = await self._receive_all(reservation)
-        encoding = self.headers.get("content-encoding", "identity")
-        if encoding == "identity":
+        raw = await self._receive_all(self._reservation)
+        if self._encoding == "identity":
             return raw
-        if encoding != "zstd":
-            raise MalformedPayload(f"unknown content encoding {encoding[:40]!r}; known: zstd")
-        if len(raw) <= _QUICKLY_DECOMPRESSED:
-            body = _decompress(raw, self._limit)
+        if self._encoding != "zstd":
+            raise MalformedPayload(f"unknown content encoding {self._encoding[:40]!r}; known: zstd")
+        return await self._decompressed(raw)
+
+    async def _decompressed(self, raw: bytes) -> bytes:
+        """Decompress up to the limit, so that a few bytes that stand for many stop there; a frame
+        that states a larger size is refused by that. The memory is reserved before."""
+        limit, stated = self._decompressed_limit, _stated_size(raw)
+        if stated is not None and stated > limit:
+            raise self._too_large_when_decompressed(_decompress(raw, PREFIX_BYTES))
+        most = limit if stated is None else stated
+        self._reservation.extend(most)
+        if most <= _QUICKLY_DECOMPRESSED:
+            body = _decompress(raw, most + 1)
         else:
-            body = await asyncio.to_thread(_decompress, raw, self._limit)
-        reservation.extend(len(body))
+            async with self._gateway.decompression.turn(self._reservation.owner):
+                body = await asyncio.to_thread(_decompress, raw, most + 1)
+        if len(body) > limit:
+            raise self._too_large_when_decompressed(body)
+        if len(body) > most:
+            raise MalformedPayload(f"the body is not zstd of {most} bytes, as its header says")
+        self._reservation.shrink(most - len(body))
         return body
+
+    def _too_large_when_decompressed(self, body: bytes) -> BodyTooLarge:
+        limit = self._decompressed_limit
+        return BodyTooLarge(
+            f"the request has more than {limit} bytes when decompressed, which is the most "
+            f"allowed{self._setting_of(limit)}; send less at once"
+            + (", or send it uncompressed" if limit < self._limit else ""),
+            prefix=body[:PREFIX_BYTES],
+        )
+
+    def _setting_of(self, limit: int) -> str:
+        known = limit == self._gateway.settings.max_payload_bytes
+        return " (TANDEM_MAX_PAYLOAD_BYTES)" if known else ""
 
     async def _receive_all(self, reservation: Reservation) -> bytes:
         """Receive the body, or, where its announced length is refused, only its first bytes. The
@@ -133,10 +202,9 @@ class BoundedRequest(Request):
                 reservation.extend(len(chunk))
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         if size > limit or read > limit:
-            setting = "" if limit == SMALL_BODY else " (TANDEM_MAX_PAYLOAD_BYTES)"
             raise BodyTooLarge(
                 f"the request has {announced or f'more than {limit}'} bytes, {limit} at most"
-                f"{setting}; send less at once",
+                f"{self._setting_of(limit)}; send less at once",
                 prefix=body[:PREFIX_BYTES],
             )
         return body
@@ -194,7 +262,7 @@ def parse(model: type[Model], body: bytes, *, most_values: int = MOST_VALUES) ->
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        if error.errors(include_url=False)[0]["type"] == "json_invalid":
+        if _errors(error)[0]["type"] == "json_invalid":
             raise MalformedPayload(f"the body is not JSON: {first_fault(error)}") from error
         raise InvalidRequest(first_fault(error)) from error
 
@@ -208,8 +276,13 @@ def validate(model: type[Model], fields: object) -> Model:
 
 
 def first_fault(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_context=False)[0]
+    first = _errors(error)[0]
     return fault(first["loc"], first["msg"])
+
+
+def _errors(error: ValidationError) -> list[ErrorDetails]:
+    """Without the input: that of a missing field is the whole request, made into objects."""
+    return error.errors(include_url=False, include_context=False, include_input=False)
 
 
 def fault(where: tuple[int | str, ...], message: str) -> str:
@@ -217,19 +290,25 @@ def fault(where: tuple[int | str, ...], message: str) -> str:
     return f"{'.'.join(map(str, where))}: {message}" if where else message
 
 
-def _decompress(raw: bytes, limit: int) -> bytes:
-    """Decompress up to the limit, so that a few bytes that stand for many stop there. Only what is
-    written of the memory that is asked for is taken."""
+def _stated_size(raw: bytes) -> int | None:
+    """Return the size that a frame's header states, if it does. Raises `MalformedPayload`."""
+    try:
+        size = zstandard.frame_content_size(raw)
+    except zstandard.ZstdError as error:
+        raise _not_zstd(error) from error
+    return None if size < 0 else size
+
+
+def _decompress(raw: bytes, most: int) -> bytes:
+    """Return the first bytes, `most` at most. Only what is written of the memory that is asked for
+    is taken; zstandard works without the interpreter's lock."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
     try:
         with decompressor.stream_reader(raw) as reader:
-            body = reader.read(limit + 1)
+            return reader.read(most)
     except zstandard.ZstdError as error:
-        raise MalformedPayload(f"the body is not zstd, as its header says: {error}") from error
-    if len(body) > limit:
-        raise BodyTooLarge(
-            f"the request has more than {limit} bytes when decompressed, which is the most "
-            "allowed (TANDEM_MAX_PAYLOAD_BYTES)",
-            prefix=body[:PREFIX_BYTES],
-        )
-    return body
+        raise _not_zstd(error) from error
+
+
+def _not_zstd(error: zstandard.ZstdError) -> MalformedPayload:
+    return MalformedPayload(f"the body is not zstd, as its header says: {error}")

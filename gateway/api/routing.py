@@ -26,7 +26,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.fields import Refusal
-from gateway.api.request_body import JSON, MOST_VALUES, BoundedRequest
+from gateway.api.request_body import (
+    FIELDS_BODY,
+    JSON,
+    MOST_VALUES,
+    SMALL_BODY,
+    BoundedRequest,
+)
 from gateway.auth.identity import Caller
 from gateway.auth.keys import is_loopback
 from gateway.core import Gateway
@@ -52,6 +58,7 @@ _RANKS: tuple[Role, ...] = ("reader", "member", "admin")
 
 ROLE, AUDIT, RULES = "x-tandem-role", "x-tandem-audit", "x-tandem-rules"
 _RAW, _BODY_LIMIT, _MOST_VALUES = "x-tandem-raw", "x-tandem-body-limit", "x-tandem-most-values"
+_DECOMPRESSED_LIMIT = "x-tandem-decompressed-limit"
 
 KEY_REFUSED = "key_refused"
 """In a request's state: the error type, where its key was refused."""
@@ -109,16 +116,17 @@ class PathOperation(APIRoute):
         self.role, self.audit = facts[ROLE], facts.get(AUDIT)
         if "GET" in self.methods:
             self.methods.add("HEAD")
-        limit = facts.get(_BODY_LIMIT)
-        most_values = facts.get(_MOST_VALUES, MOST_VALUES)
+        bounds: dict[str, int] = {
+            "body_limit": facts.get(_BODY_LIMIT, FIELDS_BODY),
+            "decompressed_limit": facts.get(_DECOMPRESSED_LIMIT, SMALL_BODY),
+            "most_values": facts.get(_MOST_VALUES, MOST_VALUES),
+        }
         handle = self.endpoint if _RAW in facts else super().get_route_handler()
         body = self.body_field
         required = body is not None and body.field_info.is_required()
 
         async def checked(request: Request) -> Response:
-            bounded = BoundedRequest(
-                request.scope, request.receive, body_limit=limit, most_values=most_values
-            )
+            bounded = BoundedRequest(request.scope, request.receive, **bounds)
             if body is not None:
                 # FastAPI then parses it as JSON, whatever its Content-Type says.
                 headers = request.scope["headers"]
@@ -168,6 +176,7 @@ class Router(APIRouter):
         response_model: object = ...,
         responses: Responses | None = None,
         body_limit: int | None = None,
+        decompressed_limit: int | None = None,
         most_values: int | None = None,
         body_schema: type[BaseModel] | None = None,
         raw: Mapping[str, object] | None = None,
@@ -183,7 +192,8 @@ class Router(APIRouter):
                 may a request that fits the schema be refused with 400.
             response_model: where it differs from the return annotation.
             responses: further responses, as FastAPI takes them.
-            body_limit: bytes, where fewer than `max_payload_bytes`.
+            body_limit: bytes, where not `FIELDS_BODY`.
+            decompressed_limit: bytes of a body that comes compressed, where not `SMALL_BODY`.
             most_values: JSON values in the body, where more than `MOST_VALUES`.
             body_schema: the fields of the body that the endpoint validates itself.
             raw: the OpenAPI content of the request of an endpoint that takes the `Request` and
@@ -196,6 +206,7 @@ class Router(APIRouter):
             ROLE: role,
             AUDIT: None if audit is ... else audit,
             _BODY_LIMIT: body_limit,
+            _DECOMPRESSED_LIMIT: decompressed_limit,
             _MOST_VALUES: most_values,
             _RAW: None if raw is None else True,
             "security": None if role in OPEN_ROLES else [{"ApiKey": []}, {"Bearer": []}],

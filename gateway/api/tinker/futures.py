@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from pydantic import BaseModel, Field
-from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from gateway.api.dependencies import AccessDep, GatewayDep, access_of
 from gateway.api.fields import Answer
-from gateway.api.request_body import JSON, PROTOBUF, parse
+from gateway.api.request_body import JSON, PROTOBUF, BoundedRequest, parse
 from gateway.api.routing import Router, binary, json_content, model_response
 from gateway.futures.completion_feed import Target
 from gateway.futures.table import Future, Outcome, Result
@@ -167,7 +167,7 @@ _RESULT_BYTES = binary(
         410: {"model": FailedOperation, "description": "A sample to be asked for again."},
     },
 )
-async def retrieve_future(request: Request) -> Response:
+async def retrieve_future(request: BoundedRequest) -> Response:
     """Return the result of an accepted request.
 
     200 with the result, or with `{"error", "category", "type"}` where the operation failed; 408
@@ -176,7 +176,7 @@ async def retrieve_future(request: Request) -> Response:
     """
     access = access_of(request)
     gateway = access.gateway
-    body = parse(Retrieve, await request.body())
+    body = await request.read(partial(parse, Retrieve))
     request_id = body.request_id
     await access.request(request_id)
     future = gateway.futures.get(request_id)

@@ -12,7 +12,6 @@ from itertools import chain
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
-from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api.dependencies import (
@@ -24,7 +23,13 @@ from gateway.api.dependencies import (
     access_of,
 )
 from gateway.api.fields import Answer
-from gateway.api.request_body import MOST_TOKENS, FirstFault, parse
+from gateway.api.request_body import (
+    MOST_TOKENS,
+    TOKENS_BODY,
+    BoundedRequest,
+    FirstFault,
+    parse,
+)
 from gateway.api.routing import Router, json_content, model_response
 from gateway.core import Gateway
 from gateway.futures.table import Future
@@ -156,20 +161,28 @@ class SamplerInfo(Answer):
         "Either a `sampling_session_id` with a `seq_id`, or a `base_model`, or a `model_path`.",
         "The prompt is text alone, with at least one token; every token is a token id.",
     ],
+    body_limit=TOKENS_BODY,
+    most_values=MOST_TOKENS,
     raw=json_content(Sample),
     responses={200: {"model": SampleAccepted}},
 )
-async def asample(request: Request) -> Response:
+async def asample(request: BoundedRequest) -> Response:
     """Ask for samples. Idempotent: a repeated seq_id returns the original request_id. 429 when
     too many samples wait."""
     access = access_of(request)
     gateway = access.gateway
-    body = parse(Sample, await request.body(), most_values=MOST_TOKENS)
+
+    def read(raw: bytes) -> tuple[Sample, sampler_pb2.SampleRequest]:
+        body = parse(Sample, raw, most_values=request.most_values)
+        message = _sample_request(body)
+        body.prompt = Prompt(chunks=[])  # free the tokens here, which may be in a thread
+        return body, message
+
+    body, message = await request.read(read)
     session, seq_id = await _session_and_seq_id(access, body)
     request_id = request_id_of(owner=session.id, seq_id=seq_id)
     if gateway.futures.get(request_id) is None:
         sampler = sampler_of(gateway, session)
-        message = _sample_request(body)
         message.operation_id = request_id
         message.session_id = session.session_id
         message.seq_id = seq_id
