@@ -156,6 +156,8 @@ class Gateway:
             sessions=self.sessions,
             limits=self.limits,
             idle_ttl=settings.sampler_idle_ttl,
+            superseded_ttl=settings.sampler_superseded_ttl,
+            newest_kept=settings.sampler_newest_kept,
         )
         self.implicit_sessions = ImplicitSessions(
             sessions=self.sessions, display_name="Samples without a session"

@@ -254,6 +254,15 @@ class GatewaySettings(BaseSettings):
     sampler_idle_ttl: float = Field(
         3600.0, gt=0, description="Ephemeral sampling sessions end when unused for this long."
     )
+    sampler_superseded_ttl: float = Field(
+        300.0,
+        gt=0,
+        description="The same for one of all weights when its run has saved "
+        "sampler_newest_kept newer versions since: each is a copy of the model.",
+    )
+    sampler_newest_kept: int = Field(
+        4, ge=1, description="Versions of a run that sampler_superseded_ttl does not concern."
+    )
     token_ttl: float = Field(3600.0, ge=120, description="Lifetime of a token issued for a key.")
     trace_ttl: float = Field(
         3600.0, gt=0, description="Lifetime of an exported trace and its address."

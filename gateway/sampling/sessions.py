@@ -56,7 +56,7 @@ class SamplingSession:
 
 @dataclass(eq=False, kw_only=True)
 class SamplingSessionRegistry:
-    """`idle_ttl` is in seconds."""
+    """`idle_ttl` and `superseded_ttl` are in seconds; see `expire_idle`."""
 
     database: Database
     models: BaseModels
@@ -65,6 +65,8 @@ class SamplingSessionRegistry:
     sessions: SessionRegistry
     limits: Quotas
     idle_ttl: float
+    superseded_ttl: float
+    newest_kept: int
     _active: dict[str, SamplingSession] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -200,8 +202,10 @@ class SamplingSessionRegistry:
         if not await self.known(sampling_session_id):
             raise UnknownSampler(f"there is no sampling session {sampling_session_id!r}")
         raise UnknownSampler(
-            f"sampling session {sampling_session_id} has ended: its session has, it was not used "
-            f"for {self.idle_ttl:g} s, or its model or weights were removed"
+            f"sampling session {sampling_session_id} has ended: its session has, its model or "
+            f"weights were removed, or it was not used for {self.idle_ttl:g} s, or for "
+            f"{self.superseded_ttl:g} s when there were newer ones; save weights under a name to "
+            "keep them"
         )
 
     async def known(self, sampling_session_id: str) -> bool:
@@ -216,20 +220,28 @@ class SamplingSessionRegistry:
         return self._end([s for s in self._active.values() if s.session_id == session_id])
 
     def expire_idle(self) -> list[str]:
-        """End the ephemeral ones that nobody used for `idle_ttl`, except the newest of each run
-        and those whose version is pinned; return the runs whose versions they named."""
+        """End the ephemeral ones that nobody used for their time, except the newest of each run
+        and those whose version is pinned; return the runs whose versions they named.
+
+        That time is `idle_ttl`, but `superseded_ttl` for one of all weights once its run has saved
+        `newest_kept` newer versions: each is a copy of the whole model.
+        """
         now, in_use = time.monotonic(), self.checkpoints.pins.folders()
-        ephemeral = [s for s in self._active.values() if s.kind in ("snapshot", "inflight")]
-        newest = {s.version.run_id: s for s in ephemeral}  # in the order of their creation
-        return self._end(
-            [
-                s
-                for s in ephemeral
-                if newest[s.version.run_id] is not s
-                and now - s.used_at > self.idle_ttl
-                and relative_version_folder(s.version.name) not in in_use
-            ]
-        )
+        newer: defaultdict[str, list[str]] = defaultdict(list)  # a run's versions, newest first
+        ended = []
+        for s in reversed(list(self._active.values())):  # from the last created
+            if s.kind not in ("snapshot", "inflight"):
+                continue
+            versions = newer[s.version.run_id]
+            is_newest = not versions
+            if s.version.name not in versions:
+                versions.append(s.version.name)
+            kept = s.version.adapter or versions.index(s.version.name) < self.newest_kept
+            ttl = self.idle_ttl if kept else min(self.superseded_ttl, self.idle_ttl)
+            unused = now - s.used_at > ttl and relative_version_folder(s.version.name) not in in_use
+            if unused and not is_newest:
+                ended.append(s)
+        return self._end(ended)
 
     async def _add(
         self,

@@ -10,6 +10,7 @@ import tinker
 from sqlalchemy import select
 from tinker import types
 
+from gateway.housekeeping import Housekeeping
 from gateway.storage.tables import sessions
 from tests.support.files import entries
 from tests.support.gateway.requests import asample, finish, new_sampler, optim_step
@@ -202,8 +203,6 @@ def test_idle_snapshots_expire_but_the_newest_stays(tmp_path):
     ):
         training = training_client(service)
         clients = [training.save_weights_and_get_sampling_client().result() for _ in range(3)]
-        from gateway.housekeeping import Housekeeping
-
         reaper = Housekeeping(gate.gateway)
 
         def one_is_left() -> bool:  # the others go in the first round that finds them idle
@@ -213,6 +212,27 @@ def test_idle_snapshots_expire_but_the_newest_stays(tmp_path):
         wait_until(one_is_left)
         assert clients[2].sample(PROMPT, 1, PARAMS).result().sequences
         with pytest.raises(tinker.NotFoundError, match="has ended"):
+            clients[0].sample(PROMPT, 1, PARAMS).result()
+
+
+def test_of_many_copies_of_the_model_the_newest_and_the_used_ones_stay(tmp_path):
+    kept = {"sampler_newest_kept": 2, "sampler_superseded_ttl": 100}
+    with running_gateway(tmp_path, session_ttl=600, **kept) as gate, gate.service() as service:
+        full, lora = (
+            service.create_lora_training_client(model).result() for model in ("tiny:full", "tiny")
+        )
+        clients = [full.save_weights_and_get_sampling_client().result() for _ in range(6)]
+        for _ in range(6):
+            lora.save_weights_and_get_sampling_client().result()
+        for session in gate.gateway.sampling.all():
+            session.used_at -= 200
+        clients[1].sample(PROMPT, 1, PARAMS).result()
+        gate.run(Housekeeping(gate.gateway).keep_house())
+        numbers = sorted(int(name[1:7]) for name in versions_of(gate, full.model_id))
+        assert numbers == [2, 5, 6], "the one that was sampled from, and the newest two"
+        assert len(versions_of(gate, lora.model_id)) == 6, "adapters are small"
+        assert clients[4].sample(PROMPT, 1, PARAMS).result().sequences
+        with pytest.raises(tinker.NotFoundError, match="save weights under a name to keep them"):
             clients[0].sample(PROMPT, 1, PARAMS).result()
 
 
