@@ -321,7 +321,7 @@ class RunRegistry:
         ending = [run for run in self._runs.values() if run.session_id == session_id]
         for run in ending:
             self._end(run, error)
-        await asyncio.gather(*(self._stop_trainer(run, error.message) for run in ending))
+        await asyncio.gather(*(self._stopped(run, error.message) for run in ending))
         for run in ending:
             self._runs.pop(run.id, None)
             if run.parent:
@@ -331,9 +331,7 @@ class RunRegistry:
     def _break(self, run: TrainingRun, error: TandemError) -> None:
         """End a run whose trainer is of no use any more, and the trainer if it still runs."""
         self._end(run, error)
-        task = asyncio.create_task(self._stop_trainer(run, error.message))
-        self._stopping.add(task)
-        task.add_done_callback(self._stopping.discard)
+        self._stopped(run, error.message)
 
     def _end(self, run: TrainingRun, error: TandemError) -> None:
         """Fail what has not ended. The first error counts."""
@@ -361,6 +359,15 @@ class RunRegistry:
                 state="ended", error_type=error.type, reason=error.message, ended_at=time.time()
             )
         )
+
+    def _stopped(self, run: TrainingRun, reason: str) -> asyncio.Task[None]:
+        """Stop the run's trainer, and then collect its files. Whoever asks again waits for the
+        same end: nothing is collected while the trainer may still write."""
+        if run.stopping is None:
+            run.stopping = asyncio.create_task(self._stop_trainer(run, reason))
+            self._stopping.add(run.stopping)
+            run.stopping.add_done_callback(self._stopping.discard)
+        return run.stopping
 
     async def _stop_trainer(self, run: TrainingRun, reason: str) -> None:
         if run.life is not None:

@@ -80,8 +80,9 @@ Reply = TypeVar("Reply", bound=TrainerReply)
 
 @dataclass(eq=False)
 class TrainingRun:
-    """`life` is the task that starts the trainer and serves the run; `creation` the operation of
-    the run's own creation, once it is in the journal; `about` what the trainer says of itself.
+    """`life` is the task that starts the trainer and serves the run, `stopping` the one that stops
+    it; `creation` the operation of the run's own creation, once it is in the journal; `about` what
+    the trainer says of itself.
 
     `published` counts the weight versions; `parent` is the newest, which is pinned, and `newest`
     the newest that can be sampled from. `version_bytes` is the size of the last one.
@@ -98,6 +99,7 @@ class TrainingRun:
     creation: Operation | None = None
     life: asyncio.Task[None] | None = None
     worker: Worker | None = None
+    stopping: asyncio.Task[None] | None = None
     about: trainer_pb2.DescribeTrainerReply = field(
         default_factory=trainer_pb2.DescribeTrainerReply
     )

@@ -15,7 +15,7 @@ from gateway.auth.identity import Readers
 from gateway.sampling.sessions import base_version
 from gateway.storage.tables import models, runs, sampling_sessions
 from tandem.cli.main import app
-from tandem.errors import SessionFinished, StorageFull
+from tandem.errors import InternalError, SessionFinished, StorageFull
 from tandem.worker import TrainingSpec
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.requests import asample, create_sampler
@@ -117,6 +117,60 @@ def test_a_session_that_is_ended_twice_at_once_has_ended_for_both(gate):
 
     assert both(gate, end("success"), end("failure")) == [[], []], "both waited for the end"
     assert [worker.partition("-")[0] for worker in gate.launcher.stopped] == ["trainer"]
+
+
+class StopsSlowly(FakeLauncher):
+    """Trainers stop when the test sets `may_stop`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_stop = asyncio.Event()
+        self.events: list[str] = []
+
+    async def stop(self, worker_id: str) -> None:
+        if worker_id.startswith("trainer"):
+            self.events.append("the stop begins")
+            await self.may_stop.wait()
+            self.events.append("the trainer is stopped")
+        await super().stop(worker_id)
+
+
+def test_nothing_of_a_run_is_collected_until_its_trainer_is_stopped(tmp_path, monkeypatch):
+    """The run ends by itself, and its session while the trainer is still being stopped."""
+    with running_gateway(tmp_path, launcher=StopsSlowly(), session_ttl=600) as gate:
+        session, launcher = gate.session_id(), gate.launcher
+        run_id = gate.run_id(session)
+        with gate.http() as client:  # starts an engine
+            sampler = create_sampler(client, session).json()["sampling_session_id"]
+            gate.retrieve(asample(client, sampler).json()["request_id"])
+        collect = gate.gateway.collector.collect
+
+        async def noted(of: str | None, *, ended: bool = False) -> bool:
+            if ended:
+                launcher.events.append("its files are collected")
+            return await collect(of, ended=ended)
+
+        monkeypatch.setattr(gate.gateway.collector, "collect", noted)
+        run = gate.gateway.runs.get(run_id)
+        gate.run(lambda: gate.gateway.runs._break(run, InternalError("it answers no more")))
+        wait_until(lambda: launcher.events)
+        ended = gate.gateway.end_session(
+            session_id=session, state="finished", reason="success", detail=""
+        )
+
+        async def end_session() -> bool:
+            ending = asyncio.create_task(ended)
+            while not any(worker.startswith("sampler") for worker in launcher.stopped):  # noqa: ASYNC110
+                await asyncio.sleep(0)  # the session's end has come as far as its workers
+            too_early = ending.done()
+            launcher.may_stop.set()
+            await ending
+            return too_early
+
+        assert gate.run(end_session()) is False
+        first, second, *others = launcher.events
+        assert (first, second) == ("the stop begins", "the trainer is stopped")
+        assert set(others) == {"its files are collected"}
 
 
 def test_a_session_whose_end_cannot_be_written_ends_all_the_same(gate, monkeypatch):
