@@ -187,9 +187,10 @@ class EngineDelta:
 @dataclass(frozen=True)
 class StepOutput:
     """The requests that ended in a step, and the deltas of streamed ones, those that ended
-    included."""
+    included. `begun` names those that were computed for the first time and have not ended."""
 
     results: list[EngineResult] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)
     deltas: list[EngineDelta] = field(default_factory=list)
 
 
@@ -203,7 +204,8 @@ class Engine(Protocol):
         """Admit a request. Its id must not be in use."""
 
     def step(self) -> StepOutput:
-        """Compute the next token of every admitted request."""
+        """Compute the next token of every admitted request, as far as there is room: the others
+        wait for the end of those before them."""
 
     def abort(self, ids: Sequence[str]) -> None:
         """Drop requests without a result; ignore unknown ids."""

@@ -15,6 +15,7 @@ Cancelling the future drops a request, waiting or running, or a load before its 
 - A load that fails leaves the previous version serving: untouched, or loaded again. Only work for
   the new version gets `LoadFailed`. If the previous version is lost as well, the state is `failed`
   and every request is refused.
+- A request may take `timeout` from when the engine begins to compute it, however long it waited.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from sampler_service.engine import (
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.weights.adapters import AdapterCache
 from sampler_service.weights.loader import Loader, LoadOutcome, WeightVersion
-from tandem.errors import LoadFailed, TandemError, WorkerDied
+from tandem.errors import LoadFailed, OperationTimedOut, TandemError, WorkerDied
 from tandem.telemetry import get_log
 
 _Result = TypeVar("_Result")
@@ -103,10 +104,12 @@ class _Queued(Generic[_Result]):
 
 @dataclass(eq=False, kw_only=True)
 class _QueuedSample(_Queued[Sampled]):
-    """A request; `admitted` is when it entered the engine."""
+    """A request; `admitted` is when it entered the engine, `begun` when this began to compute
+    it."""
 
     job: SampleJob
     admitted: float = 0.0
+    begun: float = math.inf
 
     @property
     def order(self) -> tuple[str, int, float]:
@@ -181,17 +184,20 @@ class Scheduler:
         *,
         base: WeightVersion,
         patience: float,
+        timeout: float,
         metrics: SamplerMetrics,
         clock: Callable[[], float] = time.monotonic,
         on_fatal: Callable[[TandemError], None] = lambda _: None,
     ) -> None:
-        """`base` is the base model, which the engine was started with. `patience` is in seconds.
-        `on_fatal` is called once, in the engine's thread, when the engine has failed."""
+        """`base` is the base model, which the engine was started with. `patience` and `timeout`
+        are in seconds. `on_fatal` is called once, in the engine's thread, when the engine has
+        failed."""
         self._engine = engine
         self._loader = loader
         self._adapters = adapters
         self._base = base
         self._patience = patience
+        self._timeout = timeout
         self._metrics = metrics
         self._clock = clock
         self._on_fatal = on_fatal
@@ -263,15 +269,26 @@ class Scheduler:
         self._metrics.queue(running=len(self._running), waiting=len(self._waiting))
 
     def _take(self) -> None:
-        """Move new work to the waiting list and drop cancelled work; block if there is none."""
+        """Move new work to the waiting list, and drop work that was cancelled or takes too long;
+        block if there is none."""
         busy = self._running or self._waiting or self._adapters.verifying
         self._waiting += self._submissions.take(wait=not busy)
         self._withdraw(lambda work: work.future.cancelled())
-        cancelled = [id_ for id_, work in self._running.items() if work.future.cancelled()]
-        if cancelled:
-            for id_ in cancelled:
-                del self._running[id_]
-            self._engine.abort(cancelled)
+        latest = self._clock() - self._timeout
+        ended = [
+            id_
+            for id_, work in self._running.items()
+            if work.future.cancelled() or work.begun < latest
+        ]
+        for id_ in ended:
+            self._running.pop(id_).fail(
+                OperationTimedOut(
+                    f"the engine did not end the sample within {self._timeout:g} s; ask for fewer "
+                    "or shorter samples at once, or raise TANDEM_SAMPLER_OPERATION_TIMEOUT"
+                )
+            )
+        if ended:
+            self._engine.abort(ended)
 
     def _withdraw(self, matches: Callable[[_Work], bool]) -> list[_Work]:
         """Remove matching work from the waiting list and return it."""
@@ -370,6 +387,9 @@ class Scheduler:
         started = time.perf_counter()
         output = self._engine.step()
         self._metrics.stepped(seconds=time.perf_counter() - started)
+        for id_ in output.begun:
+            if work := self._running.get(id_):  # else a canary
+                work.begun = self._clock()
         for id_, deltas in groupby(output.deltas, key=lambda delta: delta.id):
             on_deltas = self._running[id_].job.on_deltas
             if on_deltas is not None:

@@ -42,7 +42,9 @@ class TrainerSettings(BaseSettings):
         16_000_000, ge=1, description="Blocks are gathered into FSDP groups of at least this size."
     )
     collective_timeout: float = Field(120.0, gt=0)
-    operation_timeout: float = Field(1800.0, gt=0)
+    operation_timeout: float = Field(
+        1800.0, gt=0, description="Seconds for one operation, from when the trainer begins it."
+    )
 
 
 class SamplerSettings(BaseSettings):
@@ -76,7 +78,9 @@ class SamplerSettings(BaseSettings):
         gt=0,
         description="How long requests for the loaded version may overtake others.",
     )
-    operation_timeout: float = Field(1800.0, gt=0)
+    operation_timeout: float = Field(
+        1800.0, gt=0, description="Seconds for one request, from when the engine begins it."
+    )
 
 
 class LimitSettings(BaseSettings):

@@ -110,6 +110,8 @@ class Dispatcher:
                 while True:
                     while (call := self._take_next()) is not None:
                         calls.create_task(self._carry_out(carry_out, call))
+                    if first := self.first:
+                        first.begin()
                     await self._wait()
         except ExceptionGroup as broken:
             raise broken.exceptions[0] from None

@@ -199,7 +199,8 @@ class Call:
     """An operation whose turn it is. It is `answered` when the trainer has said what became of it.
     `waiting_for`, or `explain` where that changes, tells its client why it has not ended, and
     `progress` is what the trainer said last of it; `wake` is set when the next one may go.
-    `gradients_incomplete` tells the trainer of a forward_backward that was refused before it."""
+    `gradients_incomplete` tells the trainer of a forward_backward that was refused before it.
+    `begun` is done once the trainer has answered all calls before, and so begins this one."""
 
     operation: Operation
     previous_seq_id: int = -1
@@ -211,6 +212,7 @@ class Call:
     waiting_for: str = "it is being prepared"
     explain: Callable[[], str] | None = None
     progress: Progress | None = None
+    begun: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
     def describe(self) -> str:
         """Say what is being done. Literal example: `forward_backward 12: the trainer is at work on
@@ -219,6 +221,10 @@ class Call:
         age = Progress(time.monotonic() - self.operation.future.accepted_at)
         progress = self.progress if why == TRAINER_AT_WORK and self.progress is not None else age
         return f"{self.operation.kind} {self.operation.seq_id}: {why} ({progress})"
+
+    def begin(self) -> None:
+        if not self.begun.done():
+            self.begun.set_result(None)
 
     def send(self) -> None:
         """Note that all is done that can fail before the trainer hears of the operation."""

@@ -177,6 +177,7 @@ class RunRegistry:
         try:
             runner = await self._start_trainer(run)
             call = Call(creation)
+            call.begin()
             self.journal.end(creation, await runner.carry_out(call))
             run.state = "ready"
             await run.dispatcher.serve(runner.carry_out, sent=0 if call.sent else -1)

@@ -201,7 +201,7 @@ class OperationRunner:
         for attempt in range(_DELIVERIES):
             try:
                 async with self._following(call):
-                    reply = await self._client.call(method, request)
+                    reply = await self._client.call(method, request, begun=call.begun)
             except WorkerUnavailable as error:
                 self._log.warning("connection_broke", attempt=attempt, reason=str(error))
                 await asyncio.sleep(EXIT_REPORT_PATIENCE)

@@ -1,11 +1,11 @@
-"""The gRPC calls to workers: each with the secret, a deadline and typed errors."""
+"""The gRPC calls to workers: each with the secret, a bound on its time and typed errors."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -19,8 +19,12 @@ _PROGRESS_TIMEOUT = 5.0
 EXIT_REPORT_PATIENCE = 5.0
 """Seconds within which the launcher reports the end of a worker whose connection broke."""
 
+_SILENCE = 2
+"""How many timeouts a sampler may answer nobody for: to load weights, and for the next sample."""
+
 Request = TypeVar("Request", contravariant=True)
 Reply = TypeVar("Reply", covariant=True)
+Answer = TypeVar("Answer")
 
 Tell = Callable[[sampler_pb2.SampleDelta], Awaitable[None]]
 """Receives the new tokens of a sample."""
@@ -30,7 +34,11 @@ class Method(Protocol[Request, Reply]):
     """A method of a stub."""
 
     def __call__(
-        self, request: Request, *, metadata: tuple[tuple[str, str], ...], timeout: float
+        self,
+        request: Request,
+        *,
+        metadata: tuple[tuple[str, str], ...],
+        timeout: float | None = None,
     ) -> Awaitable[Reply]: ...
 
 
@@ -39,10 +47,10 @@ class WorkerUnavailable(Exception):
 
 
 class TrainerClient:
-    """Literal use: `await client.call(client.stub.Publish, request)`.
+    """Literal use: `await client.call(client.stub.Publish, request, begun=call.begun)`.
 
-    Every call raises `WorkerUnavailable` or the `TandemError` that a failure stands for.
-    `timeout` in seconds is the deadline of each call.
+    Every call raises `WorkerUnavailable` or the `TandemError` that a failure stands for. An
+    operation may take `timeout` seconds.
     """
 
     def __init__(self, worker: Worker, *, timeout: float) -> None:
@@ -52,26 +60,48 @@ class TrainerClient:
 
     async def describe(self) -> trainer_pb2.DescribeTrainerReply:
         request = trainer_pb2.DescribeTrainerRequest()
-        return await _call(self._worker, self.stub.Describe, request, _DESCRIBE_TIMEOUT)
+        return await _call(self._worker, self.stub.Describe, request, timeout=_DESCRIBE_TIMEOUT)
 
     async def progress(self) -> trainer_pb2.ProgressReply:
         request = trainer_pb2.ProgressRequest()
-        return await _call(self._worker, self.stub.Progress, request, _PROGRESS_TIMEOUT)
+        return await _call(self._worker, self.stub.Progress, request, timeout=_PROGRESS_TIMEOUT)
 
-    async def call(self, method: Method[Request, Reply], request: Request) -> Reply:
-        return await _call(self._worker, method, request, self._timeout)
+    async def call(
+        self, method: Method[Request, Reply], request: Request, *, begun: asyncio.Future[None]
+    ) -> Reply:
+        """The time that it may take counts from `begun`: operations are sent ahead, and those
+        before it may take their time."""
+        answer = asyncio.create_task(_call(self._worker, method, request))
+        either: tuple[asyncio.Future[Any], ...] = (answer, begun)
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            async with asyncio.timeout(self._timeout):
+                return await answer
+        except TimeoutError:
+            raise OperationTimedOut(
+                f"the trainer did not end it within {self._timeout:g} s "
+                "(TANDEM_TRAINER_OPERATION_TIMEOUT)"
+            ) from None
+        finally:
+            answer.cancel()
 
 
 class SamplerClient:
-    """Raises and has a deadline as `TrainerClient`."""
+    """Raises as `TrainerClient`.
+
+    How long a sample may take, from when the engine begins it, is the sampler's to decide:
+    `timeout` seconds, before which it may wait for many others. A sampler that answers nobody for
+    `_SILENCE` times as long has failed.
+    """
 
     def __init__(self, worker: Worker, *, timeout: float) -> None:
         self.worker = worker
         self._stub = sampler_pb2_grpc.SamplerStub(worker.channel)
-        self._timeout = timeout
+        self._patience = _SILENCE * timeout
+        self._heard_at = 0.0
 
     async def load(self, request: sampler_pb2.LoadRequest) -> sampler_pb2.LoadReply:
-        return await _call(self.worker, self._stub.Load, request, self._timeout)
+        return await self._unless_silent(_call(self.worker, self._stub.Load, request))
 
     async def sample(
         self, request: sampler_pb2.SampleRequest, tell: Tell | None = None
@@ -79,30 +109,60 @@ class SamplerClient:
         """Return all samples; pass their tokens to `tell`, if given, as they are drawn. Nothing
         more is read while `tell` waits."""
         if tell is None:
-            return await _call(self.worker, self._stub.Sample, request, self._timeout)
-        async with _errors_translated(self.worker, self._timeout):
-            call = self._stub.SampleStream(
-                request, metadata=self.worker.metadata, timeout=self._timeout
-            )
+            return await self._unless_silent(_call(self.worker, self._stub.Sample, request))
+        return await self._unless_silent(self._stream(request, tell))
+
+    async def _stream(
+        self, request: sampler_pb2.SampleRequest, tell: Tell
+    ) -> sampler_pb2.SampleReply:
+        async with _errors_translated(self.worker):
+            call = self._stub.SampleStream(request, metadata=self.worker.metadata)
             try:
                 async for event in call:
                     if event.HasField("reply"):
                         return event.reply
                     await tell(event.delta)
+                    self._note_heard()
             finally:
                 call.cancel()  # does nothing to a call that has ended
             raise InternalError("the sampler ended a stream without an answer")
 
+    async def _unless_silent(self, answer: Coroutine[None, None, Answer]) -> Answer:
+        """Return the answer, unless the sampler is silent for too long: to this call and all
+        others. Raises `OperationTimedOut` then."""
+        loop = asyncio.get_running_loop()
+        task, sent_at = asyncio.create_task(answer), loop.time()
+        try:
+            while not task.done():
+                left = max(sent_at, self._heard_at) + self._patience - loop.time()
+                if left <= 0:
+                    raise OperationTimedOut(
+                        f"the sampler has answered nothing for {self._patience:g} s, "
+                        f"{_SILENCE} times TANDEM_SAMPLER_OPERATION_TIMEOUT"
+                    )
+                await asyncio.wait([task], timeout=left)
+            self._note_heard()
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _note_heard(self) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
+
 
 async def _call(
-    worker: Worker, method: Method[Request, Reply], request: Request, timeout: float
+    worker: Worker,
+    method: Method[Request, Reply],
+    request: Request,
+    *,
+    timeout: float | None = None,
 ) -> Reply:
-    async with _errors_translated(worker, timeout):
+    async with _errors_translated(worker):
         return await method(request, metadata=worker.metadata, timeout=timeout)
 
 
 @asynccontextmanager
-async def _errors_translated(worker: Worker, timeout: float) -> AsyncIterator[None]:
+async def _errors_translated(worker: Worker) -> AsyncIterator[None]:
     """Raise gRPC's errors as those that the clients promise."""
     kind = worker.handle.kind
     try:
@@ -112,7 +172,7 @@ async def _errors_translated(worker: Worker, timeout: float) -> AsyncIterator[No
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             raise WorkerUnavailable(error.details() or code.name) from error
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise OperationTimedOut(f"the {kind} did not answer within {timeout:g} s") from error
+            raise OperationTimedOut(f"the {kind} gave up: {error.details()}") from error
         if code is grpc.StatusCode.ABORTED:  # the worker says that it is of no use any more
             raise WorkerDied(error.details() or f"the {kind} is broken") from error
         raise InternalError(f"the {kind} answered {code.name}: {error.details()}") from error

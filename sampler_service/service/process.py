@@ -139,6 +139,7 @@ class _Process:
             adapters,
             base=WeightVersion(name=f"base/{self._spec.model_name}", path=model),
             patience=self._settings.version_patience,
+            timeout=self._settings.operation_timeout,
             metrics=self._metrics,
             on_fatal=fail,
         )

@@ -19,7 +19,7 @@ from sampler_service.service.request_parser import parse_request
 from sampler_service.service.responses import StreamBuffer, encode_response
 from sampler_service.structured_output import GrammarCompiler
 from sampler_service.weights.loader import WeightVersion
-from tandem.errors import InvalidRequest, OperationTimedOut, TandemError
+from tandem.errors import InvalidRequest, TandemError
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
 
@@ -50,7 +50,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     """
 
     def __init__(self, *, timeout: float, metrics: SamplerMetrics) -> None:
-        """`timeout` limits each call, in seconds."""
+        """The reader of a stream may stop reading for `timeout` seconds."""
         self._timeout = timeout
         self._metrics = metrics
         self._serving: Serving | None = None
@@ -91,22 +91,17 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         scheduler = (await self._engine(context)).scheduler
         try:
             version = _parse_version(request.version)
-            future = asyncio.wrap_future(scheduler.load(version))
-            outcome = await asyncio.wait_for(future, self._time_left(context))
-        except TimeoutError:
-            error: TandemError = OperationTimedOut(f"{request.version.name} was not loaded in time")
-        except TandemError as raised:
-            error = raised
-        else:
+            outcome = await asyncio.wrap_future(scheduler.load(version))
+        except TandemError as error:
+            self._log.warning("load_refused", version=request.version.name, error=error.message)
             return sampler_pb2.LoadReply(
-                version=_version_message(version),
-                bytes=outcome.bytes,
-                seconds=outcome.seconds,
-                canary_difference=outcome.canary_difference,
+                failure=error.to_failure(), version=_version_message(scheduler.status.version)
             )
-        self._log.warning("load_refused", version=request.version.name, error=error.message)
         return sampler_pb2.LoadReply(
-            failure=error.to_failure(), version=_version_message(scheduler.status.version)
+            version=_version_message(version),
+            bytes=outcome.bytes,
+            seconds=outcome.seconds,
+            canary_difference=outcome.canary_difference,
         )
 
     async def Sample(
@@ -115,38 +110,46 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         context: grpc.aio.ServicerContext[sampler_pb2.SampleRequest, sampler_pb2.SampleReply],
     ) -> sampler_pb2.SampleReply:
         serving = await self._engine(context)
-        return await self._answer(request, serving, self._time_left(context))
+        return await self._answer(request, serving)
 
     async def SampleStream(  # type: ignore[override]
         self,
         request: sampler_pb2.SampleRequest,
         context: grpc.aio.ServicerContext[sampler_pb2.SampleRequest, sampler_pb2.SampleEvent],
     ) -> None:
-        """Write instead of yielding, so that a write that blocks is under the deadline, too."""
+        """Write instead of yielding, so that a write that blocks has a deadline."""
         serving = await self._engine(context)
-        timeout = self._time_left(context)
         copies = request.num_samples if request.params.temperature == 0 else 1
         buffer = StreamBuffer(topk=request.topk_sample_logprobs, copies=copies)
-        answer = asyncio.create_task(self._answer(request, serving, timeout, on_deltas=buffer.add))
+        answer = asyncio.create_task(self._answer(request, serving, on_deltas=buffer.add))
         answer.add_done_callback(lambda _: buffer.close())
         try:
-            async with asyncio.timeout(timeout):  # a reader may stop reading
-                while deltas := await buffer.take():
-                    for delta in deltas:
-                        await context.write(sampler_pb2.SampleEvent(delta=delta))
-                await context.write(sampler_pb2.SampleEvent(reply=await answer))
-        except TimeoutError:
-            await context.abort(
-                grpc.StatusCode.DEADLINE_EXCEEDED, f"the stream was not read within {timeout:.0f} s"
-            )
+            while deltas := await buffer.take():
+                for delta in deltas:
+                    await self._write(sampler_pb2.SampleEvent(delta=delta), context)
+            await self._write(sampler_pb2.SampleEvent(reply=await answer), context)
         finally:
             answer.cancel()  # and with it the request, if it is still in the engine
+
+    async def _write(
+        self,
+        event: sampler_pb2.SampleEvent,
+        context: grpc.aio.ServicerContext[sampler_pb2.SampleRequest, sampler_pb2.SampleEvent],
+    ) -> None:
+        """Send a part of a stream; abort the call if its reader has stopped reading."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                await context.write(event)
+        except TimeoutError:
+            await context.abort(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"the stream was not read for {self._timeout:g} s",
+            )
 
     async def _answer(
         self,
         request: sampler_pb2.SampleRequest,
         serving: Serving,
-        timeout: float,
         *,
         on_deltas: Callable[[Sequence[EngineDelta]], None] | None = None,
     ) -> sampler_pb2.SampleReply:
@@ -170,10 +173,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
                 seq_id=request.seq_id,
                 on_deltas=on_deltas,
             )
-            future = asyncio.wrap_future(serving.scheduler.submit(job))
-            sampled = await asyncio.wait_for(future, timeout)  # or cancel the request
-        except TimeoutError:
-            return self._refused(request, OperationTimedOut(f"no sample within {timeout:.0f} s"))
+            sampled = await asyncio.wrap_future(serving.scheduler.submit(job))
         except TandemError as error:
             return self._refused(request, error)
         response = encode_response(sampled.result, version=sampled.version.name, parsed=parsed)
@@ -211,10 +211,6 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is still starting")
         assert self._serving is not None
         return self._serving
-
-    def _time_left(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> float:
-        left = context.time_remaining()
-        return self._timeout if left is None else min(self._timeout, float(left))
 
 
 def _parse_version(message: common_pb2.WeightVersion) -> WeightVersion:

@@ -228,12 +228,15 @@ class VllmEngine:
         self._adapter_numbers = itertools.count(1)
         self._grammars = PrecompiledGrammars.install(self._engine)
         self._pending: dict[str, _Pending] = {}
+        self._queued: set[str] = set()
+        self._scheduler = self._engine.engine_core.engine_core.scheduler
 
     def add(self, request: EngineRequest) -> None:
         if request.stop_strings:
             self._load_tokenizer()
         pending = _Pending(request=request, unfinished=set(range(request.distinct_samples)))
         self._pending[request.id] = pending
+        self._queued.add(request.id)
         try:
             for index in range(request.distinct_samples):
                 self._add_sample(pending, index=index)
@@ -259,11 +262,17 @@ class VllmEngine:
 
     def step(self) -> StepOutput:
         step = StepOutput()
+        computed = set()
         for output in self._engine.step():
             request_id, _, index = output.request_id.rpartition("/")
+            computed.add(request_id)
             pending = self._pending.get(request_id)
             if pending is not None:  # else aborted in this step, because another sample failed
                 self._take(pending, int(index), output, step)
+        if self._queued:  # vLLM adds to our ids after the last slash
+            computed.update(each.request_id.rpartition("/")[0] for each in self._scheduler.running)
+            step.begun.extend(self._queued & computed)
+            self._queued.difference_update(step.begun)
         return step
 
     def _take(self, pending: _Pending, index: int, output: RequestOutput, step: StepOutput) -> None:
@@ -289,10 +298,12 @@ class VllmEngine:
                 pending.prompt = self._scorer.take(request.id)
         if not pending.unfinished:
             del self._pending[request.id]
+            self._queued.discard(request.id)
             step.results.append(pending.result())
 
     def abort(self, ids: Sequence[str]) -> None:
         known = [self._pending.pop(id_) for id_ in ids if id_ in self._pending]
+        self._queued.difference_update(ids)
         self._engine.abort_request(
             [_sample_id(each.request.id, index) for each in known for index in each.unfinished]
         )

@@ -31,7 +31,8 @@ BASE, NEW, OTHER = (
 
 @dataclass
 class FakeEngine:
-    """Ends each request after `max_tokens` steps and records its calls.
+    """Ends each request after `max_tokens` steps and records its calls. A step computes the first
+    `room` of them.
 
     `together` holds the adapters of each step; `computed` the logprobs of each adapter's canary,
     zeros by default.
@@ -44,6 +45,8 @@ class FakeEngine:
     computed: dict[str, list[float]] = field(default_factory=dict)
     requests: dict[str, EngineRequest] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
+    begun: set[str] = field(default_factory=set)
+    room: int = 1000
     broken: bool = False
     facts: EngineFacts = field(
         default=EngineFacts(
@@ -67,16 +70,20 @@ class FakeEngine:
         if self.broken:
             raise RuntimeError("out of order")
         self.together.add(frozenset(self.requests[id_].adapter for id_ in self.left))
-        self.left = {id_: left - 1 for id_, left in self.left.items()}
+        computed = list(self.left)[: self.room]
+        self.left |= {id_: self.left[id_] - 1 for id_ in computed}
         done = [id_ for id_, left in self.left.items() if left == 0]
         for id_ in done:
             del self.left[id_]
         sample = SampledTokens(np.zeros(1, np.int32), np.zeros(1, np.float32), stopped=False)
+        begun = [id_ for id_ in computed if id_ in self.left and id_ not in self.begun]
+        self.begun.update(begun)
         return StepOutput(
             [
                 EngineResult(id=id_, samples=(sample,), prompt=self.scores(self.requests[id_]))
                 for id_ in done
-            ]
+            ],
+            begun=begun,
         )
 
     def scores(self, request: EngineRequest) -> PromptScores | None:
@@ -120,7 +127,13 @@ class Bench:
     """A scheduler with its clock, run in the test's own thread."""
 
     def __init__(
-        self, *, patience: float = 2.0, base: Path = Path(), rank: int = 0, room: int = 2
+        self,
+        *,
+        patience: float = 2.0,
+        timeout: float = 1800.0,
+        base: Path = Path(),
+        rank: int = 0,
+        room: int = 2,
     ) -> None:
         """`rank` and `room` limit the adapters of the model in `base`."""
         self.engine = FakeEngine()
@@ -138,6 +151,7 @@ class Bench:
             self.adapters,
             base=BASE,
             patience=patience,
+            timeout=timeout,
             metrics=SamplerMetrics(CollectorRegistry()),
             clock=lambda: self.now,
             on_fatal=self.fatal.append,

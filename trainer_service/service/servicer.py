@@ -316,11 +316,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         return reply
 
     async def _or_broken(self, task: asyncio.Future[T], context: Context) -> T:
-        """The task's result. Aborts the call when the caller's deadline or ours has passed, or
-        when the process group breaks."""
-        left = context.time_remaining()
-        limit = self._operation_timeout
-        await first_of(task, self._broken, timeout=limit if left is None else min(left, limit))
+        """The task's result. Aborts the call when its deadline has passed, if it has one, or when
+        the process group breaks. How long an operation may take is the caller's to decide, who
+        knows what was sent before it."""
+        await first_of(task, self._broken, timeout=context.time_remaining())
         if task.done() and task.exception() is None:
             return task.result()
         if task.done() and isinstance(task.exception(), TimeoutError):

@@ -34,7 +34,7 @@ def result(gate):
     """The request_id of a large result, and its bytes."""
     run_id = gate.run_id(gate.session_id())
 
-    async def large(_client, _method, _request):
+    async def large(_client, _method, _request, *, begun):
         output = tinker_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
         output.loss_fn_outputs.add().fields["logprobs"].data = bytes(4 * TOKENS)
         return trainer_pb2.ForwardBackwardReply(output=output.SerializeToString())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 
+from sampler_service.vllm.environment import _intel_openmp, _is_cpu_build, sampler_environment
 from tandem.v1 import sampler_pb2
 from tests.support.sampler_worker import SamplerClient, plain_logprobs, same
 from tests.support.tiny_model import VOCABULARY
@@ -34,6 +38,45 @@ def test_samples_are_the_same_when_requests_push_each_other_out_of_the_cache(
             assert one.prompt_logprobs is not None
             expected = plain_logprobs(model, prompts(24)[number])
             assert np.abs(one.prompt_logprobs[1:] - expected).max() < 1e-4
+
+
+_TELL_WHAT_BEGINS = """
+import sys
+from pathlib import Path
+from sampler_service.engine import EngineRequest
+from sampler_service.vllm.engine import VllmEngine
+from tandem.settings import SamplerSettings
+
+engine = VllmEngine(Path(sys.argv[1]), SamplerSettings(device="cpu", max_num_seqs=2))
+for name, tokens, samples in ("a/1", 2, 1), ("b-2", 4, 1), ("c#3", 2, 1), ("short", 1, 3):
+    engine.add(EngineRequest(id=name, prompt=[3, 4], num_samples=samples, max_tokens=tokens))
+ended = []
+while len(ended) < 4:
+    step = engine.step()
+    print("STEP", *sorted(step.begun), "|", *sorted(result.id for result in step.results))
+    ended += step.results
+"""
+
+
+def test_the_engine_says_which_requests_it_has_begun(model: Path):
+    environment = sampler_environment(os.environ, cpu=_is_cpu_build(), library=_intel_openmp())
+    done = subprocess.run(
+        [sys.executable, "-c", _TELL_WHAT_BEGINS, str(model)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    steps = [line for line in done.stdout.splitlines() if line.startswith("STEP")]
+    assert steps == [
+        "STEP a/1 b-2 |",
+        "STEP | a/1",
+        "STEP c#3 |",
+        "STEP | b-2 c#3",
+        "STEP short |",
+        "STEP | short",
+    ]
 
 
 def test_more_requests_than_sequences_are_all_answered(tied_adapters: SamplerClient):

@@ -7,7 +7,13 @@ import threading
 import pytest
 
 from sampler_service.engine import EngineState, WeightsTouched
-from tandem.errors import IllegalTransition, LoadFailed, SequenceTooLong, WorkerDied
+from tandem.errors import (
+    IllegalTransition,
+    LoadFailed,
+    OperationTimedOut,
+    SequenceTooLong,
+    WorkerDied,
+)
 from tests.support.fake_engine import BASE, NEW, OTHER, Bench
 
 
@@ -25,6 +31,30 @@ def test_requests_that_wait_together_are_admitted_by_session_and_seq_id():
         bench.ask(BASE, f"{session}/{seq_id}", session=session, seq_id=seq_id)
     bench.turns(1)
     assert bench.engine.admitted == ["s1/0", "s1/1", "s1/2", "s2/0"]
+
+
+def test_a_sample_may_take_its_time_from_when_the_engine_begins_it():
+    bench = Bench(timeout=100.0)
+    bench.engine.room = 1
+    answers = [bench.ask(BASE, name, steps=3) for name in "abcd"]
+    for _ in range(3 * len(answers)):
+        bench.turns(1)
+        bench.now += 30.0
+    assert bench.now > 3 * 100.0
+    assert [answer.result(timeout=0).version for answer in answers] == [BASE] * 4
+
+
+def test_a_sample_that_takes_too_long_fails_and_makes_room_for_the_next():
+    bench = Bench(timeout=100.0)
+    bench.engine.room = 1
+    long, next_one = bench.ask(BASE, "long", steps=50), bench.ask(BASE, "next")
+    bench.turns(1)
+    bench.now += 100.5
+    bench.turns(1)
+    with pytest.raises(OperationTimedOut, match="within 100 s"):
+        long.result(timeout=0)
+    assert bench.engine.aborted == ["long"]
+    assert next_one.result(timeout=0).version == BASE
 
 
 def test_another_version_is_loaded_when_the_engine_has_drained():

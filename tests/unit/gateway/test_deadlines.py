@@ -1,0 +1,135 @@
+"""How long operations and samples may take: what waits for others does not lose its own time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gateway.futures.table import Future, Result
+from gateway.runs.dispatcher import Dispatcher
+from gateway.runs.operations import AdamParams, Operation, OptimStep, RunBroken
+from gateway.runs.runner import OperationRunner
+from gateway.workers.clients import SamplerClient, TrainerClient
+from tandem.errors import OperationTimedOut
+from tandem.v1 import sampler_pb2, trainer_pb2
+from tests.support.virtual_time import run_in_virtual_time
+
+WORKER: Any = SimpleNamespace(
+    channel=SimpleNamespace(
+        unary_unary=lambda *_args, **_more: None, unary_stream=lambda *_args, **_more: None
+    ),
+    handle=SimpleNamespace(kind="worker"),
+    metadata=(),
+)
+LIMIT = 1800.0
+
+
+class OneAtATime:
+    """A worker that takes so many seconds for each of its calls, and gives up one that is over
+    its deadline, as gRPC does."""
+
+    def __init__(self, seconds: dict[int, float], reply: Any) -> None:
+        self.seconds = seconds
+        self.reply = reply
+        self.calls = 0
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, _request: Any, *, metadata: Any, timeout: float | None = None) -> Any:
+        self.calls += 1
+        number = self.calls
+        async with asyncio.timeout(timeout), self._turn:
+            await asyncio.sleep(self.seconds[number])
+        return self.reply
+
+
+async def serve(seconds: dict[int, float]) -> dict[int, Any]:
+    """Give a run one operation of each of `seconds`; return the outcomes."""
+    client: Any = TrainerClient(WORKER, timeout=LIMIT)
+    client.stub.OptimStep = OneAtATime(seconds, trainer_pb2.OptimStepReply(step=1))
+    client.stub.Progress = OneAtATime(defaultdict(float), trainer_pb2.ProgressReply())
+    nothing: Any = SimpleNamespace(pins=None, record_reply=lambda *_args, **_more: None)
+    tools: Any = SimpleNamespace(checkpoints=nothing, versions=nothing, usage=nothing)
+    run: Any = SimpleNamespace(
+        id="r",
+        session_id="s",
+        owner="o",
+        model=SimpleNamespace(name="m"),
+        about=SimpleNamespace(ranks=1),
+    )
+    runner = OperationRunner(run=run, client=client, tools=tools)
+    outcomes: dict[int, Any] = {}
+    ended = asyncio.Event()
+
+    def end(operation: Operation, outcome: Any) -> None:
+        outcomes[operation.seq_id] = outcome
+        if len(outcomes) == len(seconds):
+            ended.set()
+
+    dispatcher = Dispatcher(window=4, window_bytes=1000, gap_timeout=60, end=end)
+    for seq_id in seconds:
+        future = Future(request_id=f"r:{seq_id}", source="operation", describe=lambda: None)
+        body = OptimStep(params=AdamParams())
+        operation = Operation(
+            run_id="r", seq_id=seq_id, kind="optim_step", future=future, body=body
+        )
+        dispatcher.put(operation)
+    serving = asyncio.create_task(dispatcher.serve(runner.carry_out))
+    await asyncio.wait(
+        [serving, waiting := asyncio.create_task(ended.wait())], return_when="FIRST_COMPLETED"
+    )
+    waiting.cancel()
+    if serving.done():
+        serving.result()
+    serving.cancel()
+    return outcomes
+
+
+def test_operations_that_wait_for_those_before_them_lose_no_time():
+    outcomes = run_in_virtual_time(serve(dict.fromkeys(range(1, 7), 1700.0)))
+    assert {type(outcome) for outcome in outcomes.values()} == {Result}
+
+
+def test_an_operation_that_takes_too_long_ends_the_run_when_its_own_time_is_over():
+    async def scenario() -> float:
+        with pytest.raises(RunBroken) as broken:
+            await serve({1: 1000.0, 2: 1e9, 3: 1.0})
+        assert isinstance(broken.value.error, OperationTimedOut)
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(scenario()) == pytest.approx(1000.0 + LIMIT)
+
+
+async def sample(client: SamplerClient) -> sampler_pb2.SampleReply:
+    return await client.sample(sampler_pb2.SampleRequest())
+
+
+def sampler(seconds: dict[int, float]) -> SamplerClient:
+    client: Any = SamplerClient(WORKER, timeout=LIMIT)
+    client._stub.Sample = OneAtATime(seconds, sampler_pb2.SampleReply(sampled_tokens=1))
+    return client
+
+
+def test_samples_that_queue_in_the_engine_lose_no_time():
+    async def scenario() -> list[sampler_pb2.SampleReply]:
+        client = sampler(dict.fromkeys(range(1, 7), 1700.0))
+        return await asyncio.gather(*(sample(client) for _ in range(6)))
+
+    assert [reply.sampled_tokens for reply in run_in_virtual_time(scenario())] == [1] * 6
+
+
+def test_a_sampler_that_answers_nobody_is_given_up():
+    async def scenario() -> float:
+        client = sampler({1: 100.0, 2: 1e9, 3: 1e9})
+        outcomes = await asyncio.gather(*(sample(client) for _ in range(3)), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [
+            sampler_pb2.SampleReply,
+            OperationTimedOut,
+            OperationTimedOut,
+        ]
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(scenario()) == pytest.approx(100.0 + 2 * LIMIT)
