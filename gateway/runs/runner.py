@@ -154,7 +154,11 @@ class OperationRunner:
         self._versions = tools.versions
         self._pins = tools.checkpoints.pins
         self._subject = Subject(
-            id=run.id, session_id=run.session_id, owner=run.owner, base_model=run.model.name
+            id=run.id,
+            session_id=run.session_id,
+            owner=run.owner,
+            base_model=run.model.name,
+            run_id=run.id,
         )
         self._log = get_log(session_id=run.session_id, run_id=run.id)
 

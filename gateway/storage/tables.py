@@ -200,6 +200,7 @@ usage = Table(
     Column("hour", BigInteger, primary_key=True, autoincrement=False),  # seconds since 1970
     Column("event", String(32), primary_key=True),
     Column("subject", String(100), primary_key=True),  # a run, or a sampling session
+    Column("run_id", String(100), nullable=False, default=""),  # whose weights were sampled
     Column("session_id", String(64), nullable=False),
     Column("project_id", String(200), nullable=False, default=""),  # once the session has no row
     Column("owner", String(100), nullable=False),

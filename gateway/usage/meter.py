@@ -49,12 +49,14 @@ _COUNTERS = ("count", "input_tokens", "cached_tokens", "output_tokens", "acceler
 
 @dataclass(frozen=True)
 class Subject:
-    """What used something: a training run or a sampling session."""
+    """What used something: a training run or a sampling session. `run_id` is the run itself, or
+    the one whose weights were sampled; empty for a base model."""
 
     id: str
     session_id: str
     owner: str
     base_model: str
+    run_id: str = ""
 
 
 class UsageMeter:
@@ -98,6 +100,7 @@ class UsageMeter:
                 "hour": hour,
                 "event": kind,
                 "subject": subject.id,
+                "run_id": subject.run_id,
                 "session_id": subject.session_id,
                 "owner": subject.owner,
                 "base_model": subject.base_model,
@@ -177,6 +180,7 @@ class SampleMeter:
                         session_id=span.session_id,
                         owner=owner,
                         base_model=base_model,
+                        run_id=request.version.run_id,
                     ),
                     input_tokens=span.prompt_tokens,
                     cached_tokens=span.cached_tokens,

@@ -1,20 +1,33 @@
-"""Usage as the SDK's billing calls report it: by hour, session, base model and kind.
+"""Usage as the SDK's billing calls report it, by hour, session, base model and kind; and summed up
+by owner and run.
 
 This server has no prices.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import BigInteger, ColumnElement, cast, func, literal, select, union_all
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    RowMapping,
+    case,
+    cast,
+    desc,
+    func,
+    literal,
+    select,
+    union_all,
+)
 
 from gateway.auth.identity import Caller, visible
 from gateway.storage.database import Database, from_row
-from gateway.storage.tables import sessions, usage
-from gateway.usage.meter import UsageMeter
+from gateway.storage.tables import checkpoints, sessions, usage
+from gateway.usage.meter import HOUR, UsageMeter
 
 EventType = Literal[
     "training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample", "checkpoint"
@@ -34,6 +47,15 @@ _COUNTED: Mapping[EventType, tuple[ColumnElement[bool], ColumnElement[int], bool
 }
 """Which rows count as a type, the quantity, and whether the accelerator seconds are reported with
 it: those of a sample are reported once."""
+
+
+_USED = (
+    "training_tokens",
+    "prompt_tokens",
+    "cached_tokens",
+    "sampled_tokens",
+    "accelerator_seconds",
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +79,24 @@ class UsageReport:
 
     events: Sequence[UsageEvent]
     metadata: Mapping[str, Mapping[str, str] | None]
+
+
+@dataclass(frozen=True)
+class Used:
+    """What an owner, or a run (`run_id`), used: tokens trained; of samples, prompt tokens (those
+    from the prefix cache among them) and sampled ones; accelerator seconds; checkpoints kept now,
+    and their bytes."""
+
+    owner: str
+    training_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
+    accelerator_seconds: float
+    checkpoints: int
+    checkpoint_bytes: int
+    run_id: str = ""
+    base_model: str = ""
 
 
 class BillingReports:
@@ -115,3 +155,72 @@ class BillingReports:
         )
         metadata = dict.fromkeys(ids) | {row["id"]: row["user_metadata"] for row in rows}
         return UsageReport(events=events, metadata=metadata)
+
+    async def summary(
+        self, caller: Caller, *, since: float, max_runs: int
+    ) -> tuple[list[Used], list[Used]]:
+        """Sum up what the caller may see, used in the hours after `since` (seconds since 1970), by
+        owner, and by run and owner; the runs with the most accelerator seconds. Samples count for
+        the run whose weights they are of, and for the owner who asked for them."""
+        self._usage.write()
+        await self._database.flush()
+        sampled = usage.c.event == "sample"
+        nothing = literal(0)
+        used = select(
+            usage.c.owner,
+            usage.c.run_id,
+            usage.c.base_model,
+            case((sampled, 0), else_=usage.c.input_tokens).label("training_tokens"),
+            case((sampled, usage.c.input_tokens), else_=0).label("prompt_tokens"),
+            usage.c.cached_tokens,
+            usage.c.output_tokens.label("sampled_tokens"),
+            usage.c.accelerator_seconds,
+            nothing.label("checkpoints"),
+            nothing.label("checkpoint_bytes"),
+        ).where(usage.c.hour > since - HOUR, visible(usage.c.owner, caller, "accessible"))
+        expires_at = checkpoints.c.expires_at
+        kept = expires_at.is_(None) | (expires_at > time.time())
+        stored = select(
+            checkpoints.c.owner,
+            checkpoints.c.run_id,
+            checkpoints.c.base_model,
+            *(nothing.label(name) for name in _USED),
+            literal(1).label("checkpoints"),
+            checkpoints.c.bytes.label("checkpoint_bytes"),
+        ).where(kept, visible(checkpoints.c.owner, caller, "accessible"))
+        both = union_all(used, stored).subquery()
+        sums = [
+            func.sum(both.c[name]).label(name)
+            for name in (*_USED, "checkpoints", "checkpoint_bytes")
+        ]
+        largest: list[ColumnElement[str]] = [
+            desc("accelerator_seconds"),
+            desc("checkpoint_bytes"),
+            both.c.owner,
+        ]
+        by_owner = select(both.c.owner, *sums).group_by(both.c.owner).order_by(*largest)
+        by_run = (
+            select(
+                both.c.owner,
+                both.c.run_id,
+                func.max(both.c.base_model).label("base_model"),
+                *sums,
+            )
+            .where(both.c.run_id != "")
+            .group_by(both.c.owner, both.c.run_id)
+            .order_by(*largest, both.c.run_id)
+            .limit(max_runs)
+        )
+        found = [await self._database.read(query) for query in (by_owner, by_run)]
+        owners, runs_ = ([_used(row) for row in rows] for rows in found)
+        return owners, runs_
+
+
+def _used(row: RowMapping) -> Used:
+    """PostgreSQL sums integers to decimals."""
+    return from_row(
+        Used,
+        row,
+        **{name: int(row[name]) for name in (*_USED, "checkpoints", "checkpoint_bytes")}
+        | {"accelerator_seconds": float(row["accelerator_seconds"])},
+    )

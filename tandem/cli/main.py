@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from tandem.cli import checkpoints, demo, keys, logs, models, observe, up
+from tandem.cli import checkpoints, demo, keys, logs, models, observe, up, usage
 from tandem.cli.context import fail
 from tandem.errors import TandemError
 
@@ -19,6 +19,7 @@ app = typer.Typer(
 app.command("up")(up.up)
 app.command("demo")(demo.demo)
 app.command("status")(observe.status)
+app.command("usage")(usage.usage)
 app.command("logs")(logs.logs)
 app.command("config")(observe.config)
 app.command("version")(observe.version)

@@ -65,7 +65,8 @@ def show_table(
         say(title)
     console.print(table)
     if left_out := [column.heading for column in columns[shown:]]:
-        say(f"Not shown, for lack of width: {', '.join(left_out)} (--json shows all)")
+        names = ", ".join(left_out)
+        out.print(f"Not shown, for lack of width: {names} (--json shows all)", markup=False)
 
 
 def moment(value: object) -> str:
@@ -89,6 +90,19 @@ def byte_size(value: object) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def count(value: object) -> str:
+    """Return a large number for people. Literal examples: `98,765` and `1.23 G`."""
+    assert isinstance(value, int)
+    if value < 100_000:
+        return f"{value:,}"
+    size, unit = value / 1000, "k"
+    for larger in ("M", "G", "T"):
+        if size < 999.5:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.3g} {unit}"
 
 
 def _one_line(value: object) -> str:

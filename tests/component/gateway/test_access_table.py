@@ -33,6 +33,7 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "telemetry": EVERYBODY,
     "get_version": EVERYBODY,
     "status": EVERYBODY,
+    "usage_summary": EVERYBODY,
     "list_models": EVERYBODY,
     "exchange_token": EVERYBODY,
     "own_key": EVERYBODY,

@@ -299,6 +299,7 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "external_weights_urls": lambda w: Call(f"{w.checkpoint(w.export)}/external_weights_urls"),
     "checkpoint_files": lambda w: Call(f"{OWN}/checkpoints/files?path={w.state}"),
     "usage_events": _get(f"{API}/billing/usage/events?{_HOURS}"),
+    "usage_summary": _get(f"{OWN}/usage"),
     "checkpoint_storage": _get(f"{API}/billing/usage/checkpoints/current"),
     "audit_log": _get(f"{API}/audit"),
     "add_model": lambda w: Call(

@@ -181,6 +181,7 @@ async def test_a_database_of_the_first_revision_gets_what_retention_needs(tmp_pa
         "DROP INDEX operations_with_result",
         "ALTER TABLE sampling_sessions DROP COLUMN ended_at",
         "ALTER TABLE usage DROP COLUMN project_id",
+        "ALTER TABLE usage DROP COLUMN run_id",
         "UPDATE alembic_version SET version_num = '0001'",
     ):
         await database.write(text(statement))

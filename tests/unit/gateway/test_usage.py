@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from sqlalchemy import insert, select, text
 
 from gateway.auth.identity import Caller
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
 from gateway.sessions.registry import NewSession, SessionRegistry
 from gateway.storage.database import Database
+from gateway.storage.tables import checkpoints, sampling_sessions
+from gateway.storage.tables import usage as table
 from gateway.usage.meter import Subject, TimeShares, UsageMeter
-from gateway.usage.reports import BillingReports
+from gateway.usage.reports import BillingReports, Used
 from tandem.settings import LimitSettings
 
 ADMIN = Caller(owner="local", key_id="k-1", role="admin")
@@ -95,4 +98,101 @@ async def test_however_many_subjects_there_are_memory_stays_bounded(database):
         ("sampling_sample", 15000),
         ("sampling_prefill", 5000),
         ("sampling_prefill_cached", 5000),
+    ]
+
+
+def checkpoint(run_id: str, *, owner: str, size: int, **more) -> dict[str, object]:
+    return {
+        "path": f"tinker://{run_id}/weights/{size}",
+        "run_id": run_id,
+        "kind": "weights",
+        "base_model": "tiny",
+        "step": 1,
+        "bytes": size,
+        "optimizer": True,
+        "owner": owner,
+        "created_at": 0.0,
+        **more,
+    }
+
+
+async def test_usage_is_summed_up_by_owner_and_by_run_and_samples_count_for_their_run(database):
+    now = [36_000.0]
+    usage = UsageMeter(database=database, clock=lambda: now[0])
+    reports = BillingReports(database=database, usage=usage)
+
+    def subject(id_: str, run_id: str, owner: str = "ann") -> Subject:
+        return Subject(id=id_, session_id="s-1", owner=owner, base_model="tiny", run_id=run_id)
+
+    run = "s-1:train:0"
+    usage.record("forward_backward", subject(run, run), input_tokens=100, accelerator_seconds=2.0)
+    usage.record("optim_step", subject(run, run), accelerator_seconds=1.0)
+    tokens = {"input_tokens": 10, "cached_tokens": 4, "output_tokens": 7}
+    usage.record("sample", subject("s-1:sample:0", run), **tokens, accelerator_seconds=0.5)
+    usage.record("sample", subject("s-2:sample:0", run, "ben"), **tokens, accelerator_seconds=0.25)
+    usage.record("sample", subject("s-1:sample:1", ""), **tokens, accelerator_seconds=8.0)
+    await database.write(insert(checkpoints), checkpoint(run, owner="ann", size=1000))
+    expired = checkpoint(run, owner="ann", size=5000, expires_at=1.0)
+    await database.write(insert(checkpoints), expired)
+    old = checkpoint("s-0:train:0", owner="ann", size=300)
+    await database.write(insert(checkpoints), old)
+
+    def about(used: Used) -> tuple[object, ...]:
+        return (
+            *(used.training_tokens, used.prompt_tokens, used.cached_tokens, used.sampled_tokens),
+            *(used.accelerator_seconds, used.checkpoints, used.checkpoint_bytes),
+        )
+
+    owners, runs = await reports.summary(ADMIN, since=0, max_runs=10)
+    assert {used.owner: about(used) for used in owners} == {
+        "ann": (100, 20, 8, 14, 11.5, 2, 1300),
+        "ben": (0, 10, 4, 7, 0.25, 0, 0),
+    }
+    assert [(used.run_id, used.owner, used.base_model, *about(used)) for used in runs] == [
+        (run, "ann", "tiny", 100, 10, 4, 7, 3.5, 1, 1000),
+        (run, "ben", "tiny", 0, 10, 4, 7, 0.25, 0, 0),
+        ("s-0:train:0", "ann", "tiny", 0, 0, 0, 0, 0.0, 1, 300),
+    ]
+    assert len((await reports.summary(ADMIN, since=0, max_runs=1))[1]) == 1
+    ben = Caller(owner="ben", key_id="k-2", role="member")
+    assert [
+        used.owner for found in await reports.summary(ben, since=0, max_runs=9) for used in found
+    ] == ["ben", "ben"]
+    _, later = await reports.summary(ADMIN, since=40_000, max_runs=9)
+    assert [about(used)[4:] for used in later] == [(0.0, 1, 1000), (0.0, 1, 300)]
+
+
+async def test_usage_from_before_runs_were_noted_is_given_its_run(database, tmp_path):
+    usage = UsageMeter(database=database, clock=lambda: 3600.0)
+    subjects = ("s-1:train:0", "s-1:sample:0", "s-1:sample:1")
+    for id_, kind in zip(subjects, ("forward", "sample", "sample"), strict=True):
+        usage.record(
+            kind,
+            Subject(id=id_, session_id="s-1", owner="local", base_model="tiny"),
+            input_tokens=1,
+        )
+    usage.write()
+    sampler = {
+        "id": "s-1:sample:0",
+        "session_id": "s-1",
+        "kind": "snapshot",
+        "base_model": "tiny",
+        "run_id": "s-1:train:0",
+        "version": "s-1:train:0/v000001-00000000",
+        "state": "active",
+        "created_at": 0.0,
+    }
+    await database.write(insert(sampling_sessions), sampler)
+    await database.flush()
+    await database.write(text("ALTER TABLE usage DROP COLUMN run_id"))
+    await database.write(text("UPDATE alembic_version SET version_num = '0002'"))
+    await database.close()
+    upgraded = Database(url="", data_dir=tmp_path)
+    await upgraded.open()
+    rows = await upgraded.read(select(table.c.subject, table.c.run_id).order_by(table.c.subject))
+    await upgraded.close()
+    assert [tuple(row.values()) for row in rows] == [
+        ("s-1:sample:0", "s-1:train:0"),
+        ("s-1:sample:1", ""),
+        ("s-1:train:0", "s-1:train:0"),
     ]

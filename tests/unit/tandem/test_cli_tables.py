@@ -35,7 +35,21 @@ WORKERS = [
     {"id": f"{kind}-s-0123456789ab-0", "kind": kind, "state": "ready", "pid": 1, "age_seconds": 5.0}
     for kind in ("trainer", "sampler")
 ]
+USED = {
+    "owner": "ann",
+    "training_tokens": 1_234_567_890,
+    "prompt_tokens": 345_678,
+    "cached_tokens": 1_000,
+    "sampled_tokens": 987_654_321,
+    "accelerator_seconds": 45_678.9,
+    "checkpoints": 12,
+    "checkpoint_bytes": 123_456_789,
+}
 ANSWERS = {
+    "usage?since=0&limit=50": {
+        "owners": [USED],
+        "runs": [{**USED, "run_id": RUN, "base_model": "Qwen/Qwen3-8B"}],
+    },
     "status": {
         "sessions": [
             {"id": "s-0123456789ab", "owner": "ann", "display_name": "x[1]", "idle_seconds": 1.2}
@@ -77,7 +91,7 @@ def gateway(monkeypatch):
     def call(_data_dir, _method, path, **_):
         return ANSWERS[path]
 
-    for name in ("checkpoints", "keys", "logs", "models", "observe"):
+    for name in ("checkpoints", "keys", "logs", "models", "observe", "usage"):
         monkeypatch.setattr(f"tandem.cli.{name}.call", call)
     monkeypatch.setattr("tandem.cli.keys.read_endpoint", lambda _: object())
     monkeypatch.setattr("tandem.cli.logs.read_endpoint", lambda _: object())
@@ -119,6 +133,7 @@ def log_folder(tmp_path) -> Path:
 
 
 COMMANDS = {
+    ("usage",): [RUN, "1.23 G", "988 M", "12.7 h", "117.7 MiB", "Qwen/Qwen3-8B"],
     ("status",): [RUN, VERSION, REASON, "trainer-s-0123456789ab-0", "x[1]"],
     ("checkpoints", "list"): [PATH, "123456789", "2026-07-13 09:30", "yes"],
     ("models", "list"): ["Qwen/Qwen3-8B", MODEL_PATH, "40960"],
@@ -150,6 +165,12 @@ def test_on_eighty_columns_columns_are_left_out_by_name_and_no_character_is_cut(
         assert "Not shown, for lack of width: base_model, weight_version" in shown
         words = [line.split()[-1] for line in shown.splitlines() if line.strip()]
         assert "SIGKILL;" in words or "SIGKILL;" in shown
+
+
+def test_usage_on_eighty_columns_has_tokens_accelerator_time_and_storage(gateway, terminal):
+    tandem("usage")
+    for cell in ("1.23 G", "988 M", "12.7 h", "117.7 MiB"):
+        assert terminal.getvalue().count(cell) == 2, "of the owner and of the run"
 
 
 def test_a_path_wider_than_the_terminal_goes_on_in_the_next_line(gateway, terminal, monkeypatch):

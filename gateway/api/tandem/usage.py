@@ -1,0 +1,55 @@
+"""What each owner and run used, under /api/tandem/v1, for the command line and for scripts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Query
+
+from gateway.api.dependencies import CallerDep, GatewayDep
+from gateway.api.fields import Answer
+from gateway.api.routing import Router
+
+router = Router("/api/tandem/v1", tag="Tandem")
+
+
+class OwnerUsage(Answer):
+    """Tokens trained; of samples, prompt tokens (`cached_tokens` of them from the prefix cache) and
+    sampled ones; accelerator seconds; the checkpoints kept now."""
+
+    owner: str
+    training_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
+    accelerator_seconds: float
+    checkpoints: int
+    checkpoint_bytes: int
+
+
+class RunUsage(OwnerUsage):
+    """`owner` is who trained the run, or sampled from its weights."""
+
+    run_id: str
+    base_model: str
+
+
+class UsageSummary(Answer):
+    owners: list[OwnerUsage]
+    runs: list[RunUsage]
+
+
+@router.operation("GET", "/usage", role="reader")
+async def usage_summary(
+    gateway: GatewayDep,
+    caller: CallerDep,
+    since: Annotated[float, Query(ge=0, le=2**53)] = 0.0,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 50,
+) -> UsageSummary:
+    """Sum up what each owner and run used since a time, to the hour: everything for an admin, for
+    others their own. At most `limit` runs, those with the most accelerator seconds first. What was
+    sampled from base models belongs to an owner and to no run."""
+    owners, runs = await gateway.usage_reports.summary(caller, since=since, max_runs=limit)
+    return UsageSummary(
+        owners=[OwnerUsage.of(used) for used in owners], runs=[RunUsage.of(used) for used in runs]
+    )

@@ -1,0 +1,82 @@
+"""`tandem usage`: what each owner and each run used."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, cast
+
+import typer
+
+from tandem.cli.context import DataDir, JsonFlag, call, print_json, say
+from tandem.cli.keys import parse_duration
+from tandem.cli.tables import Column, byte_size, count, show_table
+
+Rows = list[dict[str, object]]
+
+_AMOUNTS = (
+    Column("trained", right=True),
+    Column("sampled", right=True),
+    Column("accelerator", right=True),
+    Column("storage", right=True),
+    Column("prompts", right=True),
+    Column("cached", right=True),
+    Column("checkpoints", right=True),
+)
+
+
+def usage(
+    since: Annotated[
+        str,
+        typer.Option(help="Count what was used in this time, such as 12h or 30d. Default: all."),
+    ] = "",
+    limit: Annotated[int, typer.Option("--limit", min=1, max=10_000, help="Runs, at most.")] = 50,
+    data_dir: DataDir = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what each owner and run used: tokens trained, sampled and of prompts, accelerator time,
+    and the bytes of the checkpoints that are kept now."""
+    start = time.time() - parse_duration(since) if since else 0
+    answer = cast(
+        dict[str, Rows], call(data_dir, "GET", f"usage?since={max(0.0, start):.0f}&limit={limit}")
+    )
+    if as_json:
+        print_json(answer)
+        return
+    if not answer["owners"]:
+        say("Nothing was used.")
+        return
+    show_table(
+        [Column("owner"), *_AMOUNTS],
+        [(row["owner"], *_amounts(row)) for row in answer["owners"]],
+        title="owners, with tokens trained and sampled:",
+    )
+    say("")
+    if not answer["runs"]:
+        say("No runs.")
+        return
+    show_table(
+        [Column("run"), Column("owner"), *_AMOUNTS, Column("model")],
+        [
+            (row["run_id"], row["owner"], *_amounts(row), row["base_model"])
+            for row in answer["runs"]
+        ],
+        title="runs, with samples from their weights:",
+    )
+
+
+def _amounts(row: dict[str, object]) -> tuple[str, ...]:
+    rest = ("prompt_tokens", "cached_tokens", "checkpoints")
+    return (
+        count(row["training_tokens"]),
+        count(row["sampled_tokens"]),
+        _duration(cast(float, row["accelerator_seconds"])),
+        byte_size(row["checkpoint_bytes"]),
+        *(count(row[name]) for name in rest),
+    )
+
+
+def _duration(seconds: float) -> str:
+    """Literal example: `2.5 h`."""
+    if seconds < 600:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 36_000 else f"{seconds / 3600:,.1f} h"
