@@ -224,6 +224,12 @@ class GatewaySettings(BaseSettings):
     launcher: str = Field("process", description="How workers run; process: on this machine.")
     worker_start_timeout: float = Field(300.0, gt=0)
     worker_stop_timeout: float = Field(10.0, gt=0)
+    worker_heartbeat: float = Field(
+        5.0,
+        gt=0,
+        description="How often workers are asked whether they answer; one that has not answered "
+        "for twice as long is shown as unresponsive.",
+    )
     compress_payloads: bool = Field(
         False, description="Ask clients to compress their batches (zstd)."
     )

@@ -19,7 +19,7 @@ from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
 from gateway.checkpoints.compatibility import check_compatible
 from gateway.checkpoints.encryption import check_recipients, encrypt_version
 from gateway.checkpoints.versions import VersionStore, WeightVersion
-from gateway.futures.table import Future, Outcome, Result
+from gateway.futures.table import Future, Outcome, Result, Waiting
 from gateway.identifiers import (
     CheckpointKind,
     CheckpointPath,
@@ -125,8 +125,20 @@ class TrainingRun:
             request_id=request_id_of(owner=self.id, seq_id=seq_id),
             source="operation",
             owner=self.owner,
-            describe=lambda: self.dispatcher.describe(seq_id),
+            describe=lambda: self.describe(seq_id),
         )
+
+    @property
+    def silence(self) -> str:
+        """Say that the trainer does not answer its heartbeat; "" if it does."""
+        return self.worker.silence if self.worker is not None else ""
+
+    def describe(self, seq_id: int) -> Waiting:
+        """Say what an operation is waiting for."""
+        waiting = self.dispatcher.describe(seq_id)
+        if silence := self.silence:
+            return Waiting(f"{silence}; {waiting.reason}", paused=True)
+        return waiting
 
 
 @dataclass(frozen=True)
@@ -335,7 +347,7 @@ class OperationRunner:
             assert body.sampling_session_seq_id is not None
             call.explain = lambda: (
                 "the sampler is loading the new weights"
-                if sampler.state == "ready"
+                if sampler.state == "ready" and not sampler.silence
                 else sampler.explain()
             )
             await sampler.load(version)

@@ -153,12 +153,18 @@ class Sampler:
         queue = f"{before} sample{'' if before == 1 else 's'} before this one"
         if sample is not None:
             queue += f", which has waited {time.monotonic() - sample.future.accepted_at:.0f} s"
-        return Waiting(f"{self.explain()}; {queue}", paused=self.state != "ready")
+        paused = self.state != "ready" or self.silence != ""
+        return Waiting(f"{self.explain()}; {queue}", paused=paused)
+
+    @property
+    def silence(self) -> str:
+        """Say that the engine does not answer its heartbeat; "" if it does."""
+        return self.worker.silence if self.worker is not None else ""
 
     def explain(self) -> str:
         """Say what the engine is doing, and why it does not serve yet."""
         if self.state == "ready":
-            return "the sampler is at work"
+            return self.silence or "the sampler is at work"
         age = time.monotonic() - self._state_since
         if place := self.places.explain(self):
             return f"the sampler waits for its place ({age:.0f} s): {place}"

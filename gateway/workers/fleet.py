@@ -10,7 +10,9 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from sqlalchemy import insert, select, update
 
 from gateway.checkpoints.base_models import BaseModelEntry
@@ -28,25 +30,35 @@ _JITTER = 0.2
 _STABLE_AFTER = 60.0
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Worker:
-    """A worker that serves. `metadata` goes with every call."""
+    """A worker that serves. `metadata` goes with every call; `silent_since` is when it was asked
+    for the heartbeat that it has not answered, on the monotonic clock."""
 
     handle: WorkerHandle
     channel: grpc.aio.Channel
     metadata: tuple[tuple[str, str], ...] = field(repr=False)
+    silent_since: float | None = None
 
     @property
     def worker_id(self) -> str:
         return self.handle.worker_id
+
+    @property
+    def silence(self) -> str:
+        """Say that it does not answer its heartbeat; "" if it does."""
+        if self.silent_since is None:
+            return ""
+        age = time.monotonic() - self.silent_since
+        return f"the {self.handle.kind} has not answered its heartbeat for {age:.0f} s"
 
 
 @dataclass
 class WorkerRecord:
     """What the gateway knows of a worker that starts or serves.
 
-    `state` is "starting" or "ready"; `worker` and `details` are set when it is ready. `reason`
-    says why it ended before that.
+    `state` is "starting", "ready" or, while it does not answer its heartbeat, "unresponsive";
+    `worker` and `details` are set when it is ready. `reason` says why it ended before that.
     """
 
     worker_id: str
@@ -102,7 +114,7 @@ class Fleet:
     def __post_init__(self) -> None:
         self._records: dict[str, WorkerRecord] = {}
         self._next_number: defaultdict[str, int] = defaultdict(int)
-        self._watcher: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
         self._log = get_log()
 
     async def open(self) -> None:
@@ -117,12 +129,15 @@ class Fleet:
             if number.isdecimal():
                 self._next_number[prefix] = max(self._next_number[prefix], int(number) + 1)
         watch = self._note_exits(self.launcher.watch())
-        self._watcher = asyncio.create_task(watch, name="worker-watcher")
+        self._watchers = [
+            asyncio.create_task(watch, name="worker-watcher"),
+            asyncio.create_task(self._ask_for_heartbeats(), name="worker-heartbeats"),
+        ]
 
     async def close(self) -> None:
         """Stop every worker."""
-        if self._watcher is not None:
-            self._watcher.cancel()
+        for watcher in self._watchers:
+            watcher.cancel()
         records = list(self._records.values())
         self._records.clear()
         for record in records:
@@ -263,6 +278,39 @@ class Fleet:
                 await record.worker.channel.close()
             except Exception:  # noqa: BLE001 - later exits must still be handled
                 self._log.exception("exit_not_handled", worker_id=exit_.worker_id)
+
+    async def _ask_for_heartbeats(self) -> None:
+        """Ask the workers again and again, all at once. A worker that does not answer is shown, and
+        goes on: what it works on has deadlines of its own."""
+        while True:
+            await asyncio.sleep(self.settings.worker_heartbeat)
+            ready = [(r, r.worker) for r in self._records.values() if r.worker is not None]
+            asked = (self._ask_for_heartbeat(record, worker) for record, worker in ready)
+            for fault in await asyncio.gather(*asked, return_exceptions=True):
+                if isinstance(fault, Exception):  # its channel was closed: a cancellation
+                    self._log.error("heartbeat_failed", exc_info=fault)
+
+    async def _ask_for_heartbeat(self, record: WorkerRecord, worker: Worker) -> None:
+        asked_at, answers = time.monotonic(), True
+        try:
+            await health_pb2_grpc.HealthStub(worker.channel).Check(
+                health_pb2.HealthCheckRequest(),
+                metadata=worker.metadata,
+                timeout=2 * self.settings.worker_heartbeat,
+            )
+        except grpc.aio.AioRpcError as error:  # any other error than this is an answer, or its end
+            answers = error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        if answers == (worker.silent_since is None):
+            return
+        worker.silent_since, record.state = (
+            (None, "ready") if answers else (asked_at, "unresponsive")
+        )
+        self._log.warning(
+            "worker_answers_again" if answers else "worker_unresponsive",
+            worker_id=worker.worker_id,
+            session_id=record.session_id,
+            run_id=record.run_id,
+        )
 
     def _write_end(self, worker_id: str, reason: str) -> None:
         self.database.write_soon(

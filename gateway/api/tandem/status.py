@@ -172,7 +172,7 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
             RunStatus.of(
                 run,
                 base_model=run.model.name,
-                reason=run.error.message if run.error is not None else "",
+                reason=run.error.message if run.error is not None else run.silence,
                 worker=run.worker.worker_id if run.worker is not None else "",
                 queued=run.dispatcher.queued,
                 under_way=run.dispatcher.under_way,
@@ -188,7 +188,9 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
             SamplerStatus.of(
                 sampler,
                 base_model=sampler.model.name,
-                reason=sampler.explain() if sampler.state == "queued" else sampler.reason,
+                reason=sampler.explain()
+                if sampler.state == "queued"
+                else sampler.silence or sampler.reason,
                 worker=sampler.worker.worker_id if sampler.worker is not None else "",
                 weight_version=sampler.weights,
                 adapters=sorted(sampler.loaded - {sampler.weights}),

@@ -11,7 +11,7 @@ from tinker import types
 
 from gateway.workers.clients import TrainerClient
 from tandem.errors import LoadFailed, PublishFailed
-from tests.support.gateway.requests import create_sampler, optim_step
+from tests.support.gateway.requests import asample, create_sampler, optim_step
 from tests.support.gateway.running import running_gateway
 from tests.support.sdk import supervised
 from tests.support.waiting import wait_until
@@ -189,3 +189,42 @@ def test_a_second_gateway_on_the_same_data_directory_is_refused(gate):
     )
     assert result.returncode == 1
     assert "another gateway uses the data directory" in result.stderr.splitlines()[-1]
+
+
+def test_a_worker_that_does_not_answer_its_heartbeat_is_shown_as_such(tmp_path, capfd):
+    with (
+        running_gateway(tmp_path, session_ttl=600, worker_heartbeat=0.05) as gate,
+        gate.http() as client,
+    ):
+        health = gate.launcher.health
+        session = gate.session_id()
+        run_id = gate.run_id(session)
+        sampler_id = create_sampler(client, session).json()["sampling_session_id"]
+        workers = [gate.worker(kind)[1] for kind in ("trainer", "sampler")]
+        for worker in workers:
+            gate.run(worker.gate.clear)
+        gate.run(health.answering.clear)
+        requests = [
+            optim_step(client, run_id, 1).json()["request_id"],
+            asample(client, sampler_id).json()["request_id"],
+        ]
+
+        def states(rows: str) -> list[str]:
+            return [row["state"] for row in client.get("/api/tandem/v1/status").json()[rows]]
+
+        wait_until(lambda: states("workers") == ["unresponsive", "unresponsive"])
+        status = client.get("/api/tandem/v1/status").json()
+        for kind, request in zip(("trainer", "sampler"), requests, strict=True):
+            told = f"the {kind} has not answered its heartbeat for "
+            (row,) = status["runs" if kind == "trainer" else "samplers"]
+            assert row["reason"].startswith(told)
+            waiting = client.post("/api/v1/retrieve_future", json={"request_id": request}).json()
+            assert waiting["queue_state"] == "paused_capacity"
+            assert waiting["queue_state_reason"].startswith(told)
+        gate.run(health.answering.set)
+        for worker in workers:
+            gate.run(worker.gate.set)
+        wait_until(lambda: states("workers") == ["ready", "ready"])
+        assert all(gate.retrieve(request).is_success for request in requests)
+    log = "".join(capfd.readouterr())
+    assert min(log.count("worker_unresponsive"), log.count("worker_answers_again")) >= 2

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.workers.launchers.base import WorkerDetails, WorkerExit, WorkerHandle
 from tandem.errors import WorkerCrashed, WorkerStartFailed
@@ -15,6 +16,18 @@ from tandem.v1 import sampler_pb2_grpc, trainer_pb2_grpc
 from tandem.worker import WorkerSpec
 from tests.support.gateway.fake_sampler import FakeSampler
 from tests.support.gateway.fake_trainer import FakeTrainer
+
+
+class FakeHealth(health_pb2_grpc.HealthServicer):
+    """Answers while `answering` is set; a frozen process does not."""
+
+    def __init__(self) -> None:
+        self.answering = asyncio.Event()
+        self.answering.set()
+
+    async def Check(self, request, context):
+        await self.answering.wait()
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
 
 class FakeLauncher:
@@ -29,6 +42,7 @@ class FakeLauncher:
         self.crashes = 0  # starts that crash from now on
         self.start_gate = asyncio.Event()
         self.start_gate.set()
+        self.health = FakeHealth()  # of all workers
         self._servers: dict[str, grpc.aio.Server] = {}
         self._exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
 
@@ -47,6 +61,7 @@ class FakeLauncher:
         else:
             sampler = self.servicers[spec.worker_id] = FakeSampler(spec)
             sampler_pb2_grpc.add_SamplerServicer_to_server(sampler, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         self._servers[spec.worker_id] = server
