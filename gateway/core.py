@@ -10,12 +10,14 @@ from contextlib import asynccontextmanager
 from gateway.auth.audit import AuditLog, RefusedKeys
 from gateway.auth.identity import Identity
 from gateway.auth.keys import KeyStore, check_listening
+from gateway.checkpoints.adoption import CheckpointAdopter
 from gateway.checkpoints.base_models import BaseModels
 from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.checkpoints.copies import CheckpointCopier
 from gateway.checkpoints.downloads import DownloadSigner
 from gateway.checkpoints.pins import Pins
+from gateway.checkpoints.quarantine import Quarantine
 from gateway.checkpoints.versions import VersionStore
 from gateway.fair_queue import FairSemaphore
 from gateway.futures.completion_feed import CompletionFeed
@@ -38,6 +40,7 @@ from gateway.storage.data_directory import (
     locked_data_directory,
 )
 from gateway.storage.database import Database
+from gateway.storage.pairing import MISMATCH, check_pair
 from gateway.usage.meter import SampleMeter, UsageMeter
 from gateway.usage.reports import BillingReports
 from gateway.usage.trace_exports import TraceExporter
@@ -126,12 +129,29 @@ class Gateway:
         self.completions = CompletionFeed(futures=self.futures, idle_ttl=settings.result_ttl)
         self.models = BaseModels(database=database)
         self.pins = Pins()
-        self.checkpoints = CheckpointCatalog(database=database, pins=self.pins, limits=self.limits)
+        self.checkpoints = CheckpointCatalog(
+            database=database,
+            data_dir=data_dir,
+            pins=self.pins,
+            limits=self.limits,
+            expiry_grace=settings.expiry_grace,
+        )
         self.versions = VersionStore(
             database=database, data_dir=data_dir, min_free_bytes=settings.min_free_bytes
         )
         self.collector = GarbageCollector(
-            database=database, data_dir=data_dir, checkpoints=self.checkpoints
+            database=database,
+            data_dir=data_dir,
+            checkpoints=self.checkpoints,
+            quarantine=Quarantine(
+                data_dir=data_dir, ttl=settings.quarantine_ttl, grace=settings.expiry_grace
+            ),
+        )
+        self.adopter = CheckpointAdopter(
+            database=database,
+            data_dir=data_dir,
+            checkpoints=self.checkpoints,
+            collector=self.collector,
         )
         self.copies = CheckpointCopier(
             database=database,
@@ -224,6 +244,9 @@ class Gateway:
         lost_runs = await self.runs.open()
         await self.sessions.open()
         await self.sampling.open()
+        self.collector.paired = await check_pair(self.database, self.settings.data_dir)
+        if not self.collector.paired:
+            self._log.error("database_mismatch", hint=MISMATCH)
         await self.collector.collect_all()
         if lost or lost_runs:
             self._log.warning("restarted", operations_failed=lost, runs_ended=lost_runs)

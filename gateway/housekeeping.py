@@ -99,6 +99,7 @@ class Housekeeping:
         touched.update(run.id for run in gateway.runs.all() if run.published)
         await self._collect(sorted(touched))
         await gateway.collector.empty_trash()
+        await gateway.collector.expire_quarantine()
         await gateway.journal.expire()
 
     async def _tidy_logs(self) -> None:

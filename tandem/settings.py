@@ -287,6 +287,18 @@ class GatewaySettings(BaseSettings):
     audit_ttl: float = Field(
         400 * 86_400.0, gt=0, description="Rows of the audit log are kept for this long."
     )
+    expiry_grace: float = Field(
+        86_400.0,
+        ge=0,
+        description="An expired checkpoint is kept for this long, hidden, after the gateway first "
+        "saw that it had expired: the clock may be ahead.",
+    )
+    quarantine_ttl: float = Field(
+        30 * 86_400.0,
+        gt=0,
+        description="Complete checkpoints of which the database knows nothing are kept in "
+        "quarantine for this long.",
+    )
     min_free_bytes: int = Field(64 * 2**20, ge=0, description="With less free, publishing fails.")
 
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)

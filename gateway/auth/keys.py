@@ -117,7 +117,7 @@ class KeyStore:
         secret = f"tml-{secrets.token_urlsafe(32)}"
         key = self._key(secret, new)
         row = {column.name: getattr(key, column.name) for column in keys.c}
-        await self._database.write(insert(keys), row)
+        await self._database.write(insert(keys), row, durable=True)
         self._keys[key.id] = key
         return key, secret
 
@@ -136,7 +136,8 @@ class KeyStore:
         if key.revoked_at is None:
             key.revoked_at = self._clock()
         await self._database.write(
-            update(keys).where(keys.c.id == key_id).values(revoked_at=key.revoked_at)
+            update(keys).where(keys.c.id == key_id).values(revoked_at=key.revoked_at),
+            durable=True,
         )
         return key
 

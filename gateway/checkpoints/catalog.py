@@ -3,21 +3,38 @@
 There are three kinds: `weights` (a trainer's state, in a folder of its own), `sampler_weights`
 and `external_weights` (weight versions; the external ones are for download). A deleted or
 expired checkpoint disappears from every answer at once; the garbage collector removes its files
-later.
+later. What it may remove are the folders that were released here: a folder of which the database
+knows nothing is not removed.
+
+An expired checkpoint is kept for a grace period from when the gateway first saw that it had
+expired, and comes back if the clock turns out to have been ahead.
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sqlalchemy import ColumnElement, Insert, RowMapping, delete, func, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Executable,
+    Insert,
+    RowMapping,
+    delete,
+    func,
+    insert,
+    select,
+    update,
+)
 
 from gateway.auth.identity import Caller, Readers, visible
 from gateway.checkpoints.pins import Pins
+from gateway.checkpoints.records import CheckpointRecord
 from gateway.identifiers import (
     CheckpointPath,
     parse_checkpoint_path,
@@ -26,8 +43,8 @@ from gateway.identifiers import (
 )
 from gateway.limits import Quotas
 from gateway.storage.database import Database, from_row
-from gateway.storage.tables import checkpoints, runs
-from tandem.errors import UnknownWeights
+from gateway.storage.tables import checkpoints, released_folders, runs
+from tandem.errors import PublishFailed, StorageFull, UnknownWeights
 from tandem.worker import TrainingSpec
 
 
@@ -62,6 +79,7 @@ class Origin:
     """The training run of a checkpoint. `owner` is empty if the run is not in the database."""
 
     owner: str = ""
+    project_id: str = ""
     training: TrainingSpec = field(default_factory=TrainingSpec)
 
 
@@ -76,17 +94,39 @@ class StorageUse:
 
 
 class CheckpointCatalog:
-    def __init__(self, *, database: Database, pins: Pins, limits: Quotas) -> None:
+    """`expiry_grace` is in seconds."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        data_dir: Path,
+        pins: Pins,
+        limits: Quotas,
+        expiry_grace: float,
+    ) -> None:
         self._database = database
+        self._data_dir = data_dir
         self.pins = pins
         self._limits = limits
+        self._expiry_grace = expiry_grace
         self._unnamed_runs: set[str] = set()
 
     async def put(self, checkpoint: Checkpoint) -> None:
-        """Write the row, replacing one of the same path in the same transaction."""
+        """Write the record beside the files, then the row, replacing one of the same path in the
+        same transaction. Raise `StorageFull` or `PublishFailed`."""
+        record = await self.record_of(checkpoint)
+        try:
+            await asyncio.to_thread(record.write, self._data_dir / checkpoint.relative_folder)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageFull(f"there is no room to name {checkpoint.path}") from error
+            why = error.strerror or "it cannot be written"
+            raise PublishFailed(f"{checkpoint.path} could not be named: {why}") from error
         await self._database.write_together(
-            delete(checkpoints).where(checkpoints.c.path == str(checkpoint.path)),
+            *_release(checkpoints.c.path == str(checkpoint.path)),
             insert_row(checkpoint),
+            durable=True,
         )
         self.mark(checkpoint.path.run_id)
 
@@ -193,19 +233,30 @@ class CheckpointCatalog:
 
     async def change(self, checkpoint: Checkpoint, **values: object) -> None:
         """Set columns of the checkpoint."""
-        await self._database.write(update(checkpoints).where(_is(checkpoint)).values(**values))
+        await self._database.write(
+            update(checkpoints).where(_is(checkpoint)).values(**values), durable=True
+        )
 
     async def delete(self, checkpoint: Checkpoint) -> None:
         """Delete the name; the garbage collector removes the files when nobody uses them."""
-        await self._database.write(delete(checkpoints).where(_is(checkpoint)))
+        await self._database.write_together(*_release(_is(checkpoint)), durable=True)
         self.mark(checkpoint.path.run_id)
 
     async def expire(self) -> None:
-        """Delete the names of expired checkpoints."""
-        expired = checkpoints.c.expires_at <= time.time()
-        rows = await self._database.read(select(checkpoints.c.run_id).where(expired).distinct())
+        """Delete the names of the checkpoints that have expired and whose grace period is over;
+        note when those that have expired since were first seen."""
+        now, seen = time.time(), checkpoints.c.expired_at
+        expired = checkpoints.c.expires_at <= now
+        # Seen while the clock was ahead.
+        wrong = seen.is_not(None) & ((checkpoints.c.expires_at > now) | (seen > now))
+        new, over = expired & seen.is_(None), expired & (seen <= now - self._expiry_grace)
+        for which, value in ((wrong, None), (new, now)):
+            if await self._database.read_one(select(checkpoints.c.path).where(which).limit(1)):
+                change = update(checkpoints).where(which).values(expired_at=value)
+                await self._database.write(change, durable=True)
+        rows = await self._database.read(select(checkpoints.c.run_id).where(over).distinct())
         if rows:
-            await self._database.write(delete(checkpoints).where(expired))
+            await self._database.write_together(*_release(over), durable=True)
             self._unnamed_runs.update(row["run_id"] for row in rows)
 
     def mark(self, run_id: str) -> None:
@@ -220,12 +271,31 @@ class CheckpointCatalog:
     async def origin(self, run_id: str) -> Origin:
         """Return who owns a run, and what it trains."""
         row = await self._database.read_one(
-            select(runs.c.training, runs.c.owner).where(runs.c.id == run_id)
+            select(runs.c.training, runs.c.owner, runs.c.project_id).where(runs.c.id == run_id)
         )
         if row is None:
             return Origin()
         return Origin(
-            owner=row["owner"], training=TrainingSpec.model_validate(row["training"] or {})
+            owner=row["owner"],
+            project_id=row["project_id"],
+            training=TrainingSpec.model_validate(row["training"] or {}),
+        )
+
+    async def record_of(self, checkpoint: Checkpoint) -> CheckpointRecord:
+        """Return what the checkpoint's folder is to say of it."""
+        origin, path = await self.origin(checkpoint.path.run_id), checkpoint.path
+        return CheckpointRecord(
+            run_id=path.run_id,
+            kind=path.kind,
+            name=path.name,
+            owner=checkpoint.owner,
+            project_id=origin.project_id,
+            base_model=checkpoint.base_model,
+            training=origin.training,
+            step=checkpoint.step,
+            bytes=checkpoint.bytes,
+            created_at=checkpoint.created_at,
+            user_metadata=checkpoint.user_metadata,
         )
 
 
@@ -247,6 +317,17 @@ def checkpoint_of(row: RowMapping) -> Checkpoint:
 
 def not_expired() -> ColumnElement[bool]:
     return checkpoints.c.expires_at.is_(None) | (checkpoints.c.expires_at > time.time())
+
+
+def _release(which: ColumnElement[bool]) -> list[Executable]:
+    """Return the statements that delete names and let the collector remove their folders. Those of
+    weight versions have rows of their own."""
+    table = checkpoints.c
+    folders = select(table.folder, table.run_id).where(which, table.folder != "")
+    return [
+        insert(released_folders).from_select(["folder", "run_id"], folders),
+        delete(checkpoints).where(which),
+    ]
 
 
 def _is(checkpoint: Checkpoint) -> ColumnElement[bool]:

@@ -1,5 +1,11 @@
 """Removes weight versions and checkpoint folders that nothing names and nobody uses.
 
+It removes what the database knows: folders that were released, and weight versions without a name.
+Of others, a folder without a list of its files is what a crash left of a save, and goes as well; a
+complete one goes into quarantine, because its saver may have been told that it is saved. While
+database and data directory do not belong together (`gateway/storage/pairing.py`), nothing is
+removed at all.
+
 A folder is kept while a checkpoint or an active sampling session names it, and while it is
 pinned: by a run, by a sampler, or by whoever reads or writes it. Files are written before their
 name and removed after it, so a crash at any point leaves at worst files without a name, which
@@ -23,23 +29,42 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from sqlalchemy import literal, select, union_all, update
+from sqlalchemy import delete, literal, select, union_all, update
 
 from gateway.checkpoints.catalog import CheckpointCatalog
+from gateway.checkpoints.quarantine import Quarantine
+from gateway.checkpoints.versions import FILE_LISTS
 from gateway.identifiers import relative_state_folder, relative_version_folder, run_folder_name
 from gateway.storage.database import Database
-from gateway.storage.tables import checkpoints, sampling_sessions, weight_versions
+from gateway.storage.pairing import MISMATCH
+from gateway.storage.tables import (
+    checkpoints,
+    released_folders,
+    sampling_sessions,
+    weight_versions,
+)
 from tandem.telemetry import get_log
 
 _ROOTS = ("weights", "checkpoints")
 _PARTIAL_PREFIX = ".partial-"
 _TRASH = ".trash"
+QUARANTINED = (
+    "the database knows nothing of these checkpoints: it may be an older copy. They are in "
+    "quarantine and will be removed; `tandem checkpoints adopt` takes them back"
+)
 
 
 class GarbageCollector:
     def __init__(
-        self, *, database: Database, data_dir: Path, checkpoints: CheckpointCatalog
+        self,
+        *,
+        database: Database,
+        data_dir: Path,
+        checkpoints: CheckpointCatalog,
+        quarantine: Quarantine,
     ) -> None:
+        self.paired = True
+        self.quarantine = quarantine
         self._database = database
         self._data_dir = data_dir
         self._checkpoints = checkpoints
@@ -62,7 +87,8 @@ class GarbageCollector:
     async def empty_trash(self) -> None:
         """Remove what is in the trash: also what a crash or a failing disk left there."""
         async with self._emptying:
-            await asyncio.to_thread(self._empty_trash)
+            if self.paired:
+                await asyncio.to_thread(self._empty_trash)
 
     def _empty_trash_soon(self) -> None:
         task = asyncio.create_task(self.empty_trash(), name="empty-trash")
@@ -73,6 +99,8 @@ class GarbageCollector:
         """Remove the folders of a run (of all, for None) that nothing names or uses; partial
         folders as well if its trainer has stopped. Return False if some are still in use, so that
         the call is worth repeating."""
+        if not self.paired:
+            return False
         found = await asyncio.to_thread(self._list_folders, run_id, ended)
         used = self._pins.folders()
         named = await self._named(run_id)
@@ -84,13 +112,44 @@ class GarbageCollector:
             return not unnamed
         unused = [folder for folder in unnamed if folder not in used]
         if unused:
-            await asyncio.to_thread(self._throw_away, unused)
+            known = await self._known(run_id)
+            lost = await asyncio.to_thread(self._set_aside, set(unused) - known)
+            if lost:
+                self._log.warning("quarantined", folders=lost, hint=QUARANTINED)
+            removed = [folder for folder in unused if folder not in lost]
+            await asyncio.to_thread(self._throw_away, removed)
             self._empty_trash_soon()
-            await self._note(run_id, unused)
-            self._log.info("collected", run_id=run_id, folders=unused)
+            await self._note(run_id, removed)
+            self._log.info("collected", run_id=run_id, folders=removed)
         if ended:
             await asyncio.to_thread(self._remove_empty_run_folders, run_id)
         return len(unused) == len(unnamed)
+
+    async def expire_quarantine(self) -> None:
+        """Remove what was in quarantine for too long."""
+        if self.paired:
+            await asyncio.to_thread(self.quarantine.expire)
+
+    async def warnings(self) -> list[str]:
+        """Return what an operator should know, in sentences."""
+        if not self.paired:
+            return [MISMATCH]
+        held = await asyncio.to_thread(self.quarantine.folders)
+        return [f"{', '.join(held)}: {QUARANTINED}"] if held else []
+
+    async def unknown_folders(self) -> list[str]:
+        """Return the complete folders of which the database knows nothing and that nobody uses:
+        those in quarantine, and those that are still where they were."""
+        found = await asyncio.to_thread(self._list_folders, None, False)
+        used = self._pins.folders()
+        used |= await self._named(None) | await self._known(None)
+        used |= self._pins.folders()
+        return await asyncio.to_thread(
+            lambda: [
+                *self.quarantine.folders(),
+                *(f for f in found if f not in used and self._is_complete(f)),
+            ]
+        )
 
     def _list_folders(self, run_id: str | None, partials: bool) -> list[str]:
         found: list[Path] = []
@@ -117,12 +176,35 @@ class GarbageCollector:
         if run_id is not None:
             saved = saved.where(checkpoints.c.run_id == run_id)
             sampled = sampled.where(sampling_sessions.c.run_id == run_id)
-        return {
-            relative_state_folder(Path(row["folder"]))
-            if row["folder"]
-            else relative_version_folder(row["version"])
-            for row in await self._database.read(union_all(saved, sampled))
-        }
+        rows = await self._database.read(union_all(saved, sampled))
+        return {_relative(row["folder"], row["version"]) for row in rows}
+
+    async def _known(self, run_id: str | None) -> set[str]:
+        """Return the folders without a name that the database knows all the same."""
+        released = select(released_folders.c.folder, literal("").label("name"))
+        versions = select(literal(""), weight_versions.c.name).where(
+            weight_versions.c.collected_at.is_(None)
+        )
+        if run_id is not None:
+            released = released.where(released_folders.c.run_id == run_id)
+            versions = versions.where(weight_versions.c.run_id == run_id)
+        rows = await self._database.read(union_all(released, versions))
+        return {_relative(row["folder"], row["name"]) for row in rows}
+
+    def _is_complete(self, folder: str) -> bool:
+        path = self._data_dir / folder
+        named = _is_own_folder(path) and not path.name.startswith(_PARTIAL_PREFIX)
+        return named and any((path / name).is_file() for name in FILE_LISTS)
+
+    def _set_aside(self, unknown: set[str]) -> list[str]:
+        """Put the complete ones of these folders into quarantine; return them."""
+        lost = [folder for folder in sorted(unknown) if self._is_complete(folder)]
+        for folder in lost:
+            try:
+                self.quarantine.put(folder)
+            except OSError as error:  # stays where it is
+                self._log.error("not_quarantined", folder=folder, reason=str(error))
+        return lost
 
     def _throw_away(self, folders: list[str]) -> None:
         """Rename the folders into the trash, so that nothing half removed has a name."""
@@ -155,7 +237,15 @@ class GarbageCollector:
         gone = update(weight_versions).where(weight_versions.c.path.in_(paths))
         if run_id is not None:
             gone = gone.where(weight_versions.c.run_id == run_id)
-        await self._database.write(gone.values(collected_at=time.time()))
+        await self._database.write_together(
+            gone.values(collected_at=time.time()),
+            delete(released_folders).where(released_folders.c.folder.in_(paths)),
+        )
+
+
+def _relative(folder: str, version: str) -> str:
+    """Return the path, relative to the data directory, of a state's folder or of a version's."""
+    return relative_state_folder(Path(folder)) if folder else relative_version_folder(version)
 
 
 def _is_own_folder(path: Path) -> bool:

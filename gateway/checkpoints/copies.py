@@ -20,6 +20,7 @@ from sqlalchemy import insert, select
 
 from gateway.auth.identity import Readers
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog, insert_row
+from gateway.checkpoints.records import CheckpointRecord
 from gateway.checkpoints.versions import VersionStore, files_of
 from gateway.identifiers import CheckpointPath, new_session_id, new_state_folder, run_id_of
 from gateway.storage.database import Database
@@ -127,13 +128,17 @@ class CheckpointCopier:
             "created_at": now,
             "ended_at": now,
         }
+        origin = await self._checkpoints.origin(source.path.run_id)
+        record = (await self._checkpoints.record_of(copy)).model_copy(
+            update={"training": origin.training, "project_id": request.project_id}
+        )
         statements = [
             insert_row(copy),
             insert(runs).values(
                 id=run_id,
                 session_id=session_id,
                 base_model=copy.base_model,
-                training=(await self._checkpoints.origin(source.path.run_id)).training.model_dump(),
+                training=origin.training.model_dump(),
                 state="ended",
                 error_type=InvalidRequest.type,
                 reason=_REASON,
@@ -164,9 +169,9 @@ class CheckpointCopier:
             statements.append(insert(weight_versions).values(vars(version)))
         with self._checkpoints.pins.pinned(copy.relative_folder):
             await asyncio.to_thread(
-                _link_files, source, self._data_dir / source.relative_folder, copy, target
+                _link_files, source, self._data_dir / source.relative_folder, copy, target, record
             )
-            await self._database.write_together(*statements)
+            await self._database.write_together(*statements, durable=True)
 
 
 def _session_id(request: CopyRequest) -> str:
@@ -178,14 +183,17 @@ def _session_id(request: CopyRequest) -> str:
     return f"s-{hashlib.sha256(repr(identity).encode()).hexdigest()[:12]}"
 
 
-def _link_files(source: Checkpoint, folder: Path, copy: Checkpoint, target: Path) -> None:
-    """Link the files into a new folder. The folder of a weight version gets a manifest of its own,
-    which names the version and its run."""
+def _link_files(
+    source: Checkpoint, folder: Path, copy: Checkpoint, target: Path, record: CheckpointRecord
+) -> None:
+    """Link the files into a new folder, with a record of its own. The folder of a weight version
+    gets a manifest of its own, too, which names the version and its run."""
     partial = PartialVersion(target)
     partial.create()
     try:
         for name, file in files_of(source, folder).items():
             _link(file, partial.path / name)
+        record.write(partial.path)
         if copy.version:
             manifest = Manifest.model_validate_json((folder / "manifest.json").read_bytes())
             changes = {

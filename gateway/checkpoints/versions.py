@@ -18,10 +18,13 @@ from gateway.storage.tables import weight_versions
 from tandem.errors import CheckpointDamaged, StorageFull, UnknownWeights
 from tandem.v1 import common_pb2
 from tandem.weights import Manifest, version_path
+from tandem.weights.manifest import MANIFEST_NAME
 from tandem.weights.store import check_own_file
 
 _STATE_RECORD = "checkpoint.json"
 """The file in which a trainer lists the files of its saved state."""
+FILE_LISTS = (_STATE_RECORD, MANIFEST_NAME)
+"""One of these is in every folder that was written to its end."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def files_of(checkpoint: Checkpoint, folder: Path) -> dict[str, Path]:
             record = json.loads((folder / _STATE_RECORD).read_bytes())
             names = [_STATE_RECORD, *(str(entry["name"]) for entry in record["files"])]
         else:
-            manifest = Manifest.model_validate_json((folder / "manifest.json").read_bytes())
+            manifest = Manifest.model_validate_json((folder / MANIFEST_NAME).read_bytes())
             names = [entry.name for entry in manifest.files]
         return {name: check_own_file(folder, name) for name in names}
     except (OSError, ValidationError, ValueError, KeyError, TypeError) as error:

@@ -6,11 +6,12 @@ import fcntl
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tandem.errors import InvalidRequest
 from tandem.stack import unusable
+from tandem.weights.store import fsync_path, make_folder
 
 
 @contextmanager
@@ -19,7 +20,8 @@ def locked_data_directory(data_dir: Path) -> Iterator[None]:
     gateway uses it. Raise `InvalidRequest` if another process has locked it, or if it cannot be
     used."""
     try:
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            make_folder(data_dir, mode=0o700)
         fd = os.open(data_dir / "gateway.lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise unusable(data_dir, error) from error
@@ -67,3 +69,4 @@ def write_private(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
+    fsync_path(path.parent)

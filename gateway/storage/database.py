@@ -70,6 +70,7 @@ class _Write:
     undo: FileWork | None = None
     after: FileWork | None = None
     size: int = 0
+    durable: bool = False
     done: asyncio.Future[None] | None = None
     committed: Callable[[], object] | None = None
 
@@ -118,21 +119,25 @@ class Database:
         undo: FileWork | None = None,
         owner: str = "",
         size: int = 0,
+        durable: bool = False,
     ) -> None:
         """Execute the statement once for each of the rows; return when that is committed.
 
         `before` is file work of `size` bytes that must be done first. It runs in a thread; if it
         raises, nothing is written and the error is raised here. `undo` is done if the write fails,
         before anything else is. `owner` chooses the queue of an owner; without one, the write
-        goes before those of all owners. Raises `StorageFailed`, `StorageFull`, or the driver's own
-        error for a row that it does not take.
+        goes before those of all owners. What is `durable` survives a power failure from then on;
+        the rest is on the disk with the next such write, or when SQLite moves its log into the
+        database. Raises `StorageFailed`, `StorageFull`, or the driver's own error for a row that
+        it does not take.
         """
-        write = _Write([(statement, rows)], before=before, undo=undo, size=size)
+        write = _Write([(statement, rows)], before=before, undo=undo, size=size, durable=durable)
         await self._committed(write, owner)
 
-    async def write_together(self, *statements: Executable) -> None:
+    async def write_together(self, *statements: Executable, durable: bool = False) -> None:
         """As `write`, for several statements of which all are committed, or none."""
-        await self._committed(_Write([(statement, ()) for statement in statements]))
+        write = _Write([(statement, ()) for statement in statements], durable=durable)
+        await self._committed(write)
 
     def write_soon(
         self,
@@ -301,6 +306,17 @@ def _write(connection: Connection, batch: Sequence[_Write]) -> list[Exception | 
     return errors
 
 
+def _sync_commits(connection: Connection, *, durable: bool) -> None:
+    """Let SQLite sync its log at each commit from now on, or not: a write by itself takes ten times
+    as long with it (1.3 to 7 ms instead of 0.13 ms)."""
+    is_sqlite = connection.dialect.name == "sqlite"  # others sync at every commit
+    if is_sqlite and connection.info.get("durable", False) != durable:
+        level = "FULL" if durable else "NORMAL"
+        with connection.begin():  # SQLite begins with the first change, and would refuse this after
+            connection.exec_driver_sql(f"PRAGMA synchronous={level}")
+        connection.info["durable"] = durable
+
+
 def _commit(connection: Connection, batch: Sequence[_Write]) -> list[Exception | None]:
     """Execute the writes in one transaction; return the error of each."""
     merged: list[tuple[Executable, list[dict[str, object]]]] = []
@@ -310,6 +326,7 @@ def _commit(connection: Connection, batch: Sequence[_Write]) -> list[Exception |
         else:
             merged.append((statement, list(map(dict, rows))))
     try:
+        _sync_commits(connection, durable=any(write.durable for write in batch))
         with connection.begin():
             for statement, parameters in merged:
                 connection.execute(statement, parameters or None)

@@ -162,9 +162,28 @@ checkpoints = Table(
     Column("user_metadata", JSON),
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float),
+    Column("expired_at", Float),  # when it was first seen to have expired
     Index("checkpoints_by_run", "run_id"),
     Index("checkpoints_by_owner", "owner", "created_at"),
     Index("checkpoints_by_expiry", "expires_at"),
+    Index("checkpoints_by_expired", "expired_at"),
+)
+
+# Folders whose checkpoint was deleted or replaced, or has expired. The garbage collector removes
+# them; of a folder that is neither here nor elsewhere, the database knows nothing.
+released_folders = Table(
+    "released_folders",
+    metadata,
+    Column("folder", Text, nullable=False),
+    Column("run_id", String(100), nullable=False),
+    Index("released_folders_by_run", "run_id"),
+)
+
+# One row: the id that the database shares with its data directory.
+data_directory = Table(
+    "data_directory",
+    metadata,
+    Column("id", String(32), primary_key=True),
 )
 
 custom_losses = Table(

@@ -1,4 +1,4 @@
-"""`tandem checkpoints`: list, delete and export what training runs have saved."""
+"""`tandem checkpoints`: list, delete, export and take back what training runs have saved."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from urllib.parse import quote
 import httpx
 import typer
 
-from tandem.cli.context import TINKER_API, DataDir, JsonFlag, call, print_json, say
+from tandem.cli.context import TINKER_API, DataDir, JsonFlag, call, fail, print_json, say
 from tandem.cli.tables import Column, moment, show_table
 from tandem.errors import InvalidRequest, NameTaken, ServerError, UserError
 
-app = typer.Typer(help="Checkpoints: list, delete and export.", no_args_is_help=True)
+app = typer.Typer(help="Checkpoints: list, delete, export and adopt.", no_args_is_help=True)
 
 _PREFIX = "tinker://"
 _BLOCK_BYTES = 2**20
@@ -136,6 +136,27 @@ def export(
         print_json({"path": path, "directory": str(directory), "bytes": size, "merged": merged})
     else:
         say(f"{path} is in {directory}{' (merged)' if merged else ''}.")
+
+
+@app.command("adopt")
+def adopt(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
+    """Take back checkpoints on the disk of which the database knows nothing.
+
+    For after the database was lost or replaced by an older copy. From then on, database and data
+    directory belong together. Adopted checkpoints are their owner's as before; they are not
+    published and do not expire.
+    """
+    answer = call(data_dir, "POST", "checkpoints/adopt")
+    if as_json:
+        print_json(answer)
+        return
+    done = cast(dict[str, object], answer)
+    adopted, refused = cast(list[str], done["adopted"]), cast(dict[str, str], done["refused"])
+    for path in adopted:
+        say(path)
+    say(f"{len(adopted)} checkpoints are taken back.")
+    for folder, reason in refused.items():
+        fail(f"{folder} is not taken back: {reason}", "warning")
 
 
 def _split(path: str) -> tuple[str, str, str]:

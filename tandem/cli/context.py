@@ -35,9 +35,9 @@ DataDir = Annotated[
 ]
 
 
-def fail(sentence: str) -> None:
-    """Print an error on standard error."""
-    err.print(f"[red]error:[/] {escape(sentence)}", soft_wrap=True)
+def fail(sentence: str, what: str = "error") -> None:
+    """Print an error, or a warning, on standard error."""
+    err.print(f"[red]{what}:[/] {escape(sentence)}", soft_wrap=True)
 
 
 def say(sentence: str) -> None:

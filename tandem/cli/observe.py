@@ -7,7 +7,7 @@ from typing import cast
 
 from pydantic_settings import BaseSettings
 
-from tandem.cli.context import DataDir, JsonFlag, call, print_json, say
+from tandem.cli.context import DataDir, JsonFlag, call, fail, print_json, say
 from tandem.cli.tables import Column, show_table
 from tandem.settings import GatewaySettings
 
@@ -55,6 +55,8 @@ def status(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
     if as_json:
         print_json(answer)
         return
+    for sentence in answer["warnings"]:
+        fail(str(sentence), "warning")
     for number, (name, columns) in enumerate(_TABLES.items()):
         if number:
             say("")

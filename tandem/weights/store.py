@@ -42,6 +42,14 @@ def fsync_path(path: Path) -> None:
         os.close(fd)
 
 
+def make_folder(path: Path, *, mode: int = 0o777) -> None:
+    """Make a folder and those above it, and make their names survive a power failure."""
+    missing = [path, *(parent for parent in path.parents if not parent.exists())]
+    path.mkdir(mode=mode, parents=True)
+    for folder in missing:
+        fsync_path(folder.parent)
+
+
 class PartialVersion:
     """A version being written. Every rank may write files into `path`; one rank commits.
 
@@ -54,7 +62,7 @@ class PartialVersion:
         self.path = final.parent / f"{_PARTIAL_PREFIX}{final.name}"
 
     def create(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=False)
+        make_folder(self.path)
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, make everything durable and give the version its name.

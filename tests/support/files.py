@@ -14,6 +14,19 @@ def entries(folder: Path) -> list[Path]:
     return []
 
 
+def watch_syncs(monkeypatch) -> list[Path]:
+    """The files and folders that this process syncs from now on, where they are at that time."""
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def watched(fd: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{fd}").readlink())
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    return synced
+
+
 def tree(folder: Path) -> set[Path]:
     """All files and folders below a folder; `os.walk` passes over those removed meanwhile."""
     return {

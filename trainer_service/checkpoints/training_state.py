@@ -28,7 +28,7 @@ from tandem.errors import (
 )
 from tandem.v1 import trainer_pb2
 from tandem.weights import FileEntry, checksum_file
-from tandem.weights.store import check_own_file, fsync_path
+from tandem.weights.store import check_own_file, fsync_path, make_folder
 from tandem.worker import LoraSpec, TrainingSpec
 from trainer_service.backends.base import TrainerBackend
 from trainer_service.checkpoints.restricted_reader import CheckpointReader, read_layout
@@ -82,7 +82,7 @@ def prepare_save(path: Path, backend: TrainerBackend) -> None:
     try:
         if partial.exists():  # left by a trainer that died while writing it
             shutil.rmtree(partial)
-        partial.mkdir(parents=True)
+        make_folder(partial)
     except OSError as error:
         raise storage_error(error, what=what, path=path, needed=needed) from error
 

@@ -118,7 +118,10 @@ class WorkerStatus(Answer):
 
 
 class Status(Answer):
+    """`warnings` are sentences for an admin."""
+
     gateway: GatewayStatus
+    warnings: list[str]
     sessions: list[SessionStatus]
     runs: list[RunStatus]
     samplers: list[SamplerStatus]
@@ -163,6 +166,7 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
             started_at=gateway.started_at,
             data_dir=str(gateway.settings.data_dir) if admin else "",
         ),
+        warnings=await gateway.collector.warnings() if admin else [],
         sessions=[
             SessionStatus.of(session, idle_seconds=round(time.monotonic() - session.seen_at, 1))
             for session in gateway.sessions.all()

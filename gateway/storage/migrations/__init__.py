@@ -11,7 +11,7 @@ from sqlalchemy import Connection, inspect, text
 
 from gateway.storage.tables import metadata
 
-HEAD = "0003"
+HEAD = "0004"
 
 
 def upgrade(connection: Connection) -> None:

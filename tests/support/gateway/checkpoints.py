@@ -25,10 +25,12 @@ def place(gate, run_id: str, root: str = "checkpoints") -> list[Path]:
 
 
 def expire(gate, path: str) -> None:
-    """Put a checkpoint's expiry into the past."""
+    """Put a checkpoint's expiry, and its grace period, into the past."""
     gate.run(
         gate.gateway.database.write(
-            update(checkpoints).where(checkpoints.c.path == path).values(expires_at=1.0)
+            update(checkpoints)
+            .where(checkpoints.c.path == path)
+            .values(expires_at=1.0, expired_at=1.0)
         )
     )
 

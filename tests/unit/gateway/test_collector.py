@@ -5,47 +5,18 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from sqlalchemy import insert
 
-from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
 from gateway.checkpoints.collector import GarbageCollector
-from gateway.checkpoints.pins import Pins
-from gateway.checkpoints.versions import VersionStore, WeightVersion
-from gateway.identifiers import parse_checkpoint_path, relative_version_folder
-from gateway.limits import Quotas
-from gateway.metrics import Metrics
-from gateway.storage.database import Database
+from gateway.checkpoints.versions import WeightVersion
+from gateway.identifiers import relative_version_folder
 from gateway.storage.tables import sampling_sessions
 from tandem.errors import UnknownWeights
-from tandem.settings import LimitSettings
+from tests.support.gateway.checkpoint_store import PATH, RUN, Store, checkpoint, folder
 from tests.support.waiting import PATIENCE
-
-RUN = "s-1:train:0"
-PATH = f"tinker://{RUN}/weights/a"
-
-
-class Store:
-    """The database and the files, without the rest of a gateway."""
-
-    def __init__(self, data_dir: Path, *, collector=GarbageCollector) -> None:
-        self.data_dir = data_dir
-        self.database = Database(url="", data_dir=data_dir)
-        self.checkpoints = CheckpointCatalog(
-            database=self.database,
-            pins=Pins(),
-            limits=Quotas(settings=LimitSettings(), metrics=Metrics()),
-        )
-        self.versions = VersionStore(database=self.database, data_dir=data_dir, min_free_bytes=0)
-        self.collector = collector(
-            database=self.database, data_dir=data_dir, checkpoints=self.checkpoints
-        )
-
-    def reading(self, path: str):
-        return self.checkpoints.reading(path, readers=None)
 
 
 @pytest.fixture
@@ -54,32 +25,6 @@ async def store(tmp_path):
     await store.database.open()
     yield store
     await store.database.close()
-
-
-def folder(store, relative: str) -> Path:
-    path = store.data_dir / relative
-    path.mkdir(parents=True)
-    (path / "file").write_text("content")
-    return path
-
-
-def trash(store) -> list[Path]:
-    return list(store.data_dir.glob("*/.trash/*"))
-
-
-def checkpoint(store, relative: str, *, path: str = PATH) -> Checkpoint:
-    state = relative.startswith("checkpoints")
-    return Checkpoint(
-        path=parse_checkpoint_path(path),
-        base_model="tiny",
-        folder=str(store.data_dir / relative) if state else "",
-        version="" if state else f"{RUN}/{relative.rpartition('/')[2]}",
-        step=0,
-        bytes=7,
-        optimizer=True,
-        created_at=time.time(),
-        owner="local",
-    )
 
 
 async def test_what_a_crash_left_without_a_name_goes_at_the_next_start(store):
@@ -100,7 +45,7 @@ async def test_what_a_crash_left_without_a_name_goes_at_the_next_start(store):
     found = [path for path in store.data_dir.rglob("*") if path.name == "file"]
     assert found == [named / "file"]
     assert not (store.data_dir / "checkpoints" / "s-9_train_0").exists()
-    assert trash(store) == []
+    assert store.trash() == []
 
 
 async def test_names_of_checkpoints_and_sampling_sessions_and_uses_keep_versions(store):
@@ -222,9 +167,9 @@ async def test_what_the_disk_refuses_to_remove_is_tried_again(store, monkeypatch
         await store.collector.collect(RUN)
         await store.collector.empty_trash()
     assert not path.exists()
-    assert len(trash(store)) == 1
+    assert len(store.trash()) == 1
     await store.collector.empty_trash()
-    assert trash(store) == []
+    assert store.trash() == []
 
 
 async def test_a_large_removal_holds_up_no_other_collection(store, monkeypatch):
@@ -247,8 +192,8 @@ async def test_a_large_removal_holds_up_no_other_collection(store, monkeypatch):
             assert await first is True
         assert not other.parent.exists()
         assert not large.exists()
-        assert len(trash(store)) == 2
+        assert len(store.trash()) == 2
     finally:
         go_on.set()
     await store.collector.empty_trash()
-    assert trash(store) == []
+    assert store.trash() == []

@@ -169,7 +169,7 @@ async def test_the_audit_log_keeps_a_time_of_its_own(history):
     assert len(await history.database.read(select(tables.audit))) == 1
 
 
-async def test_a_database_of_the_first_revision_gets_what_retention_needs(tmp_path):
+async def test_a_database_of_the_first_revision_is_brought_up_to_date(tmp_path):
     database = Database(url="", data_dir=tmp_path)
     await database.open()
     session = {
@@ -182,6 +182,10 @@ async def test_a_database_of_the_first_revision_gets_what_retention_needs(tmp_pa
         "ALTER TABLE sampling_sessions DROP COLUMN ended_at",
         "ALTER TABLE usage DROP COLUMN project_id",
         "ALTER TABLE usage DROP COLUMN run_id",
+        "DROP INDEX checkpoints_by_expired",
+        "ALTER TABLE checkpoints DROP COLUMN expired_at",
+        "DROP TABLE released_folders",
+        "DROP TABLE data_directory",
         "UPDATE alembic_version SET version_num = '0001'",
     ):
         await database.write(text(statement))
@@ -192,6 +196,7 @@ async def test_a_database_of_the_first_revision_gets_what_retention_needs(tmp_pa
     await history.add("s-old", days_ago=31)
     await history.retention.remove_old()
     assert await history.rows() == {}
-    indices = await upgraded.read(text("SELECT name FROM sqlite_master WHERE type = 'index'"))
-    assert "operations_with_result" in {row["name"] for row in indices}
+    found = await upgraded.read(text("SELECT name FROM sqlite_master"))
+    new = {"operations_with_result", "checkpoints_by_expired", "released_folders", "data_directory"}
+    assert new <= {row["name"] for row in found}
     await upgraded.close()

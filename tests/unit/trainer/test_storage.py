@@ -14,6 +14,7 @@ import torch
 from tandem import errors
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import open_version
+from tests.support.files import watch_syncs
 from tests.support.local_trainer import load, make_rank, train
 from tests.support.losses.batches import mixed_data
 from tests.support.trainer_worker import request
@@ -56,6 +57,19 @@ def test_a_disk_that_fills_up_during_the_write_leaves_nothing(models, tmp_path, 
     assert list(tmp_path.iterdir()) == []
     assert not publish_to(operations, tmp_path / "v1").HasField("failure")
     open_version(tmp_path / "v1")
+
+
+@pytest.mark.parametrize("write", [publish_to, save_to])
+def test_what_is_saved_survives_a_power_failure_with_all_folders_on_the_way(
+    models, tmp_path, monkeypatch, write
+):
+    operations = Operations(make_rank(models["qwen3"]))
+    final = tmp_path / "data" / "weights" / "run" / "v1"
+    synced = watch_syncs(monkeypatch)
+    assert not write(operations, final).HasField("failure")
+    assert {tmp_path, *final.parents} - {*tmp_path.parents} <= {*synced}
+    names = {path.name for path in synced}
+    assert {file.name for file in final.iterdir()} <= names
 
 
 def test_the_kernel_error_is_found_in_what_safetensors_says(tmp_path):
