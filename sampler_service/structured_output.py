@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from tandem.errors import Overloaded, StructuredOutputInvalid, UnsupportedInput
+from tandem.errors import Overloaded, StructuredOutputInvalid, UnsupportedInput, without_paths
 from tandem.v1 import sampler_pb2
 
 if TYPE_CHECKING:
@@ -249,7 +249,8 @@ def load_tokenizer(model: Path, *, vocabulary: int, end_tokens: tuple[int, ...])
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
         raise UnsupportedInput(
-            f"structured output needs the model's tokenizer, which does not load: {error}"
+            "structured output needs the model's tokenizer, which does not load: "
+            f"{without_paths(str(error))}"
         ) from error
     tokenizer.no_padding()
     tokenizer.no_truncation()

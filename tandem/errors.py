@@ -75,6 +75,7 @@ from tandem.v1 import common_pb2
 Category = Literal["user", "server"]
 
 _MAX_CHARACTERS = 4000
+_FOLDERS = re.compile(r"""(?:^|(?<=[\s'"`(=,:|<\[{]))/(?:[^\s/'"`]+/)+""")
 
 
 def _snake(name: str) -> str:
@@ -121,13 +122,26 @@ _BY_TYPE: dict[str, type[TandemError]] = {}
 
 
 def from_failure(failure: common_pb2.Failure) -> TandemError:
-    """Return the error that a worker put into its reply."""
-    return from_type(failure.type, failure.message)
+    """Return the error that a worker put into its reply. A fault of the platform names no paths of
+    the machine; a user's mistake may quote what the user sent."""
+    error = from_type(failure.type, failure.message)
+    if error.category == "user":
+        return error
+    return type(error)(without_paths(failure.message))
 
 
 def from_type(type_: str, message: str) -> TandemError:
     """Return the error of a (type, message) pair; an unknown type becomes `InternalError`."""
     return _BY_TYPE.get(type_, InternalError)(message)
+
+
+def without_paths(text: str) -> str:
+    """Return the sentence of a library, a worker or the system with absolute paths cut to their
+    last part, for clients, whom the folders of this machine do not concern.
+
+    Literal example: `[Errno 13] Permission denied: '/srv/data/x'` ends in `'x'`.
+    """
+    return _FOLDERS.sub("", text)
 
 
 # --- The request is wrong ----------------------------------------------------------------

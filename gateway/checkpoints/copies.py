@@ -25,7 +25,7 @@ from gateway.checkpoints.versions import VersionStore, files_of
 from gateway.identifiers import CheckpointPath, new_session_id, new_state_folder, run_id_of
 from gateway.storage.database import Database
 from gateway.storage.tables import runs, sessions, weight_versions
-from tandem.errors import CheckpointDamaged, InvalidRequest, StorageFull
+from tandem.errors import CheckpointDamaged, InvalidRequest, StorageFull, without_paths
 from tandem.weights import Manifest, PartialVersion, new_version_name
 from tandem.weights.store import fsync_path
 
@@ -210,7 +210,8 @@ def _link_files(
         partial.discard()
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageFull(f"there is no room for a copy of {source.path}") from error
-        raise CheckpointDamaged(f"{source.path} could not be copied: {error}") from error
+        why = without_paths(str(error))
+        raise CheckpointDamaged(f"{source.path} could not be copied: {why}") from error
 
 
 def _link(file: Path, target: Path) -> None:

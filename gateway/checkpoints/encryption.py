@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pyrage
 
-from tandem.errors import InvalidRequest, PublishFailed
+from tandem.errors import InvalidRequest, PublishFailed, without_paths
 from tandem.weights import PartialVersion, checksum_file, open_version
 from tandem.weights.store import fsync_path
 from tandem.worker import die_with_parent
@@ -64,7 +64,7 @@ async def encrypt_version(
             await asyncio.to_thread(PartialVersion(sealed).discard)
     if process.returncode != 0:
         reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
-        raise PublishFailed(f"the weights could not be encrypted: {reason}")
+        raise PublishFailed(f"the weights could not be encrypted: {without_paths(reason)}")
     return int(answer)
 
 

@@ -15,7 +15,7 @@ from sqlalchemy import insert, select
 from gateway.checkpoints.catalog import Checkpoint
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import weight_versions
-from tandem.errors import CheckpointDamaged, StorageFull, UnknownWeights
+from tandem.errors import CheckpointDamaged, StorageFull, UnknownWeights, without_paths
 from tandem.v1 import common_pb2
 from tandem.weights import Manifest, version_path
 from tandem.weights.manifest import MANIFEST_NAME
@@ -108,4 +108,5 @@ def files_of(checkpoint: Checkpoint, folder: Path) -> dict[str, Path]:
             names = [entry.name for entry in manifest.files]
         return {name: check_own_file(folder, name) for name in names}
     except (OSError, ValidationError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointDamaged(f"{checkpoint.path} cannot be read: {error}") from error
+        why = without_paths(str(error))
+        raise CheckpointDamaged(f"{checkpoint.path} cannot be read: {why}") from error

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from gateway.workers.fleet import Worker
-from tandem.errors import InternalError, OperationTimedOut, WorkerDied
+from tandem.errors import InternalError, OperationTimedOut, WorkerDied, without_paths
 from tandem.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 _DESCRIBE_TIMEOUT = 30.0
@@ -168,14 +168,14 @@ async def _errors_translated(worker: Worker) -> AsyncIterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        code = error.code()
+        code, details = error.code(), without_paths(error.details() or "")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-            raise WorkerUnavailable(error.details() or code.name) from error
+            raise WorkerUnavailable(details or code.name) from error
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise OperationTimedOut(f"the {kind} gave up: {error.details()}") from error
         if code is grpc.StatusCode.ABORTED:  # the worker says that it is of no use any more
-            raise WorkerDied(error.details() or f"the {kind} is broken") from error
-        raise InternalError(f"the {kind} answered {code.name}: {error.details()}") from error
+            raise WorkerDied(details or f"the {kind} is broken") from error
+        raise InternalError(f"the {kind} answered {code.name}: {details}") from error
     except asyncio.CancelledError:
         # Closing a channel cancels its calls, which is no cancellation of the current task.
         task = asyncio.current_task()

@@ -103,7 +103,7 @@ class _Process:
             reported = (
                 error
                 if isinstance(error, TandemError)
-                else WorkerStartFailed(f"vLLM did not start with {self._spec.model_path}: {error}")
+                else WorkerStartFailed(f"vLLM did not start with {self._spec.model_name}: {error}")
             )
             self._link.report(WorkerReport(error_type=reported.type, error=reported.message))
             fail(reported)

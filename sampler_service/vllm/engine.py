@@ -70,6 +70,7 @@ from tandem.errors import (
     TandemError,
     UnsupportedInput,
     WorkerStartFailed,
+    without_paths,
 )
 from tandem.model_config import end_tokens, model_length
 from tandem.settings import SamplerSettings
@@ -401,7 +402,8 @@ class VllmEngine:
             tokenizer = AutoTokenizer.from_pretrained(self._model)
         except (OSError, ValueError) as error:
             raise UnsupportedInput(
-                f"stop strings need the model's tokenizer, which does not load: {error}"
+                "stop strings need the model's tokenizer, which does not load: "
+                f"{without_paths(str(error))}"
             ) from error
         self._engine.output_processor.tokenizer = tokenizer
 

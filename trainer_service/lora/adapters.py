@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tandem.errors import InvalidRequest, UnsuitableLora
+from tandem.errors import InvalidRequest, UnsuitableLora, without_paths
 from tandem.worker import LoraSpec
 from trainer_service.models.huggingface import find_blocks
 
@@ -276,7 +276,8 @@ def read_scale(directory: Path) -> float:
         config = json.loads((directory / CONFIG_NAME).read_text())
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidRequest(f"{directory.name} has no readable {CONFIG_NAME}: {error}") from error
+        why = without_paths(str(error))
+        raise InvalidRequest(f"{directory.name} has no readable {CONFIG_NAME}: {why}") from error
     plain = config.get("peft_type") == "LORA" and config.get("bias", "none") == "none"
     others = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
     if not plain or any(config.get(name) for name in (*others, "modules_to_save")) or rank < 1:

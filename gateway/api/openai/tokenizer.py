@@ -17,7 +17,7 @@ from tokenizers.decoders import DecodeStream
 
 from gateway.api.openai.chat_template import ChatTemplate, find_template
 from gateway.api.openai.schemas import Json
-from tandem.errors import InvalidRequest, SequenceTooLong, UnsupportedInput
+from tandem.errors import InvalidRequest, SequenceTooLong, UnsupportedInput, without_paths
 from tandem.model_config import end_tokens, read_json
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
@@ -62,7 +62,7 @@ class ModelTokenizer:
             self.end_tokens = end_tokens(folder)
         except Exception as error:  # `tokenizers` raises nothing narrower
             raise UnsupportedInput(
-                f"the tokenizer of the model {name!r} cannot be read: {error}"
+                f"the tokenizer of the model {name!r} cannot be read: {without_paths(str(error))}"
             ) from error
         tokenizer.no_truncation()
         tokenizer.no_padding()

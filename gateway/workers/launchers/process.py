@@ -30,7 +30,7 @@ from gateway.workers.launchers.base import (
     WorkerHandle,
     wait_until_serving,
 )
-from tandem.errors import WorkerCrashed, WorkerStartFailed
+from tandem.errors import WorkerCrashed, WorkerStartFailed, without_paths
 from tandem.telemetry import get_log
 from tandem.worker import WorkerReport, WorkerSpec
 
@@ -90,7 +90,9 @@ class ProcessLauncher:
             try:
                 worker = await self._spawn(spec)
             except OSError as error:
-                raise WorkerStartFailed(f"the {spec.kind} could not be started: {error}") from error
+                raise WorkerStartFailed(
+                    f"the {spec.kind} could not be started: {without_paths(str(error))}"
+                ) from error
             self._workers[spec.worker_id] = worker  # `stop` finds it from here on
             worker.ended.add_done_callback(lambda _: self._forget(worker))
         try:
@@ -264,7 +266,7 @@ class WorkerProcess:
         if not self._address.done():
             raise WorkerStartFailed(
                 f"the {self.spec.kind} did not report an address within "
-                f"{self.start_timeout:g} s; its log is {self.log_path}"
+                f"{self.start_timeout:g} s; its log is {self.log_path.name}"
             )
         report = self._address.result()
         self.handle = WorkerHandle(
@@ -288,7 +290,7 @@ class WorkerProcess:
             if answer := check.result():
                 raise WorkerStartFailed(
                     f"the {handle.kind} did not become ready ({answer}; it had "
-                    f"{self.start_timeout:g} s to start); its log is {self.log_path}"
+                    f"{self.start_timeout:g} s to start); its log is {self.log_path.name}"
                 )
         finally:
             check.cancel()
@@ -356,7 +358,7 @@ class WorkerProcess:
         except ValidationError:
             report = WorkerReport()
         if report.error:
-            self._error = self._error or report.error
+            self._error = self._error or without_paths(report.error)
             if not self.failed.done():
                 self.failed.set_result(None)
         elif not report.address:
@@ -402,7 +404,7 @@ class WorkerProcess:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         tail = " | ".join(lines[-_TAIL_LINES:]).replace(self.spec.secret, "(secret)")
         sentence = f"the {self.spec.kind} exited with status {status}"
-        return f"{sentence}; the last lines of its log: {tail}" if tail else sentence
+        return f"{sentence}; the last lines of its log: {without_paths(tail)}" if tail else sentence
 
 
 def _first_line(spec: WorkerSpec) -> bytes:

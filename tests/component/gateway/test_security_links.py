@@ -42,6 +42,7 @@ def urls(world: World, client: Client, path: str) -> dict[str, str]:
     """Return the addresses; none if they are refused, as damaged files are the server's fault."""
     answer = client.get(f"{world.checkpoint(path)}/external_weights_urls")
     assert answer.is_success or answer.json()["type"] == "checkpoint_damaged"
+    assert str(world.folder) not in answer.json().get("error", "")
     return answer.json().get("urls", {})
 
 

@@ -183,6 +183,7 @@ async def test_a_crash_at_the_start_is_explained_by_the_log_without_the_secret(m
         await launcher.start(spec())
     assert "exited with status 3" in caught.value.message
     assert "OSError: no such model" in caught.value.message
+    assert str(Path(__file__).parents[2]) not in caught.value.message
     assert "earlier life" not in caught.value.message
     assert SECRET not in caught.value.message
 
@@ -194,7 +195,7 @@ async def test_a_fault_in_native_code_is_told_apart_from_a_refusal(make):
 
 async def test_a_worker_that_never_reports_is_killed_and_its_log_named(make, tmp_path):
     launcher = make("silent", start=1)
-    with pytest.raises(WorkerStartFailed, match=r"within 1 s; its log is .*trainer-s-1-0\.log"):
+    with pytest.raises(WorkerStartFailed, match=r"within 1 s; its log is trainer-s-1-0\.log"):
         await launcher.start(spec())
     assert launcher.list() == []
 
@@ -271,10 +272,10 @@ async def test_a_program_that_does_not_exist_and_a_log_that_cannot_be_opened_are
         data_dir=tmp_path, start_timeout=60, stop_timeout=1, command=lambda _: ["/no/such/program"]
     )
     before = descriptors("self")
-    with pytest.raises(WorkerStartFailed, match="/no/such/program"):
+    with pytest.raises(WorkerStartFailed, match="No such file or directory: 'program'"):
         await launcher.start(spec())
     (tmp_path / "logs" / "w.log").mkdir()
-    with pytest.raises(WorkerStartFailed, match=r"w\.log"):
+    with pytest.raises(WorkerStartFailed, match=r"'w\.log'"):
         await launcher.start(spec("w"))
     assert descriptors("self") == before
 

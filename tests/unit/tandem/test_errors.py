@@ -60,3 +60,26 @@ def test_the_tree_in_the_docstring_names_every_class():
 def test_an_error_without_a_message_says_its_type():
     assert errors.StorageFull().message == "storage_full"
     assert errors.from_failure(errors.StorageFull().to_failure()).message == "storage_full"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "[Errno 13] Permission denied: '/srv/data/weights/x'",
+            "[Errno 13] Permission denied: 'x'",
+        ),
+        ('File "/opt/tandem/trainer/a.py", line 3', 'File "a.py", line 3'),
+        ("/srv/models/tiny is no model", "tiny is no model"),
+        ("reading=/srv/models/tiny: no", "reading=tiny: no"),
+        ("tinker://s-1:train:0/weights/a", "tinker://s-1:train:0/weights/a"),
+        (
+            "https://example.org/a/b and base/tiny/x, 3 / 4",
+            "https://example.org/a/b and base/tiny/x, 3 / 4",
+        ),
+    ],
+)
+def test_a_fault_of_a_worker_is_told_without_the_folders_of_the_machine(said, told):
+    assert errors.from_failure(errors.LoadFailed(said).to_failure()).message == told
+    mistake = errors.UnknownLoss("unknown loss '/a/b/c'")
+    assert errors.from_failure(mistake.to_failure()).message == mistake.message
