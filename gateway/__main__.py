@@ -12,9 +12,15 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 # other workers are being talked to meanwhile. A child that becomes another program needs none.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
+from pydantic import ValidationError
+
 from gateway.app import run
-from tandem.settings import GatewaySettings
+from tandem.settings import GatewaySettings, settings_fault
+from tandem.stack import SENTENCE
 
 if __name__ == "__main__":
-    settings = GatewaySettings()
+    try:
+        settings = GatewaySettings()
+    except ValidationError as error:
+        sys.exit(f"{SENTENCE}{settings_fault(error)}")
     sys.exit(run(settings.model_copy(update={"data_dir": settings.data_dir.resolve()})))

@@ -262,6 +262,7 @@ class Gateway:
         await self.futures.close()
         self.usage.write()
         self.keys.write_uses()
+        self.refused_keys.write(closing=True)
 
     async def check_ready(self) -> None:
         """Raise `StorageFailed` or `StorageFull` while new work could not be recorded."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -306,3 +306,21 @@ class GatewaySettings(BaseSettings):
     limit: LimitSettings = Field(default_factory=LimitSettings)
     http: HttpSettings = Field(default_factory=HttpSettings)
     openai: OpenAISettings = Field(default_factory=OpenAISettings)
+
+
+def settings_fault(error: ValidationError) -> str:
+    """Return what is wrong with the settings. Literal example: `TANDEM_PORT is 'abc': Input should
+    be a valid integer, unable to parse string as an integer`."""
+    prefix = _prefix_of(error.title)
+    return "; ".join(
+        f"{prefix}{'_'.join(map(str, each['loc'])).upper()} is {str(each['input'])[:80]!r}: "
+        f"{each['msg']}"
+        for each in error.errors(include_url=False, include_context=False)
+    )
+
+
+def _prefix_of(name: str) -> str:
+    """Return the prefix of the variables that a class of settings reads."""
+    found = (kind for kind in BaseSettings.__subclasses__() if kind.__name__ == name)
+    kind = next(found, GatewaySettings)
+    return str(kind.model_config.get("env_prefix", ""))

@@ -123,10 +123,13 @@ class RefusedKeys:
         if len(self._addresses) < _NAMED_ADDRESSES:
             self._addresses.add(address)
 
-    def write(self) -> None:
-        """Log the number of those that have no line of their own, if their minute is over."""
+    def write(self, *, closing: bool = False) -> None:
+        """Log the number of those that have no line of their own, if their minute is over or the
+        gateway closes."""
         now = self._clock()
-        if self._logged_at is None or now - self._logged_at < _REFUSALS_INTERVAL:
+        if self._logged_at is None:
+            return
+        if now - self._logged_at < _REFUSALS_INTERVAL and not closing:
             return
         if not self._reasons:
             self._logged_at = None

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 
 import typer
+from pydantic import ValidationError
 
 from tandem.cli import checkpoints, demo, keys, logs, models, observe, up, usage
 from tandem.cli.context import fail
 from tandem.errors import TandemError
+from tandem.settings import settings_fault
 
 app = typer.Typer(
     name="tandem",
@@ -32,6 +34,9 @@ def main() -> None:
     """Run the command line; exit with status 1 on an error."""
     try:
         app()
+    except ValidationError as error:  # of a setting
+        fail(settings_fault(error))
+        sys.exit(1)
     except (TandemError, ValueError) as error:
         fail(str(error))
         sys.exit(1)

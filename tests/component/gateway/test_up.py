@@ -76,6 +76,19 @@ def test_a_port_that_another_program_uses_is_a_sentence(tmp_path, capsys, monkey
     assert "--port" in said
 
 
+def test_a_setting_that_is_wrong_is_a_sentence_that_names_its_variable(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("TANDEM_TRAINER_RANKS", "0")
+    said = refused(tmp_path, capsys=capsys, monkeypatch=monkeypatch)
+    assert "TANDEM_TRAINER_RANKS is '0': Input should be greater than or equal to 1" in said
+    monkeypatch.setattr(sys, "argv", ["tandem", "config"])
+    with pytest.raises(SystemExit):
+        main()
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert sentence.startswith("error: TANDEM_TRAINER_RANKS is '0'")
+
+
 def test_up_says_how_its_gateway_ended(tmp_path):
     arguments = ("up", "--json", "--port", "0", "--data-dir", str(tmp_path))
     with subprocess.Popen(

@@ -58,3 +58,11 @@ def test_refusals_that_go_on_are_one_line_a_minute_and_a_later_one_is_logged_at_
         world.now = 500.0
         world.burst(1)
     assert (lines[4]["event"], len(lines)) == ("key_refused", 5)
+
+
+def test_a_gateway_that_closes_still_logs_what_it_has_counted():
+    world = World()
+    with capture_logs() as lines:
+        world.burst(7)
+        world.refused.write(closing=True)
+    assert [line.get("count", 1) for line in lines] == [1, 6]
