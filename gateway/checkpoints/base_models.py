@@ -29,6 +29,29 @@ class BaseModelEntry:
     max_length: int | None
     added_at: float = 0.0
 
+    @property
+    def note(self) -> str:
+        """Say why `SamplingClient.get_tokenizer` does not find the tokenizer by this name, and what
+        does; empty where nothing stands in the way. A `TrainingClient` is told the path.
+
+        The SDK looks for the tokenizer under the name of the base model, and changes some names
+        first (`_load_tokenizer_from_model_info`): ORGANISATION/MODEL/VARIANT loses its variant, so
+        that a path of two parts needs a slash at its end.
+        """
+        if self.name.count("/") == 2:
+            place = repr(self.name.rpartition("/")[0])
+        elif self.name.startswith("meta-llama/Llama-3"):
+            place = "another repository"
+        elif self.name.startswith(("TML/", "thinkingmachines/")):
+            place = "a package of Thinking Machines"
+        else:
+            return ""
+        return (
+            f"SamplingClient.get_tokenizer looks for the tokenizer of {self.name!r} in {place}; "
+            "give the model another name, or name it by its path when sampling: "
+            f"{self.path.rstrip('/')}/"
+        )
+
 
 class BaseModels:
     def __init__(self, *, database: Database) -> None:
@@ -45,10 +68,11 @@ class BaseModels:
     def get(self, name: str) -> BaseModelEntry:
         """Return a model by its name, or by the path with which it was registered: a client that
         names the path can load the tokenizer from there, where the SDK looks for it under the
-        model's name. Raise `UnknownModel`."""
+        model's name. A path may end with a slash (see `note`). Raise `UnknownModel`."""
         entry = self._entries.get(name)
         if entry is None and name.startswith("/"):
-            entry = next((e for e in self._entries.values() if e.path == name), None)
+            path = Path(name)
+            entry = next((e for e in self._entries.values() if Path(e.path) == path), None)
         if entry is None:
             known = ", ".join(sorted(self._entries)) or "none yet; add one with `tandem models add`"
             raise UnknownModel(f"unknown model {name!r}; known: {known}")

@@ -23,11 +23,13 @@ def add(
 ) -> None:
     """Register a base model with the running gateway."""
     body = {"name": name, "path": str(path.resolve())}
-    answer = call(data_dir, "POST", "models", body=body)
+    answer = cast(dict[str, object], call(data_dir, "POST", "models", body=body))
     if as_json:
         print_json(answer)
     else:
         say(f"{name} is registered.")
+        if answer["note"]:
+            say(f"Note: {answer['note']}.")
 
 
 @app.command("remove")

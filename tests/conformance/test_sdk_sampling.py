@@ -268,6 +268,14 @@ def test_the_samplers_tokenizer_is_the_models(
     assert base_sampler.get_tokenizer().decode([13, 14]) == "*+"
 
 
+@pytest.mark.core
+def test_a_base_model_named_by_its_path_has_its_tokenizer(
+    service: ServiceClient, model_path
+) -> None:
+    sampler = settled(service.create_sampling_client(base_model=f"{model_path}/"))
+    assert sampler.get_tokenizer().decode([13, 14]) == "*+"
+
+
 @proves(
     "SamplingClient.on_queue_state_change",
     that="a pause is told once with the server's reason, and activity is not",

@@ -130,11 +130,13 @@ class Status(Answer):
 
 
 class ModelEntry(Answer):
-    """`max_length` in tokens, null where the model does not say."""
+    """`max_length` in tokens, null where the model does not say. `note` says what does not work
+    with a model of this name, if anything."""
 
     name: str
     path: str
     max_length: int | None
+    note: str
 
 
 class RegisteredModels(Answer):

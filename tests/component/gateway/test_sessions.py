@@ -298,7 +298,11 @@ def test_models_are_added_listed_and_removed(gate, tmp_path):
         own = "/api/tandem/v1"
         path = str(make_model(tmp_path / "model"))
         added = client.post(f"{own}/models", json={"name": "org/other", "path": path})
-        assert added.json() == {"name": "org/other", "path": path, "max_length": 64}
+        assert added.json() == {"name": "org/other", "path": path, "max_length": 64, "note": ""}
+        variant = client.post(f"{own}/models", json={"name": "org/other/v2", "path": path}).json()
+        assert "'org/other/v2' in 'org/other'" in variant["note"]
+        assert f"{path}/" in variant["note"], "the name that works"
+        assert client.delete(f"{own}/models/org/other/v2").status_code == 204
         names = [m["name"] for m in client.get(f"{own}/models").json()["models"]]
         assert names == ["tiny", "org/other"]
         assert client.delete(f"{own}/models/org/other").status_code == 204
