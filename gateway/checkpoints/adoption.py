@@ -158,6 +158,8 @@ class CheckpointAdopter:
         path = self._data_dir / folder
         if self._quarantine.path(folder).exists():
             self._quarantine.take_back(folder)
+        if not path.is_dir():
+            raise CheckpointDamaged("it was put away meanwhile; adopt once more")
         if not checkpoint.version:
             return None
         manifest = Manifest.model_validate_json((path / MANIFEST_NAME).read_bytes())

@@ -103,7 +103,7 @@ class GarbageCollector:
             return False
         found = await asyncio.to_thread(self._list_folders, run_id, ended)
         used = self._pins.folders()
-        named = await self._named(run_id)
+        named, known = await self._named(run_id), await self._known(run_id)
         used |= self._pins.folders()
         unnamed = [folder for folder in found if folder not in named]
         if run_id is not None and self._pins.is_resolving(run_id):
@@ -112,12 +112,7 @@ class GarbageCollector:
             return not unnamed
         unused = [folder for folder in unnamed if folder not in used]
         if unused:
-            known = await self._known(run_id)
-            lost = await asyncio.to_thread(self._set_aside, set(unused) - known)
-            if lost:
-                self._log.warning("quarantined", folders=lost, hint=QUARANTINED)
-            removed = [folder for folder in unused if folder not in lost]
-            await asyncio.to_thread(self._throw_away, removed)
+            removed = await asyncio.to_thread(self._put_away, unused, known)
             self._empty_trash_soon()
             await self._note(run_id, removed)
             self._log.info("collected", run_id=run_id, folders=removed)
@@ -196,23 +191,24 @@ class GarbageCollector:
         named = _is_own_folder(path) and not path.name.startswith(_PARTIAL_PREFIX)
         return named and any((path / name).is_file() for name in FILE_LISTS)
 
-    def _set_aside(self, unknown: set[str]) -> list[str]:
-        """Put the complete ones of these folders into quarantine; return them."""
-        lost = [folder for folder in sorted(unknown) if self._is_complete(folder)]
+    def _put_away(self, folders: list[str], known: set[str]) -> list[str]:
+        """Rename the complete folders that the database does not know into quarantine, the others
+        into the trash, so that nothing half removed has a name. Return the latter."""
+        lost = [f for f in folders if f not in known and self._is_complete(f)]
         for folder in lost:
             try:
                 self.quarantine.put(folder)
             except OSError as error:  # stays where it is
                 self._log.error("not_quarantined", folder=folder, reason=str(error))
-        return lost
-
-    def _throw_away(self, folders: list[str]) -> None:
-        """Rename the folders into the trash, so that nothing half removed has a name."""
-        for folder in folders:
+        if lost:
+            self._log.warning("quarantined", folders=lost, hint=QUARANTINED)
+        removed = [folder for folder in folders if folder not in lost]
+        for folder in removed:
             trash = self._data_dir / folder.partition("/")[0] / _TRASH / secrets.token_hex(8)
             trash.parent.mkdir(exist_ok=True)
             with suppress(FileNotFoundError):  # a partial folder that its writer just discarded
                 (self._data_dir / folder).rename(trash)
+        return removed
 
     def _empty_trash(self) -> None:
         for trash in (self._data_dir / root / _TRASH for root in _ROOTS):

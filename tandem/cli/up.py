@@ -7,11 +7,19 @@ import signal
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
-from tandem.cli.context import DataDir, JsonFlag, print_json, resolve_data_dir, say
+from tandem.cli.context import (
+    DataDir,
+    JsonFlag,
+    call,
+    fail,
+    print_json,
+    resolve_data_dir,
+    say,
+)
 from tandem.errors import ServerError
 from tandem.stack import Stack
 
@@ -35,6 +43,9 @@ def up(
         settings["models"] = json.dumps({name: str(path.resolve()) for name, path in models})
     with Stack(data_dir=directory, settings=settings) as stack:
         endpoint = stack.endpoint
+        status = cast(dict[str, list[str]], call(directory, "GET", "status"))
+        for sentence in status["warnings"]:
+            fail(sentence, "warning")
         if as_json:
             print_json({"url": endpoint.url, "api_key": endpoint.api_key, "pid": endpoint.pid})
         else:

@@ -105,6 +105,19 @@ def test_up_says_how_its_gateway_ended(tmp_path):
     assert str(tmp_path / "logs" / "gateway.log") in said
 
 
+def test_up_warns_of_a_database_that_was_lost(tmp_path):
+    (tmp_path / "weights" / "s-1_train_0" / "v000001-11111111").mkdir(parents=True)
+    (tmp_path / "data_id").write_text("of the database that was lost")
+    arguments = ("up", "--port", "0", "--data-dir", str(tmp_path))
+    with subprocess.Popen([TANDEM, *arguments], stderr=subprocess.PIPE, text=True) as up:
+        assert up.stderr is not None
+        said = up.stderr.readline()
+        up.terminate()
+        up.communicate(timeout=60)
+    assert said.startswith("warning: the database does not belong to this data directory")
+    assert "`tandem checkpoints adopt`" in said
+
+
 def test_a_sentence_of_an_earlier_gateway_is_not_taken_for_this_ones(tmp_path):
     log = tmp_path / "logs" / "gateway.log"
     log.parent.mkdir()
