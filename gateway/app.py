@@ -30,7 +30,7 @@ from gateway.api.openai.routes import PREFIX, openai_refusal
 from gateway.api.openai.routes import router as openai
 from gateway.api.openai.service import InferenceService
 from gateway.api.routing import PathOperation, identify
-from gateway.api.tandem import keys, status, usage
+from gateway.api.tandem import keys, runs, status, usage
 from gateway.api.tinker import (
     auth,
     billing,
@@ -74,6 +74,7 @@ ROUTERS = (
     checkpoints.own_router,
     keys.router,
     usage.router,
+    runs.router,
     status.root_router,
 )
 """In the order of how often they are called: routes are tried one after the other."""

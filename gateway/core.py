@@ -25,6 +25,7 @@ from gateway.futures.table import FutureTable, Outcome
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
 from gateway.retention import Retention
+from gateway.runs.history import RunHistory
 from gateway.runs.journal import Journal
 from gateway.runs.operations import LossDefinitions
 from gateway.runs.queries import RunQueries
@@ -113,6 +114,7 @@ class Gateway:
         )
         self.session_queries = SessionQueries(database=database, key=signing_key)
         self.run_queries = RunQueries(database=database)
+        self.run_history = RunHistory(database=database)
         self.usage = UsageMeter(database=database)
         self.usage_reports = BillingReports(database=database, usage=self.usage)
         self.samples = SampleMeter(usage=self.usage)
@@ -209,6 +211,7 @@ class Gateway:
             collector=self.collector,
             tools=RunnerTools(
                 journal=self.journal,
+                history=self.run_history,
                 checkpoints=self.checkpoints,
                 versions=self.versions,
                 samplers=self.samplers,

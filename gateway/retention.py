@@ -3,7 +3,8 @@
 Operations, sampling sessions, weight versions without files, workers, runs and sessions lose their
 rows a while after they ended, entries of the audit log after a time of their own. What was used
 remains. A run stays while it has a checkpoint or a folder on the disk, because what its checkpoints
-hold is known from its row; a session stays while it has a run.
+hold is known from its row, and its optimizer steps stay with it; a session stays while it has a
+run.
 
 Rows are found by readers and deleted some at a time, so that no other write waits for long, however
 much there is to remove.
@@ -28,6 +29,7 @@ from gateway.storage.tables import (
     runs,
     sampling_sessions,
     sessions,
+    training_steps,
     usage,
     weight_versions,
     workers,
@@ -79,6 +81,7 @@ class Retention:
         while rows := await self.database.read(over.where(runs.c.id > last).limit(_AT_ONCE)):
             last = rows[-1]["id"]
             gone = await asyncio.to_thread(self._without_files, [row["id"] for row in rows])
+            await self._remove(training_steps, training_steps.c.run_id.in_(gone))
             await self.database.write_together(
                 delete(runs).where(runs.c.id.in_(gone), unnamed),
                 delete(weight_versions).where(

@@ -37,6 +37,10 @@ class RunRecord:
     owner: str
     project_id: str
     training: TrainingSpec
+    state: str
+    reason: str
+    created_at: float
+    ended_at: float | None
     failed: bool
     last_request_at: float
     user_metadata: Mapping[str, str] | None

@@ -30,6 +30,7 @@ from gateway.identifiers import (
 )
 from gateway.metrics import Metrics
 from gateway.runs.dispatcher import Dispatcher
+from gateway.runs.history import RunHistory, TrainingStep
 from gateway.runs.journal import Journal
 from gateway.runs.operations import (
     AdamParams,
@@ -147,6 +148,7 @@ class RunnerTools:
     `loss_fn`, what clients registered."""
 
     journal: Journal
+    history: RunHistory
     checkpoints: CheckpointCatalog
     versions: VersionStore
     samplers: SamplerRouter
@@ -278,6 +280,18 @@ class OperationRunner:
                 request.dimuon.CopyFrom(params)
         reply = await self._deliver(call, self._client.stub.OptimStep, request)
         self._run.step = reply.step
+        self._tools.history.record(
+            TrainingStep(
+                run_id=self._run.id,
+                seq_id=call.operation.seq_id,
+                step=reply.step,
+                at=time.time(),
+                seconds=reply.batch_seconds + reply.seconds,
+                tokens=reply.batch_tokens,
+                weight_version=reply.weight_version,
+                metrics={**reply.batch_metrics, **reply.metrics},
+            )
+        )
         return json_result(type="optim_step", metrics=dict(reply.metrics))
 
     # --- A trainer's state --------------------------------------------------------------------

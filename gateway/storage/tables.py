@@ -112,6 +112,21 @@ operations = Table(
     ),
 )
 
+# The optimizer steps of all runs, kept as long as their run is. `seconds` are the trainer's for the
+# step and its batches, `tokens` those of its batches.
+training_steps = Table(
+    "training_steps",
+    metadata,
+    Column("run_id", String(100), primary_key=True),
+    Column("seq_id", BigInteger, primary_key=True, autoincrement=False),  # of the optim_step
+    Column("step", BigInteger, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("seconds", Float, nullable=False),
+    Column("tokens", BigInteger, nullable=False),
+    Column("weight_version", String(200), nullable=False),  # the newest one before the step
+    Column("metrics", JSON, nullable=False),  # null for what is not finite
+)
+
 sampling_sessions = Table(
     "sampling_sessions",
     metadata,

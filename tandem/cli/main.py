@@ -7,7 +7,7 @@ import sys
 import typer
 from pydantic import ValidationError
 
-from tandem.cli import checkpoints, demo, keys, logs, models, observe, up, usage
+from tandem.cli import checkpoints, demo, keys, logs, models, observe, runs, up, usage
 from tandem.cli.context import fail
 from tandem.errors import TandemError
 from tandem.settings import settings_fault
@@ -27,6 +27,7 @@ app.command("config")(observe.config)
 app.command("version")(observe.version)
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
+app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoints.app, name="checkpoints")
 
 

@@ -264,17 +264,47 @@ class OptimStepReply(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class BatchMetricsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     FAILURE_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
+    BATCH_METRICS_FIELD_NUMBER: builtins.int
+    BATCH_TOKENS_FIELD_NUMBER: builtins.int
+    BATCH_SECONDS_FIELD_NUMBER: builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Optimizer steps applied so far, this one included."""
     seconds: builtins.float
+    batch_tokens: builtins.int
+    batch_seconds: builtins.float
+    weight_version: builtins.str
+    """The newest version that the run had published before the step."""
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     @property
     def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
+    @property
+    def batch_metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Of the forward_backwards whose gradients were applied: metrics (combined as their suffixes
+        say), tokens and seconds.
+        """
+
     def __init__(
         self,
         *,
@@ -282,9 +312,13 @@ class OptimStepReply(google.protobuf.message.Message):
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         step: builtins.int = ...,
         seconds: builtins.float = ...,
+        batch_metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        batch_tokens: builtins.int = ...,
+        batch_seconds: builtins.float = ...,
+        weight_version: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["failure", b"failure", "metrics", b"metrics", "seconds", b"seconds", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_metrics", b"batch_metrics", "batch_seconds", b"batch_seconds", "batch_tokens", b"batch_tokens", "failure", b"failure", "metrics", b"metrics", "seconds", b"seconds", "step", b"step", "weight_version", b"weight_version"]) -> None: ...
 
 Global___OptimStepReply: typing_extensions.TypeAlias = OptimStepReply
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,19 +31,47 @@ from trainer_service.compute.trainer import Op, RankTrainer
 from trainer_service.optimizers import step_settings
 
 
+@dataclass
+class HeldBatches:
+    """What the batches amount to whose gradients are held; `tokens` and `seconds` are sums."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
+        """Combine metrics as the suffix of their name says; without a known one, by the mean over
+        tokens."""
+        share = tokens / max(1, self.tokens + tokens)
+        for name, value in metrics.items():
+            before = self.metrics.get(name)
+            if before is None:
+                self.metrics[name] = value
+            elif name.endswith(":sum"):
+                self.metrics[name] = before + value
+            elif name.endswith((":max", ":min")):
+                self.metrics[name] = (max if name.endswith(":max") else min)(before, value)
+            else:
+                self.metrics[name] = before + (value - before) * share
+        self.tokens += tokens
+        self.seconds += seconds
+
+
 class Operations:
     """The operations of rank 0. The engine thread calls them one after the other.
 
-    `_held` says whether there are gradients, `_refused` why they are incomplete, if they are:
-    a step drops them then, and a load forgets both.
+    `_held` tells of the batches whose gradients there are, if there are any, `_refused` why they
+    are incomplete, if they are: a step drops them then, and a load forgets both. `_published` names
+    the newest weight version.
     """
 
     def __init__(self, trainer: RankTrainer) -> None:
         self._trainer = trainer
         self.ranks = trainer.control.size
         self.progress = trainer.progress
-        self._held = False
+        self._held: HeldBatches | None = None
         self._refused = ""
+        self._published = ""
 
     def heartbeat(self) -> None:
         """Keeps the other ranks from timing out between operations."""
@@ -78,17 +107,21 @@ class Operations:
             forward_only = message.forward_only
             batch = _read_batch(message, request, trainer)
             trainer.control.broadcast(Op.FORWARD_BACKWARD, request.SerializeToString())
-            self._held = self._held or not forward_only
+            if not forward_only:
+                self._held = self._held or HeldBatches()
             computed = trainer.forward_backward(batch)  # a loss may fail on its datums
         except UserError as error:
             if not forward_only:
                 self._refused = error.message
             return trainer_pb2.ForwardBackwardReply(failure=error.to_failure())
         assert computed is not None
+        seconds, tokens = time.perf_counter() - began, len(batch.tokens)
+        if not forward_only and self._held is not None:
+            self._held.add(computed.metrics, tokens=tokens, seconds=seconds)
         return trainer_pb2.ForwardBackwardReply(
             output=encode_output(batch, logprobs=computed.logprobs, metrics=computed.metrics),
-            seconds=time.perf_counter() - began,
-            tokens=len(batch.tokens),
+            seconds=seconds,
+            tokens=tokens,
         )
 
     def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepReply:
@@ -101,17 +134,23 @@ class Operations:
                     "a forward_backward since the last step was refused, so the step was not "
                     f"made and the gradients were dropped: {refused}"
                 )
-            if not self._held:
+            if self._held is None:
                 raise NoGradients(
                     "there are no gradients: no forward_backward came since the last optim_step"
                 )
             trainer.control.broadcast(Op.OPTIM_STEP, request.SerializeToString())
-            self._held = False
+            held, self._held = self._held, None
             metrics = trainer.optim_step(settings)
         except TandemError as error:
             return trainer_pb2.OptimStepReply(failure=error.to_failure(), step=trainer.step)
         return trainer_pb2.OptimStepReply(
-            metrics=metrics, step=trainer.step, seconds=time.perf_counter() - began
+            metrics=metrics,
+            step=trainer.step,
+            seconds=time.perf_counter() - began,
+            batch_metrics=held.metrics,
+            batch_tokens=held.tokens,
+            batch_seconds=held.seconds,
+            weight_version=self._published,
         )
 
     def publish(self, request: trainer_pb2.PublishRequest) -> trainer_pb2.PublishReply:
@@ -124,6 +163,7 @@ class Operations:
         except TandemError as error:
             return trainer_pb2.PublishReply(failure=error.to_failure())
         assert manifest is not None
+        self._published = manifest.version
         return trainer_pb2.PublishReply(
             version=common_pb2.WeightVersion(
                 name=manifest.version,
@@ -162,7 +202,7 @@ class Operations:
             return trainer_pb2.LoadCheckpointReply(failure=error.to_failure(), step=trainer.step)
         trainer.control.broadcast(Op.LOAD_CHECKPOINT, request.SerializeToString())
         training_state.load(Path(request.path), trainer, optimizer=request.optimizer)
-        self._held, self._refused = False, ""
+        self._held, self._refused = None, ""
         return trainer_pb2.LoadCheckpointReply(
             step=trainer.step, seconds=time.perf_counter() - began
         )
@@ -170,7 +210,7 @@ class Operations:
     def _drop_gradients(self) -> None:
         self._trainer.control.broadcast(Op.DROP_GRADIENTS)
         self._trainer.drop_gradients()
-        self._held, self._refused = False, ""
+        self._held, self._refused = None, ""
 
 
 def follow(trainer: RankTrainer) -> None:

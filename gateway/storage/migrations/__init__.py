@@ -11,7 +11,7 @@ from sqlalchemy import Connection, inspect, text
 
 from gateway.storage.tables import metadata
 
-HEAD = "0004"
+HEAD = "0005"
 
 
 def upgrade(connection: Connection) -> None:

@@ -23,6 +23,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
         self.applied: list[tuple[str, int]] = []
         self.requests: list[object] = []
         self.step = 0
+        self.held = 0
+        self.published = ""
         self.progress = trainer_pb2.ProgressReply()
         self.gate = asyncio.Event()
         self.gate.set()
@@ -64,6 +66,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
         field.data = np.full(sum(lengths) // 4, -1.0, np.float32).tobytes()
         field.offsets = np.cumsum([0, *lengths]).astype(np.int64).tobytes()
         field.dtype = tinker_pb2.DTYPE_FLOAT32
+        if not message.forward_only:
+            self.held += sum(lengths) // 4
         output.metrics["loss:sum"] = float(len(lengths))
         return trainer_pb2.ForwardBackwardReply(
             output=output.SerializeToString(), tokens=sum(lengths) // 4, seconds=0.5
@@ -75,7 +79,16 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
         if error is not None:
             return trainer_pb2.OptimStepReply(failure=error.to_failure())
         self.step += 1
-        return trainer_pb2.OptimStepReply(seconds=0.25, step=self.step, metrics={"grad_norm": 1.5})
+        held, self.held = self.held, 0
+        return trainer_pb2.OptimStepReply(
+            seconds=0.25,
+            step=self.step,
+            metrics={"grad_norm": 1.5},
+            batch_metrics={"loss:sum": 2.0 * held / self.step} if held else {},
+            batch_tokens=held,
+            batch_seconds=0.5 * bool(held),
+            weight_version=self.published,
+        )
 
     async def Publish(self, request, context):
         error = await self._admit(context, request.header)
@@ -86,6 +99,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
         version.step = self.step
         version.adapter = self.is_lora and not request.merged
         manifest = self._write_version(version)
+        self.published = version.name
         return trainer_pb2.PublishReply(version=version, bytes=manifest.bytes)
 
     @property

@@ -63,6 +63,12 @@ class History:
             accepted_at=1.0, state="accepted" if at is None else "done", ended_at=at,
         )  # fmt: skip
 
+    async def add_step(self, run: str, seq_id: int) -> None:
+        await self._insert(
+            "training_steps", run_id=run, seq_id=seq_id, step=seq_id, at=1.0, seconds=1.0,
+            tokens=1, weight_version="", metrics={},
+        )  # fmt: skip
+
     async def add_checkpoint(self, run: str) -> None:
         path = f"tinker://{run}/weights/a"
         await self._insert(
@@ -140,11 +146,16 @@ async def test_a_run_stays_with_its_session_while_it_has_a_checkpoint_or_files(h
     await history.add("s-files", days_ago=100)
     folder = history.folder / "checkpoints" / "s-files_train_0"
     folder.mkdir(parents=True)
+    for seq_id in range(3):
+        await history.add_step("s-named:train:0", seq_id)
+        await history.add_step("s-files:train:0", seq_id)
     await history.retention.remove_old()
-    assert await history.rows() == {"sessions": 2, "runs": 2, "checkpoints": 1}
+    kept = {"sessions": 2, "runs": 2, "checkpoints": 1, "training_steps": 6}
+    assert await history.rows() == kept
     folder.rmdir()
     await history.retention.remove_old()
-    assert await history.rows() == {"sessions": 1, "runs": 1, "checkpoints": 1}
+    kept = {"sessions": 1, "runs": 1, "checkpoints": 1, "training_steps": 3}
+    assert await history.rows() == kept, "steps stay and go with their run"
 
 
 async def test_operations_and_samplers_of_a_run_that_goes_on_for_months_go_too(history):
@@ -186,6 +197,7 @@ async def test_a_database_of_the_first_revision_is_brought_up_to_date(tmp_path):
         "ALTER TABLE checkpoints DROP COLUMN expired_at",
         "DROP TABLE released_folders",
         "DROP TABLE data_directory",
+        "DROP TABLE training_steps",
         "UPDATE alembic_version SET version_num = '0001'",
     ):
         await database.write(text(statement))

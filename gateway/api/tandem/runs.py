@@ -1,0 +1,174 @@
+"""Training runs, and the list and the export of their optimizer steps."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import AsyncIterator
+from typing import Annotated, Literal
+
+import orjson
+from fastapi import Query
+from fastapi.responses import StreamingResponse
+from pydantic import Field
+
+from gateway.api.dependencies import Access, AccessDep
+from gateway.api.fields import Answer, Limit, Offset, Omitted, PathText, Time, iso
+from gateway.api.routing import Router, file_response
+from gateway.runs.history import RunHistory, TrainingStep
+from gateway.runs.queries import RunRecord
+from tandem.errors import UnknownRun
+
+_CSV, _JSONL = "text/csv", "application/jsonl"
+_COLUMNS = ("step", "seq_id", "at", "seconds", "tokens", "weight_version")
+
+router = Router("/api/tandem/v1", tag="Tandem")
+
+
+class StepInfo(Answer):
+    """An optimizer step. `seconds` are the trainer's, batches included; `tokens` those of the
+    batches; `weight_version` the newest one that was published before the step. `metrics` are the
+    optimizer's, and those of the batches, combined as their suffixes say."""
+
+    step: int
+    seq_id: int
+    at: Time
+    seconds: float
+    tokens: int
+    weight_version: str
+    metrics: dict[str, float | None]
+
+
+class RunSummary(Answer):
+    """`last_step` is null until the run has made a step."""
+
+    id: str
+    session_id: str
+    owner: str
+    project_id: str
+    base_model: str
+    lora_rank: int | None
+    state: str
+    reason: str
+    created_at: Time
+    ended_at: Time | None
+    last_step: StepInfo | None
+
+
+class RunSummaries(Answer):
+    runs: list[RunSummary]
+    total_count: int
+
+
+class RunSteps(Answer):
+    """`before` is how the steps before these are asked for; null where there are none."""
+
+    run: RunSummary
+    steps: list[StepInfo]
+    before: int | None
+
+
+@router.operation("GET", "/runs", role="reader")
+async def list_runs(access: AccessDep, limit: Limit = 20, offset: Offset = 0) -> RunSummaries:
+    """Return a page of runs, newest first: everybody's for an admin, for others their own."""
+    found, total = await access.gateway.run_queries.runs(
+        access.caller, scope="accessible", project_id=None, limit=limit, offset=offset
+    )
+    last = await access.gateway.run_history.last_of([run.id for run in found])
+    return RunSummaries(runs=[_summary(run, last.get(run.id)) for run in found], total_count=total)
+
+
+@router.operation("GET", "/runs/{run_id}/steps", role="reader", errors=[UnknownRun])
+async def run_steps(
+    run_id: PathText,
+    access: AccessDep,
+    limit: Annotated[int, Field(ge=1, le=1000)] = 1000,
+    before: Annotated[int | Omitted, Query(ge=0, le=2**53)] = None,
+) -> RunSteps:
+    """Return a run's newest optimizer steps, or those before a `seq_id`, in their order."""
+    run = await _own(run_id, access)
+    history = access.gateway.run_history
+    found = await history.newest(run_id, limit=limit + 1, before=before)
+    last = await history.last_of([run_id])
+    return RunSteps(
+        run=_summary(run, last.get(run_id)),
+        steps=[StepInfo.of(step) for step in found[-limit:]],
+        before=found[1].seq_id if len(found) > limit else None,
+    )
+
+
+@router.operation(
+    "GET",
+    "/runs/{run_id}/steps/export",
+    role="reader",
+    errors=[UnknownRun],
+    responses={
+        200: {
+            "content": {
+                **file_response(_CSV, "One row a step; a column for each metric")["content"],
+                **file_response(_JSONL, "One JSON object a step and line")["content"],
+            }
+        }
+    },
+)
+async def export_run_steps(
+    run_id: PathText,
+    access: AccessDep,
+    format: Annotated[Literal["csv", "jsonl"], Query()] = "csv",
+) -> StreamingResponse:
+    """Return all of a run's optimizer steps as a file, which is generated as it is sent."""
+    await _own(run_id, access)
+    write, media = (_csv, _CSV) if format == "csv" else (_jsonl, _JSONL)
+    name = f"{run_id.replace(':', '-')}.{format}"
+    return StreamingResponse(
+        write(access.gateway.run_history, run_id),
+        media_type=media,
+        headers={"Content-Disposition": f'attachment; filename="{name}"'},
+    )
+
+
+async def _own(run_id: str, access: Access) -> RunRecord:
+    """Return a run that the caller may see all of. A published checkpoint shows none of its
+    run's steps. Raises `UnknownRun`."""
+    run = await access.gateway.run_queries.run(run_id, access.caller, scope="accessible")
+    if not access.caller.may_see(run.owner):
+        raise UnknownRun(f"there is no training run {run_id!r} on this server")
+    return run
+
+
+def _summary(run: RunRecord, last: TrainingStep | None) -> RunSummary:
+    lora = run.training.lora
+    return RunSummary.of(
+        run,
+        lora_rank=lora.rank if lora is not None else None,
+        last_step=StepInfo.of(last) if last is not None else None,
+    )
+
+
+async def _csv(history: RunHistory, run_id: str) -> AsyncIterator[str]:
+    """The columns of the metrics are known when all steps were read once."""
+    names = {name async for steps in history.all(run_id) for step in steps for name in step.metrics}
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*_COLUMNS, *sorted(names)])
+    async for steps in history.all(run_id):
+        for step in steps:
+            row = _row(step)
+            metrics = [step.metrics.get(name) for name in sorted(names)]
+            writer.writerow([*(row[column] for column in _COLUMNS), *metrics])
+        yield text.getvalue()
+        text.seek(0)
+        text.truncate()
+    yield text.getvalue()
+
+
+async def _jsonl(history: RunHistory, run_id: str) -> AsyncIterator[bytes]:
+    async for steps in history.all(run_id):
+        yield b"".join(
+            orjson.dumps(_row(step) | {"metrics": step.metrics}, option=orjson.OPT_APPEND_NEWLINE)
+            for step in steps
+        )
+
+
+def _row(step: TrainingStep) -> dict[str, object]:
+    return {name: getattr(step, name) for name in _COLUMNS} | {"at": iso(step.at)}

@@ -1,0 +1,79 @@
+"""The optimizer steps of training runs, one row each: what the trainer measured, and nothing that
+clients log. They are kept as long as their run is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from sqlalchemy import func, insert, select, tuple_
+
+from gateway.storage.database import Database, from_row
+from gateway.storage.tables import training_steps
+
+_BATCH = 500
+_INSERT = insert(training_steps)
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A row of `training_steps`. `metrics` are the optimizer's, and those of the step's batches."""
+
+    run_id: str
+    seq_id: int
+    step: int
+    at: float
+    seconds: float
+    tokens: int
+    weight_version: str
+    metrics: Mapping[str, float | None]
+
+
+class RunHistory:
+    def __init__(self, *, database: Database) -> None:
+        self._database = database
+
+    def record(self, step: TrainingStep) -> None:
+        """Write a step, without waiting."""
+        finite = {
+            name: value if value is not None and math.isfinite(value) else None
+            for name, value in step.metrics.items()
+        }
+        self._database.write_soon(_INSERT, asdict(step) | {"metrics": finite})
+
+    async def newest(self, run_id: str, *, limit: int, before: int | None) -> list[TrainingStep]:
+        """Return the newest steps of a run in their order; `before`: those before a `seq_id`."""
+        wanted = select(training_steps).where(training_steps.c.run_id == run_id)
+        if before is not None:
+            wanted = wanted.where(training_steps.c.seq_id < before)
+        await self._database.flush()
+        rows = await self._database.read(
+            wanted.order_by(training_steps.c.seq_id.desc()).limit(limit)
+        )
+        return [from_row(TrainingStep, row) for row in reversed(rows)]
+
+    async def last_of(self, run_ids: Sequence[str]) -> dict[str, TrainingStep]:
+        """Return the last step of each of these runs that has made one."""
+        last = (
+            select(training_steps.c.run_id, func.max(training_steps.c.seq_id))
+            .where(training_steps.c.run_id.in_(run_ids))
+            .group_by(training_steps.c.run_id)
+        )
+        this = tuple_(training_steps.c.run_id, training_steps.c.seq_id)
+        await self._database.flush()
+        rows = await self._database.read(select(training_steps).where(this.in_(last)))
+        return {row["run_id"]: from_row(TrainingStep, row) for row in rows}
+
+    async def all(self, run_id: str) -> AsyncIterator[list[TrainingStep]]:
+        """Yield all the steps of a run in their order, some at a time."""
+        await self._database.flush()
+        wanted = select(training_steps).where(training_steps.c.run_id == run_id)
+        last = -1
+        while rows := await self._database.read(
+            wanted.where(training_steps.c.seq_id > last)
+            .order_by(training_steps.c.seq_id)
+            .limit(_BATCH)
+        ):
+            yield [from_row(TrainingStep, row) for row in rows]
+            last = rows[-1]["seq_id"]

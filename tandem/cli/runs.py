@@ -1,0 +1,191 @@
+"""`tandem runs`: list training runs, show and export the metrics of their optimizer steps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from itertools import pairwise
+from typing import Annotated, cast
+from urllib.parse import quote
+
+import httpx
+import typer
+
+from tandem.cli.context import OWN_API, DataDir, JsonFlag, call, print_json, running_gateway, say
+from tandem.cli.tables import Column, moment, show_table
+from tandem.errors import ServerError
+
+app = typer.Typer(
+    help="Training runs: list them, show and export their steps.", no_args_is_help=True
+)
+
+_RUN = typer.Argument(help="Such as s-0123456789ab:train:0; `tandem runs list` lists them.")
+_WIDTH, _HEIGHT = 60, 6
+_BARS = " ▁▂▃▄▅▆▇█"
+
+Row = dict[str, object]
+
+
+class ExportFormat(StrEnum):
+    CSV = "csv"
+    JSONL = "jsonl"
+
+
+@app.command("list")
+def list_runs(
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="At most this many.")] = 20,
+    data_dir: DataDir = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """List training runs, newest first, also those that have ended."""
+    answer = cast(dict[str, object], call(data_dir, "GET", f"runs?limit={limit}"))
+    runs = cast(list[Row], answer["runs"])
+    if as_json:
+        print_json(answer)
+        return
+    if not runs:
+        say("No runs.")
+        return
+    show_table(
+        [
+            Column("id"),
+            Column("state"),
+            Column("step", right=True),
+            Column("loss/token", right=True),
+            Column("created", wrap=10),
+            Column("base_model"),
+            Column("owner"),
+        ],
+        [
+            (
+                run["id"],
+                run["state"],
+                last["step"] if (last := cast(Row | None, run["last_step"])) else 0,
+                _number(_loss(last)) if last else "",
+                moment(run["created_at"]),
+                run["base_model"],
+                run["owner"],
+            )
+            for run in runs
+        ],
+    )
+    if (total := cast(int, answer["total_count"])) > len(runs):
+        say(f"The newest {len(runs)} of {total} (--limit shows more)")
+
+
+@app.command("show")
+def show(
+    run: Annotated[str, _RUN],
+    last: Annotated[
+        int, typer.Option("--last", "-n", min=1, max=1000, help="How many of the newest steps.")
+    ] = 1000,
+    data_dir: DataDir = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show a run: what it is, charts of its loss and gradient norm, and its newest steps."""
+    path = f"runs/{quote(run, safe=':')}/steps?limit={last}"
+    answer = cast(dict[str, object], call(data_dir, "GET", path))
+    if as_json:
+        print_json(answer)
+        return
+    about, steps = cast(Row, answer["run"]), cast(list[Row], answer["steps"])
+    kind = f"LoRA of rank {about['lora_rank']}" if about["lora_rank"] else "all parameters"
+    say(f"{about['id']}: {about['base_model']}, {kind}, owner {about['owner']}")
+    ended = f", ended {moment(about['ended_at'])}" if about["ended_at"] else ""
+    say(f"{about['state']}, created {moment(about['created_at'])}{ended} (UTC)")
+    if about["reason"]:
+        say(str(about["reason"]))
+    if not steps:
+        say("No optimizer steps.")
+        return
+    first, final = steps[0]["step"], steps[-1]["step"]
+    for name, values in (
+        ("loss/token", [_loss(step) for step in steps]),
+        ("grad_norm", [_metric(step, "grad_norm") for step in steps]),
+    ):
+        known = [value for value in values if value is not None]
+        if known:
+            say(f"\n{name}, steps {first} to {final}: {_number(known[0])} → {_number(known[-1])}")
+            say(chart(known))
+    say("")
+    show_table(
+        [
+            Column("step", right=True),
+            Column("loss/token", right=True),
+            Column("grad_norm", right=True),
+            Column("tokens", right=True),
+            Column("seconds", right=True),
+            Column("weight_version"),
+        ],
+        [
+            (
+                step["step"],
+                _number(_loss(step)),
+                _number(_metric(step, "grad_norm")),
+                step["tokens"],
+                f"{cast(float, step['seconds']):.2f}",
+                str(step["weight_version"]).rpartition("/")[2],
+            )
+            for step in steps[-10:]
+        ],
+    )
+    say(f"`tandem runs export {about['id']}` writes all steps and metrics.")
+
+
+@app.command("export")
+def export(
+    run: Annotated[str, _RUN],
+    format: Annotated[
+        ExportFormat, typer.Option("--format", help="csv: a column for each metric.")
+    ] = ExportFormat.CSV,
+    data_dir: DataDir = None,
+) -> None:
+    """Write all optimizer steps of a run to standard output."""
+    endpoint = running_gateway(data_dir)
+    url = f"{endpoint.url}/{OWN_API}/runs/{quote(run, safe=':')}/steps/export?format={format}"
+    try:
+        with httpx.stream(
+            "GET", url, headers={"X-API-Key": endpoint.api_key}, timeout=60
+        ) as answer:
+            if answer.is_error:
+                answer.read()
+                raise ServerError(answer.json().get("error", answer.text))
+            for block in answer.iter_bytes():
+                sys.stdout.buffer.write(block)
+    except httpx.HTTPError as error:
+        raise ServerError(f"the gateway at {endpoint.url} does not answer: {error}") from error
+    sys.stdout.flush()
+
+
+def chart(values: Sequence[float], *, width: int = _WIDTH, height: int = _HEIGHT) -> str:
+    """Return bars of the values, or of the means of neighbours where there are more than `width`,
+    between lines that name the largest and the smallest."""
+    count = min(width, len(values))
+    bounds = [index * len(values) // count for index in range(count + 1)]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(bounds)]
+    low, high = min(means), max(means)
+    top, eighths = len(_BARS) - 1, height * (len(_BARS) - 1)
+    levels = [
+        max(1, round((mean - low) / (high - low) * eighths)) if high > low else eighths // 2
+        for mean in means
+    ]
+    labels = [_number(high), *[""] * (height - 2), _number(low)]
+    return "\n".join(
+        f"{label:>9} │"
+        + "".join(_BARS[min(top, max(0, level - top * (height - 1 - row)))] for level in levels)
+        for row, label in enumerate(labels)
+    )
+
+
+def _loss(step: Row) -> float | None:
+    total, tokens = _metric(step, "loss:sum"), cast(int, step["tokens"])
+    return total / tokens if total is not None and tokens else None
+
+
+def _metric(step: Row, name: str) -> float | None:
+    return cast(dict[str, float | None], step["metrics"]).get(name)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

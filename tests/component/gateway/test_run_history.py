@@ -1,0 +1,148 @@
+"""The optimizer steps of a run: kept with it, listed, shown and exported."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pytest
+from tinker import types
+from typer.testing import CliRunner
+
+from gateway.runs.history import TrainingStep
+from tandem.cli.main import app
+from tandem.errors import ServerError
+from tests.support.gateway.access_world import Call
+
+OWN = "/api/tandem/v1"
+INPUT = types.ModelInput.from_ints([1, 2, 3, 4])
+DATUM = types.Datum(
+    model_input=INPUT,
+    loss_fn_inputs={
+        "target_tokens": types.TensorData(data=[2, 3, 4, 5], dtype="int64", shape=[4]),
+        "weights": types.TensorData(data=[1.0] * 4, dtype="float32", shape=[4]),
+    },
+)
+
+
+@pytest.fixture
+def trained(training):
+    """A run of three steps, with a version after the first, and a step that is refused."""
+    for number in range(3):
+        for _ in range(number + 1):
+            training.forward_backward([DATUM], "cross_entropy")
+        training.optim_step(types.AdamParams()).result()
+        if number == 0:
+            training.save_weights_for_sampler("first").result()
+    training.forward([DATUM], "cross_entropy").result()
+    return training.model_id
+
+
+@pytest.fixture
+def command(gate):
+    def run(*arguments: str) -> str:
+        directory = ["--data-dir", str(gate.settings.data_dir)]
+        result = CliRunner().invoke(app, ["runs", *arguments, *directory])
+        if result.exception is not None:
+            raise result.exception
+        return result.stdout
+
+    return run
+
+
+def test_each_step_is_kept_with_the_metrics_tokens_and_seconds_of_its_batches(gate, trained):
+    with gate.http() as client:
+        answer = client.get(f"{OWN}/runs/{trained}/steps").json()
+    steps = answer["steps"]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert [step["tokens"] for step in steps] == [4, 8, 12]
+    assert [step["metrics"]["loss:sum"] for step in steps] == [8.0, 8.0, 8.0]
+    assert {step["metrics"]["grad_norm"] for step in steps} == {1.5}
+    assert {step["seconds"] for step in steps} == {0.75}
+    assert steps[0]["weight_version"] == ""
+    assert {step["weight_version"].partition("-")[0] for step in steps[1:]} != {""}
+    assert len({step["weight_version"] for step in steps[1:]}) == 1
+    assert answer["run"]["last_step"] == steps[-1] and answer["before"] is None
+
+
+def test_older_steps_are_asked_for_by_what_the_newer_ones_say(gate, trained):
+    found, before = [], None
+    with gate.http() as client:
+        for _ in range(3):
+            where = f"{OWN}/runs/{trained}/steps?limit=1" + (f"&before={before}" if before else "")
+            answer = client.get(where).json()
+            found += [step["step"] for step in answer["steps"]]
+            before = answer["before"]
+    assert found == [3, 2, 1] and before is None
+
+
+def test_a_run_is_listed_with_its_last_step_and_one_without_steps_too(gate, trained):
+    empty = gate.run_id(gate.session_id())
+    with gate.http() as client:
+        rows = {run["id"]: run for run in client.get(f"{OWN}/runs?limit=1000").json()["runs"]}
+    assert rows[trained]["last_step"]["step"] == 3 and rows[trained]["base_model"] == "tiny"
+    assert rows[empty]["last_step"] is None and rows[empty]["lora_rank"] is None
+    assert rows[trained]["state"] == rows[empty]["state"] == "active"
+
+
+def test_steps_are_exported_whole_as_csv_and_as_json_lines(trained, command):
+    rows = list(csv.DictReader(io.StringIO(command("export", trained))))
+    assert [(row["step"], row["tokens"], row["loss:sum"]) for row in rows] == [
+        ("1", "4", "8.0"), ("2", "8", "8.0"), ("3", "12", "8.0"),
+    ]  # fmt: skip
+    lines = command("export", trained, "--format", "jsonl").splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [line["metrics"]["grad_norm"] for line in found] == [1.5] * 3
+    assert [line["weight_version"] for line in found] == [row["weight_version"] for row in rows]
+
+
+def test_an_export_of_many_steps_has_a_column_for_a_metric_that_only_the_last_one_has(
+    gate, training, command
+):
+    history = gate.gateway.run_history
+    step = {"run_id": training.model_id, "at": 1.0, "seconds": 1.0, "tokens": 1}
+
+    for number in range(1, 1203):
+        metrics = {"grad_norm": float("nan")} | ({"last": 1.0} if number == 1202 else {})
+        gate.run(
+            lambda n=number, m=metrics: history.record(
+                TrainingStep(**step, seq_id=n, step=n, weight_version="", metrics=m)
+            )
+        )
+    rows = list(csv.DictReader(io.StringIO(command("export", training.model_id))))
+    assert [int(row["step"]) for row in rows] == list(range(1, 1203))
+    assert [row["last"] for row in rows[-2:]] == ["", "1.0"]
+    assert {row["grad_norm"] for row in rows} == {""}, "what is not finite is no number"
+
+
+def test_the_commands_list_and_show_runs_with_charts(trained, command):
+    listed = command("list")
+    row = next(line for line in listed.splitlines() if line.startswith(trained))
+    assert row.split()[1:4] == ["active", "3", "0.6667"]
+    shown = command("show", trained)
+    assert f"{trained}: tiny, all parameters, owner local" in shown
+    assert "loss/token, steps 1 to 3: 2 → 0.6667" in shown and "█" in shown
+    assert "grad_norm, steps 1 to 3: 1.5 → 1.5" in shown
+    assert json.loads(command("show", trained, "--json"))["steps"][0]["step"] == 1
+    with pytest.raises(ServerError, match="there is no training run"):
+        command("show", "s-000000000000:train:0")
+    with pytest.raises(ServerError, match="there is no training run"):
+        command("export", "s-000000000000:train:0")
+
+
+def test_a_run_without_steps_says_so(gate, command):
+    assert "No optimizer steps." in command("show", gate.run_id(gate.session_id()))
+
+
+def test_a_published_checkpoint_shows_nobody_the_steps_of_its_run(world):
+    path = world.copy()
+    run = path.removeprefix("tinker://").partition("/")[0]
+
+    assert world.ask(
+        "POST", Call(f"{world.checkpoint(path)}/publish"), key=world.keys["member"]
+    ).is_success
+    for about in ("steps", "steps/export"):
+        call = Call(f"{OWN}/runs/{run}/{about}")
+        assert world.ask("GET", call, key=world.keys["foreign"]).status_code == 404
+        assert world.ask("GET", call, key=world.keys["member"]).status_code == 200
