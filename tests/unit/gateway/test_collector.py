@@ -14,7 +14,7 @@ from gateway.checkpoints.collector import GarbageCollector
 from gateway.checkpoints.versions import WeightVersion
 from gateway.identifiers import relative_version_folder
 from gateway.storage.tables import sampling_sessions
-from tandem.errors import UnknownWeights
+from tandem.errors import CheckpointDamaged, UnknownWeights
 from tests.support.gateway.checkpoint_store import PATH, RUN, Store, checkpoint, folder
 from tests.support.waiting import PATIENCE
 
@@ -197,3 +197,9 @@ async def test_a_large_removal_holds_up_no_other_collection(store, monkeypatch):
         go_on.set()
     await store.collector.empty_trash()
     assert store.trash() == []
+
+
+async def test_a_checkpoint_that_cannot_be_read_is_named_without_its_folder(store):
+    lost = checkpoint(store, "checkpoints/s-1_train_0/a-11111111")
+    with pytest.raises(CheckpointDamaged, match=r"directory: 'checkpoint\.json'"):
+        await store.versions.files(lost)

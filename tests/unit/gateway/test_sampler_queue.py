@@ -10,6 +10,7 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.pins import Pins
 from gateway.futures.table import Future, Result
 from gateway.metrics import Metrics
+from gateway.sampling.places import EnginePlaces
 from gateway.sampling.sampler import Sample, Sampler
 from tandem.errors import SessionFinished
 from tandem.settings import SamplerSettings
@@ -30,6 +31,7 @@ class NoFleet:
 async def sampler():
     sampler = Sampler(
         session_id="s-1",
+        owner="ann",
         model=BaseModelEntry(name="tiny", path="/tiny", max_length=None),
         max_lora_rank=0,
         settings=SamplerSettings(),
@@ -37,6 +39,7 @@ async def sampler():
         metrics=Metrics(),
         meter=None,
         pins=Pins(),
+        places=EnginePlaces(most=1, most_starting=1, quantum=0),
     )
     yield sampler
     await sampler.stop(SessionFinished("over"))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from sqlalchemy import insert, select, text
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
+from sqlalchemy import create_engine, insert, select, text
 
 from gateway.auth.identity import Caller
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
 from gateway.sessions.registry import NewSession, SessionRegistry
 from gateway.storage.database import Database
+from gateway.storage.migrations.versions import v0003_usage_of_runs
 from gateway.storage.tables import checkpoints, sampling_sessions
 from gateway.storage.tables import usage as table
 from gateway.usage.meter import Subject, TimeShares, UsageMeter
@@ -185,12 +188,12 @@ async def test_usage_from_before_runs_were_noted_is_given_its_run(database, tmp_
     await database.write(insert(sampling_sessions), sampler)
     await database.flush()
     await database.write(text("ALTER TABLE usage DROP COLUMN run_id"))
-    await database.write(text("UPDATE alembic_version SET version_num = '0002'"))
-    await database.close()
-    upgraded = Database(url="", data_dir=tmp_path)
-    await upgraded.open()
-    rows = await upgraded.read(select(table.c.subject, table.c.run_id).order_by(table.c.subject))
-    await upgraded.close()
+    with (
+        create_engine(f"sqlite:///{tmp_path / 'tandem.db'}").begin() as connection,
+        Operations.context(MigrationContext.configure(connection)),
+    ):
+        v0003_usage_of_runs.upgrade()
+    rows = await database.read(select(table.c.subject, table.c.run_id).order_by(table.c.subject))
     assert [tuple(row.values()) for row in rows] == [
         ("s-1:sample:0", "s-1:train:0"),
         ("s-1:sample:1", ""),
