@@ -20,6 +20,7 @@ import tinker
 from tinker import types
 
 from tandem.stack import Stack
+from tandem.wire.v1 import tinker_pb2
 
 
 class Probe:
@@ -58,6 +59,27 @@ class Probe:
         before = self._gateway_cpu_seconds()
         self.empty_operation_ms()
         return (self._gateway_cpu_seconds() - before) / 100 * 1e3
+
+    def gateway_cpu_ms_per_32_mib(self) -> float:
+        """Processor time of the gateway for a forward_backward of 32 MiB, over eight of them. The
+        trainer refuses the sequence at once, because it is longer than the model allows."""
+        run_id = self._plain_run.get_info().model_id
+        message = tinker_pb2.ForwardBackwardRequest(model_id=run_id, loss_fn="cross_entropy")
+        message.data.add().model_input.add().encoded_text.tokens = bytes(32 * 2**20)
+        headers = {"X-API-Key": self._stack.endpoint.api_key}
+        protobuf = {"Content-Type": "application/x-protobuf"}
+        before = self._gateway_cpu_seconds()
+        with httpx.Client(
+            base_url=f"{self._stack.endpoint.url}/api/v1", headers=headers, timeout=60
+        ) as http:
+            for _ in range(8):
+                self._seq_id += 1
+                message.seq_id = self._seq_id
+                http.post(
+                    "forward_backward", content=message.SerializeToString(), headers=protobuf
+                ).raise_for_status()
+                http.post("retrieve_future", json={"request_id": f"{run_id}:{self._seq_id}"})
+        return (self._gateway_cpu_seconds() - before) / 8 * 1e3
 
     def forward_backward_tokens_per_second(self) -> float:
         """One request of 64 × 128 tokens."""

@@ -177,8 +177,12 @@ class Ledger:
         self.add(owner, amount)
         return Reservation(ledger=self, owner=owner, amount=amount)
 
-    def has_room(self, owner: str, amount: int) -> bool:
-        return self._held[owner] + amount <= self._per_owner and self.total + amount <= self._in_all
+    def has_room(self, owner: str, amount: int, *, share: float) -> bool:
+        """Whether the amount would keep what is held within this share of the limits."""
+        return (
+            self._held[owner] + amount <= share * self._per_owner
+            and self.total + amount <= share * self._in_all
+        )
 
     def check(self, owner: str, amount: int, *, held: int = 0) -> None:
         """Raises `Overloaded`. `held` is what the same request holds already."""

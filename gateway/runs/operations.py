@@ -135,9 +135,9 @@ Body = (
 class Operation:
     """An accepted operation that has not ended.
 
-    The protobuf of a forward_backward is `in_file`: the journal has it. A small one is also in
-    memory, as `payload`. `size` is the bytes of the request. A `refused` operation consumes its
-    `seq_id` and fails with that error at its turn.
+    The protobuf of a forward_backward is `in_file`: the journal has it. It is also in memory, as
+    `payload`, where there was room. `size` is the bytes of the request. A `refused` operation
+    consumes its `seq_id` and fails with that error at its turn.
     """
 
     run_id: str

@@ -42,8 +42,8 @@ from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.worker import TrainingSpec
 
-_SMALL_PAYLOAD = 64 * 1024
-"""Payloads up to this size stay in memory while their owner has room there."""
+_PAYLOAD_SHARE = 0.5
+"""Of what an owner may hold in memory, for payloads that need not be read back then."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -253,8 +253,8 @@ class RunRegistry:
             if not forced:
                 self._check_queue(run)
             size = len(request if payload is None else payload)
-            in_memory = payload is None or (
-                size <= _SMALL_PAYLOAD and self.limits.held.has_room(run.owner, size)
+            in_memory = payload is None or self.limits.held.has_room(
+                run.owner, size, share=_PAYLOAD_SHARE
             )
             operation = Operation(
                 run_id=run_id,

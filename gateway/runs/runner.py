@@ -266,8 +266,8 @@ class OperationRunner:
             request.loss_definition = await known.definition(
                 loss.loss_id, session_id=self._run.session_id
             )
-        request.payload = await self._tools.journal.payload_of(call.operation)
-        reply = await self._deliver(call, self._client.stub.ForwardBackward, request)
+        payload = await self._tools.journal.payload_of(call.operation)
+        reply = await self._deliver(call, self._client.forward_backward(payload), request)
         return Result(media="protobuf", body=reply.output)
 
     async def _optim_step(self, call: Call, body: OptimStep) -> Outcome:

@@ -42,6 +42,7 @@ from trainer_service.models.files import BaseModelFiles
 from trainer_service.optimizers import StepSettings
 
 if TYPE_CHECKING:
+    from google.protobuf.message import Message
     from torch import Tensor
 
 Result = TypeVar("Result")
@@ -80,10 +81,11 @@ class ControlGroup:
         self.size = size
         self.group = group
 
-    def broadcast(self, op: Op, payload: bytes = b"") -> None:
-        """Sends an operation from rank 0 to all others."""
+    def broadcast(self, op: Op, message: Message | None = None) -> None:
+        """Sends an operation from rank 0 to all others, and its request if it has one."""
         if self.group is None:
             return
+        payload = b"" if message is None else message.SerializeToString()
         dist.broadcast(torch.tensor([op, len(payload)]), src=0, group=self.group)
         if payload:
             dist.broadcast(_buffer(payload), src=0, group=self.group)

@@ -106,7 +106,7 @@ class Operations:
             message = parse(request.payload)
             forward_only = message.forward_only
             batch = _read_batch(message, request, trainer)
-            trainer.control.broadcast(Op.FORWARD_BACKWARD, request.SerializeToString())
+            trainer.control.broadcast(Op.FORWARD_BACKWARD, request)
             if not forward_only:
                 self._held = self._held or HeldBatches()
             computed = trainer.forward_backward(batch)  # a loss may fail on its datums
@@ -138,7 +138,7 @@ class Operations:
                 raise NoGradients(
                     "there are no gradients: no forward_backward came since the last optim_step"
                 )
-            trainer.control.broadcast(Op.OPTIM_STEP, request.SerializeToString())
+            trainer.control.broadcast(Op.OPTIM_STEP, request)
             held, self._held = self._held, None
             metrics = trainer.optim_step(settings)
         except TandemError as error:
@@ -158,7 +158,7 @@ class Operations:
         version = VersionRequest.from_message(request, step=trainer.step)
         try:
             prepare_publish(version, trainer.backend)
-            trainer.control.broadcast(Op.PUBLISH, request.SerializeToString())
+            trainer.control.broadcast(Op.PUBLISH, request)
             manifest = publish(version, trainer)
         except TandemError as error:
             return trainer_pb2.PublishReply(failure=error.to_failure())
@@ -182,7 +182,7 @@ class Operations:
         trainer, began = self._trainer, time.perf_counter()
         try:
             training_state.prepare_save(Path(request.path), trainer.backend)
-            trainer.control.broadcast(Op.SAVE_CHECKPOINT, request.SerializeToString())
+            trainer.control.broadcast(Op.SAVE_CHECKPOINT, request)
             record = training_state.save(request, trainer)
         except TandemError as error:
             return trainer_pb2.SaveCheckpointReply(failure=error.to_failure())
@@ -200,7 +200,7 @@ class Operations:
             training_state.check(Path(request.path), trainer, optimizer=request.optimizer)
         except TandemError as error:
             return trainer_pb2.LoadCheckpointReply(failure=error.to_failure(), step=trainer.step)
-        trainer.control.broadcast(Op.LOAD_CHECKPOINT, request.SerializeToString())
+        trainer.control.broadcast(Op.LOAD_CHECKPOINT, request)
         training_state.load(Path(request.path), trainer, optimizer=request.optimizer)
         self._held, self._refused = None, ""
         return trainer_pb2.LoadCheckpointReply(

@@ -372,8 +372,9 @@ def test_a_ledger_bounds_each_owner_and_all_together():
     reserved[0].release()
     reserved[0].release()
     assert things.total == 4
-    assert things.has_room("ann", 1)
-    assert not things.has_room("ann", 2)
+    assert things.has_room("ann", 1, share=1)
+    assert not things.has_room("ann", 2, share=1)
+    assert not things.has_room("bea", 0, share=0.5), "all together hold more than half"
     things.reserve("cia")
 
 

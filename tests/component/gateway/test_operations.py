@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import tinker
 import zstandard
@@ -9,6 +11,7 @@ from tinker import types
 
 from tandem.errors import LossInputMissing
 from tandem.v1 import trainer_pb2
+from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.requests import optim_step
 from tests.support.gateway.running import forward_backward_bytes, running_gateway
 from tests.support.sdk import supervised
@@ -256,6 +259,27 @@ def test_an_operation_that_the_trainer_does_not_answer_in_time_ends_the_run(tmp_
         answers = [gate.retrieve(f"{run_id}:{seq}").json() for seq in (1, 2)]
         assert {a["type"] for a in answers} == {"operation_timed_out"}
         wait_until(lambda: worker_id in gate.launcher.stopped)
+
+
+def test_a_payload_is_read_back_only_where_memory_had_no_room_for_it(tmp_path, monkeypatch):
+    read = []
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or read_bytes(path))
+    with running_gateway(tmp_path, session_ttl=600, limit={"held_bytes": 800_000}) as gate:
+        run_id = gate.run_id(gate.session_id())
+        _, trainer = gate.worker("trainer")
+        message = tinker_pb2.ForwardBackwardRequest(model_id=run_id, loss_fn="cross_entropy")
+        tokens = message.data.add().model_input.add().encoded_text
+        payloads = []
+        with gate.http() as client:
+            for seq_id, size in enumerate((40, 300_000, 500_000), start=1):
+                message.seq_id, tokens.tokens = seq_id, bytes(size)
+                payloads.append(message.SerializeToString())
+                client.post("/api/v1/forward_backward", content=payloads[-1], headers=PROTO)
+                assert gate.retrieve(f"{run_id}:{seq_id}").status_code == 200
+    assert [request.payload for request in trainer.requests] == payloads
+    assert [request.header.seq_id for request in trainer.requests] == [2, 3, 4]
+    assert [name for name in read if name in ("1", "2", "3")] == ["3"]
 
 
 def test_a_seq_id_far_ahead_costs_nothing_and_the_gateway_goes_on(tmp_path):

@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -51,8 +52,7 @@ async def serve(seconds: dict[int, float]) -> dict[int, Any]:
     client: Any = TrainerClient(WORKER, timeout=LIMIT)
     client.stub.OptimStep = OneAtATime(seconds, trainer_pb2.OptimStepReply(step=1))
     client.stub.Progress = OneAtATime(defaultdict(float), trainer_pb2.ProgressReply())
-    nothing: Any = SimpleNamespace(pins=None, record_reply=lambda *_args, **_more: None)
-    tools: Any = SimpleNamespace(checkpoints=nothing, versions=nothing, usage=nothing)
+    tools: Any = MagicMock()
     run: Any = SimpleNamespace(
         id="r",
         session_id="s",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests.support.trainer_worker import datum, logprobs_of, request
 from trainer_service.compute.trainer import Progress, RankTrainer
 from trainer_service.models.huggingface import find_blocks, group_blocks
 from trainer_service.optimizers import AdamWSettings
+from trainer_service.service.operations import Operations
 
 STEP = AdamWSettings(
     learning_rate=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, grad_clip_norm=1.0
@@ -115,6 +117,15 @@ def test_two_halves_accumulate_to_the_whole(models):
     assert sum(part.metrics["loss:sum"] for part in parts) == pytest.approx(total, rel=1e-4)
     for name, gradient in gradients(whole).items():
         torch.testing.assert_close(gradient, gradients(halves)[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_single_rank_serializes_no_request_for_others(models):
+    """A request without `SerializeToString`: 32 MiB of one take 40 ms."""
+    payload = request(mixed_data()).SerializeToString()
+    opaque = SimpleNamespace(payload=payload, loss_definition=b"")
+    reply = Operations(make_rank(models["qwen3"])).forward_backward(opaque)
+    assert not reply.HasField("failure"), reply.failure
+    assert reply.tokens > 0
 
 
 def test_forward_only_leaves_no_gradient(models):
