@@ -32,7 +32,7 @@ from tandem.telemetry import get_log
 _INLINE_RESULT_BYTES = 64 * 1024
 """Larger results are files."""
 _MAX_REQUEST_BYTES = 32 * 1024
-"""Larger requests are not kept. Valid ones are never that large, and rows are not deleted."""
+"""Larger requests are not kept. Valid ones are never that large, and rows stay for weeks."""
 _READS = 4
 """Payloads that are read at the same time; owners take turns."""
 
