@@ -246,6 +246,7 @@ class OperationRunner:
             task.cancel()
 
     async def _follow(self, call: Call) -> None:
+        await asyncio.wait({call.begun})
         while True:
             await asyncio.sleep(_PROGRESS_INTERVAL)
             try:

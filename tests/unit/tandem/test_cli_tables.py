@@ -51,6 +51,7 @@ ANSWERS = {
         "runs": [{**USED, "run_id": RUN, "base_model": "Qwen/Qwen3-8B"}],
     },
     "status": {
+        "warnings": [],
         "sessions": [
             {"id": "s-0123456789ab", "owner": "ann", "display_name": "x[1]", "idle_seconds": 1.2}
         ],
@@ -184,7 +185,7 @@ def test_a_path_wider_than_the_terminal_goes_on_in_the_next_line(gateway, termin
 def test_status_says_how_far_the_operation_of_a_run_is(gateway, monkeypatch):
     says = "forward_backward 12: the trainer is at work on it (4,096 of 65,536 tokens, 8 s)"
     run = {"id": RUN, "state": "ready", "step": 5, "queued": 1, "operation": {"says": says}}
-    status = {"sessions": [], "runs": [run], "samplers": [], "workers": []}
+    status = {"warnings": [], "sessions": [], "runs": [run], "samplers": [], "workers": []}
     monkeypatch.setattr(observe, "call", lambda *_: status)
     assert says in tandem("status")
 
@@ -220,7 +221,7 @@ def test_the_end_of_a_log_goes_back_into_its_rotated_copies(tmp_path):
 
 def test_a_cell_cannot_break_its_row_or_move_the_cursor(gateway, monkeypatch):
     session = {"id": "s-1", "owner": "ann", "display_name": "two\nlines\x1b[2J", "idle_seconds": 0}
-    status = {"sessions": [session], "runs": [], "samplers": [], "workers": []}
+    status = {"warnings": [], "sessions": [session], "runs": [], "samplers": [], "workers": []}
     monkeypatch.setattr(observe, "call", lambda *_: status)
     said = tandem("status")
     assert "\x1b" not in said
