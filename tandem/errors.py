@@ -39,7 +39,8 @@
     │   ├── GradientsIncomplete
     │   ├── NameTaken
     │   ├── SampleCancelled
-    │   └── SequenceGap
+    │   ├── SequenceGap
+    │   └── SequenceTaken
     └── ServerError: the request is valid, but was not carried out
         ├── WorkerStartFailed
         │   └── WorkerCrashed
@@ -348,6 +349,10 @@ class SampleCancelled(UserError):
 
 class SequenceGap(UserError):
     """An operation waited too long for one with a smaller seq_id."""
+
+
+class SequenceTaken(UserError):
+    """The run has another operation with this seq_id. (Not 409: the SDK would retry.)"""
 
 
 # --- The request is valid, but was not carried out ---------------------------------------

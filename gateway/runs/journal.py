@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import xxhash
 from sqlalchemy import Executable, and_, bindparam, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
@@ -26,7 +27,13 @@ from gateway.metrics import Metrics
 from gateway.runs.operations import Kind, Operation
 from gateway.storage.database import Database
 from gateway.storage.tables import operations
-from tandem.errors import GatewayRestarted, TandemError, UnknownRequest, from_type
+from tandem.errors import (
+    GatewayRestarted,
+    SequenceTaken,
+    TandemError,
+    UnknownRequest,
+    from_type,
+)
 from tandem.telemetry import get_log
 
 _INLINE_RESULT_BYTES = 64 * 1024
@@ -92,28 +99,39 @@ class Journal:
         self.futures.add(operation.future)
 
     async def accept_failed(
-        self, *, run_id: str, seq_id: int, kind: Kind, error: TandemError
+        self, *, run_id: str, seq_id: int, kind: Kind, digest: bytes, error: TandemError
     ) -> None:
-        """Write an operation that has failed already. Does nothing for a `seq_id` that is
-        taken."""
-        row = _new_row(run_id, seq_id, kind) | {
+        """Write an operation that has failed already. Does nothing for one that is repeated.
+        Raises `SequenceTaken`."""
+        row = _new_row(run_id, seq_id, kind, digest) | {
             "state": "failed",
             "ended_at": time.time(),
             "error_type": error.type,
             "error": error.message,
         }
-        with suppress(IntegrityError):
+        try:
             await self.database.write(insert(operations), row)
+        except IntegrityError:
+            await self.has(run_id=run_id, seq_id=seq_id, digest=digest)
 
     def has_future(self, request_id: str) -> bool:
         return self.futures.get(request_id) is not None
 
-    async def has(self, *, run_id: str, seq_id: int) -> bool:
-        """Whether an operation of the run had this `seq_id`, or has it."""
-        found = select(operations.c.seq_id).where(
-            operations.c.run_id == run_id, operations.c.seq_id == seq_id
+    async def has(self, *, run_id: str, seq_id: int, digest: bytes) -> bool:
+        """Whether an operation of the run had this `seq_id`, or has it. Raises `SequenceTaken`
+        where that is of another request."""
+        row = await self.database.read_one(
+            select(operations.c.kind, operations.c.digest).where(
+                operations.c.run_id == run_id, operations.c.seq_id == seq_id
+            )
         )
-        return await self.database.read_one(found) is not None
+        if row is not None and row["digest"] not in (None, digest):
+            raise SequenceTaken(
+                f"operation {seq_id} of {run_id} is another {row['kind']} already, which stays as "
+                "it is: two clients number the operations of one run. Let one client write to a "
+                "run; another can begin a run of its own from a checkpoint of it"
+            )
+        return row is not None
 
     async def payload_of(self, operation: Operation) -> bytes:
         """Return the protobuf of a forward_backward."""
@@ -250,19 +268,27 @@ class Journal:
         return operation_blob(self.data_dir, run_id=operation.run_id, seq_id=operation.seq_id)
 
 
-def _new_row(run_id: str, seq_id: int, kind: Kind) -> dict[str, object]:
+def digest_of(kind: Kind, request: bytes) -> bytes:
+    """Return what tells a request from others with its `seq_id`; not a secure hash."""
+    digest = xxhash.xxh3_128(kind.encode())
+    digest.update(request)
+    return digest.digest()
+
+
+def _new_row(run_id: str, seq_id: int, kind: Kind, digest: bytes) -> dict[str, object]:
     return {
         "run_id": run_id,
         "seq_id": seq_id,
         "kind": kind,
         "state": "accepted",
         "request": b"",
+        "digest": digest,
         "accepted_at": time.time(),
     }
 
 
 def _accepted_row(operation: Operation, request: bytes) -> dict[str, object]:
-    row = _new_row(operation.run_id, operation.seq_id, operation.kind)
+    row = _new_row(operation.run_id, operation.seq_id, operation.kind, operation.digest)
     return row | {"request": request if len(request) <= _MAX_REQUEST_BYTES else b""}
 
 

@@ -136,8 +136,8 @@ class Operation:
     """An accepted operation that has not ended.
 
     The protobuf of a forward_backward is `in_file`: the journal has it. It is also in memory, as
-    `payload`, where there was room. `size` is the bytes of the request. A `refused` operation
-    consumes its `seq_id` and fails with that error at its turn.
+    `payload`, where there was room. `size` is the bytes of the request, and `digest` tells it from
+    others. A `refused` operation consumes its `seq_id` and fails with that error at its turn.
     """
 
     run_id: str
@@ -148,6 +148,7 @@ class Operation:
     payload: bytes | None = None
     in_file: bool = False
     size: int = 0
+    digest: bytes = b""
     refused: TandemError | None = None
 
     @property

@@ -22,7 +22,7 @@ from gateway.checkpoints.collector import GarbageCollector
 from gateway.identifiers import relative_version_folder, request_id_of, run_id_of
 from gateway.limits import Quotas, overloaded
 from gateway.runs.dispatcher import Dispatcher
-from gateway.runs.journal import Journal
+from gateway.runs.journal import Journal, digest_of
 from gateway.runs.operations import Body, Call, Kind, LoadWeights, Operation, RunBroken
 from gateway.runs.runner import OperationRunner, RunnerTools, TrainingRun
 from gateway.sessions.registry import SessionRegistry
@@ -109,14 +109,18 @@ class RunRegistry:
         """Begin to start a run, and return the request_id of its creation, which is operation 0
         of the run: it ends when the trainer is ready and has loaded the checkpoint, if any.
 
-        Idempotent: a repeated `model_seq_id` returns the original request_id. Raises
-        `LimitExceeded` if the owner may not have another run, and `SessionFinished`.
+        Idempotent: a repeated `model_seq_id` with the same request returns the original
+        request_id. Raises `SequenceTaken` for another request, `LimitExceeded` if the owner may
+        not have another run, and `SessionFinished`.
         """
         run_id = run_id_of(session_id=session_id, model_seq_id=model_seq_id)
         request_id = request_id_of(owner=run_id, seq_id=0)
+        kind: Kind = "create_model" if load is None else "load_weights"
+        digest = digest_of(kind, request)
         known = await self._ended_with(run_id) is not None
         async with self._arrival(request_id):
             if known or run_id in self._runs:
+                await self.journal.has(run_id=run_id, seq_id=0, digest=digest)
                 return request_id
             # Nothing is awaited from here to where the run is registered.
             session = self.sessions.require(session_id)
@@ -138,9 +142,10 @@ class RunRegistry:
             creation = Operation(
                 run_id=run_id,
                 seq_id=0,
-                kind="create_model" if load is None else "load_weights",
+                kind=kind,
                 future=run.new_future(0),
                 body=load,
+                digest=digest,
             )
             row = {
                 "id": run_id,
@@ -228,24 +233,28 @@ class RunRegistry:
     ) -> str:
         """Accept an operation, and return its request_id once it is in the journal.
 
-        Idempotent: a repeated `seq_id` returns the original request_id. A `refused` operation
-        consumes its `seq_id` and fails with that error at its turn. Raises `UnknownRun`,
-        `SessionFinished` or `Overloaded`, which leave the `seq_id` free.
+        Idempotent: a repeated `seq_id` with the same request returns the original request_id. A
+        `refused` operation consumes its `seq_id` and fails with that error at its turn. Raises
+        `SequenceTaken` for another request, or `UnknownRun`, `SessionFinished` or `Overloaded`,
+        which leave the `seq_id` free.
         """
+        digest = digest_of(kind, request if payload is None else payload)
         run = self._runs.get(run_id)
         if run is None:
-            return await self._submit_to_lost(run_id=run_id, seq_id=seq_id, kind=kind)
+            return await self._submit_to_lost(
+                run_id=run_id, seq_id=seq_id, kind=kind, digest=digest
+            )
         request_id = request_id_of(owner=run_id, seq_id=seq_id)
         async with self._arrival(request_id):
-            if self.journal.has_future(request_id):
+            known = self.journal.has_future(request_id)
+            if known or run.dispatcher.passed(seq_id):
+                known |= await self.journal.has(run_id=run_id, seq_id=seq_id, digest=digest)
+            if known:
                 return request_id
             if run.error is not None:
                 await self.journal.accept_failed(
-                    run_id=run_id, seq_id=seq_id, kind=kind, error=run.error
+                    run_id=run_id, seq_id=seq_id, kind=kind, digest=digest, error=run.error
                 )
-                return request_id
-            passed = run.dispatcher.passed(seq_id)
-            if passed and await self.journal.has(run_id=run_id, seq_id=seq_id):
                 return request_id
             # The operation that a run waits for is let in whatever the limits say: without it,
             # those that are there already could not go on, and would never make room.
@@ -265,6 +274,7 @@ class RunRegistry:
                 payload=payload if in_memory else None,
                 in_file=payload is not None,
                 size=size,
+                digest=digest,
                 refused=refused,
             )
             with self.limits.reserve(
@@ -277,6 +287,7 @@ class RunRegistry:
                 try:
                     await self.journal.accept(operation, request=request, payload=payload)
                 except IntegrityError:  # the journal has this seq_id; memory has forgotten it
+                    await self.journal.has(run_id=run_id, seq_id=seq_id, digest=digest)
                     return request_id
                 release = reserved.pop_all().close  # not now, but when the operation ends
         operation.future.on_end(lambda _outcome: release())
@@ -295,7 +306,7 @@ class RunRegistry:
                 per_second=run.dispatcher.rate,
             )
 
-    async def _submit_to_lost(self, *, run_id: str, seq_id: int, kind: Kind) -> str:
+    async def _submit_to_lost(self, *, run_id: str, seq_id: int, kind: Kind, digest: bytes) -> str:
         """Accept an operation of a run that a restart of the gateway ended: it has failed."""
         ended_with = await self._ended_with(run_id)
         if ended_with is None:
@@ -304,7 +315,11 @@ class RunRegistry:
         if error_type != GatewayRestarted.type:
             raise SessionFinished(f"training run {run_id} has ended: {reason}")
         await self.journal.accept_failed(
-            run_id=run_id, seq_id=seq_id, kind=kind, error=GatewayRestarted(reason)
+            run_id=run_id,
+            seq_id=seq_id,
+            kind=kind,
+            digest=digest,
+            error=GatewayRestarted(reason),
         )
         return request_id_of(owner=run_id, seq_id=seq_id)
 

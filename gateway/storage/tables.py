@@ -97,6 +97,7 @@ operations = Table(
     Column("kind", String(32), nullable=False),
     Column("state", String(16), nullable=False),  # accepted, done, failed
     Column("request", LargeBinary, nullable=False),
+    Column("digest", LargeBinary),  # of kind and request; absent in rows of an earlier release
     Column("accepted_at", Float, nullable=False),
     Column("ended_at", Float),
     Column("error_type", String(64), nullable=False, default=""),

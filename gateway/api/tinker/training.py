@@ -58,6 +58,7 @@ from tandem.errors import (
     OptimizerSetting,
     Overloaded,
     PayloadTooLarge,
+    SequenceTaken,
     SessionFinished,
     UnknownModel,
     UnknownRun,
@@ -116,7 +117,10 @@ class OptimStepFields(BaseModel):
     optimizer_params: dict[str, object] | None = None
 
 
-_JOURNAL = Refuses(UnknownRun, SessionFinished, Overloaded, rules=[_LATER])
+_SAME = (
+    "A repeated `seq_id` must come with the same body; it is answered with the first `request_id`."
+)
+_JOURNAL = Refuses(UnknownRun, SessionFinished, SequenceTaken, Overloaded, rules=[_LATER, _SAME])
 
 
 async def _submit(
@@ -161,8 +165,8 @@ async def _submit(
     "/forward_backward",
     role="member",
     audit=None,
-    errors=[UnknownRun, SessionFinished, Overloaded],
-    rules=[_LATER, "The body must name a run and a sequence number of at least 1."],
+    errors=[UnknownRun, SessionFinished, SequenceTaken, Overloaded],
+    rules=[_LATER, _SAME, "The body must name a run and a sequence number of at least 1."],
     body_limit=PAYLOAD_BODY,
     decompressed_limit=PAYLOAD_BODY,
     raw={

@@ -29,6 +29,7 @@ from gateway.sessions.registry import Metadata
 from tandem.errors import (
     InvalidRequest,
     OptimizerSetting,
+    SequenceTaken,
     SessionFinished,
     UnknownModel,
     UnknownRun,
@@ -118,8 +119,11 @@ class RunPage(Answer):
     "/create_model",
     role="member",
     audit="run_create",
-    errors=[UnknownSession, UnknownModel, SessionFinished],
-    rules=["The optimizer must be a known one, and a LoRA configuration must train something."],
+    errors=[UnknownSession, UnknownModel, SessionFinished, SequenceTaken],
+    rules=[
+        "The optimizer must be a known one, and a LoRA configuration must train something.",
+        "A repeated `model_seq_id` must come with the same body.",
+    ],
     body_limit=SMALL_BODY,
 )
 async def create_model(

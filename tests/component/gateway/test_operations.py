@@ -88,6 +88,51 @@ def test_a_repeated_seq_id_is_answered_with_the_first_request_and_applied_once(r
     assert run.trainer.applied == [("optim_step", 1)]
 
 
+def test_another_request_with_a_taken_seq_id_is_refused_by_name_and_changes_nothing(run):
+    def refused() -> None:
+        batch = forward_backward_bytes(run.id, 1)
+        for answer in (run.step(1, learning_rate=0.5), run.backward(1, batch)):
+            assert (answer.status_code, answer.json()["type"]) == (400, "sequence_taken")
+            assert answer.json()["error"].startswith(
+                f"operation 1 of {run.id} is another optim_step"
+            )
+
+    run.hold()
+    first = run.step(1).json()
+    refused()
+    run.release()
+    assert run.outcome(1).json()["metrics"] == {"grad_norm": 1.5}
+    refused()
+    run.gate.gateway.futures._futures.pop(first["request_id"])  # as a while after it was fetched
+    refused()
+    assert run.step(1).json() == first
+    assert run.backward(2).status_code == 200
+    assert run.backward(2).status_code == 200
+    assert run.backward(2, forward_backward_bytes(run.id, 2, forward_only=True)).status_code == 400
+    run.outcome(2)
+    assert run.trainer.applied == [("optim_step", 1), ("forward_backward", 2)]
+
+
+def test_a_run_of_another_model_with_a_taken_number_is_refused_by_name(run):
+    new = {"session_id": run.id.partition(":")[0], "model_seq_id": 0, "base_model": "tiny:full"}
+    again = run.client.post("/api/v1/create_model", json=new)
+    assert again.json()["request_id"] == f"{run.id}:0"
+    other = run.client.post("/api/v1/create_model", json=new | {"base_model": "tiny"})
+    assert (other.status_code, other.json()["type"]) == (400, "sequence_taken")
+
+
+def test_a_taken_seq_id_is_known_after_a_restart_of_the_gateway(tmp_path):
+    with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
+        run_id = gate.run_id(gate.session_id())
+        optim_step(client, run_id, 1)
+        gate.retrieve(f"{run_id}:1")
+    with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
+        assert optim_step(client, run_id, 1).json()["request_id"] == f"{run_id}:1"
+        assert optim_step(client, run_id, 1, more=1).json()["type"] == "sequence_taken"
+        assert optim_step(client, run_id, 2).status_code == 200
+        assert optim_step(client, run_id, 2, more=1).json()["type"] == "sequence_taken"
+
+
 def test_a_body_that_is_no_protobuf_is_refused_and_takes_its_place(run):
     broken = forward_backward_bytes(run.id, 1)[:-2]
     answer = run.backward(1, broken)
