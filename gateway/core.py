@@ -269,8 +269,7 @@ class Gateway:
 
     async def check_ready(self) -> None:
         """Raise `StorageFailed` or `StorageFull` while new work could not be recorded."""
-        if (failure := self.database.failure) is not None:
-            raise type(failure)(failure.message)
+        await self.database.check()
         await self.versions.check_space(expected_bytes=0, what="take on work")
 
     async def end_session(self, *, session_id: str, state: str, reason: str, detail: str) -> None:

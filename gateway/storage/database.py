@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from sqlalchemy import Connection, Executable, RowMapping, Select, Table, create_engine, event
+from sqlalchemy import Connection, Executable, RowMapping, Select, Table, create_engine, event, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import OperationalError
@@ -49,6 +49,7 @@ _RETRY_AFTER = 1.0
 _MAX_POSTPONED = 2**17
 """Writes that are kept to be tried again; later ones are dropped and logged."""
 
+_CHANGE_NOTHING = text("UPDATE alembic_version SET version_num = version_num")
 _ROWS_AT_ONCE = 500
 """Of a statement for many rows."""
 _PAUSE = 4.0
@@ -172,6 +173,12 @@ class Database:
             count += len(found)
             await asyncio.sleep(_PAUSE * (time.monotonic() - started))
         return count
+
+    async def check(self) -> None:
+        """Raise `StorageFailed` or `StorageFull` if the last transaction failed and so does another
+        one, which changes nothing."""
+        if self.failure is not None:
+            await self.write(_CHANGE_NOTHING)
 
     async def flush(self) -> None:
         """Return when everything queued before is committed, except what the storage refused, and
