@@ -68,7 +68,7 @@ class CopyWeights(BaseModel):
     source_path: str
     session_id: str | None = None
     model_seq_id: int | None = Field(None, ge=0, lt=10**18)
-    destination_project_id: str | None = None
+    destination_project_id: str | None = Field(None, max_length=200)
     ttl_seconds: int | None = None
     weights_access_token: str | None = None
 

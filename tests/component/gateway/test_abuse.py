@@ -173,6 +173,18 @@ def test_metadata_that_lists_would_repeat_is_bounded(gate):
         assert gate.retrieve(f"{run_id}:1").json()["type"] == "invalid_request"
 
 
+def test_a_copy_goes_into_a_project_whose_name_the_database_can_hold(gate):
+    with gate.http() as client:
+        _, path = saved_run(gate, client)
+        for length, status in ((201, 400), (2**20, 400), (200, 200)):
+            copy = {"source_path": path, "destination_project_id": "p" * length}
+            answer = client.post("/api/v1/copy_weights", json=copy)
+            assert answer.status_code == status, answer.text
+            assert len(answer.content) < 1000
+            if status == 400:
+                assert answer.json()["error"].startswith("destination_project_id: ")
+
+
 def test_a_search_asks_the_database_for_no_more_than_it_answers(gate):
     with gate.http() as client:
         for field, value in (
