@@ -144,7 +144,7 @@ def wait_ready(stack: Stack, *, timeout: float = 300) -> None:
 def _note_ready(stack: Stack, *, timing: Timing, console: Console) -> None:
     wait_ready(stack)
     timing.ready = timing.since_start()
-    console.print(f"Trainer and sampler are ready after {timing.ready:.1f} s.")
+    console.print(f"The trainer is ready after {timing.ready:.1f} s.")
 
 
 def _resume(
