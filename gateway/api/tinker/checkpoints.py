@@ -44,7 +44,8 @@ _TYPES: dict[str, Literal["training", "sampler", "external"]] = {
     "sampler_weights": "sampler",
     "external_weights": "external",
 }
-_LARGEST_PAGE = 10_000
+_LARGEST_PAGE = 1000
+"""As many as the `tinker` command asks for at once; a page is made in memory."""
 _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 router = Router("/api/v1", tag="SDK")
@@ -152,7 +153,7 @@ async def user_checkpoints(
     limit: Annotated[int, Query(ge=0, lt=10**12)] = 100,
     offset: Annotated[int, Query(ge=0, lt=10**12)] = 0,
 ) -> CheckpointPage:
-    """Return a page of the caller's checkpoints, newest first; 10,000 at most."""
+    """Return a page of the caller's checkpoints, newest first; 1000 at most."""
     limit = min(limit, _LARGEST_PAGE)
     found, total = await access.gateway.checkpoints.of_owner(
         access.caller.owner, limit=limit, offset=offset

@@ -185,6 +185,12 @@ def test_a_copy_goes_into_a_project_whose_name_the_database_can_hold(gate):
                 assert answer.json()["error"].startswith("destination_project_id: ")
 
 
+def test_a_page_of_checkpoints_is_bounded_and_says_so(gate):
+    with gate.http() as client:
+        page = client.get("/api/v1/checkpoints", params={"limit": 10_000}).json()
+    assert page["cursor"]["limit"] == 1000, "from which the client goes on"
+
+
 def test_a_search_asks_the_database_for_no_more_than_it_answers(gate):
     with gate.http() as client:
         for field, value in (
