@@ -48,7 +48,7 @@ from gateway.http_connection import BoundedProtocol
 from gateway.metrics import Metrics
 from gateway.storage.data_directory import write_private
 from gateway.workers.launchers import Launcher, make_launcher
-from tandem.errors import TandemError
+from tandem.errors import StorageFailed, TandemError
 from tandem.settings import GatewaySettings
 from tandem.stack import ENDPOINT_NAME, SENTENCE
 from tandem.telemetry import configure_logging, get_log
@@ -205,7 +205,10 @@ def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
 
 
 def _sentence(error: Exception) -> str:
-    """Return on one line why the gateway does not start or go on."""
+    """Return on one line why the gateway does not start or go on, to whoever started it: for an
+    error of the storage the cause, which clients are not told."""
+    if isinstance(error, StorageFailed) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
     if isinstance(error, TandemError):
         return error.message
     if isinstance(error, OSError) and error.filename:
