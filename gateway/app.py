@@ -208,7 +208,7 @@ def _sentence(error: Exception) -> str:
     """Return on one line why the gateway does not start or go on, to whoever started it: for an
     error of the storage the cause, which clients are not told."""
     if isinstance(error, StorageFailed) and isinstance(error.__cause__, Exception):
-        error = error.__cause__
+        error = getattr(error.__cause__, "orig", None) or error.__cause__
     if isinstance(error, TandemError):
         return error.message
     if isinstance(error, OSError) and error.filename:

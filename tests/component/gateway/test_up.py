@@ -65,7 +65,7 @@ def test_what_only_the_gateway_cannot_open_is_a_sentence_too(tmp_path, capsys, m
     (tmp_path / "gateway.lock").rmdir()
     (tmp_path / "tandem.db").mkdir()
     said = refused(tmp_path, capsys=capsys, monkeypatch=monkeypatch)
-    assert "storage does not work now (SQLITE_CANTOPEN)" in said
+    assert "unable to open database file" in said
 
 
 def test_a_port_that_another_program_uses_is_a_sentence(tmp_path, capsys, monkeypatch):
