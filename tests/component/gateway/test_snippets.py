@@ -71,6 +71,7 @@ def test_a_snippet_of_the_documents_runs(snippet, gate, names, monkeypatch):
     for placeholder, value in {
         "http://127.0.0.1:8000": gate.url,
         "tml-…": KEY,
+        "RestClient()": f"RestClient(base_url={gate.url!r})",  # else one for the whole process
         "s-ab12…:train:0": run_id,
         "tinker://RUN/sampler_weights/NAME": f"tinker://{run_id}/sampler_weights/final",
     }.items():
