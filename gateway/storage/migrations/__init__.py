@@ -11,7 +11,7 @@ from sqlalchemy import Connection, inspect, text
 
 from gateway.storage.tables import metadata
 
-HEAD = "0005"
+HEAD = "0006"
 
 
 def upgrade(connection: Connection) -> None:

@@ -198,6 +198,7 @@ async def test_a_database_of_the_first_revision_is_brought_up_to_date(tmp_path):
         "DROP TABLE released_folders",
         "DROP TABLE data_directory",
         "DROP TABLE training_steps",
+        "ALTER TABLE operations DROP COLUMN digest",
         "UPDATE alembic_version SET version_num = '0001'",
     ):
         await database.write(text(statement))
