@@ -15,10 +15,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from gateway.identifiers import CheckpointKind
 from gateway.storage.data_directory import write_private
 from tandem.errors import CheckpointDamaged
+from tandem.weights.manifest import RECORD_NAME
 from tandem.weights.store import check_own_file
 from tandem.worker import TrainingSpec
-
-_NAME = "tandem.json"
 
 
 class CheckpointRecord(BaseModel):
@@ -41,12 +40,12 @@ class CheckpointRecord(BaseModel):
 
     def write(self, folder: Path) -> None:
         """Write it durably into the checkpoint's folder."""
-        write_private(folder / _NAME, self.model_dump_json(indent=1).encode())
+        write_private(folder / RECORD_NAME, self.model_dump_json(indent=1).encode())
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointRecord:
         """Raise `CheckpointDamaged` if the folder does not say which checkpoint it holds."""
         try:
-            return cls.model_validate_json(check_own_file(folder, _NAME).read_bytes())
+            return cls.model_validate_json(check_own_file(folder, RECORD_NAME).read_bytes())
         except (OSError, ValidationError) as error:
             raise CheckpointDamaged("it does not say which checkpoint it holds") from error

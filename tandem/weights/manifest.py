@@ -8,6 +8,8 @@ import xxhash
 from pydantic import BaseModel, ConfigDict
 
 MANIFEST_NAME = "manifest.json"
+RECORD_NAME = "tandem.json"
+"""What the gateway writes beside a checkpoint's files: which one it is, and whose."""
 _BLOCK_BYTES = 8 * 2**20
 
 

@@ -174,7 +174,7 @@ def test_a_killed_gateway_leaves_no_process_and_the_next_one_tells_what_was_lost
         trainer = stack.worker("trainer", session_id=session_id)
         os.kill(trainer["pid"], signal.SIGSTOP)  # so that the next operation does not end
         lost = client.forward_backward(message(run_id, 3, [1, 2, 3])).json()["request_id"]
-        assert len(stack.processes()) >= 3
+        assert len(stack.processes()) >= 2, "the gateway and its trainer"
 
         stack.stack.process.kill()
         wait_until(lambda: not stack.processes(), what="the gateway and its workers are gone")

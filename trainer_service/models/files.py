@@ -17,6 +17,7 @@ from typing import BinaryIO
 import xxhash
 
 from tandem.errors import InvalidRequest
+from tandem.weights.manifest import MANIFEST_NAME, RECORD_NAME
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _SAMPLES = 64
@@ -51,7 +52,8 @@ class BaseModelFiles:
         return digest.hexdigest()
 
 
-_OURS = frozenset({"manifest.json", "adapter_config.json"})
+_OURS = frozenset({MANIFEST_NAME, RECORD_NAME, "adapter_config.json"})
+"""Left out where the base model is a version that was published before."""
 
 
 def copy_small_files(

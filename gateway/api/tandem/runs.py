@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 import orjson
 from fastapi import Query
 from fastapi.responses import StreamingResponse
-from pydantic import Field
 
 from gateway.api.dependencies import Access, AccessDep
 from gateway.api.fields import Answer, Limit, Offset, Omitted, PathText, Time, iso
@@ -69,7 +68,11 @@ class RunSteps(Answer):
 
 
 @router.operation("GET", "/runs", role="reader")
-async def list_runs(access: AccessDep, limit: Limit = 20, offset: Offset = 0) -> RunSummaries:
+async def list_runs(
+    access: AccessDep,
+    limit: Annotated[Limit, Query()] = 20,
+    offset: Annotated[Offset, Query()] = 0,
+) -> RunSummaries:
     """Return a page of runs, newest first: everybody's for an admin, for others their own."""
     found, total = await access.gateway.run_queries.runs(
         access.caller, scope="accessible", project_id=None, limit=limit, offset=offset
@@ -82,8 +85,8 @@ async def list_runs(access: AccessDep, limit: Limit = 20, offset: Offset = 0) ->
 async def run_steps(
     run_id: PathText,
     access: AccessDep,
-    limit: Annotated[int, Field(ge=1, le=1000)] = 1000,
-    before: Annotated[int | Omitted, Query(ge=0, le=2**53)] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+    before: Annotated[Offset | Omitted, Query()] = None,
 ) -> RunSteps:
     """Return a run's newest optimizer steps, or those before a `seq_id`, in their order."""
     run = await _own(run_id, access)
