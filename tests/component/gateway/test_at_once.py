@@ -312,7 +312,7 @@ def sample_from_two_models_and_remove_one(tmp_path) -> str:
             assert create_sampler(client, session, number, model=model).is_success
         command = ["models", "remove", "gone/model", "--data-dir", str(gate.settings.data_dir)]
         removed = CliRunner().invoke(app, command)
-        assert removed.output == "gone/model is no longer registered.\n"
+        assert removed.stdout == "gone/model is no longer registered.\n"
         assert [model.name for model in gate.gateway.models.all()] == ["tiny"]
     return session
 

@@ -174,12 +174,10 @@ def test_the_command_works_with_a_gateway_and_without_one(tmp_path, monkeypatch)
     def tandem(*arguments: str):
         done = CliRunner().invoke(app, ["keys", *arguments, "--data-dir", str(tmp_path / "data")])
         assert done.exception is None, done.exception
-        return done.output
+        return done.stdout
 
     def said(*arguments: str):
-        """As JSON. A gateway that runs beside, in a thread, logs to the same place."""
-        output = tandem(*arguments, "--json")
-        return json.JSONDecoder().raw_decode(output, output.index("{\n"))[0]
+        return json.loads(tandem(*arguments, "--json"))
 
     (tmp_path / "data").mkdir(mode=0o755)
     before = said("create", "--owner", "ann", "--expires", "30d")

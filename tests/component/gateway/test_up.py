@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -11,96 +10,94 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tandem.cli.main import main
 from tandem.stack import Stack
 
 TANDEM = str(Path(sys.executable).parent / "tandem")
 
+READ_ONLY = """
+import errno, os
+from pathlib import Path
+from tandem.cli.main import main
 
-def refused(data_dir: Path, *arguments: str, capsys, monkeypatch) -> str:
-    """The one sentence with which `tandem up` ends; nothing else is printed."""
-    line = ["tandem", "up", "--port", "0", "--data-dir", str(data_dir), *arguments]
-    monkeypatch.setattr(sys, "argv", line)
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as stopped:
-            main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert stopped.value.code == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    (sentence,) = said.err.splitlines()
+def read_only(self, **_):
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+Path.mkdir = read_only
+main()
+"""
+"""The command on a read-only file system. The tests may run as root, who may write everything."""
+
+
+def refused(*command: str, **variables: str) -> str:
+    """The one sentence with which a command ends; nothing else is printed.
+
+    The command is a process of its own: threads of other tests write to this one's.
+    """
+    kept = {key: text for key, text in os.environ.items() if not key.startswith("TANDEM_")}
+    done = subprocess.run(
+        command, env=kept | variables, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
+    (sentence,) = done.stderr.splitlines()
     assert sentence.startswith("error: ")
     assert "Traceback" not in sentence
     assert "{" not in sentence
     return sentence
 
 
-def test_a_file_in_the_place_of_the_data_directory_is_a_sentence(tmp_path, capsys, monkeypatch):
+def up(data_dir: Path, *, port: int = 0) -> tuple[str, ...]:
+    return ("up", "--port", str(port), "--data-dir", str(data_dir))
+
+
+def test_a_file_in_the_place_of_the_data_directory_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     for data_dir in (tmp_path / "file", tmp_path / "file" / "below"):
-        said = refused(data_dir, capsys=capsys, monkeypatch=monkeypatch)
+        said = refused(TANDEM, *up(data_dir))
         assert f"the data directory {data_dir} cannot be used" in said
         assert "a file in the place of a directory" in said
         assert "--data-dir" in said
 
 
-def test_a_read_only_data_directory_is_a_sentence(tmp_path, capsys, monkeypatch):
-    def read_only(self: Path, **_: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
-
-    monkeypatch.setattr(Path, "mkdir", read_only)  # the tests may run as root, who may write all
-    said = refused(tmp_path / "data", capsys=capsys, monkeypatch=monkeypatch)
+def test_a_read_only_data_directory_is_a_sentence(tmp_path):
+    said = refused(sys.executable, "-c", READ_ONLY, *up(tmp_path / "data"))
     assert "Read-only file system" in said
     assert "--data-dir" in said
 
 
-def test_what_only_the_gateway_cannot_open_is_a_sentence_too(tmp_path, capsys, monkeypatch):
+def test_what_only_the_gateway_cannot_open_is_a_sentence_too(tmp_path):
     (tmp_path / "gateway.lock").mkdir()
-    said = refused(tmp_path, capsys=capsys, monkeypatch=monkeypatch)
-    assert "gateway.lock: Is a directory" in said
+    assert "gateway.lock: Is a directory" in refused(TANDEM, *up(tmp_path))
     (tmp_path / "gateway.lock").rmdir()
     (tmp_path / "tandem.db").mkdir()
-    said = refused(tmp_path, capsys=capsys, monkeypatch=monkeypatch)
-    assert "unable to open database file" in said
+    assert "unable to open database file" in refused(TANDEM, *up(tmp_path))
 
 
-def test_a_port_that_another_program_uses_is_a_sentence(tmp_path, capsys, monkeypatch):
+def test_a_port_that_another_program_uses_is_a_sentence(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        said = refused(tmp_path, "--port", port, capsys=capsys, monkeypatch=monkeypatch)
+        port = other.getsockname()[1]
+        said = refused(TANDEM, *up(tmp_path, port=port))
     assert f"cannot listen on 127.0.0.1:{port}: another program listens there" in said
     assert "--port" in said
 
 
-def test_a_setting_that_is_wrong_is_a_sentence_that_names_its_variable(
-    tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setenv("TANDEM_TRAINER_RANKS", "0")
-    said = refused(tmp_path, capsys=capsys, monkeypatch=monkeypatch)
-    assert "TANDEM_TRAINER_RANKS is '0': Input should be greater than or equal to 1" in said
-    monkeypatch.setattr(sys, "argv", ["tandem", "config"])
-    with pytest.raises(SystemExit):
-        main()
-    (sentence,) = capsys.readouterr().err.splitlines()
-    assert sentence.startswith("error: TANDEM_TRAINER_RANKS is '0'")
+def test_a_setting_that_is_wrong_is_a_sentence_that_names_its_variable(tmp_path):
+    wrong = "TANDEM_TRAINER_RANKS is '0': Input should be greater than or equal to 1"
+    assert wrong in refused(TANDEM, *up(tmp_path), TANDEM_TRAINER_RANKS="0")
+    assert refused(TANDEM, "config", TANDEM_TRAINER_RANKS="0").startswith(f"error: {wrong}")
 
 
 def test_up_says_how_its_gateway_ended(tmp_path):
-    arguments = ("up", "--json", "--port", "0", "--data-dir", str(tmp_path))
     with subprocess.Popen(
-        [TANDEM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as up:
-        assert up.stdout is not None
+        [TANDEM, *up(tmp_path), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as command:
+        assert command.stdout is not None
         text = ""
         while not text.rstrip().endswith("}"):
-            text += up.stdout.readline()
+            text += command.stdout.readline()
         os.kill(json.loads(text)["pid"], signal.SIGKILL)
-        _, said = up.communicate(timeout=60)
-    assert up.returncode == 1
+        _, said = command.communicate(timeout=60)
+    assert command.returncode == 1
     assert "the gateway ended by itself: it was killed by SIGKILL" in said
     assert str(tmp_path / "logs" / "gateway.log") in said
 
@@ -108,12 +105,11 @@ def test_up_says_how_its_gateway_ended(tmp_path):
 def test_up_warns_of_a_database_that_was_lost(tmp_path):
     (tmp_path / "weights" / "s-1_train_0" / "v000001-11111111").mkdir(parents=True)
     (tmp_path / "data_id").write_text("of the database that was lost")
-    arguments = ("up", "--port", "0", "--data-dir", str(tmp_path))
-    with subprocess.Popen([TANDEM, *arguments], stderr=subprocess.PIPE, text=True) as up:
-        assert up.stderr is not None
-        said = up.stderr.readline()
-        up.terminate()
-        up.communicate(timeout=60)
+    with subprocess.Popen([TANDEM, *up(tmp_path)], stderr=subprocess.PIPE, text=True) as command:
+        assert command.stderr is not None
+        said = command.stderr.readline()
+        command.terminate()
+        command.communicate(timeout=60)
     assert said.startswith("warning: the database does not belong to this data directory")
     assert "`tandem checkpoints adopt`" in said
 
