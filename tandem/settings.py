@@ -255,7 +255,8 @@ class GatewaySettings(BaseSettings):
         "another one waits for its place.",
     )
     max_waiting_samples: int = Field(8192, ge=1, description="Per sampler; 429.")
-    dispatch_window: int = Field(4, ge=1, description="Operations sent ahead to a trainer.")
+    # A trainer keeps 32 results, for operations that are sent again: `KEPT_RESULTS`.
+    dispatch_window: int = Field(4, ge=1, le=32, description="Operations sent ahead to a trainer.")
     dispatch_window_bytes: int = Field(
         32 * 2**20,
         ge=1,

@@ -51,7 +51,8 @@ R = TypeVar(
 T = TypeVar("T")
 
 KEPT_RESULTS = 32
-"""More than the gateway ever sends ahead, so that a repeated operation finds its result."""
+"""As many as a gateway may send ahead (`dispatch_window`), so that a repeated operation finds its
+result."""
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 

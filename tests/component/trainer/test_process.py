@@ -25,7 +25,6 @@ from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import TrainerClient, datum, logprobs_of, request, trainer_process
 from tests.support.waiting import wait_until
 from tests.support.worker_process import CALL_SECONDS
-from trainer_service.service.servicer import KEPT_RESULTS
 
 
 @pytest.fixture(scope="module")
@@ -224,19 +223,6 @@ def test_progress_is_told_during_a_long_operation_and_of_no_other(two):
     assert 0 < half_way.tokens_done <= total
     assert half_way.seconds > 0
     assert progress() == trainer_pb2.ProgressReply()
-
-
-def test_an_operation_forgotten_long_ago_is_not_applied_again(one):
-    empty = request([], forward_only=True)
-    old = one.header()
-    one.seq_id -= 1
-    for _ in range(KEPT_RESULTS + 1):
-        assert one.forward_backward(empty).failure.type == "empty_batch"
-    with pytest.raises(grpc.RpcError) as caught:
-        one.stub.OptimStep(
-            trainer_pb2.OptimStepRequest(header=old), metadata=one.metadata, timeout=CALL_SECONDS
-        )
-    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
 def test_a_call_without_the_secret_is_refused(one):

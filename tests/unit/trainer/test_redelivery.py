@@ -1,0 +1,172 @@
+"""What a trainer answers when an operation is delivered again: it is applied once, if at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+from pydantic import ValidationError
+
+from tandem.errors import NoGradients
+from tandem.settings import GatewaySettings
+from tandem.telemetry import get_log
+from tandem.v1 import common_pb2, trainer_pb2
+from trainer_service.service.servicer import KEPT_RESULTS, TrainerMetrics, TrainerServicer
+
+
+class Aborted(Exception):
+    def __init__(self, code: grpc.StatusCode, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+class Context:
+    """A call without a deadline."""
+
+    def time_remaining(self) -> None:
+        return None
+
+    async def abort(self, code: grpc.StatusCode, sentence: str) -> NoReturn:
+        raise Aborted(code, sentence)
+
+
+class Operations:
+    """Counts what is applied; refuses the steps in `refused`."""
+
+    def __init__(self) -> None:
+        self.applied: list[int] = []
+        self.refused: set[int] = set()
+        self.progress = SimpleNamespace(begin=lambda seq_id: None, end=lambda: None)
+
+    def note_refused(self, reason: str) -> None: ...
+
+    def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepReply:
+        number = request.header.seq_id
+        self.applied.append(number)
+        if number in self.refused:
+            return trainer_pb2.OptimStepReply(failure=NoGradients("no gradients").to_failure())
+        return trainer_pb2.OptimStepReply(step=len(self.applied))
+
+
+class Engine:
+    """Applies each job when it gets it, or when `held` jobs are let go."""
+
+    def __init__(self) -> None:
+        self.operations: Any = Operations()
+        self.holds = False
+        self.held: list[Callable[[], None]] = []
+
+    def submit(self, job: Callable[[Any], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.held.append(lambda: future.set_result(job(self.operations)))
+        if not self.holds:
+            self.let_go()
+        return future
+
+    def let_go(self) -> None:
+        held, self.held = self.held, []
+        for apply in held:
+            apply()
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.engine: Any = Engine()
+        self.servicer = TrainerServicer(
+            engine=self.engine,
+            operation_timeout=60,
+            metrics=TrainerMetrics(CollectorRegistry()),
+            log=get_log(),
+            broken=asyncio.get_running_loop().create_future(),
+        )
+
+    @property
+    def applied(self) -> list[int]:
+        return self.engine.operations.applied
+
+    def step(self, seq_id: int) -> asyncio.Task[trainer_pb2.OptimStepReply]:
+        header = common_pb2.OperationHeader(seq_id=seq_id, previous_seq_id=seq_id - 1)
+        context: Any = Context()
+        return asyncio.create_task(
+            self.servicer.OptimStep(trainer_pb2.OptimStepRequest(header=header), context)
+        )
+
+
+@pytest.fixture
+async def trainer() -> Trainer:
+    return Trainer()
+
+
+async def test_the_last_operation_and_an_older_one_are_answered_as_before(trainer):
+    replies = [await trainer.step(number) for number in (1, 2, 3)]
+    assert [reply.step for reply in replies] == [1, 2, 3]
+    for number in (3, 1, 3):
+        assert await trainer.step(number) == replies[number - 1]
+    assert trainer.applied == [1, 2, 3]
+
+
+async def test_a_refused_operation_is_refused_again_and_not_tried_again(trainer):
+    trainer.engine.operations.refused.add(1)
+    refused = await trainer.step(1)
+    assert refused.failure.type == "no_gradients"
+    trainer.engine.operations.refused.clear()  # it would succeed now
+    assert await trainer.step(1) == refused
+    assert trainer.applied == [1]
+
+
+async def test_an_operation_in_progress_is_awaited_by_whoever_delivers_it_again(trainer):
+    trainer.engine.holds = True
+    first, gives_up = trainer.step(1), trainer.step(1)
+    while not trainer.engine.held:
+        await asyncio.wait([first, gives_up], timeout=0.001)
+    gives_up.cancel()
+    again = trainer.step(1)
+    await asyncio.wait([gives_up])
+    assert not first.done() and not again.done()
+    trainer.engine.let_go()
+    assert await first == await again == trainer_pb2.OptimStepReply(step=1)
+    assert trainer.applied == [1]
+
+
+async def test_an_operation_whose_only_caller_gave_up_is_applied_and_answered_later(trainer):
+    trainer.engine.holds = True
+    gone = trainer.step(1)
+    while not trainer.engine.held:
+        await asyncio.wait([gone], timeout=0.001)
+    gone.cancel()
+    await asyncio.wait([gone])
+    trainer.engine.let_go()
+    assert (await trainer.step(1)).step == 1
+    assert trainer.applied == [1]
+
+
+async def test_an_operation_whose_result_is_forgotten_is_refused_and_not_applied_again(trainer):
+    for number in range(1, KEPT_RESULTS + 2):
+        await trainer.step(number)
+    with pytest.raises(Aborted, match="operation 1 was applied already") as caught:
+        await trainer.step(1)
+    assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
+    assert (await trainer.step(2)).step == 2  # the oldest that is kept
+    assert trainer.applied == list(range(1, KEPT_RESULTS + 2))
+
+
+async def test_the_number_of_an_operation_of_another_kind_is_refused(trainer):
+    await trainer.step(1)
+    header = common_pb2.OperationHeader(seq_id=1)
+    context: Any = Context()
+    with pytest.raises(Aborted, match=r"one of another kind \(OptimStepReply\)") as caught:
+        await trainer.servicer.Publish(trainer_pb2.PublishRequest(header=header), context)
+    assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
+    assert trainer.applied == [1]
+
+
+def test_no_gateway_sends_more_ahead_than_a_trainer_remembers():
+    assert GatewaySettings(dispatch_window=KEPT_RESULTS).dispatch_window == KEPT_RESULTS
+    with pytest.raises(ValidationError, match="dispatch_window"):
+        GatewaySettings(dispatch_window=KEPT_RESULTS + 1)
