@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.process
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,8 @@ class Guard:
     """Audits this process (PEP 578) for the length of each unit test.
 
     An audit hook cannot be removed, so there is one, which raises only while a test runs. What
-    native code does raises no event: gRPC's and uvicorn's servers are replaced instead.
+    native code does raises no event: gRPC's and uvicorn's servers are replaced instead, and what
+    starts a process of multiprocessing.
     """
 
     def __init__(self) -> None:
@@ -52,11 +54,13 @@ def unit_test(unit_guard: Guard, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     """Fails a test that starts a process, opens a port or imports vLLM."""
 
     def refusing(what: str) -> Callable[..., None]:
-        return lambda *_args, **_kwargs: unit_guard.refuse(f"opens a port ({what})")
+        return lambda *_args, **_kwargs: unit_guard.refuse(what)
 
-    monkeypatch.setattr(grpc, "server", refusing("grpc.server"))
-    monkeypatch.setattr(grpc.aio, "server", refusing("grpc.aio.server"))
-    monkeypatch.setattr(uvicorn.Server, "serve", refusing("uvicorn"))
+    monkeypatch.setattr(grpc, "server", refusing("opens a port (grpc.server)"))
+    monkeypatch.setattr(grpc.aio, "server", refusing("opens a port (grpc.aio.server)"))
+    monkeypatch.setattr(uvicorn.Server, "serve", refusing("opens a port (uvicorn)"))
+    process = multiprocessing.process.BaseProcess
+    monkeypatch.setattr(process, "start", refusing("starts a process (multiprocessing)"))
     unit_guard.found = found = []
     yield
     unit_guard.found = None
