@@ -352,7 +352,8 @@ class SequenceGap(UserError):
 
 
 class SequenceTaken(UserError):
-    """The run has another operation with this seq_id. (Not 409: the SDK would retry.)"""
+    """The run or the sampling session has another request with this seq_id. (Not 409: the SDK
+    would retry.)"""
 
 
 # --- The request is valid, but was not carried out ---------------------------------------

@@ -22,6 +22,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
+import xxhash
+
 from gateway.metrics import Metrics
 from tandem.errors import TandemError
 from tandem.telemetry import get_log
@@ -65,12 +67,14 @@ class Waiting:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Future:
-    """The outcome of one request, now or later. `describe` says what it is waiting for."""
+    """The outcome of one request, now or later. `describe` says what it is waiting for, and
+    `digest` tells the request of a sample from others with its request_id."""
 
     request_id: str
     source: Source
     describe: Callable[[], Waiting]
     owner: str = ""
+    digest: bytes = b""
     accepted_at: float = field(default_factory=time.monotonic)
     fetched_at: float | None = None
     outcome: Outcome | None = None
@@ -292,6 +296,13 @@ class FutureTable:
         task = asyncio.create_task(work)
         self._file_work.add(task)
         task.add_done_callback(self._file_work.discard)
+
+
+def digest_of(kind: str, request: bytes) -> bytes:
+    """Return what tells a request from others with its `seq_id`; not a secure hash."""
+    digest = xxhash.xxh3_128(kind.encode())
+    digest.update(request)
+    return digest.digest()
 
 
 def write_file(file: Path, content: bytes) -> None:

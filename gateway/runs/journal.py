@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import xxhash
 from sqlalchemy import Executable, and_, bindparam, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
@@ -266,13 +265,6 @@ class Journal:
 
     def _payload_file(self, operation: Operation) -> Path:
         return operation_blob(self.data_dir, run_id=operation.run_id, seq_id=operation.seq_id)
-
-
-def digest_of(kind: Kind, request: bytes) -> bytes:
-    """Return what tells a request from others with its `seq_id`; not a secure hash."""
-    digest = xxhash.xxh3_128(kind.encode())
-    digest.update(request)
-    return digest.digest()
 
 
 def _new_row(run_id: str, seq_id: int, kind: Kind, digest: bytes) -> dict[str, object]:

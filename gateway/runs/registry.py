@@ -19,10 +19,11 @@ from sqlalchemy.exc import IntegrityError
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.collector import GarbageCollector
+from gateway.futures.table import digest_of
 from gateway.identifiers import relative_version_folder, request_id_of, run_id_of
 from gateway.limits import Quotas, overloaded
 from gateway.runs.dispatcher import Dispatcher
-from gateway.runs.journal import Journal, digest_of
+from gateway.runs.journal import Journal
 from gateway.runs.operations import Body, Call, Kind, LoadWeights, Operation, RunBroken
 from gateway.runs.runner import OperationRunner, RunnerTools, TrainingRun
 from gateway.sessions.registry import SessionRegistry

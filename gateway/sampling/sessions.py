@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Hashable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Literal
 
 from sqlalchemy import RowMapping, insert, select, update
@@ -30,7 +31,7 @@ from gateway.limits import Quotas
 from gateway.sessions.registry import NewSession, SessionRegistry
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import sampling_sessions
-from tandem.errors import InvalidRequest, UnknownSampler, UnknownWeights
+from tandem.errors import InvalidRequest, SequenceTaken, UnknownSampler, UnknownWeights
 from tandem.telemetry import get_log
 
 SamplingKind = Literal["base", "named", "snapshot", "inflight"]
@@ -105,12 +106,13 @@ class SamplingSessionRegistry:
     ) -> SamplingSession:
         """Create one for a base model, or for a checkpoint that one of `readers` may read.
 
-        Idempotent: a repeated number returns the original. Raises `UnknownModel`,
-        `UnknownWeights`, `InvalidRequest`, `LimitExceeded` or `SessionFinished`.
+        Idempotent: a repeated number with the same model or checkpoint returns the original.
+        Raises `SequenceTaken` for another, or `UnknownModel`, `UnknownWeights`, `InvalidRequest`,
+        `LimitExceeded` or `SessionFinished`.
         """
         existing = self._active.get(sampling_session_id_of(session_id=session_id, number=number))
         if existing is not None:
-            return existing
+            return _repeated(existing, base_model=base_model, model_path=model_path)
         if model_path:
             async with self.checkpoints.reading(model_path, readers=readers) as checkpoint:
                 if checkpoint.path.kind != "sampler_weights":
@@ -262,8 +264,8 @@ class SamplingSessionRegistry:
             rank=await self._rank_of(version),
         )
         existing = self._active.get(session.id)
-        if existing is not None and kind in ("base", "named"):
-            return existing  # the same request arrived twice at once
+        if existing is not None and kind in ("base", "named"):  # two requests at once
+            return _repeated(existing, base_model=version.base_model, model_path=model_path)
         if existing is not None:
             raise InvalidRequest(f"there is a sampling session {session.id} already")
         owner = self.sessions.require(session_id).owner
@@ -368,6 +370,24 @@ class ImplicitSessions:
             number = implicit.numbers.get(key, len(implicit.numbers))
             yield implicit.id, number
             implicit.numbers[key] = number
+
+
+def _repeated(
+    session: SamplingSession, *, base_model: str | None, model_path: str | None
+) -> SamplingSession:
+    """Return the session if it was created for this, too. Raises `SequenceTaken`."""
+    if model_path:
+        same = session.kind == "named" and session.model_path == model_path
+    else:
+        name, _full = split_model_name(base_model or "")
+        is_it = name == session.base_model or Path(name) == Path(session.version.path)
+        same = session.kind == "base" and is_it
+    if not same:
+        raise SequenceTaken(
+            f"{session.id} is another sampling session already, which stays as it is: two clients "
+            "number those of one session; make a ServiceClient for each"
+        )
+    return session
 
 
 def _number(version: WeightVersion) -> int:

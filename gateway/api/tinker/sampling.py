@@ -32,7 +32,7 @@ from gateway.api.request_body import (
 )
 from gateway.api.routing import Router, json_content, model_response
 from gateway.core import Gateway
-from gateway.futures.table import Future
+from gateway.futures.table import Future, digest_of
 from gateway.identifiers import request_id_of
 from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import SamplingSession
@@ -40,6 +40,7 @@ from tandem.errors import (
     EmptyBatch,
     InvalidRequest,
     Overloaded,
+    SequenceTaken,
     SessionFinished,
     StorageFull,
     TokenOutOfVocabulary,
@@ -156,7 +157,15 @@ class SamplerInfo(Answer):
     "/asample",
     role="member",
     audit=None,
-    errors=[UnknownSampler, SessionFinished, UnknownModel, UnknownWeights, Overloaded, StorageFull],
+    errors=[
+        UnknownSampler,
+        SessionFinished,
+        SequenceTaken,
+        UnknownModel,
+        UnknownWeights,
+        Overloaded,
+        StorageFull,
+    ],
     rules=[
         "Either a `sampling_session_id` with a `seq_id`, or a `base_model`, or a `model_path`.",
         "The prompt is text alone, with at least one token; every token is a token id.",
@@ -167,21 +176,28 @@ class SamplerInfo(Answer):
     responses={200: {"model": SampleAccepted}},
 )
 async def asample(request: BoundedRequest) -> Response:
-    """Ask for samples. Idempotent: a repeated seq_id returns the original request_id. 429 when
-    too many samples wait."""
+    """Ask for samples. Idempotent: a repeated seq_id with the same request returns the original
+    request_id. 429 when too many samples wait."""
     access = access_of(request)
     gateway = access.gateway
 
-    def read(raw: bytes) -> tuple[Sample, sampler_pb2.SampleRequest]:
+    def read(raw: bytes) -> tuple[Sample, sampler_pb2.SampleRequest, bytes]:
         body = parse(Sample, raw, most_values=request.most_values)
         message = _sample_request(body)
         body.prompt = Prompt(chunks=[])  # free the tokens here, which may be in a thread
-        return body, message
+        return body, message, digest_of("asample", raw)
 
-    body, message = await request.read(read)
+    body, message, digest = await request.read(read)
     session, seq_id = await _session_and_seq_id(access, body)
     request_id = request_id_of(owner=session.id, seq_id=seq_id)
-    if gateway.futures.get(request_id) is None:
+    if (accepted := gateway.futures.get(request_id)) is not None:
+        if accepted.digest != digest:
+            raise SequenceTaken(
+                f"sample {seq_id} of {session.id} is another request already, whose result stays "
+                "as it is: two clients number the samples of one sampling session. Each joins it "
+                "(join_sampling_session), and numbers from there"
+            )
+    else:
         sampler = sampler_of(gateway, session)
         message.operation_id = request_id
         message.session_id = session.session_id
@@ -191,6 +207,7 @@ async def asample(request: BoundedRequest) -> Response:
             request_id=request_id,
             source="sample",
             owner=gateway.sessions.require(session.session_id).owner,
+            digest=digest,
             describe=lambda: sampler.describe(request_id),
         )
         gateway.samplers.submit(sampler, future=future, request=message)
@@ -210,7 +227,7 @@ async def asample(request: BoundedRequest) -> Response:
     "/create_sampling_session",
     role="member",
     audit="sampler_create",
-    errors=[UnknownSession, SessionFinished, UnknownModel, UnknownWeights],
+    errors=[UnknownSession, SessionFinished, SequenceTaken, UnknownModel, UnknownWeights],
     rules=["Either `base_model` or `model_path` is needed, and the path must be one."],
 )
 async def create_sampling_session(

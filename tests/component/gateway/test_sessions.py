@@ -249,6 +249,46 @@ def test_a_repeated_sample_is_the_same_request(gate):
         assert len(sampler.requests) == 1
 
 
+def test_another_sample_with_a_taken_seq_id_is_refused_by_name(gate):
+    with gate.http() as client:
+        sampler_id = new_sampler(gate)
+        first = asample(client, sampler_id, 5).json()
+
+        def refused() -> None:
+            other = asample(client, sampler_id, 5, sampling_params={"max_tokens": 1})
+            assert (other.status_code, other.json()["type"]) == (400, "sequence_taken")
+            assert other.json()["error"].startswith(f"sample 5 of {sampler_id} is another request")
+
+        refused()
+        gate.retrieve(first["request_id"])
+        refused()
+        assert asample(client, sampler_id, 5).json() == first
+        _, sampler = gate.worker(f"sampler-{sampler_id.partition(':')[0]}")
+        assert len(sampler.requests) == 1
+
+
+def test_another_sampling_session_with_a_taken_number_is_refused_by_name(gate, service):
+    training = service.create_lora_training_client("tiny").result()
+    path = training.save_weights_for_sampler("kept").result().path
+    session = gate.session_id()
+    new = {"session_id": session, "sampling_session_seq_id": 3}
+    named, base = new | {"model_path": path}, new | {"base_model": "tiny"}
+    with gate.http() as client:
+
+        def ask(body):
+            return client.post("/api/v1/create_sampling_session", json=body)
+
+        for first, other in ((base, named), (named, base)):
+            created = ask(first).json()
+            assert ask(first).json() == created
+            refused = ask(other)
+            assert (refused.status_code, refused.json()["type"]) == (400, "sequence_taken")
+            first["sampling_session_seq_id"] = other["sampling_session_seq_id"] = 4
+        by_path = {"base_model": gate.gateway.models.get("tiny").path + "/"}
+        base["sampling_session_seq_id"] = 3
+        assert ask(base | by_path).json() == ask(base).json()
+
+
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [
