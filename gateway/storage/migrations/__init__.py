@@ -11,20 +11,20 @@ from sqlalchemy import Connection, inspect, text
 
 from gateway.storage.tables import metadata
 
-HEAD = "0006"
+_FOLDER = Path(__file__).parent
 
 
 def upgrade(connection: Connection) -> None:
     """Create the tables of an empty database, or apply the migrations that an older one misses,
     in one transaction."""
     revision = _revision(connection)
-    if revision == HEAD:
+    if revision == newest_revision():
         return
     from alembic import command  # takes a third of a second to import
     from alembic.config import Config
 
     config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent))
+    config.set_main_option("script_location", str(_FOLDER))
     config.attributes["connection"] = connection
     if revision:
         command.upgrade(config, "head")
@@ -32,6 +32,12 @@ def upgrade(connection: Connection) -> None:
         metadata.create_all(connection)
         command.stamp(config, "head")
     connection.commit()
+
+
+def newest_revision() -> str:
+    """Return the revision of the newest migration, which its file names: `v0006_digest.py`."""
+    newest = max(path.stem for path in (_FOLDER / "versions").glob("v*.py"))
+    return newest.removeprefix("v").partition("_")[0]
 
 
 def _revision(connection: Connection) -> str:
