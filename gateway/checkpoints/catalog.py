@@ -167,14 +167,26 @@ class CheckpointCatalog:
                 pinned.enter_context(self.pins.pinned(checkpoint.relative_folder))
             yield checkpoint
 
-    async def of_run(self, run_id: str) -> list[Checkpoint]:
-        """Return the checkpoints of a run, oldest first."""
-        rows = await self._database.read(
-            select(checkpoints)
-            .where(checkpoints.c.run_id == run_id, not_expired())
-            .order_by(checkpoints.c.created_at)
+    async def of_run(self, run_id: str) -> AsyncIterator[list[Checkpoint]]:
+        """Yield all the checkpoints of a run, oldest first, some at a time."""
+        table = checkpoints.c
+        query = select(checkpoints).where(table.run_id == run_id, not_expired())
+        async for rows in self._database.read_in_batches(query, table.created_at, table.path):
+            yield [checkpoint_of(row) for row in rows]
+
+    async def newest_version(self, run_id: str) -> str:
+        """Return the weight version that a run last named for sampling; empty if there is none."""
+        row = await self._database.read_one(
+            select(checkpoints.c.version)
+            .where(
+                checkpoints.c.run_id == run_id,
+                checkpoints.c.kind == "sampler_weights",
+                not_expired(),
+            )
+            .order_by(checkpoints.c.created_at.desc())
+            .limit(1)
         )
-        return [checkpoint_of(row) for row in rows]
+        return row["version"] if row is not None else ""
 
     async def of_owner(
         self, owner: str | None, *, limit: int, offset: int

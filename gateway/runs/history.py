@@ -12,7 +12,6 @@ from sqlalchemy import func, insert, select, tuple_
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import training_steps
 
-_BATCH = 500
 _INSERT = insert(training_steps)
 
 
@@ -69,11 +68,5 @@ class RunHistory:
         """Yield all the steps of a run in their order, some at a time."""
         await self._database.flush()
         wanted = select(training_steps).where(training_steps.c.run_id == run_id)
-        last = -1
-        while rows := await self._database.read(
-            wanted.where(training_steps.c.seq_id > last)
-            .order_by(training_steps.c.seq_id)
-            .limit(_BATCH)
-        ):
+        async for rows in self._database.read_in_batches(wanted, training_steps.c.seq_id):
             yield [from_row(TrainingStep, row) for row in rows]
-            last = rows[-1]["seq_id"]

@@ -132,9 +132,16 @@ class RunQueries:
     async def _newest_checkpoints(
         self, run_ids: Sequence[str]
     ) -> dict[tuple[str, str], Checkpoint]:
-        rows = await self._database.read(
-            select(checkpoints)
-            .where(checkpoints.c.run_id.in_(run_ids), not_expired())
-            .order_by(checkpoints.c.created_at)
+        """Return the newest checkpoint of each run and kind. A run can have many."""
+        table = checkpoints.c
+        from_newest = func.row_number().over(
+            partition_by=(table.run_id, table.kind),
+            order_by=(table.created_at.desc(), table.path.desc()),
         )
+        ranked = (
+            select(checkpoints, from_newest.label("rank"))
+            .where(table.run_id.in_(run_ids), not_expired())
+            .subquery()
+        )
+        rows = await self._database.read(select(ranked).where(ranked.c.rank == 1))
         return {(row["run_id"], row["kind"]): checkpoint_of(row) for row in rows}

@@ -20,14 +20,25 @@ import errno
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from sqlalchemy import Connection, Executable, RowMapping, Select, Table, create_engine, event, text
+from sqlalchemy import (
+    Column,
+    Connection,
+    Executable,
+    RowMapping,
+    Select,
+    Table,
+    create_engine,
+    event,
+    text,
+    tuple_,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import OperationalError
@@ -51,7 +62,7 @@ _MAX_POSTPONED = 2**17
 
 _CHANGE_NOTHING = text("UPDATE alembic_version SET version_num = version_num")
 _ROWS_AT_ONCE = 500
-"""Of a statement for many rows."""
+"""Of a statement or a query for many rows."""
 _PAUSE = 4.0
 """How long it pauses after each batch, times what the batch took."""
 
@@ -195,6 +206,18 @@ class Database:
     async def read_value(self, statement: Select[Value]) -> Value:
         """Return the one value of a query that always has one, such as a count."""
         return await self._read(lambda connection: connection.execute(statement).scalar_one())
+
+    async def read_in_batches(
+        self, query: Select[Any], *key: Column[Any]
+    ) -> AsyncIterator[Sequence[RowMapping]]:
+        """Yield the rows of a query in the order of `key`, columns of it that together are unique,
+        some rows at a time. Rows may come and go meanwhile."""
+        query = query.order_by(*key).limit(_ROWS_AT_ONCE)
+        rows = await self.read(query)
+        while rows:
+            yield rows
+            last = tuple(rows[-1][column.name] for column in key)
+            rows = await self.read(query.where(tuple_(*key) > last))
 
     def insert_or_add(self, table: Table, *, counters: Sequence[str]) -> Executable:
         """Return a statement that inserts a row, or adds the row's counters to those of the row

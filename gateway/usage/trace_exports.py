@@ -15,10 +15,11 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from urllib.parse import urlencode
 
 import orjson
-from sqlalchemy import RowMapping, select, tuple_
+from sqlalchemy import RowMapping, select
 
 from gateway.auth.signing import check_address, sign_address
 from gateway.storage.database import Database
@@ -83,66 +84,61 @@ class TraceExporter:
         encoder = EventEncoder()
         await self._database.flush()
         yield b'{"displayTimeUnit":"ms","otherData":%b,"traceEvents":[' % orjson.dumps(about)
-        async for slices in self._batches(session_id):
+        async for slices in self._batches(session_id, until):
             yield encoder.encode(one for one in slices if one.start <= until)
         yield b"]}"
 
-    async def _batches(self, session_id: str) -> AsyncIterator[Iterable[Slice]]:
+    async def _batches(self, session_id: str, until: float) -> AsyncIterator[Iterable[Slice]]:
         for row in await self._database.read(select(sessions).where(sessions.c.id == session_id)):
             yield [_session(row)]
-        query = (
+        began = (
             select(*_OPERATION_COLUMNS)
             .join(runs, runs.c.id == operations.c.run_id)
-            .where(runs.c.session_id == session_id)
-            .order_by(operations.c.run_id, operations.c.seq_id)
-            .limit(_BATCH)
+            .where(runs.c.session_id == session_id, operations.c.accepted_at <= until)
         )
-        rows = await self._database.read(query)
-        while rows:
+        key = (operations.c.run_id, operations.c.seq_id)
+        async for rows in self._database.read_in_batches(began, *key):
             yield map(_operation, rows)
-            last = (rows[-1]["run_id"], rows[-1]["seq_id"])
-            position = tuple_(operations.c.run_id, operations.c.seq_id)
-            rows = await self._database.read(query.where(position > last))
         spans = self._samples.of_session(session_id)
         for start in range(0, len(spans), _BATCH):
             yield map(_sample, spans[start : start + _BATCH])
-        yield map(
-            _worker,
-            await self._database.read(
-                select(workers)
-                .where(workers.c.session_id == session_id)
-                .order_by(workers.c.started_at)
-            ),
+        started = select(workers).where(
+            workers.c.session_id == session_id, workers.c.started_at <= until
         )
+        key = (workers.c.started_at, workers.c.id)
+        async for rows in self._database.read_in_batches(started, *key):
+            yield map(_worker, rows)
 
 
 class EventEncoder:
     """Encodes the events of one trace, batch by batch."""
 
     def __init__(self) -> None:
-        self._tracks: dict[str, tuple[int, list[float]]] = {}
-        """For each track, its pid, and when each of its threads is free."""
+        self._tracks: dict[str, tuple[int, list[tuple[float, int]]]] = {}
+        """For each track, its pid, and a heap of when its threads are free, with their tids."""
         self._separator = b""
 
     def encode(self, slices: Iterable[Slice]) -> bytes:
         """Return the events of these slices as elements of a JSON list that goes on from the call
-        before. Each track gets a process, and each slice the first thread that is free at its
-        start; both are named where they first occur."""
-        content = b""
+        before. Each track gets a process, and each slice a thread that is free at its start; both
+        are named where they first occur."""
+        content = []
         for event in (event for one in slices for event in self._events(one)):
-            content += self._separator + orjson.dumps(event)
+            content += [self._separator, orjson.dumps(event)]
             self._separator = b",\n"
-        return content
+        return b"".join(content)
 
     def _events(self, one: Slice) -> Iterable[dict[str, object]]:
         if one.track not in self._tracks:
             self._tracks[one.track] = (1 + len(self._tracks), [])
             yield _named("process_name", one.track, pid=len(self._tracks))
-        pid, free_at = self._tracks[one.track]
-        tid = next((n for n, until in enumerate(free_at) if until <= one.start), len(free_at))
-        if tid == len(free_at):
+        pid, threads = self._tracks[one.track]
+        if threads and threads[0][0] <= one.start:
+            _, tid = heappop(threads)
+        else:
+            tid = len(threads)
             yield _named("thread_name", f"{one.category} {tid}", pid=pid, tid=tid)
-        free_at[tid : tid + 1] = [one.end]
+        heappush(threads, (one.end, tid))
         yield {
             "ph": "X",
             "name": one.name,

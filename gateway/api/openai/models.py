@@ -97,10 +97,8 @@ class ModelDirectory:
         if not origin.owner or not caller.may_see(origin.owner):
             raise UnknownModel(f"there is no training run {run_id!r} on this server")
         run = self._runs.get(run_id)
-        names = [run.newest] if run is not None and run.newest else []
-        saved = await self._checkpoints.of_run(run_id)
-        names += [c.version for c in reversed(saved) if c.path.kind == "sampler_weights"]
-        for name in names:
+        newest = run.newest if run is not None else ""
+        for name in filter(None, (newest, await self._checkpoints.newest_version(run_id))):
             try:
                 return await self._versions.version(name)
             except UnknownWeights:

@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 from fastapi import Depends, Header, Query
 from pydantic import BaseModel, Field
 from starlette.requests import Request
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, StreamingResponse
 
 from gateway.api.dependencies import (
     CHECKPOINT,
+    Access,
     AccessDep,
     AuditDep,
     BaseUrl,
@@ -137,14 +138,29 @@ class AdoptedCheckpoints(Answer):
     refused: dict[str, str]
 
 
-@router.operation("GET", "/training_runs/{run_id}/checkpoints", role="reader", errors=[UnknownRun])
-async def run_checkpoints(run_id: PathText, access: AccessDep) -> RunCheckpoints:
-    """Return the checkpoints of one run, oldest first."""
+@router.operation(
+    "GET",
+    "/training_runs/{run_id}/checkpoints",
+    role="reader",
+    errors=[UnknownRun],
+    responses={200: {"model": RunCheckpoints}},
+)
+async def run_checkpoints(run_id: PathText, access: AccessDep) -> StreamingResponse:
+    """Return all the checkpoints of one run, oldest first. The SDK asks for no pages, so the
+    answer is generated as it is sent."""
     run = await access.gateway.run_queries.run(run_id, access.caller, scope="accessible")
-    found = await access.gateway.checkpoints.of_run(run.id)
-    return RunCheckpoints(
-        checkpoints=[described(c) for c in found if c.public or access.caller.may_see(c.owner)]
-    )
+    return StreamingResponse(_of_run(run.id, access), media_type="application/json")
+
+
+async def _of_run(run_id: str, access: Access) -> AsyncIterator[bytes]:
+    """Yield the JSON of `RunCheckpoints`."""
+    separator = b'{"checkpoints":['
+    async for found in access.gateway.checkpoints.of_run(run_id):
+        for checkpoint in found:
+            if checkpoint.public or access.caller.may_see(checkpoint.owner):
+                yield separator + described(checkpoint).model_dump_json().encode()
+                separator = b","
+    yield b"]}" if separator == b"," else separator + b"]}"
 
 
 @router.operation("GET", "/checkpoints", role="reader")

@@ -94,7 +94,7 @@ def test_each_export_is_new_and_an_unknown_session_has_none(gate, rest):
 
 
 def test_a_long_trace_is_sent_in_parts_and_leaves_no_file(gate, rest, monkeypatch):
-    monkeypatch.setattr("gateway.usage.trace_exports._BATCH", 5)
+    monkeypatch.setattr("gateway.storage.database._ROWS_AT_ONCE", 5)
     with gate.service() as service:
         session_id = service.holder.get_session_id()
         training = service.create_lora_training_client("tiny:full").result()

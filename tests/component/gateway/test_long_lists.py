@@ -1,0 +1,102 @@
+"""Answers that grow with a run or a session are sent as they are read, some rows at a time."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import urllib.request
+from urllib.parse import quote
+
+import pytest
+from sqlalchemy import delete, insert
+
+from gateway.storage.tables import checkpoints, operations, runs, sessions, workers
+from tests.support.gateway.running import KEY
+
+COUNT = 1_234
+AT_ONCE = 500
+"""Rows that the gateway may hold for one answer."""
+
+
+@pytest.fixture
+def rows_read(gate, monkeypatch):
+    """The number of rows of each query from now on."""
+    database, found = gate.gateway.database, []
+    read = database.read
+
+    async def counted(statement):
+        rows = await read(statement)
+        found.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(database, "read", counted)
+    return found
+
+
+def write(gate, statement, rows) -> None:
+    gate.run(gate.gateway.database.write(statement, *rows))
+
+
+@pytest.fixture
+def run_id(gate):
+    """A run that ended long ago, so that nothing else reads what it has."""
+    session_id = f"s-{secrets.token_hex(6)}"
+    ended = {"owner": "local", "created_at": 0.0, "ended_at": 3.0}
+    write(gate, insert(sessions), [ended | {"id": session_id, "state": "finished"}])
+    run = {"id": f"{session_id}:train:0", "session_id": session_id, "base_model": "tiny"}
+    write(gate, insert(runs), [ended | run | {"state": "ended"}])
+    return run["id"]
+
+
+@pytest.fixture
+def saved(gate, run_id):
+    """The paths of many checkpoints of the run; always two were saved at the same moment."""
+    paths = [f"tinker://{run_id}/weights/c{number:04}" for number in range(COUNT)]
+    same = {"run_id": run_id, "kind": "weights", "base_model": "tiny", "folder": "", "version": ""}
+    same |= {"step": 0, "bytes": 1, "optimizer": True, "owner": "local"}
+    rows = [same | {"path": p, "created_at": number // 2} for number, p in enumerate(paths)]
+    write(gate, insert(checkpoints), rows)
+    yield paths
+    write(gate, delete(checkpoints).where(checkpoints.c.run_id == run_id), ())
+
+
+def get(url: str):
+    request = urllib.request.Request(url, headers={"X-API-Key": KEY})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.headers["Content-Length"] is None, "it is not made in memory"
+        return json.load(answer)
+
+
+def test_all_checkpoints_of_a_run_are_listed_some_at_a_time(gate, rest, run_id, saved, rows_read):
+    found = rest.list_checkpoints(run_id).result().checkpoints
+    assert [checkpoint.tinker_path for checkpoint in found] == saved
+    listed_runs = rest.list_training_runs(limit=1000).result().training_runs
+    (run,) = [run for run in listed_runs if run.training_run_id == run_id]
+    assert run.last_checkpoint.tinker_path == saved[-1]
+    assert max(rows_read) <= AT_ONCE
+    listed = get(f"{gate.url}/api/v1/training_runs/{quote(run_id)}/checkpoints")
+    assert [checkpoint["tinker_path"] for checkpoint in listed["checkpoints"]] == saved
+
+
+def test_a_run_without_checkpoints_has_an_empty_list(gate, rest, run_id):
+    assert rest.list_checkpoints(run_id).result().checkpoints == []
+
+
+def test_a_trace_is_sent_some_events_at_a_time(gate, rest, run_id, rows_read):
+    session_id = run_id.partition(":")[0]
+    worker = {"kind": "trainer", "session_id": session_id, "state": "ended", "started_at": 1.0}
+    ids = [f"trainer-{session_id}-{number:04}" for number in range(COUNT)]
+    write(gate, insert(workers), [worker | {"id": id_, "ended_at": 2.0} for id_ in ids])
+    done = {"run_id": run_id, "request": b"", "kind": "optim_step", "state": "done"}
+    first = [done | {"seq_id": number, "accepted_at": 1.0} for number in range(COUNT)]
+    write(gate, insert(operations), first)
+    url = rest.export_session_trace(session_id).result()
+    rows_read.clear()
+    later = [done | {"seq_id": COUNT + n, "accepted_at": 1e10} for n in range(COUNT)]
+    write(gate, insert(operations), later)
+    events = get(url)["traceEvents"]
+    assert max(rows_read) <= AT_ONCE
+    assert sum(rows_read) < 3 * COUNT, "what was accepted later is not read"
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert names.count("optim_step") == COUNT
+    assert sorted(set(ids) & set(names)) == ids
