@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -20,4 +21,15 @@ def wait_until(
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {timeout:g} s in vain until {what}"
         time.sleep(0.02)
+    return value
+
+
+async def until(
+    condition: Callable[[], T], *, what: str = "the condition holds", timeout: float = PATIENCE
+) -> T:
+    """`wait_until` within an event loop, which goes on meanwhile."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout:g} s in vain until {what}"
+        await asyncio.sleep(0.001)
     return value

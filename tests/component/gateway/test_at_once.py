@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sqlite3
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,14 @@ from typer.testing import CliRunner
 from gateway.auth.identity import Readers
 from gateway.sampling.sessions import base_version
 from gateway.storage.tables import models, runs, sampling_sessions
+from gateway.workers.launchers.base import WorkerExit
 from tandem.cli.main import app
 from tandem.errors import InternalError, SessionFinished, StorageFull
 from tandem.worker import TrainingSpec
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.requests import asample, create_sampler
 from tests.support.gateway.running import make_model, running_gateway
-from tests.support.waiting import wait_until
+from tests.support.waiting import until, wait_until
 
 NOBODY = Readers(())
 
@@ -156,20 +158,19 @@ def test_nothing_of_a_run_is_collected_until_its_trainer_is_stopped(tmp_path, mo
         run = gate.gateway.runs.get(run_id)
         gate.run(lambda: gate.gateway.runs._break(run, InternalError("it answers no more")))
         wait_until(lambda: launcher.events)
-        ended = gate.gateway.end_session(
-            session_id=session, state="finished", reason="success", detail=""
-        )
 
-        async def end_session() -> bool:
-            ending = asyncio.create_task(ended)
-            while not any(worker.startswith("sampler") for worker in launcher.stopped):  # noqa: ASYNC110
-                await asyncio.sleep(0)  # the session's end has come as far as its workers
-            too_early = ending.done()
+        async def end_session() -> None:
+            ending = asyncio.create_task(
+                gate.gateway.end_session(
+                    session_id=session, state="finished", reason="success", detail=""
+                )
+            )
+            await until(lambda: any(worker.startswith("sampler") for worker in launcher.stopped))
+            assert not ending.done()
             launcher.may_stop.set()
             await ending
-            return too_early
 
-        assert gate.run(end_session()) is False
+        gate.run(end_session())
         first, second, *others = launcher.events
         assert (first, second) == ("the stop begins", "the trainer is stopped")
         assert set(others) == {"its files are collected"}
@@ -198,23 +199,25 @@ def test_the_second_of_two_equal_requests_is_taken_when_the_first_cannot_be_writ
     gate, monkeypatch
 ):
     run_id = gate.run_id(gate.session_id())
-    accept, calls = gate.gateway.journal.accept, []
+    accept, calls, second_is_sent = gate.gateway.journal.accept, [], asyncio.Event()
 
     async def full_at_first(operation, **named):
         calls.append(operation.seq_id)
         if len(calls) == 1:
-            await asyncio.sleep(0)
+            await second_is_sent.wait()
             raise StorageFull("the payload could not be written")
         return await accept(operation, **named)
 
     monkeypatch.setattr(gate.gateway.journal, "accept", full_at_first)
 
-    def submission():
-        return gate.gateway.runs.submit(
+    async def submit(*, second: bool = False) -> str:
+        if second:
+            second_is_sent.set()
+        return await gate.gateway.runs.submit(
             run_id=run_id, seq_id=1, kind="optim_step", refused=StorageFull("as an outcome")
         )
 
-    first, second = both(gate, submission(), submission())
+    first, second = both(gate, submit(), submit(second=True))
     assert isinstance(first, StorageFull)
     assert second == f"{run_id}:1"
     assert gate.retrieve(second).json()["error"] == "storage_full: as an outcome"
@@ -223,15 +226,21 @@ def test_the_second_of_two_equal_requests_is_taken_when_the_first_cannot_be_writ
 class DiesWhenReady(FakeLauncher):
     """Its first sampler ends in the very moment in which it becomes ready."""
 
-    died = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.died = False
+        self.heard = asyncio.Event()
 
     async def wait_ready(self, worker_id: str) -> None:
         if worker_id.startswith("sampler") and not self.died:
             self.died = True
             await self.kill(worker_id, "it was killed by SIGKILL")
-            while not self._exits.empty():  # noqa: ASYNC110 - until the fleet has heard of it
-                await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            await self.heard.wait()
+
+    async def watch(self) -> AsyncIterator[WorkerExit]:
+        async for exit_ in super().watch():
+            yield exit_
+            self.heard.set()  # the fleet has taken note of it and asks for the next
 
 
 def test_whoever_waits_for_an_engine_that_dies_at_once_is_answered_by_the_next(tmp_path):

@@ -18,7 +18,7 @@ from gateway.storage.database import _MAX_BATCH, Database
 from gateway.storage.tables import models
 from tandem.v1 import sampler_pb2
 from tests.support.gateway.running import forward_backward_bytes, running_gateway
-from tests.support.waiting import wait_until
+from tests.support.waiting import until, wait_until
 
 FLOOD = 1000
 
@@ -35,19 +35,22 @@ def test_owners_take_turns_and_each_is_served_in_its_own_order():
 
 
 def test_a_start_of_another_owner_comes_within_one_round_of_a_flood():
-    async def starts() -> list[str]:
-        starter, order = FairStarter(calls_at_once=4), []
+    order, under_way = [], 0
+
+    async def start() -> None:
+        starter = FairStarter(calls_at_once=4)
+
+        def send_another() -> None:
+            nonlocal under_way
+            under_way = len(order)
+            starter.put("bea", lambda: order.append("bea"))
+
         for n in range(FLOOD):
             starter.put("ann", lambda n=n: order.append(f"ann {n}"))
-        for _ in range(3):
-            await asyncio.sleep(0)
-        under_way = len(order)
-        starter.put("bea", lambda: order.append("bea"))
-        for _ in range(FLOOD):
-            await asyncio.sleep(0)
-        return [under_way, *order]
+        asyncio.get_running_loop().call_soon(send_another)
+        await until(lambda: len(order) == FLOOD + 1)
 
-    under_way, *order = asyncio.run(starts())
+    asyncio.run(start())
     assert under_way < FLOOD
     assert order.index("bea") <= under_way + 1
     assert [one for one in order if one != "bea"] == [f"ann {n}" for n in range(FLOOD)]
@@ -55,18 +58,19 @@ def test_a_start_of_another_owner_comes_within_one_round_of_a_flood():
 
 def test_a_gate_lets_owners_in_by_turns_and_survives_one_that_gives_up():
     async def order() -> list[str]:
-        gate, seen = FairSemaphore(slots=1), []
+        gate, asked, seen = FairSemaphore(slots=1), [], []
         release = asyncio.Event()
 
         async def pass_through(owner: str) -> None:
+            asked.append(owner)
             async with gate.turn(owner):
                 await release.wait()
                 seen.append(owner)
 
         tasks = [asyncio.create_task(pass_through("ann")) for _ in range(5)]
-        await asyncio.sleep(0)
+        await until(lambda: len(asked) == 5)
         tasks.append(asyncio.create_task(pass_through("bea")))
-        await asyncio.sleep(0)
+        await until(lambda: len(asked) == 6)
         tasks[1].cancel()
         release.set()
         await asyncio.gather(*tasks, return_exceptions=True)

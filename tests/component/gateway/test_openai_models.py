@@ -21,7 +21,7 @@ from tests.support.gateway.speaking_models import (
     speaking_gateway,
     write_speaking_model,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import until, wait_until
 
 
 class SpeakingWorld(World):
@@ -133,12 +133,12 @@ def test_prompts_are_prepared_two_at_a_time_and_owners_take_turns(world, monkeyp
     refused = InvalidField("seen", param="prompt")
 
     async def many() -> list[object]:
-        go_on = threading.Event()
+        go_on = threading.Semaphore(0)
 
         def prepare(body, _target):
             begun.append(body.prompt)
             at_once.append(len(begun) - len(ended))
-            go_on.wait()
+            go_on.acquire()
             ended.append(body.prompt)
             raise refused
 
@@ -153,12 +153,12 @@ def test_prompts_are_prepared_two_at_a_time_and_owners_take_turns(world, monkeyp
                 raise AssertionError("it was refused")
 
         asked = [asyncio.ensure_future(ask("ann")) for _ in range(6)]
-        while len(begun) < 2:  # noqa: ASYNC110 - prompts are prepared in threads
-            await asyncio.sleep(0.01)
+        await until(lambda: len(begun) == 2)
         asked.append(asyncio.ensure_future(ask("ben")))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        go_on.set()
+        await until(lambda: len(inference._preparation._waiting) == 5)
+        go_on.release(2)
+        await until(lambda: len(begun) == 4)
+        go_on.release(5)
         return await asyncio.gather(*asked, return_exceptions=True)
 
     assert world.gate.run(many()) == [refused] * 7

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from gateway.workers.launchers.process import ProcessLauncher, default_command, 
 from tandem.errors import InvalidRequest, WorkerCrashed, WorkerStartFailed
 from tandem.settings import GatewaySettings
 from tandem.worker import WorkerSpec
+from tests.support.waiting import until
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 SECRET = "the-secret-of-this-worker"
@@ -63,14 +63,6 @@ def descriptors(pid: str) -> dict[str, str]:
         with contextlib.suppress(FileNotFoundError):  # the one that lists the folder
             found[entry.name] = str(entry.readlink())
     return found
-
-
-async def until(condition, timeout: float = 60):
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.01)
-    return value
 
 
 async def next_end(watch) -> WorkerExit:

@@ -23,7 +23,7 @@ from gateway.app import GatewayServer, create_app, make_server
 from tandem.settings import GatewaySettings
 from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.fake_launcher import FakeLauncher
-from tests.support.waiting import PATIENCE, wait_until
+from tests.support.waiting import PATIENCE, until, wait_until
 
 KEY = "tml-test-key"
 
@@ -139,8 +139,7 @@ def running_gateway(
         server.config.load()
         server.capture_signals = _no_signals  # we are not in the main thread
         task = asyncio.create_task(server.serve())
-        while not server.started and not task.done():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: server.started or task.done())
         if task.done():
             ready.set_exception(AssertionError("the gateway did not start"))
             return

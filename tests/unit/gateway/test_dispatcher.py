@@ -11,6 +11,7 @@ from gateway.futures.table import Future, Result
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import LoadWeights, Operation, Progress, RunBroken, SaveWeights
 from tandem.errors import InternalError, InvalidRequest, SequenceGap, SessionFinished, WorkerDied
+from tests.support.virtual_time import run_in_virtual_time
 from tests.support.work import calls_in
 
 DONE = Result(media="json")
@@ -266,32 +267,40 @@ async def test_clients_are_told_which_operation_is_computed_and_how_much_of_it_i
     await stop(serving)
 
 
-async def test_a_gap_that_nobody_fills_fails_those_behind_it_and_what_comes_later():
-    world = World(gap_timeout=0.05)
-    serving = world.serve()
-    await settle()
-    world.put(2**52, 7, 2**40)
-    assert "operation 1, which comes before, has not arrived" in world.dispatcher.describe(7).reason
-    assert world.dispatcher.awaits(1) and not world.dispatcher.awaits(2)
-    async with asyncio.timeout(20):
-        while len(world.outcomes) < 3:  # noqa: ASYNC110 - a timer of the dispatcher
-            await asyncio.sleep(0.01)
-    world.put(5)
-    assert {type(outcome) for outcome in world.outcomes.values()} == {SequenceGap}
-    passed = world.dispatcher.passed
-    assert (passed(5), passed(2**52), passed(2**52 + 1)) == (True, True, False)
-    world.put(2**52 + 1, kind="optim_step")
-    await settle()
-    assert "operation 1 did not arrive" in world.runner.calls[2**52 + 1].gradients_incomplete
-    await stop(serving)
+def test_a_gap_that_nobody_fills_fails_those_behind_it_and_what_comes_later():
+    async def scenario() -> None:
+        world = World(gap_timeout=60)
+        serving = world.serve()
+        await settle()
+        world.put(2**52, 7, 2**40)
+        reason = world.dispatcher.describe(7).reason
+        assert "operation 1, which comes before, has not arrived" in reason
+        assert world.dispatcher.awaits(1) and not world.dispatcher.awaits(2)
+        await asyncio.sleep(30)
+        assert world.outcomes == {}
+        await asyncio.sleep(31)
+        assert len(world.outcomes) == 3
+        world.put(5)
+        assert {type(outcome) for outcome in world.outcomes.values()} == {SequenceGap}
+        passed = world.dispatcher.passed
+        assert (passed(5), passed(2**52), passed(2**52 + 1)) == (True, True, False)
+        world.put(2**52 + 1, kind="optim_step")
+        await settle()
+        assert "operation 1 did not arrive" in world.runner.calls[2**52 + 1].gradients_incomplete
+        await stop(serving)
+
+    run_in_virtual_time(scenario())
 
 
-async def test_a_gap_that_is_filled_in_time_holds_nothing_back():
-    world = World(gap_timeout=0.5)
-    serving = world.serve()
-    world.put(2)
-    await settle()
-    world.put(1)
-    await asyncio.sleep(0.6)
-    assert world.outcomes == {1: DONE, 2: DONE}
-    await stop(serving)
+def test_a_gap_that_is_filled_in_time_holds_nothing_back():
+    async def scenario() -> None:
+        world = World(gap_timeout=60)
+        serving = world.serve()
+        world.put(2)
+        await settle()
+        world.put(1)
+        await asyncio.sleep(61)
+        assert world.outcomes == {1: DONE, 2: DONE}
+        await stop(serving)
+
+    run_in_virtual_time(scenario())

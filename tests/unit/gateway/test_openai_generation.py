@@ -16,6 +16,7 @@ from tandem.errors import GatewayRestarted, OperationTimedOut
 from tandem.settings import OpenAISettings
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
+from tests.support.waiting import until
 
 MAX_UNREAD = 64
 MODEL = BaseModelEntry(name="m", path="/m", max_length=8)
@@ -136,7 +137,6 @@ async def test_every_wait_has_a_timeout(changes, error):
 async def test_waiting_keeps_the_session_alive():
     generation, samplers = make_generation()
     waiting = asyncio.ensure_future(anext(generation.events()))
-    while generation._gateway.sessions.touched < 2:  # noqa: ASYNC110 - it is what is waited for
-        await asyncio.sleep(0.005)
+    await until(lambda: generation._gateway.sessions.touched >= 2)
     samplers.taken[0].future.resolve(Result(media="protobuf"))
     assert await waiting == (0, tinker_pb2.SampleResponse())
