@@ -313,10 +313,12 @@ class Gateway:
                 self.runs.end_session(session_id, error),
                 self.samplers.end_session(session_id, error),
             )
-            named = self.sampling.end_session(session_id)
+            ended = sorted({*run_ids, *self.sampling.end_session(session_id)})
+            for run_id in ended:  # in case its files are in use now, or the storage fails
+                self.checkpoints.mark(run_id)
             for definitions in self.loss_definitions.values():
-                await definitions.end_session(session_id)
-            for run_id in sorted({*run_ids, *named}):
+                definitions.end_session(session_id)
+            for run_id in ended:
                 await self.collect(run_id)
 
     def _register_gauges(self) -> None:

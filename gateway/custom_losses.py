@@ -101,9 +101,9 @@ class CustomLossStore:
         body = orjson.dumps({"type": "create_custom_loss", "loss_id": request_id})
         return Result(media="json", body=body)
 
-    async def end_session(self, session_id: str) -> None:
+    def end_session(self, session_id: str) -> None:
         """Delete the session's losses."""
-        await self.database.write(sa.delete(losses).where(losses.c.session_id == session_id))
+        self.database.write_soon(sa.delete(losses).where(losses.c.session_id == session_id))
 
     async def _find(self, loss_id: str) -> bytes | None:
         row = await self.database.read_one(

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 
 from gateway.core import Gateway
 from gateway.storage.log_files import tidy_logs
+from tandem.errors import StorageFailed
 from tandem.telemetry import get_log
 
 _HOUSEKEEPING_INTERVAL = 30.0
@@ -19,7 +20,7 @@ _RETENTION_INTERVAL = 600.0
 
 class Housekeeping:
     """Level-triggered: each round looks at the current state. A round that fails is logged, and
-    the next one does its work."""
+    the next one does its work; while the storage fails, its begin and its end are logged."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -54,11 +55,20 @@ class Housekeeping:
             self._gateway.metrics.event_loop_lag.observe(max(0.0, loop.time() - due))
 
     async def _repeat(self, work: Callable[[], Awaitable[None]], *, interval: float) -> None:
+        failing = False
         while True:
             try:
                 await work()
+            except StorageFailed as error:
+                if not failing:
+                    self._log.error("housekeeping_waits_for_storage", reason=error.message)
+                failing = True
             except Exception:  # noqa: BLE001 - the next round must come all the same
                 self._log.exception("housekeeping_failed")
+            else:
+                if failing:
+                    self._log.warning("housekeeping_goes_on")
+                failing = False
             await asyncio.sleep(interval)
 
     async def _do_round(self) -> None:

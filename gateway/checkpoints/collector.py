@@ -103,6 +103,10 @@ class GarbageCollector:
             return False
         found = await asyncio.to_thread(self._list_folders, run_id, ended)
         used = self._pins.folders()
+        if not await self._database.flush():  # it may name what has lost its name
+            if run_id is not None:
+                self._checkpoints.mark(run_id)
+            return False
         named, known = await self._named(run_id), await self._known(run_id)
         used |= self._pins.folders()
         unnamed = [folder for folder in found if folder not in named]
@@ -137,6 +141,7 @@ class GarbageCollector:
         those in quarantine, and those that are still where they were."""
         found = await asyncio.to_thread(self._list_folders, None, False)
         used = self._pins.folders()
+        await self._database.flush()
         used |= await self._named(None) | await self._known(None)
         used |= self._pins.folders()
         return await asyncio.to_thread(
@@ -163,7 +168,6 @@ class GarbageCollector:
         return [path for path in found if _is_own_folder(path) and path.name != _TRASH]
 
     async def _named(self, run_id: str | None) -> set[str]:
-        await self._database.flush()
         saved = select(checkpoints.c.folder, checkpoints.c.version)
         sampled = select(literal(""), sampling_sessions.c.version).where(
             sampling_sessions.c.state == "active", sampling_sessions.c.run_id != ""

@@ -117,7 +117,7 @@ class LossDefinitions(Protocol):
     async def recall(self, request_id: str) -> Outcome | None:
         """Return the result of the request that registered a definition, or None."""
 
-    async def end_session(self, session_id: str) -> None:
+    def end_session(self, session_id: str) -> None:
         """Delete the session's definitions."""
 
 

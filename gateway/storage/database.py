@@ -191,10 +191,11 @@ class Database:
         if self.failure is not None:
             await self.write(_CHANGE_NOTHING)
 
-    async def flush(self) -> None:
-        """Return when everything queued before is committed, except what the storage refused, and
-        writes in an owner's queue, whose callers wait for them."""
+    async def flush(self) -> bool:
+        """Return when everything queued before is committed, except writes in an owner's queue,
+        whose callers wait for them. False: the storage refused some, which are tried again."""
         await self._committed(_Write([]))
+        return not self._postponed
 
     async def read(self, statement: Executable) -> Sequence[RowMapping]:
         return await self._read(lambda connection: connection.execute(statement).mappings().all())

@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import delete, text
 
-from tests.support.gateway.requests import optim_step
+from gateway.storage.tables import audit
+from tandem.errors import StorageFailed
+from tests.support.files import entries
+from tests.support.gateway.requests import finish, optim_step
 from tests.support.gateway.running import forward_backward_bytes, running_gateway
+from tests.support.waiting import wait_until
 
 MANY_PAGES = {"a": "x" * 16_000}
 
@@ -142,3 +146,43 @@ def test_a_run_whose_creation_could_not_be_recorded_can_be_asked_for_again(gate)
             "type": "create_model",
             "model_id": created["model_id"],
         }
+
+
+def test_what_a_session_leaves_while_the_database_fails_is_removed_afterwards(tmp_path):
+    with (
+        running_gateway(tmp_path, session_ttl=600, reaper_interval=0.02) as gate,
+        gate.http() as client,
+    ):
+        session = gate.session_id()
+        run = gate.run_id(session)
+        save(client, run, 1, sampling_session_seq_id=0)
+        gate.retrieve(f"{run}:1")
+        folder = gate.settings.data_dir / "weights" / run.replace(":", "_")
+        assert len(entries(folder)) == 1
+        with locked(gate):
+            assert finish(client, session).is_success
+        wait_until(lambda: not entries(folder))
+
+
+def test_housekeeping_says_once_that_the_storage_fails_and_once_that_it_works(
+    tmp_path, capfd, monkeypatch
+):
+    with running_gateway(tmp_path, session_ttl=600, reaper_interval=0.01) as gate:
+        rounds = []
+
+        async def write_something() -> None:
+            try:
+                await gate.gateway.database.write(delete(audit).where(audit.c.at < 0))
+            except StorageFailed:
+                rounds.append("failed")
+                raise
+            rounds.append("done")
+
+        monkeypatch.setattr(gate.gateway.checkpoints, "expire", write_something)
+        with locked(gate):
+            wait_until(lambda: rounds.count("failed") > 3)
+        wait_until(lambda: rounds[-2:] == ["done", "done"])
+    log = "".join(capfd.readouterr())
+    assert "Traceback" not in log
+    for event in ("housekeeping_waits_for_storage", "housekeeping_goes_on"):
+        assert log.count(event) == 1
