@@ -21,8 +21,8 @@ _MAX_LENGTH = 2**31 - 1
 
 @dataclass(frozen=True)
 class BaseModelEntry:
-    """`path` is a folder in the Hugging Face layout; `max_length` is in tokens, None if unknown;
-    `added_at` is in seconds since 1970."""
+    """`path` is a folder in the Hugging Face layout, empty where it is not to be shown;
+    `max_length` is in tokens, None if unknown; `added_at` is in seconds since 1970."""
 
     name: str
     path: str
@@ -46,10 +46,10 @@ class BaseModelEntry:
             place = "a package of Thinking Machines"
         else:
             return ""
+        path = f": {self.path.rstrip('/')}/" if self.path else ""
         return (
             f"SamplingClient.get_tokenizer looks for the tokenizer of {self.name!r} in {place}; "
-            "give the model another name, or name it by its path when sampling: "
-            f"{self.path.rstrip('/')}/"
+            f"give the model another name, or name it by its path when sampling{path}"
         )
 
 

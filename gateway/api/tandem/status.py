@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Response
@@ -130,8 +131,8 @@ class Status(Answer):
 
 
 class ModelEntry(Answer):
-    """`max_length` in tokens, null where the model does not say. `note` says what does not work
-    with a model of this name, if anything."""
+    """`path` is for admins, empty for others. `max_length` in tokens, null where the model does not
+    say. `note` says what does not work with a model of this name, if anything."""
 
     name: str
     path: str
@@ -242,9 +243,12 @@ def _under_way(call: Call | None) -> OperationUnderWay | None:
 
 
 @router.operation("GET", "/models", role="reader")
-async def list_models(gateway: GatewayDep) -> RegisteredModels:
-    """List the base models."""
-    return RegisteredModels(models=[ModelEntry.of(entry) for entry in gateway.models.all()])
+async def list_models(gateway: GatewayDep, caller: CallerDep) -> RegisteredModels:
+    """List the base models; where their files lie for an admin alone."""
+    found = gateway.models.all()
+    if caller.role != "admin":
+        found = [replace(entry, path="") for entry in found]
+    return RegisteredModels(models=[ModelEntry.of(entry) for entry in found])
 
 
 @router.operation(

@@ -13,7 +13,7 @@ from gateway.api.routing import Router
 from gateway.app import path_operations
 from gateway.storage.tables import audit, checkpoints, operations, runs, sessions, usage
 from tests.support.gateway.access_world import API, Call, World
-from tests.support.gateway.running import KEY
+from tests.support.gateway.running import KEY, make_model
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +219,23 @@ def test_status_shows_each_its_own_and_how_workers_are_reached_to_admins_alone(w
     everything = status("admin")
     assert {s["owner"] for s in everything["sessions"]} == {"ann", "ben"}
     assert all(worker["address"] for worker in everything["workers"])
+
+
+def test_models_are_listed_to_each_and_where_they_lie_to_admins_alone(world, tmp_path):
+    def listed(caller: str) -> list[dict]:
+        call = Call("/api/tandem/v1/models")
+        return world.ask("GET", call, key=world.keys[caller]).json()["models"]
+
+    path = str(make_model(tmp_path / "variant"))
+    world.gate.run(world.gate.gateway.models.add(name="a/model/variant", path=path))
+    shown, everything = listed("reader"), listed("admin")
+    assert [model["name"] for model in shown] == [model["name"] for model in everything]
+    assert {model["path"] for model in shown} == {""}
+    assert path in [model["path"] for model in everything]
+    for models, told in ((shown, "name it by its path when sampling"), (everything, f"{path}/")):
+        (note,) = [model["note"] for model in models if model["name"] == "a/model/variant"]
+        assert note.endswith(told)
+    world.gate.run(world.gate.gateway.models.remove("a/model/variant"))
 
 
 def test_one_owner_cannot_read_anothers_samples_by_guessing_their_names(world, ben):
