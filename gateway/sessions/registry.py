@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Annotated, TypeVar
+from weakref import WeakValueDictionary
 
 from pydantic import AfterValidator
 from sqlalchemy import insert, select, update
@@ -78,14 +79,14 @@ class Session:
 
 
 class Connection:
-    """An HTTP connection, and the sessions whose requests came over it.
+    """An HTTP connection, and the active sessions whose requests came over it.
 
     The SDK says nothing when a script ends without `ServiceClient.close()`; that the connections
     of its process are closed is all that is ever heard of it.
     """
 
     def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
+        self._sessions: WeakValueDictionary[str, Session] = WeakValueDictionary()
         self._open = True
 
     def carries(self, session: Session) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 import pytest
 
 from gateway.limits import Quotas
@@ -56,3 +58,17 @@ async def test_a_request_that_is_read_after_its_connection_ended_keeps_no_count(
     late.carries(session)
     last.lost(by_client=True)
     assert list(sessions.overdue()) == [session.id]
+
+
+async def test_a_connection_keeps_no_session_that_has_ended(sessions):
+    connection = Connection()
+    kept = await sessions.create(NewSession(owner="local"))
+    ended = await sessions.create(NewSession(owner="local"))
+    connection.carries(kept)
+    connection.carries(ended)
+    await sessions.end(session_id=ended.id, state="finished", reason="success", detail="")
+    ended_ref = ref(ended)
+    del ended
+    assert ended_ref() is None
+    connection.lost(by_client=True)
+    assert kept.left
