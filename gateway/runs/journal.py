@@ -142,8 +142,9 @@ class Journal:
     def end(self, operation: Operation, outcome: Outcome) -> None:
         """Resolve the operation's future and write the outcome. The first outcome counts.
 
-        The client may hear of it before it is committed; until then it is kept in memory. If the
-        gateway dies in between, the next one reports the operation as failed.
+        The client may hear of it before it is committed; until then it is kept in memory, without
+        its result where the storage fails and there is no more room for it. If the gateway dies in
+        between, the next one reports the operation as failed.
         """
         if operation.future.ended:
             return
@@ -173,10 +174,17 @@ class Journal:
             "media": "",
             "result": None,
         }
-        write_result = None
+        write_result, size = None, 0
         if isinstance(outcome, Result):
             row |= {"state": "done", "media": outcome.media}
-            if len(outcome.body) <= _INLINE_RESULT_BYTES:
+            size = len(outcome.body)
+            if not self.database.has_room(size):
+                size = 0
+                outcome = UnknownRequest(
+                    "the operation ended, but its result was not kept, because the gateway's "
+                    "storage fails"
+                )
+            elif size <= _INLINE_RESULT_BYTES:
                 row["result"] = outcome.body
             else:
                 file = result_blob(self.data_dir, request_id=operation.future.request_id)
@@ -191,7 +199,8 @@ class Journal:
             row,
             before=write_result,
             after=remove,
-            committed=lambda: self._unwritten.pop(request_id, None),
+            settled=lambda: self._unwritten.pop(request_id, None),
+            size=size,
         )
 
     async def recall(self, request_id: str) -> Outcome | None:
@@ -211,7 +220,10 @@ class Journal:
         if row["state"] == "failed":
             return from_type(row["error_type"], row["error"])
         if row["state"] == "accepted":
-            return GatewayRestarted("the gateway lost this operation when it restarted")
+            return GatewayRestarted(
+                "the gateway lost this operation when it restarted, or its end while its storage "
+                "failed"
+            )
         if row["result"] is not None:
             return Result(media=row["media"], body=row["result"])
         file = result_blob(self.data_dir, request_id=request_id)

@@ -57,8 +57,10 @@ _MAX_BATCH_BYTES = 32 * 2**20
 """Of the files that one transaction waits for; more only where a single file is larger."""
 _RETRY_AFTER = 1.0
 """Seconds after which the writes that the storage refused are tried again."""
-_MAX_POSTPONED = 2**17
-"""Writes that are kept to be tried again; later ones are dropped and logged."""
+_MAX_KEPT = 2**17
+"""Writes that wait for a storage that fails; later ones are dropped and logged."""
+_MAX_KEPT_BYTES = 256 * 2**20
+"""Of what they hold; see `has_room`."""
 
 _CHANGE_NOTHING = text("UPDATE alembic_version SET version_num = version_num")
 _ROWS_AT_ONCE = 500
@@ -84,14 +86,15 @@ class _Write:
     size: int = 0
     durable: bool = False
     done: asyncio.Future[None] | None = None
-    committed: Callable[[], object] | None = None
+    settled: Callable[[], object] | None = None
 
 
 class Database:
     """Call `await open()` before use, and `await close()`, which writes what is queued. Without a
-    URL, it is SQLite in the data directory."""
+    URL, it is SQLite in the data directory. `kept_bytes` bounds what waits in memory for a storage
+    that fails."""
 
-    def __init__(self, *, url: str, data_dir: Path) -> None:
+    def __init__(self, *, url: str, data_dir: Path, kept_bytes: int = _MAX_KEPT_BYTES) -> None:
         self._engine = create_engine(url or f"sqlite:///{data_dir / 'tandem.db'}")
         self._is_sqlite = self._engine.dialect.name == "sqlite"
         if self._is_sqlite:
@@ -101,6 +104,10 @@ class Database:
         self._queue: deque[_Write] = deque()
         self._owner_queues: FairQueue[_Write] = FairQueue()
         self._postponed: list[_Write] = []
+        # Of the writes without a caller that are not committed yet:
+        self._kept = 0
+        self._bytes_kept = 0
+        self._most_bytes_kept = kept_bytes
         self._work = asyncio.Event()
         self._closing = False
         self.failure: StorageFailed | None = None
@@ -157,18 +164,27 @@ class Database:
         *rows: Row,
         before: FileWork | None = None,
         after: FileWork | None = None,
-        committed: Callable[[], object] | None = None,
+        settled: Callable[[], object] | None = None,
+        size: int = 0,
     ) -> None:
         """As `write`, without waiting. It is tried again while the storage fails; a row that the
-        database does not take is dropped and logged. `committed` is called once the rest is
-        committed, and `after` is file work that is done only then."""
-        write = _Write([(statement, rows)], before=before, after=after, committed=committed)
-        if not self._postponed:
-            self._put(write)
-        elif len(self._postponed) < _MAX_POSTPONED:
+        database does not take is dropped and logged. `settled` is called once the rest is committed
+        or dropped, and `after` is file work that is done only when it is committed. Ask `has_room`
+        before a write that holds many bytes (`size`)."""
+        write = _Write([(statement, rows)], before=before, after=after, settled=settled, size=size)
+        self._kept += 1
+        self._bytes_kept += size
+        if self.failure is not None and self._kept > _MAX_KEPT:
+            self._drop(write, "too many writes wait for the storage")
+        elif self._postponed:
             self._postponed.append(write)
         else:
-            self._log_dropped(write, "too many writes wait for the storage")
+            self._put(write)
+
+    def has_room(self, size: int) -> bool:
+        """Whether a write that nobody waits for may hold so many bytes: while the storage fails,
+        what all of them hold is bounded."""
+        return self.failure is None or self._bytes_kept + size <= self._most_bytes_kept
 
     async def write_in_batches(self, statement: Executable, rows: Select[Any]) -> int:
         """Execute the statement for each row of the query, some at a time, and leave most of the
@@ -298,8 +314,6 @@ class Database:
         that the storage refused are postponed, and those behind them too: their order stays."""
         refused = []
         for write, error in zip(batch, errors, strict=True):
-            if error is None and write.committed is not None:
-                write.committed()
             if write.done is not None:
                 if error is not None and not write.done.done():
                     write.done.set_exception(error)
@@ -308,7 +322,9 @@ class Database:
             elif isinstance(error, StorageFailed):
                 refused.append(write)
             elif error is not None:
-                self._log_dropped(write, str(error))
+                self._drop(write, str(error))
+            else:
+                self._forget(write)
         if refused:
             self._postponed = [*refused, *(write for write in self._queue if write.done is None)]
             self._queue = deque(write for write in self._queue if write.done is not None)
@@ -319,7 +335,15 @@ class Database:
         self._queue.extendleft(reversed(postponed))
         self._work.set()
 
-    def _log_dropped(self, write: _Write, reason: str) -> None:
+    def _forget(self, write: _Write) -> None:
+        """Note that a write without a caller waits no more."""
+        self._kept -= 1
+        self._bytes_kept -= write.size
+        if write.settled is not None:
+            write.settled()
+
+    def _drop(self, write: _Write, reason: str) -> None:
+        self._forget(write)
         statements = [str(statement) for statement, _ in write.statements]
         self._log.error("write_failed", error=reason, statements=statements)
 

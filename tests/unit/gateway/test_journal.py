@@ -18,12 +18,13 @@ from gateway.runs.journal import Journal
 from gateway.runs.operations import Operation
 from gateway.storage.database import Database
 from gateway.storage.tables import audit, operations
-from tandem.errors import GatewayRestarted, InvalidRequest, StorageFailed
+from tandem.errors import GatewayRestarted, InvalidRequest, StorageFailed, UnknownRequest
 from tests.support.waiting import PATIENCE
 
 RUN = "s-1:train:0"
 LARGE = Result(media="protobuf", body=b"x" * 2**17)
 SMALL = Result(media="json", body=b"{}")
+ROOM = len(LARGE.body) + 2 * len(SMALL.body)
 
 
 class World:
@@ -31,7 +32,7 @@ class World:
 
     def __init__(self, data_dir: Path) -> None:
         self.data_dir = data_dir
-        self.database = Database(url="", data_dir=data_dir)
+        self.database = Database(url="", data_dir=data_dir, kept_bytes=ROOM)
         metrics = Metrics()
         futures = FutureTable(
             folder=data_dir / "samples",
@@ -117,6 +118,31 @@ async def test_an_outcome_is_told_while_the_database_fails_and_recorded_afterwar
     else:
         assert (type(recalled), recalled.message) == (InvalidRequest, "no such field")
     assert "1" not in world.payloads()
+
+
+async def test_results_beyond_what_memory_may_hold_are_given_up_while_the_database_fails(world):
+    first, second, third, later = [await world.accept(seq_id) for seq_id in range(1, 5)]
+    with world.locked():
+        world.journal.end(first, LARGE)
+        await world.database.flush()
+        world.journal.end(second, LARGE)
+        world.journal.end(third, SMALL)
+        outcomes = [await world.journal.recall(f"{RUN}:{seq_id}") for seq_id in (1, 2, 3)]
+        assert (outcomes[0], outcomes[2]) == (LARGE, SMALL)
+        assert isinstance(outcomes[1], UnknownRequest)
+        assert second.future.outcome is LARGE, "who waits for it gets it"
+
+    async def all_are_recorded() -> bool:
+        return list((await world.states()).values()) == ["done", "done", "done", "accepted"]
+
+    await until(all_are_recorded)
+    assert (await world.journal.recall(f"{RUN}:1")).size == len(LARGE.body)
+    assert isinstance(await world.journal.recall(f"{RUN}:2"), UnknownRequest)
+    with world.locked():
+        await asyncio.gather(world.database.check(), return_exceptions=True)
+        world.journal.end(later, LARGE)
+        await world.database.flush()
+        assert await world.journal.recall(f"{RUN}:4") is LARGE, "the room is free again"
 
 
 async def test_what_is_written_soon_keeps_its_order_while_the_database_fails(world):
