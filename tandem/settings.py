@@ -230,6 +230,9 @@ class GatewaySettings(BaseSettings):
         description="How often workers are asked whether they answer; one that has not answered "
         "for twice as long is shown as unresponsive.",
     )
+    worker_unresponsive_timeout: float = Field(
+        300.0, gt=0, description="A worker that was unresponsive for this long is killed."
+    )
     compress_payloads: bool = Field(
         False, description="Ask clients to compress their batches (zstd)."
     )

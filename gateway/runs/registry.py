@@ -211,7 +211,11 @@ class RunRegistry:
                 ),
             ),
         )
-        client = TrainerClient(worker, timeout=self.settings.trainer.operation_timeout)
+        client = TrainerClient(
+            worker,
+            timeout=self.settings.trainer.operation_timeout,
+            window=self.settings.dispatch_window,
+        )
         try:
             run.about = await client.describe()
         except WorkerUnavailable as error:

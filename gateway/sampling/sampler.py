@@ -383,7 +383,12 @@ class Sampler:
             self._backoff.ready()
             self._set_state("ready")
             self.places.note_started(self._place)
-            self._client.set_result(SamplerClient(worker, timeout=self.settings.operation_timeout))
+            client = SamplerClient(
+                worker,
+                timeout=self.settings.operation_timeout,
+                give_up=lambda reason: self.fleet.give_up(worker, reason=reason),
+            )
+            self._client.set_result(client)
 
     async def _take_place(self) -> Place:
         patience = self.settings.operation_timeout

@@ -50,10 +50,10 @@ class TrainerClient:
     """Literal use: `await client.call(client.stub.Publish, request, begun=call.begun)`.
 
     Every call raises `WorkerUnavailable` or the `TandemError` that a failure stands for. An
-    operation may take `timeout` seconds.
+    operation may take `timeout` seconds; at most `window` are sent ahead.
     """
 
-    def __init__(self, worker: Worker, *, timeout: float) -> None:
+    def __init__(self, worker: Worker, *, timeout: float, window: int) -> None:
         self.stub = trainer_pb2_grpc.TrainerStub(worker.channel)
         self._forward_backward: Callable[..., Awaitable[trainer_pb2.ForwardBackwardReply]]
         self._forward_backward = worker.channel.unary_unary(
@@ -62,6 +62,7 @@ class TrainerClient:
         )
         self._worker = worker
         self._timeout = timeout
+        self._call_timeout = (window + 1) * timeout
 
     async def describe(self) -> trainer_pb2.DescribeTrainerReply:
         request = trainer_pb2.DescribeTrainerRequest()
@@ -75,8 +76,11 @@ class TrainerClient:
         self, method: Method[Request, Reply], request: Request, *, begun: asyncio.Future[None]
     ) -> Reply:
         """The time that it may take counts from `begun`: operations are sent ahead, and those
-        before it may take their time."""
-        answer = asyncio.create_task(_call(self._worker, method, request))
+        before it may take their time. The call's own deadline, which its worker is told, allows
+        for all of them."""
+        answer = asyncio.create_task(
+            _call(self._worker, method, request, timeout=self._call_timeout)
+        )
         either: tuple[asyncio.Future[Any], ...] = (answer, begun)
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -113,15 +117,18 @@ class SamplerClient:
     """Raises as `TrainerClient`.
 
     How long a sample may take, from when the engine begins it, is the sampler's to decide:
-    `timeout` seconds, before which it may wait for many others. A sampler that answers nobody for
-    `_SILENCE` times as long has failed.
+    `timeout` seconds, before which it may wait for many others; no deadline of a call could allow
+    for them. A sampler that answers nobody for `_SILENCE` times as long has failed: `give_up` is
+    called with a sentence.
     """
 
-    def __init__(self, worker: Worker, *, timeout: float) -> None:
+    def __init__(self, worker: Worker, *, timeout: float, give_up: Callable[[str], None]) -> None:
         self.worker = worker
         self._stub = sampler_pb2_grpc.SamplerStub(worker.channel)
         self._patience = _SILENCE * timeout
+        self._give_up = give_up
         self._heard_at = 0.0
+        self._telling = 0
 
     async def load(self, request: sampler_pb2.LoadRequest) -> sampler_pb2.LoadReply:
         return await self._unless_silent(_call(self.worker, self._stub.Load, request))
@@ -144,8 +151,12 @@ class SamplerClient:
                 async for event in call:
                     if event.HasField("reply"):
                         return event.reply
-                    await tell(event.delta)
-                    self._note_heard()
+                    self._telling += 1
+                    try:
+                        await tell(event.delta)
+                    finally:
+                        self._telling -= 1
+                        self._note_heard()
             finally:
                 call.cancel()  # does nothing to a call that has ended
             raise InternalError("the sampler ended a stream without an answer")
@@ -157,12 +168,16 @@ class SamplerClient:
         task, sent_at = asyncio.create_task(answer), loop.time()
         try:
             while not task.done():
+                if self._telling:  # it is not the sampler that is waited for
+                    self._note_heard()
                 left = max(sent_at, self._heard_at) + self._patience - loop.time()
                 if left <= 0:
-                    raise OperationTimedOut(
+                    silence = (
                         f"the sampler has answered nothing for {self._patience:g} s, "
                         f"{_SILENCE} times TANDEM_SAMPLER_OPERATION_TIMEOUT"
                     )
+                    self._give_up(silence)
+                    raise OperationTimedOut(silence)
                 await asyncio.wait([task], timeout=left)
             self._note_heard()
             return task.result()

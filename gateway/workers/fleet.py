@@ -115,6 +115,7 @@ class Fleet:
         self._records: dict[str, WorkerRecord] = {}
         self._next_number: defaultdict[str, int] = defaultdict(int)
         self._watchers: list[asyncio.Task[None]] = []
+        self._given_up: dict[str, asyncio.Task[None]] = {}
         self._log = get_log()
 
     async def open(self) -> None:
@@ -145,6 +146,7 @@ class Fleet:
             if record.worker is not None:
                 await record.worker.channel.close()
         await self.launcher.close()
+        await asyncio.gather(*self._given_up.values(), return_exceptions=True)
 
     def all(self) -> list[WorkerRecord]:
         """Return the workers that start or serve."""
@@ -201,6 +203,21 @@ class Fleet:
             self._write_end(worker.worker_id, reason)
         await worker.channel.close()
         await self.launcher.stop(worker.worker_id)
+
+    def give_up(self, worker: Worker, *, reason: str) -> None:
+        """Kill a worker that does not answer, and report its end when nothing of it is left. Does
+        nothing for one that has ended or was given up."""
+        worker_id = worker.worker_id
+        if worker_id in self._records and worker_id not in self._given_up:
+            task = asyncio.create_task(self._give_up(worker_id, reason), name="worker-given-up")
+            self._given_up[worker_id] = task
+            task.add_done_callback(lambda _: self._given_up.pop(worker_id))
+
+    async def _give_up(self, worker_id: str, reason: str) -> None:
+        self._log.error("worker_given_up", worker_id=worker_id, reason=reason)
+        await self.launcher.stop(worker_id, at_once=True)
+        if (record := self._records.get(worker_id)) is not None:
+            await self._note_end(record, reason)
 
     def _new_id(self, kind: WorkerKind, session_id: str) -> str:
         prefix = f"{kind}-{session_id}"
@@ -267,21 +284,27 @@ class Fleet:
             record = self._records.get(exit_.worker_id)
             if record is None:
                 continue
-            self.metrics.worker_exits.labels(kind=record.kind).inc()
             if record.worker is None:  # in the moment when it became ready
+                self.metrics.worker_exits.labels(kind=record.kind).inc()
                 record.reason = exit_.reason
                 continue
-            del self._records[exit_.worker_id]
-            self._write_end(exit_.worker_id, exit_.reason)
-            try:
-                record.on_exit(exit_.reason)
-                await record.worker.channel.close()
-            except Exception:  # noqa: BLE001 - later exits must still be handled
-                self._log.exception("exit_not_handled", worker_id=exit_.worker_id)
+            await self._note_end(record, exit_.reason)
+
+    async def _note_end(self, record: WorkerRecord, reason: str) -> None:
+        """Report the end of a worker that served and was not asked to end."""
+        assert record.worker is not None
+        self.metrics.worker_exits.labels(kind=record.kind).inc()
+        del self._records[record.worker_id]
+        self._write_end(record.worker_id, reason)
+        try:
+            record.on_exit(reason)
+            await record.worker.channel.close()
+        except Exception:  # noqa: BLE001 - later exits must still be handled
+            self._log.exception("exit_not_handled", worker_id=record.worker_id)
 
     async def _ask_for_heartbeats(self) -> None:
         """Ask the workers again and again, all at once. A worker that does not answer is shown, and
-        goes on: what it works on has deadlines of its own."""
+        given up after a time."""
         while True:
             await asyncio.sleep(self.settings.worker_heartbeat)
             ready = [(r, r.worker) for r in self._records.values() if r.worker is not None]
@@ -300,6 +323,11 @@ class Fleet:
             )
         except grpc.aio.AioRpcError as error:  # any other error than this is an answer, or its end
             answers = error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        if not answers and worker.silent_since is not None:
+            most = self.settings.worker_unresponsive_timeout
+            if time.monotonic() - worker.silent_since > most:
+                reason = f"the {record.kind} did not answer its heartbeat for {most:g} s"
+                self.give_up(worker, reason=reason)
         if answers == (worker.silent_since is None):
             return
         worker.silent_since, record.state = (

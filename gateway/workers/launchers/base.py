@@ -77,8 +77,9 @@ class Launcher(Protocol):
         """
         ...
 
-    async def stop(self, worker_id: str) -> None:
-        """Ask the worker to end, and kill it when it has not within the stop timeout.
+    async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
+        """Ask the worker to end, and kill it when it has not within the stop timeout; `at_once`:
+        kill it without asking.
 
         Returns when nothing of it is left. Does nothing for a worker that has ended or is
         not known.

@@ -122,10 +122,10 @@ class ProcessLauncher:
         finally:
             worker.awaited = False
 
-    async def stop(self, worker_id: str) -> None:
+    async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         worker = self._workers.get(worker_id)
         if worker is not None:
-            await worker.stop()
+            await (worker.kill() if at_once else worker.stop())
 
     def list(self) -> list[WorkerHandle]:
         return [worker.handle for worker in self._workers.values() if worker.handle is not None]

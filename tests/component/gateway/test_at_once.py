@@ -131,7 +131,7 @@ class StopsSlowly(FakeLauncher):
         self.may_stop = asyncio.Event()
         self.events: list[str] = []
 
-    async def stop(self, worker_id: str) -> None:
+    async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         if worker_id.startswith("trainer"):
             self.events.append("the stop begins")
             await self.may_stop.wait()

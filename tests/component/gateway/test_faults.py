@@ -11,6 +11,7 @@ from tinker import types
 
 from gateway.workers.clients import TrainerClient
 from tandem.errors import LoadFailed, PublishFailed
+from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.requests import asample, create_sampler, optim_step
 from tests.support.gateway.running import running_gateway
 from tests.support.sdk import supervised
@@ -228,3 +229,44 @@ def test_a_worker_that_does_not_answer_its_heartbeat_is_shown_as_such(tmp_path, 
         assert all(gate.retrieve(request).is_success for request in requests)
     log = "".join(capfd.readouterr())
     assert min(log.count("worker_unresponsive"), log.count("worker_answers_again")) >= 2
+
+
+class FrozenUntilKilled(FakeLauncher):
+    """Its workers answer heartbeats again when one of them was killed."""
+
+    async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
+        await super().stop(worker_id, at_once=at_once)
+        if at_once:
+            self.health.answering.set()
+
+
+@pytest.mark.parametrize("kind", ["trainer", "sampler"])
+def test_a_worker_that_answers_no_heartbeat_for_too_long_is_killed(tmp_path, kind):
+    with (
+        running_gateway(
+            tmp_path,
+            launcher=FrozenUntilKilled(),
+            session_ttl=600,
+            worker_heartbeat=0.05,
+            worker_unresponsive_timeout=0.1,
+        ) as gate,
+        gate.http() as client,
+    ):
+        session = gate.session_id()
+        if kind == "trainer":
+            run_id = gate.run_id(session)
+        else:
+            sampler_id = create_sampler(client, session).json()["sampling_session_id"]
+            gate.retrieve(asample(client, sampler_id, 0).json()["request_id"])
+        worker_id, worker = gate.worker(kind)
+        gate.run(worker.gate.clear)
+        gate.run(gate.launcher.health.answering.clear)
+        if kind == "trainer":
+            failed = gate.retrieve(optim_step(client, run_id, 1).json()["request_id"]).json()
+            assert failed["type"] == "worker_died"
+            assert "did not answer its heartbeat for 0.1 s" in failed["error"]
+        else:
+            answer = gate.retrieve(asample(client, sampler_id, 1).json()["request_id"])
+            assert answer.is_success, "by the next engine"
+            assert len([spec for spec in gate.launcher.specs if spec.kind == kind]) == 2
+        assert gate.launcher.stopped[0] == worker_id

@@ -117,6 +117,15 @@ async def test_a_worker_that_does_not_listen_is_killed(make):
     assert group_members(pid) == []
 
 
+async def test_a_worker_that_is_frozen_can_be_killed_without_being_asked(make):
+    launcher = make("family", stop=10_000)
+    handle = await launcher.start(spec())
+    pid = launcher.describe(handle.worker_id).pid
+    os.killpg(pid, signal.SIGSTOP)
+    await asyncio.wait_for(launcher.stop(handle.worker_id, at_once=True), 60)
+    assert group_members(pid) == []
+
+
 async def test_an_unexpected_end_is_told_to_every_watcher_and_takes_the_children_along(make):
     launcher = make("family")
     watches = [launcher.watch(), launcher.watch()]

@@ -76,7 +76,7 @@ class FakeLauncher:
     async def wait_ready(self, worker_id: str) -> None:
         return None
 
-    async def stop(self, worker_id: str) -> None:
+    async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         self.stopped.append(worker_id)
         await self._end(worker_id)
 

@@ -37,10 +37,12 @@ class OneAtATime:
         self.seconds = seconds
         self.reply = reply
         self.calls = 0
+        self.deadlines: list[float | None] = []
         self._turn = asyncio.Lock()
 
     async def __call__(self, _request: Any, *, metadata: Any, timeout: float | None = None) -> Any:
         self.calls += 1
+        self.deadlines.append(timeout)
         number = self.calls
         async with asyncio.timeout(timeout), self._turn:
             await asyncio.sleep(self.seconds[number])
@@ -49,8 +51,9 @@ class OneAtATime:
 
 async def serve(seconds: dict[int, float]) -> dict[int, Any]:
     """Give a run one operation of each of `seconds`; return the outcomes."""
-    client: Any = TrainerClient(WORKER, timeout=LIMIT)
-    client.stub.OptimStep = OneAtATime(seconds, trainer_pb2.OptimStepReply(step=1))
+    client: Any = TrainerClient(WORKER, timeout=LIMIT, window=4)
+    trainer = OneAtATime(seconds, trainer_pb2.OptimStepReply(step=1))
+    client.stub.OptimStep = trainer
     client.stub.Progress = OneAtATime(defaultdict(float), trainer_pb2.ProgressReply())
     tools: Any = MagicMock()
     run: Any = SimpleNamespace(
@@ -85,6 +88,7 @@ async def serve(seconds: dict[int, float]) -> dict[int, Any]:
     if serving.done():
         serving.result()
     serving.cancel()
+    assert all(d is not None and d > 4 * LIMIT for d in trainer.deadlines), "the worker knows one"
     return outcomes
 
 
@@ -107,23 +111,26 @@ async def sample(client: SamplerClient) -> sampler_pb2.SampleReply:
     return await client.sample(sampler_pb2.SampleRequest())
 
 
-def sampler(seconds: dict[int, float]) -> SamplerClient:
-    client: Any = SamplerClient(WORKER, timeout=LIMIT)
+def sampler(seconds: dict[int, float], given_up: list[str]) -> SamplerClient:
+    """`given_up` is told why the sampler was given up."""
+    client: Any = SamplerClient(WORKER, timeout=LIMIT, give_up=given_up.append)
     client._stub.Sample = OneAtATime(seconds, sampler_pb2.SampleReply(sampled_tokens=1))
     return client
 
 
 def test_samples_that_queue_in_the_engine_lose_no_time():
     async def scenario() -> list[sampler_pb2.SampleReply]:
-        client = sampler(dict.fromkeys(range(1, 7), 1700.0))
+        client = sampler(dict.fromkeys(range(1, 7), 1700.0), given_up)
         return await asyncio.gather(*(sample(client) for _ in range(6)))
 
+    given_up: list[str] = []
     assert [reply.sampled_tokens for reply in run_in_virtual_time(scenario())] == [1] * 6
+    assert not given_up
 
 
 def test_a_sampler_that_answers_nobody_is_given_up():
     async def scenario() -> float:
-        client = sampler({1: 100.0, 2: 1e9, 3: 1e9})
+        client = sampler({1: 100.0, 2: 1e9, 3: 1e9}, given_up)
         outcomes = await asyncio.gather(*(sample(client) for _ in range(3)), return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [
             sampler_pb2.SampleReply,
@@ -132,4 +139,37 @@ def test_a_sampler_that_answers_nobody_is_given_up():
         ]
         return asyncio.get_running_loop().time()
 
+    given_up: list[str] = []
     assert run_in_virtual_time(scenario()) == pytest.approx(100.0 + 2 * LIMIT)
+    assert given_up[0].startswith("the sampler has answered nothing for 3600 s")
+
+
+def test_a_reader_that_does_not_read_says_nothing_about_the_sampler():
+    class Stream:
+        """A stream of one delta and the answer."""
+
+        def __init__(self, *_args: Any, **_more: Any) -> None:
+            self._events = [
+                sampler_pb2.SampleEvent(delta=sampler_pb2.SampleDelta()),
+                sampler_pb2.SampleEvent(reply=sampler_pb2.SampleReply(sampled_tokens=1)),
+            ]
+
+        def __aiter__(self) -> Stream:
+            return self
+
+        async def __anext__(self) -> sampler_pb2.SampleEvent:
+            return self._events.pop(0)
+
+        def cancel(self) -> None: ...
+
+    async def slow_reader(_delta: sampler_pb2.SampleDelta) -> None:
+        await asyncio.sleep(5 * LIMIT)
+
+    async def scenario() -> sampler_pb2.SampleReply:
+        client: Any = sampler({}, given_up)
+        client._stub.SampleStream = Stream
+        return await client.sample(sampler_pb2.SampleRequest(), slow_reader)
+
+    given_up: list[str] = []
+    assert run_in_virtual_time(scenario()).sampled_tokens == 1
+    assert not given_up
