@@ -102,7 +102,7 @@ def test_sessions_are_listed_and_described(
 )
 def test_sessions_are_searched(rest: RestClient, stack: TestStack) -> None:
     mark = uuid.uuid4().hex[:8]
-    ids = []
+    ids, services = [], []
     for number, word in enumerate(("first", "second", "third")):
         service = ServiceClient(
             project_id=f"project-{mark}",
@@ -110,6 +110,7 @@ def test_sessions_are_searched(rest: RestClient, stack: TestStack) -> None:
             user_metadata={"mark": mark, "number": str(number)},
         )
         ids.append(service.holder.get_session_id())
+        services.append(service)
         if number:
             settled(service.close("errored", detail="broke"))
 
@@ -130,6 +131,8 @@ def test_sessions_are_searched(rest: RestClient, stack: TestStack) -> None:
     success = types.ClientFinishedSessionStatusQuery(reasons=["success"])
     assert found(**by, statuses=[errored]) == [ids[2], ids[1]]
     assert found(**by, statuses=[success]) == []
+    settled(services[0].close("success"))
+    assert found(**by, statuses=[success]) == [ids[0]]
 
     paged, cursor = [], None
     for _ in range(3):

@@ -78,4 +78,8 @@ def test_a_snippet_of_the_documents_runs(snippet, gate, names, monkeypatch):
         snippet = snippet.replace(placeholder, value)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        exec(compile(snippet, "snippet", "exec"), dict(names))
+        found = dict(names)
+        exec(compile(snippet, "snippet", "exec"), found)
+    opened = found["service"]
+    if opened is not names["service"]:
+        opened.close("success").result()

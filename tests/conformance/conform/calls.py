@@ -54,8 +54,10 @@ def service_client(**settings: object) -> Iterator[tinker.ServiceClient]:
     """A session that is finished at the end. Older releases know fewer settings, and no `with`."""
     known = inspect.signature(tinker.ServiceClient).parameters
     client = tinker.ServiceClient(**{n: value for n, value in settings.items() if n in known})
-    yield client
-    settled(client.close("success"))
+    try:
+        yield client
+    finally:
+        settled(client.close("success"))
 
 
 def rest_client() -> RestClient:
