@@ -30,8 +30,9 @@ def key_of(gate, owner: str) -> str:
 
 
 @contextmanager
-def limited(tmp_path, **limits):
-    with running_gateway(tmp_path, session_ttl=600, sequence_gap_timeout=1.0, limit=limits) as gate:
+def limited(tmp_path, *, gap_timeout: float = 600, **limits):
+    changes = {"session_ttl": 600, "sequence_gap_timeout": gap_timeout, "limit": limits}
+    with running_gateway(tmp_path, **changes) as gate:
         yield gate
 
 
@@ -272,7 +273,7 @@ def test_waiting_samples_of_an_owner_are_bounded_over_all_its_samplers(tmp_path)
 def test_what_a_client_sends_ten_times_too_fast_is_not_held_in_memory(tmp_path):
     """40 MB of payloads are sent to a trainer that does nothing; memory has 64 kB of them."""
     limits = {"held_bytes": 64_000, "queued_bytes": 20 * 2**20}
-    with limited(tmp_path, **limits) as gate, gate.http() as client:
+    with limited(tmp_path, gap_timeout=1.0, **limits) as gate, gate.http() as client:
         run_id = gate.run_id(gate.session_id())
         _, trainer = gate.worker("trainer")
         gate.run(trainer.gate.clear)

@@ -26,7 +26,6 @@ def gate(tmp_path_factory):
     with running_gateway(
         tmp_path_factory.mktemp("operations"),
         session_ttl=600,
-        sequence_gap_timeout=0.4,
         max_payload_bytes=LIMIT,
         max_queued_operations=6,
     ) as gate:

@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tandem.stack import Stack
@@ -44,6 +46,18 @@ def refused(*command: str, **variables: str) -> str:
     assert "Traceback" not in sentence
     assert "{" not in sentence
     return sentence
+
+
+@contextmanager
+def started(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that is ended with the block, whatever happens in it."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
 
 
 def up(data_dir: Path, *, port: int = 0) -> tuple[str, ...]:
@@ -88,13 +102,13 @@ def test_a_setting_that_is_wrong_is_a_sentence_that_names_its_variable(tmp_path)
 
 
 def test_up_says_how_its_gateway_ended(tmp_path):
-    with subprocess.Popen(
-        [TANDEM, *up(tmp_path), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as command:
+    with started(TANDEM, *up(tmp_path), "--json") as command:
         assert command.stdout is not None
         text = ""
         while not text.rstrip().endswith("}"):
-            text += command.stdout.readline()
+            line = command.stdout.readline()
+            assert line, f"it ended after {text!r}"
+            text += line
         os.kill(json.loads(text)["pid"], signal.SIGKILL)
         _, said = command.communicate(timeout=60)
     assert command.returncode == 1
@@ -105,7 +119,7 @@ def test_up_says_how_its_gateway_ended(tmp_path):
 def test_up_warns_of_a_database_that_was_lost(tmp_path):
     (tmp_path / "weights" / "s-1_train_0" / "v000001-11111111").mkdir(parents=True)
     (tmp_path / "data_id").write_text("of the database that was lost")
-    with subprocess.Popen([TANDEM, *up(tmp_path)], stderr=subprocess.PIPE, text=True) as command:
+    with started(TANDEM, *up(tmp_path)) as command:
         assert command.stderr is not None
         said = command.stderr.readline()
         command.terminate()
