@@ -108,7 +108,7 @@ class Housekeeping:
         touched = self._in_use | set(gateway.sampling.expire_idle())
         touched.update(run.id for run in gateway.runs.all() if run.published)
         await self._collect(sorted(touched))
-        await gateway.collector.empty_trash()
+        gateway.collector.empty_trash_soon()
         await gateway.collector.expire_quarantine()
         await gateway.journal.expire()
 

@@ -77,7 +77,7 @@ class GarbageCollector:
     async def collect_all(self) -> None:
         """Remove what an earlier gateway left. Call it only before anything runs."""
         await self.collect(None, ended=True)
-        self._empty_trash_soon()
+        self.empty_trash_soon()
 
     async def close(self) -> None:
         """Stop removing; the next gateway goes on with what is left in the trash."""
@@ -85,12 +85,16 @@ class GarbageCollector:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def empty_trash(self) -> None:
-        """Remove what is in the trash: also what a crash or a failing disk left there."""
+        """Remove what is in the trash: also what a crash or a failing disk left there. That can
+        take minutes."""
         async with self._emptying:
             if self.paired:
                 await asyncio.to_thread(self._empty_trash)
 
-    def _empty_trash_soon(self) -> None:
+    def empty_trash_soon(self) -> None:
+        """As `empty_trash`, without waiting."""
+        if len(self._tasks) > 1:  # one is at work, and the next will find everything
+            return
         task = asyncio.create_task(self.empty_trash(), name="empty-trash")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -117,7 +121,7 @@ class GarbageCollector:
         unused = [folder for folder in unnamed if folder not in used]
         if unused:
             removed = await asyncio.to_thread(self._put_away, unused, known)
-            self._empty_trash_soon()
+            self.empty_trash_soon()
             await self._note(run_id, removed)
             self._log.info("collected", run_id=run_id, folders=removed)
         if ended:
@@ -125,9 +129,11 @@ class GarbageCollector:
         return len(unused) == len(unnamed)
 
     async def expire_quarantine(self) -> None:
-        """Remove what was in quarantine for too long."""
+        """Put what was in quarantine for too long into the trash."""
         if self.paired:
-            await asyncio.to_thread(self.quarantine.expire)
+            ended = await asyncio.to_thread(self._end_quarantine)
+            if ended:
+                self.empty_trash_soon()
 
     async def warnings(self) -> list[str]:
         """Return what an operator should know, in sentences."""
@@ -208,11 +214,28 @@ class GarbageCollector:
             self._log.warning("quarantined", folders=lost, hint=QUARANTINED)
         removed = [folder for folder in folders if folder not in lost]
         for folder in removed:
-            trash = self._data_dir / folder.partition("/")[0] / _TRASH / secrets.token_hex(8)
-            trash.parent.mkdir(exist_ok=True)
             with suppress(FileNotFoundError):  # a partial folder that its writer just discarded
-                (self._data_dir / folder).rename(trash)
+                self._throw_away(folder, self._data_dir / folder)
         return removed
+
+    def _end_quarantine(self) -> list[str]:
+        """Return the folders whose quarantine is over, and which are in the trash now."""
+        ended = []
+        for folder in self.quarantine.overdue():
+            try:
+                self._throw_away(folder, self.quarantine.path(folder))
+            except OSError as error:  # stays where it is, and is tried again
+                self._log.error("not_removed", path=folder, reason=str(error))
+            else:
+                self._log.warning("quarantine_ended", folder=folder)
+                ended.append(folder)
+        return ended
+
+    def _throw_away(self, folder: str, path: Path) -> None:
+        """Rename a folder, which is at `path` now, into the trash."""
+        trash = self._data_dir / folder.partition("/")[0] / _TRASH
+        trash.mkdir(parents=True, exist_ok=True)
+        path.rename(trash / secrets.token_hex(8))
 
     def _empty_trash(self) -> None:
         for trash in (self._data_dir / root / _TRASH for root in _ROOTS):

@@ -1,13 +1,12 @@
 """Complete checkpoints of which the database knows nothing, kept for a time: `DATA/quarantine`.
 
-A folder has the path there that it had in the data directory. It is removed when its time is over
-and the gateway has seen that for a grace period, so that a clock that jumped removes nothing. Two
+A folder has the path there that it had in the data directory. It goes when its time is over and
+the gateway has seen that for a grace period, so that a clock that jumped removes nothing. Two
 empty files in the folder have the times as theirs.
 """
 
 from __future__ import annotations
 
-import shutil
 import time
 from pathlib import Path
 
@@ -47,8 +46,9 @@ class Quarantine:
         for mark in (_SINCE, _OVERDUE):
             (target / mark).unlink(missing_ok=True)
 
-    def expire(self) -> None:
-        """Remove what has been here for too long."""
+    def overdue(self) -> list[str]:
+        """Return what has been here for too long, and note what has been since now."""
+        found = []
         for folder in self.folders():
             path, now = self.path(folder), time.time()
             overdue = path / _OVERDUE
@@ -58,7 +58,7 @@ class Quarantine:
                 elif not overdue.exists() or overdue.stat().st_mtime > now:
                     overdue.touch()
                 elif overdue.stat().st_mtime + self._grace <= now:
-                    self._log.warning("quarantine_ended", folder=folder)
-                    shutil.rmtree(path)
+                    found.append(folder)
             except OSError as error:  # tried again the next time
                 self._log.error("not_removed", path=str(path), reason=str(error))
+        return found

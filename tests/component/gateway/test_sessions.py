@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 import tinker
@@ -15,7 +18,7 @@ from gateway.storage.tables import sessions
 from tests.support.files import entries
 from tests.support.gateway.requests import asample, finish, new_sampler, optim_step
 from tests.support.gateway.running import KEY, make_model, running_gateway
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 PARAMS = types.SamplingParams(max_tokens=3)
@@ -96,6 +99,36 @@ import sys, tinker
 service = tinker.ServiceClient(base_url=sys.argv[1], api_key=sys.argv[2])
 print(service.create_lora_training_client("tiny:full").result().model_id)
 """
+
+
+def test_sessions_end_while_much_is_removed(tmp_path, monkeypatch):
+    """What an earlier gateway threw away, and what was in quarantine for too long."""
+    removing, go_on, remove = threading.Event(), threading.Event(), shutil.rmtree
+
+    def slow(path, **options):
+        if path.parent.name == ".trash":
+            removing.set()
+            assert go_on.wait(PATIENCE)
+        remove(path, **options)
+
+    monkeypatch.setattr("shutil.rmtree", slow)
+    large = tmp_path / "data" / "weights" / ".trash" / "0123456789abcdef"
+    large.mkdir(parents=True)
+    kept = tmp_path / "data" / "quarantine" / "weights" / "s-1_train_0" / "v000001-11111111"
+    kept.mkdir(parents=True)
+    for mark in (".quarantined", ".overdue"):
+        (kept / mark).touch()
+        os.utime(kept / mark, (1, 1))
+    with running_gateway(tmp_path, session_ttl=0.5) as gate:
+        try:
+            assert removing.wait(PATIENCE)
+            session_id = gate.session_id()
+            wait_until(lambda: gate.gateway.sessions.get(session_id) is None)
+            wait_until(lambda: not kept.exists())
+            assert large.exists()
+        finally:
+            go_on.set()
+        wait_until(lambda: list(large.parent.iterdir()) == [])
 
 
 def test_the_session_of_a_script_that_ended_without_closing_goes_with_its_connections(tmp_path):
