@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,8 +27,8 @@ class Engine(Protocol):
     @property
     def idle(self) -> bool: ...
 
-    async def retire(self) -> None:
-        """Stop, and give the place back."""
+    def retire(self) -> Coroutine[None, None, None]:
+        """Take no more requests from now on; return what stops it and gives the place back."""
         ...
 
 

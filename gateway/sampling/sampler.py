@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -111,6 +111,7 @@ class Sampler:
         self._died = asyncio.Event()
         self._calls = 0
         self._place: Place | None = None
+        self._retiring: Place | None = None
         self._client: asyncio.Future[SamplerClient] = asyncio.get_running_loop().create_future()
         self._starting: asyncio.Task[None] | None = None
         self._log = get_log(session_id=self.session_id)
@@ -123,8 +124,12 @@ class Sampler:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing needs the engine now."""
-        return not self.samples and not self._calls
+        """Whether the engine serves, and nothing needs it now."""
+        return self.state == "ready" and not self._needed
+
+    @property
+    def _needed(self) -> bool:
+        return bool(self.samples or self._calls)
 
     @property
     def loaded(self) -> set[str]:
@@ -263,18 +268,21 @@ class Sampler:
         self._set_state("queued", self.reason)
         self._starting = asyncio.create_task(self._start(), name=f"sampler-{self.session_id}")
 
-    async def retire(self) -> None:
-        """Stop an idle engine, whose place another one needs. It starts again when it is needed."""
+    def retire(self) -> Coroutine[None, None, None]:
+        """Return what stops an idle engine, whose place another one needs. The next request, which
+        may come before that has begun, starts another engine."""
         worker, place = self.worker, self._place
-        self._place = None
+        assert worker is not None and place is not None, "only an engine that serves is idle"
+        self._place, self._retiring = None, place
         self._forget_engine()
         self._set_state("idle")
+        return self._stop_retired(worker, place)
+
+    async def _stop_retired(self, worker: Worker, place: Place) -> None:
         try:
-            if worker is not None:
-                await self.fleet.stop(worker, reason="another engine needed its place")
+            await self.fleet.stop(worker, reason="another engine needed its place")
         finally:
-            if place is not None:
-                self.places.give_back(place)
+            self.places.give_back(place)
 
     async def stop(self, error: TandemError) -> None:
         """End the engine, and fail all samples, and requests that wait for it, with the error."""
@@ -294,6 +302,8 @@ class Sampler:
                 await self.fleet.stop(worker, reason=error.message)
         finally:
             self._leave_place()
+            if self._retiring is not None and self._retiring.retiring is not None:
+                await asyncio.wait({self._retiring.retiring})
 
     async def abandon(self) -> None:
         """Cancel everything without an outcome. The fleet ends the engine."""
@@ -412,7 +422,7 @@ class Sampler:
         self._leave_place()
         if self.state != "stopped":
             self._note_failed("idle", reason)
-            if not self.idle:
+            if self._needed:
                 self.start_engine()
 
     def _forget_engine(self) -> None:

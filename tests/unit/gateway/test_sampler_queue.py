@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -12,9 +14,11 @@ from gateway.futures.table import Future, Result
 from gateway.metrics import Metrics
 from gateway.sampling.places import EnginePlaces
 from gateway.sampling.sampler import Sample, Sampler
+from gateway.workers.fleet import Worker
 from tandem.errors import SessionFinished
 from tandem.settings import SamplerSettings
 from tandem.v1 import sampler_pb2
+from tests.support.waiting import until
 from tests.support.work import calls_in
 
 MANY = 2000
@@ -27,20 +31,28 @@ class NoFleet:
         await asyncio.Event().wait()
 
 
-@pytest.fixture
-async def sampler():
-    sampler = Sampler(
-        session_id="s-1",
+def make_sampler(session_id: str, *, fleet, places: EnginePlaces) -> Sampler:
+    return Sampler(
+        session_id=session_id,
         owner="ann",
         model=BaseModelEntry(name="tiny", path="/tiny", max_length=None),
         max_lora_rank=0,
         settings=SamplerSettings(),
-        fleet=NoFleet(),
+        fleet=fleet,
         metrics=Metrics(),
         meter=None,
         pins=Pins(),
-        places=EnginePlaces(most=1, most_starting=1, quantum=0),
+        places=places,
     )
+
+
+def one_place() -> EnginePlaces:
+    return EnginePlaces(most=1, most_starting=1, quantum=0)
+
+
+@pytest.fixture
+async def sampler():
+    sampler = make_sampler("s-1", fleet=NoFleet(), places=one_place())
     yield sampler
     await sampler.stop(SessionFinished("over"))
 
@@ -66,3 +78,65 @@ async def test_each_is_told_its_place_without_a_look_at_all_others(sampler):
     assert "; 1 sample before this one" in futures[2].describe().reason
     assert f"; {MANY - 4} samples before this one" in futures[-1].describe().reason
     assert f"; {MANY - 3} samples before this one" in add(sampler, MANY).describe().reason
+
+
+class EnginesThatStopSlowly:
+    """Engines that serve at once, and stop when the test sets `may_stop`."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.may_stop = asyncio.Event()
+
+    async def start(self, *, session_id, **_about):
+        self.events.append(f"{session_id} started")
+        handle = SimpleNamespace(kind="sampler", worker_id=session_id)
+        return Worker(handle=handle, channel=MagicMock(), metadata=())
+
+    async def stop(self, worker, *, reason):
+        await self.may_stop.wait()
+        self.events.append(f"{worker.worker_id} stopped")
+
+
+@pytest.fixture
+async def two_on_one_place():
+    """The engine of the first serves and is idle; that of the second has not been asked for."""
+    fleet, places = EnginesThatStopSlowly(), one_place()
+    first, second = (make_sampler(f"s-{n}", fleet=fleet, places=places) for n in (1, 2))
+    first.start_engine()
+    await until(lambda: first.idle)
+    yield first, second, fleet
+    fleet.may_stop.set()
+    for sampler in (first, second):
+        await sampler.stop(SessionFinished("over"))
+
+
+async def all_that_can_happen() -> None:
+    """Let the event loop do what is waiting for nothing."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def test_the_end_of_a_sampler_waits_for_its_engine_that_makes_room(two_on_one_place):
+    first, second, fleet = two_on_one_place
+    second.start_engine()
+    await until(lambda: not first.idle)
+    end = asyncio.create_task(first.stop(SessionFinished("over")))
+    await all_that_can_happen()
+    assert not end.done()
+    fleet.may_stop.set()
+    await end
+    assert "s-1 stopped" in fleet.events
+    assert first.state == "stopped"
+
+
+async def test_an_engine_that_is_being_stopped_keeps_its_place_until_it_has(two_on_one_place):
+    first, second, fleet = two_on_one_place
+    end = asyncio.create_task(first.stop(SessionFinished("over")))
+    await all_that_can_happen()
+    second.start_engine()
+    await all_that_can_happen()
+    fleet.may_stop.set()
+    await end
+    await until(lambda: second.idle)
+    assert fleet.events == ["s-1 started", "s-1 stopped", "s-2 started"]
+    assert first.state == "stopped"
