@@ -1,9 +1,10 @@
 """Training runs, and the operations that are carried out on them in order.
 
-An operation comes in through `RunRegistry.submit` (`registry`), which writes it into the
-`journal` before its client gets a request_id. The run's `dispatcher` keeps the order of `seq_id`,
-the window and the gaps. At its turn the `runner` prepares the operation and carries it out with
-the run's trainer; the journal records the outcome and resolves the future.
+A run in memory is a `training_run.TrainingRun`. An operation comes in through
+`RunRegistry.submit` (`registry`), which writes it into the `journal` before its client gets a
+request_id. The run's `dispatcher` keeps the order of `seq_id`, the window and the gaps. At its turn
+the `runner` prepares the operation and carries it out with the run's trainer; the journal records
+the outcome and resolves the future.
 
 To add a kind of operation:
 

@@ -25,7 +25,8 @@ from gateway.limits import Quotas, overloaded
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Body, Call, Kind, LoadWeights, Operation, RunBroken
-from gateway.runs.runner import OperationRunner, RunnerTools, TrainingRun
+from gateway.runs.runner import OperationRunner, RunnerTools
+from gateway.runs.training_run import TrainingRun
 from gateway.sessions.registry import SessionRegistry
 from gateway.storage.database import Database
 from gateway.storage.tables import runs

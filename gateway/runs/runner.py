@@ -1,4 +1,4 @@
-"""A training run in memory, and how its operations are carried out by its trainer.
+"""How operations are carried out by a run's trainer.
 
 Each kind of operation has a method. It does everything that can fail before the trainer hears of
 the operation, calls the trainer, and returns the result.
@@ -10,26 +10,23 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
 from gateway.checkpoints.compatibility import check_compatible
 from gateway.checkpoints.encryption import check_recipients, encrypt_version
 from gateway.checkpoints.versions import VersionStore, WeightVersion
-from gateway.futures.table import Future, Outcome, Result, Waiting
+from gateway.futures.table import Outcome, Result
 from gateway.identifiers import (
     CheckpointKind,
     CheckpointPath,
     new_state_folder,
     relative_state_folder,
     relative_version_folder,
-    request_id_of,
 )
 from gateway.metrics import Metrics
-from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.history import RunHistory, TrainingStep
 from gateway.runs.journal import Journal
 from gateway.runs.operations import (
@@ -39,7 +36,6 @@ from gateway.runs.operations import (
     LoadWeights,
     LossDefinitions,
     LossReference,
-    Operation,
     OptimStep,
     Progress,
     RunBroken,
@@ -48,6 +44,7 @@ from gateway.runs.operations import (
     SaveWeightsForSampler,
     json_result,
 )
+from gateway.runs.training_run import TrainingRun
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import SamplingSessionRegistry
 from gateway.usage.meter import Subject, TrainerReply, UsageMeter
@@ -57,12 +54,10 @@ from gateway.workers.clients import (
     TrainerClient,
     WorkerUnavailable,
 )
-from gateway.workers.fleet import Worker
 from tandem.errors import InternalError, NameTaken, TandemError, UnknownModel, from_failure
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import new_version_name
-from tandem.worker import TrainingSpec
 
 _DELIVERIES = 3
 _PROGRESS_INTERVAL = 2.0
@@ -74,72 +69,8 @@ TrainerRequest = (
     | trainer_pb2.SaveCheckpointRequest
     | trainer_pb2.LoadCheckpointRequest
 )
-RunState = Literal["starting", "ready", "ended"]
 Request = TypeVar("Request", bound=TrainerRequest)
 Reply = TypeVar("Reply", bound=TrainerReply)
-
-
-@dataclass(eq=False)
-class TrainingRun:
-    """`life` is the task that starts the trainer and serves the run, `stopping` the one that stops
-    it; `creation` the operation of the run's own creation, once it is in the journal; `about` what
-    the trainer says of itself.
-
-    `published` counts the weight versions; `parent` is the newest, which is pinned, and `newest`
-    the newest that can be sampled from. `version_bytes` is the size of the last one.
-    """
-
-    id: str
-    session_id: str
-    owner: str
-    model: BaseModelEntry
-    training: TrainingSpec
-    dispatcher: Dispatcher
-    state: RunState = "starting"
-    error: TandemError | None = None
-    creation: Operation | None = None
-    life: asyncio.Task[None] | None = None
-    worker: Worker | None = None
-    stopping: asyncio.Task[None] | None = None
-    about: trainer_pb2.DescribeTrainerReply = field(
-        default_factory=trainer_pb2.DescribeTrainerReply
-    )
-    step: int = 0
-    published: int = 0
-    parent: str = ""
-    newest: str = ""
-    version_bytes: int = 0
-
-    @property
-    def expected_version_bytes(self) -> int:
-        """The size of the next weight version: that of the last one, or 4 bytes a parameter."""
-        return self.version_bytes or 4 * self.about.trainable_parameters
-
-    @property
-    def expected_state_bytes(self) -> int:
-        """The size of a trainer's state: parameters and two moments of each, 4 bytes each."""
-        return max(12 * self.about.trainable_parameters, 3 * self.version_bytes)
-
-    def new_future(self, seq_id: int) -> Future:
-        """Return the future of an operation of this run."""
-        return Future(
-            request_id=request_id_of(owner=self.id, seq_id=seq_id),
-            source="operation",
-            owner=self.owner,
-            describe=lambda: self.describe(seq_id),
-        )
-
-    @property
-    def silence(self) -> str:
-        """Say that the trainer does not answer its heartbeat; "" if it does."""
-        return self.worker.silence if self.worker is not None else ""
-
-    def describe(self, seq_id: int) -> Waiting:
-        """Say what an operation is waiting for."""
-        waiting = self.dispatcher.describe(seq_id)
-        if silence := self.silence:
-            return Waiting(f"{silence}; {waiting.reason}", paused=True)
-        return waiting
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,82 @@
+"""A training run in memory: its trainer, its dispatcher, and what it has published."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gateway.checkpoints.base_models import BaseModelEntry
+from gateway.futures.table import Future, Waiting
+from gateway.identifiers import request_id_of
+from gateway.runs.dispatcher import Dispatcher
+from gateway.runs.operations import Operation
+from gateway.workers.fleet import Worker
+from tandem.errors import TandemError
+from tandem.v1 import trainer_pb2
+from tandem.worker import TrainingSpec
+
+RunState = Literal["starting", "ready", "ended"]
+
+
+@dataclass(eq=False)
+class TrainingRun:
+    """`life` is the task that starts the trainer and serves the run, `stopping` the one that stops
+    it; `creation` the operation of the run's own creation, once it is in the journal; `about` what
+    the trainer says of itself.
+
+    `published` counts the weight versions; `parent` is the newest, which is pinned, and `newest`
+    the newest that can be sampled from. `version_bytes` is the size of the last one.
+    """
+
+    id: str
+    session_id: str
+    owner: str
+    model: BaseModelEntry
+    training: TrainingSpec
+    dispatcher: Dispatcher
+    state: RunState = "starting"
+    error: TandemError | None = None
+    creation: Operation | None = None
+    life: asyncio.Task[None] | None = None
+    worker: Worker | None = None
+    stopping: asyncio.Task[None] | None = None
+    about: trainer_pb2.DescribeTrainerReply = field(
+        default_factory=trainer_pb2.DescribeTrainerReply
+    )
+    step: int = 0
+    published: int = 0
+    parent: str = ""
+    newest: str = ""
+    version_bytes: int = 0
+
+    @property
+    def expected_version_bytes(self) -> int:
+        """The size of the next weight version: that of the last one, or 4 bytes a parameter."""
+        return self.version_bytes or 4 * self.about.trainable_parameters
+
+    @property
+    def expected_state_bytes(self) -> int:
+        """The size of a trainer's state: parameters and two moments of each, 4 bytes each."""
+        return max(12 * self.about.trainable_parameters, 3 * self.version_bytes)
+
+    def new_future(self, seq_id: int) -> Future:
+        """Return the future of an operation of this run."""
+        return Future(
+            request_id=request_id_of(owner=self.id, seq_id=seq_id),
+            source="operation",
+            owner=self.owner,
+            describe=lambda: self.describe(seq_id),
+        )
+
+    @property
+    def silence(self) -> str:
+        """Say that the trainer does not answer its heartbeat; "" if it does."""
+        return self.worker.silence if self.worker is not None else ""
+
+    def describe(self, seq_id: int) -> Waiting:
+        """Say what an operation is waiting for."""
+        waiting = self.dispatcher.describe(seq_id)
+        if silence := self.silence:
+            return Waiting(f"{silence}; {waiting.reason}", paused=True)
+        return waiting
