@@ -128,6 +128,7 @@ def measure(*, clients: int, seconds: float) -> list[dict[str, object]]:
             context.Process(
                 target=throw,
                 args=(stack.endpoint, bodies[first:] + bodies[:first], stop, answered),
+                daemon=True,
             )
             for first in range(clients)
         ]

@@ -95,7 +95,7 @@ class SampleGrammar(StructuredOutputGrammar):  # type: ignore[misc]
         return tokens[:count]
 
     def rollback(self, num_tokens: int) -> None:
-        raise NotImplementedError("only speculative decoding takes tokens back")
+        raise AssertionError("only speculative decoding, which the engine has not, takes them back")
 
     def is_terminated(self) -> bool:
         return self._ended

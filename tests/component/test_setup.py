@@ -78,6 +78,9 @@ def test_a_second_set_up_fetches_nothing(tmp_path: Path, build: str):
     asked, said = set_up(tmp_path, build=build, refused="^$")
     assert any("gigabytes" in line for line in said) == (build == "gpu")
     subprocess.run(
-        [tmp_path / "scripts/setup.sh"], env=os.environ | {"TANDEM_BUILD": build}, check=True
+        [tmp_path / "scripts/setup.sh"],
+        env=os.environ | {"TANDEM_BUILD": build},
+        check=True,
+        timeout=60,
     )
     assert (tmp_path / "log").read_text().splitlines() == asked

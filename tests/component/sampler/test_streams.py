@@ -11,6 +11,7 @@ import pytest
 from tests.support.adapter_files import write_adapter_files, write_merged
 from tests.support.sampler_streams import gather, narrow_stream, open_stream, stream
 from tests.support.sampler_worker import PROMPT, SamplerClient, publish, publish_adapter, same, text
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize(
@@ -96,9 +97,8 @@ def test_a_cancelled_stream_frees_the_engine(sampler: SamplerClient):
     next(call)
     call.cancel()
     sampler.sample(PROMPT, max_tokens=1)
-    while (described := sampler.describe()).running:
-        pass
-    assert (described.running, described.waiting) == (0, 0)
+    wait_until(lambda: not sampler.describe().running)
+    assert sampler.describe().waiting == 0
     with pytest.raises(grpc.RpcError):
         list(call)
 

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from gateway.sampling.places import EnginePlaces
+from tests.support.waiting import PATIENCE
 
 
 class Engine:
@@ -117,4 +118,5 @@ async def test_an_engine_that_is_given_up_in_the_moment_of_its_turn_frees_its_pl
     given_up, other = await begun(places, Engine(), Engine())
     places.give_back(first.place)  # it is the turn of the first that waits
     given_up.cancel()
-    await other
+    started = await asyncio.wait_for(other, PATIENCE)
+    assert places.explain(started) == ""

@@ -82,7 +82,7 @@ class World:
 
 @pytest.fixture
 async def world(tmp_path, monkeypatch):
-    monkeypatch.setattr("gateway.storage.database._RETRY_AFTER", 0.01, raising=False)
+    monkeypatch.setattr("gateway.storage.database._RETRY_AFTER", 0.01)
     world = World(tmp_path)
     await world.database.open()
     await world.database.write(text("PRAGMA busy_timeout = 0"))
