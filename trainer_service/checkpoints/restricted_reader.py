@@ -42,11 +42,14 @@ _ALLOWED = frozenset(
     }
 )
 """The layout of plain tensors: data without behaviour, and one lookup by name."""
+_RENAMED = {"pathlib._local": "pathlib"}
+"""Modules that a version of Python (here 3.13) has under a name of its own, and their names."""
 _MOST_BYTES = 512 * 2**20
 
 
 class _LayoutUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
+        module = _RENAMED.get(module, module)
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import json
 import os
+import pathlib
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,6 +141,20 @@ def test_a_checkpoint_of_ours_is_read_by_the_careful_reader(operations, saved):
     names = {file.name for file in saved.iterdir()} - {"checkpoint.json"}
     layout = read_layout(saved, files=names)
     assert any(name.startswith("optimizer.") for name in layout.state_dict_metadata)
+    assert not load(operations, saved).HasField("failure")
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_a_checkpoint_is_read_whichever_python_wrote_it(operations, saved, monkeypatch, module):
+    layout = read_layout(saved, files={file.name for file in saved.iterdir()})
+    with monkeypatch.context() as python:
+        python.setitem(sys.modules, module, pathlib)
+        for kind in (pathlib.Path, pathlib.PosixPath):
+            python.setattr(kind, "__module__", module)
+        written = pickle.dumps(layout)
+    assert module.encode() in written
+    (saved / ".metadata").write_bytes(written)
+    recorded(saved)
     assert not load(operations, saved).HasField("failure")
 
 
