@@ -169,9 +169,11 @@ class SessionQueries:
                 "the cursor was not issued for this search; pass `next_cursor` back unchanged and "
                 "with the same filters, or start without a cursor"
             )
-        # The cursor has only the microseconds.
-        created_at = select(sessions.c.created_at).where(sessions.c.id == session_id)
-        return await self._database.read_value(created_at), session_id
+        # The cursor has only the microseconds; they do where the session was forgotten since.
+        row = await self._database.read_one(
+            select(sessions.c.created_at).where(sessions.c.id == session_id)
+        )
+        return row["created_at"] if row is not None else when.timestamp(), session_id
 
     async def _ids(self, query: Select[tuple[str]]) -> list[str]:
         return [row["id"] for row in await self._database.read(query)]

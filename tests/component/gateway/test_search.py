@@ -7,8 +7,10 @@ from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 import tinker
+from sqlalchemy import delete, select
 from tinker import types
 
+from gateway.storage.tables import sessions
 from tests.support.gateway.requests import finish
 from tests.support.gateway.running import KEY
 from tests.support.sdk import supervised
@@ -52,10 +54,6 @@ def test_a_session_is_described_with_its_runs_and_samplers_in_order(gate, rest):
 
 
 def test_what_a_client_says_of_its_session_is_kept(gate, monkeypatch):
-    from sqlalchemy import select
-
-    from gateway.storage.tables import sessions
-
     monkeypatch.setenv("TINKER_TAGS", "night,big")
     with service_of(gate, project_id="p-kept") as service:
         row = gate.run(
@@ -165,6 +163,7 @@ def test_pages_of_a_search_add_up_and_a_foreign_cursor_is_refused(gate, rest, ma
         cursor = page.next_cursor
     assert (paged, pages) == (made[::-1], 3)
 
+    forgotten = cursor.last_session_id.partition(".")[0]
     later = cursor.model_copy(update={"last_created_at": cursor.last_created_at + timedelta(1)})
     other = cursor.model_copy(
         update={"last_session_id": made[0] + cursor.last_session_id[len(made[0]) :]}
@@ -177,6 +176,9 @@ def test_pages_of_a_search_add_up_and_a_foreign_cursor_is_refused(gate, rest, ma
             rest.search_sessions(types.SessionSearchRequest(**by, cursor=tampered)).result()
     with pytest.raises(tinker.BadRequestError, match="cursor"):
         rest.search_sessions(types.SessionSearchRequest(limit=2, cursor=cursor)).result()
+    gate.run(gate.gateway.database.write(delete(sessions).where(sessions.c.id == forgotten)))
+    after = rest.search_sessions(types.SessionSearchRequest(**by, cursor=cursor)).result()
+    assert [each.session_id for each in after.sessions] == paged[paged.index(forgotten) + 1 :]
 
 
 def test_a_search_with_a_filter_that_is_unknown_is_refused(gate):
