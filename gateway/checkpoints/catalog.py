@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,22 +131,18 @@ class CheckpointCatalog:
         self.mark(checkpoint.path.run_id)
 
     async def find(self, path: CheckpointPath) -> Checkpoint | None:
-        """Return the checkpoint, without a check of who may read it."""
+        """Return the checkpoint, without a check of who may read it; None if there is none."""
         row = await self._database.read_one(
             select(checkpoints).where(checkpoints.c.path == str(path), not_expired())
         )
         return checkpoint_of(row) if row is not None else None
 
-    async def get(
-        self, path: str, *, readers: Readers | None, trainable: bool = False
-    ) -> Checkpoint:
-        """Return the checkpoint if `readers` may read it; None where the right to read was checked
-        before (by a signature or by the route). Raise `UnknownWeights`, also for one that must be
-        `trainable` and is not, or `InvalidRequest` for text that is not a checkpoint path."""
+    async def get(self, path: str, *, readers: Readers, trainable: bool = False) -> Checkpoint:
+        """Return the checkpoint if `readers` may read it. Raise `UnknownWeights`, also for one
+        that must be `trainable` and is not, or `InvalidRequest` for text that is not a checkpoint
+        path."""
         found = await self.find(parse_checkpoint_path(path))
-        if found is None or not (
-            readers is None or readers.may_read(owner=found.owner, public=found.public)
-        ):
+        if found is None or not readers.may_read(owner=found.owner, public=found.public):
             raise unknown_checkpoint(path)
         if trainable and found.path.kind != "weights":
             raise UnknownWeights(
@@ -157,15 +153,36 @@ class CheckpointCatalog:
 
     @asynccontextmanager
     async def reading(
-        self, path: str, *, readers: Readers | None, trainable: bool = False
+        self, path: str, *, readers: Readers, trainable: bool = False
     ) -> AsyncIterator[Checkpoint]:
         """Return the checkpoint and keep its files while the block runs, even if its name is
         deleted. Raises as `get`."""
+        run_id = parse_checkpoint_path(path).run_id
+        async with self._kept(run_id, self.get(path, readers=readers, trainable=trainable)) as kept:
+            yield kept
+
+    @asynccontextmanager
+    async def reading_checked(self, path: CheckpointPath) -> AsyncIterator[Checkpoint]:
+        """As `reading`, where the right to read was checked before: by a signature, or by the
+        route. Raises `UnknownWeights`."""
+        async with self._kept(path.run_id, self._existing(path)) as kept:
+            yield kept
+
+    @asynccontextmanager
+    async def _kept(
+        self, run_id: str, looked_up: Awaitable[Checkpoint]
+    ) -> AsyncIterator[Checkpoint]:
         with ExitStack() as pinned:
-            with self.pins.resolving(parse_checkpoint_path(path).run_id):
-                checkpoint = await self.get(path, readers=readers, trainable=trainable)
+            with self.pins.resolving(run_id):
+                checkpoint = await looked_up
                 pinned.enter_context(self.pins.pinned(checkpoint.relative_folder))
             yield checkpoint
+
+    async def _existing(self, path: CheckpointPath) -> Checkpoint:
+        found = await self.find(path)
+        if found is None:
+            raise unknown_checkpoint(str(path))
+        return found
 
     async def of_run(self, run_id: str) -> AsyncIterator[list[Checkpoint]]:
         """Yield all the checkpoints of a run, oldest first, some at a time."""
