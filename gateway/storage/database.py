@@ -62,6 +62,7 @@ _MAX_KEPT = 2**17
 _MAX_KEPT_BYTES = 256 * 2**20
 """Of what they hold; see `has_room`."""
 
+_READ_LITTLE = text("SELECT version_num FROM alembic_version")
 _CHANGE_NOTHING = text("UPDATE alembic_version SET version_num = version_num")
 _ROWS_AT_ONCE = 500
 """Of a statement or a query for many rows."""
@@ -112,6 +113,7 @@ class Database:
         self._closing = False
         self.failure: StorageFailed | None = None
         """Why the last transaction failed; None when it was committed."""
+        self._unreadable = False
         self._writer: asyncio.Task[None] | None = None
         self._log = get_log()
 
@@ -203,9 +205,11 @@ class Database:
 
     async def check(self) -> None:
         """Raise `StorageFailed` or `StorageFull` if the last transaction failed and so does another
-        one, which changes nothing."""
+        one, which changes nothing, or if the last read failed and so does another one."""
         if self.failure is not None:
             await self.write(_CHANGE_NOTHING)
+        if self._unreadable:
+            await self.read(_READ_LITTLE)
 
     async def flush(self) -> bool:
         """Return when everything queued before is committed, except writes in an owner's queue,
@@ -253,7 +257,18 @@ class Database:
             except OperationalError as error:
                 raise _typed(error) from error
 
-        return await asyncio.get_running_loop().run_in_executor(self._readers, with_connection)
+        loop = asyncio.get_running_loop()
+        try:
+            result = await loop.run_in_executor(self._readers, with_connection)
+        except StorageFailed as failure:
+            if not self._unreadable:
+                self._log.error("reads_fail", type=failure.type, reason=_cause_of(failure))
+            self._unreadable = True
+            raise
+        if self._unreadable:
+            self._log.warning("reads_work_again")
+        self._unreadable = False
+        return result
 
     async def _committed(self, write: _Write, owner: str = "") -> None:
         write.done = asyncio.get_running_loop().create_future()
@@ -301,8 +316,7 @@ class Database:
         """Log when the storage begins to fail, and when it works again."""
         failure = next((error for error in errors if isinstance(error, StorageFailed)), None)
         if failure is not None and self.failure is None:
-            cause = getattr(failure.__cause__, "orig", failure.__cause__)
-            self._log.error("storage_failed", type=failure.type, reason=str(cause))
+            self._log.error("storage_failed", type=failure.type, reason=_cause_of(failure))
         elif failure is None and not any(write.statements for write in batch):
             return
         elif failure is None and self.failure is not None:
@@ -441,6 +455,11 @@ def _typed(error: Exception) -> Exception:
         )
     failure.__cause__ = error
     return failure
+
+
+def _cause_of(failure: StorageFailed) -> str:
+    """Return what operators are told of it: the driver's own words."""
+    return str(getattr(failure.__cause__, "orig", failure.__cause__))
 
 
 def _prepare_sqlite(connection: DBAPIConnection, _record: object) -> None:

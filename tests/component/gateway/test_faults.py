@@ -11,6 +11,7 @@ from tinker import types
 
 from gateway.workers.clients import TrainerClient
 from tandem.errors import LoadFailed, PublishFailed
+from tandem.settings import SamplerSettings
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.requests import asample, create_sampler, optim_step
 from tests.support.gateway.running import running_gateway
@@ -270,3 +271,24 @@ def test_a_worker_that_answers_no_heartbeat_for_too_long_is_killed(tmp_path, kin
             assert answer.is_success, "by the next engine"
             assert len([spec for spec in gate.launcher.specs if spec.kind == kind]) == 2
         assert gate.launcher.stopped[0] == worker_id
+
+
+def test_an_engine_that_answers_heartbeats_alone_is_killed_and_replaced(tmp_path):
+    settings = SamplerSettings(operation_timeout=2)
+    with (
+        running_gateway(tmp_path, session_ttl=600, sampler=settings) as gate,
+        gate.http() as client,
+    ):
+        session = gate.session_id()
+        sampler_id = create_sampler(client, session).json()["sampling_session_id"]
+        gate.retrieve(asample(client, sampler_id, 0).json()["request_id"])
+        worker_id, engine = gate.worker("sampler")
+        gate.run(engine.gate.clear)
+        failed = gate.retrieve(asample(client, sampler_id, 1).json()["request_id"]).json()
+        assert (failed["type"], "has answered nothing" in failed["error"]) == (
+            "operation_timed_out",
+            True,
+        )
+        wait_until(lambda: gate.launcher.stopped == [worker_id])
+        answer = gate.retrieve(asample(client, sampler_id, 2).json()["request_id"])
+        assert answer.is_success, "by the next engine"

@@ -199,3 +199,24 @@ async def test_a_payload_goes_when_its_operation_was_not_accepted(world):
     with pytest.raises(IntegrityError):
         await world.accept(2, payload=b"batch")
     assert "2" not in world.payloads()
+
+
+async def test_a_database_that_cannot_be_read_is_told_once_in_the_log_and_is_not_ready(
+    world, capfd
+):
+    file, away = world.data_dir / "tandem.db", world.data_dir / "away"
+    world.database._engine.dispose()
+    file.rename(away)
+    file.mkdir()
+    for _ in range(3):
+        with pytest.raises(StorageFailed, match="SQLITE_CANTOPEN"):
+            await world.states()
+        with pytest.raises(StorageFailed):
+            await world.database.check()
+    file.rmdir()
+    away.rename(file)
+    assert await world.states() == {}
+    await world.database.check()
+    log = "".join(capfd.readouterr())
+    assert (log.count("reads_fail"), log.count("reads_work_again")) == (1, 1)
+    assert "unable to open database file" in log
