@@ -18,6 +18,8 @@ from tandem.errors import InvalidRequest, NameTaken, ServerError, UserError
 
 app = typer.Typer(help="Checkpoints: list, delete, export and adopt.", no_args_is_help=True)
 
+Row = dict[str, object]
+
 _PREFIX = "tinker://"
 _BLOCK_BYTES = 2**20
 _MERGE_TIMEOUT = 3600
@@ -34,12 +36,7 @@ def list_checkpoints(
     as_json: JsonFlag = False,
 ) -> None:
     """List checkpoints, newest first."""
-    where = (
-        f"training_runs/{quote(run, safe=':')}/checkpoints" if run is not None else "checkpoints"
-    )
-    answer = call(data_dir, "GET", f"{where}?limit={limit}", api=TINKER_API)
-    rows = cast(dict[str, list[dict[str, object]]], answer)["checkpoints"]
-    rows = sorted(rows, key=lambda row: str(row["time"]), reverse=True)[:limit]
+    rows = _newest(data_dir, limit) if run is None else _of_run(data_dir, run)[-limit:][::-1]
     if as_json:
         print_json({"checkpoints": rows})
         return
@@ -157,6 +154,29 @@ def adopt(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
     say(f"{len(adopted)} checkpoints are taken back.")
     for folder, reason in refused.items():
         fail(f"{folder} is not taken back: {reason}", "warning")
+
+
+def _newest(data_dir: Path | None, limit: int) -> list[Row]:
+    """Return the newest of all runs, page by page."""
+    rows: list[Row] = []
+    while True:
+        where = f"checkpoints?limit={limit - len(rows)}&offset={len(rows)}"
+        answer = call(data_dir, "GET", where, api=TINKER_API)
+        page = _checkpoints(answer)
+        rows += page
+        there_are = cast(dict[str, dict[str, int]], answer)["cursor"]["total_count"]
+        if not page or len(rows) >= min(limit, there_are):
+            return rows
+
+
+def _of_run(data_dir: Path | None, run: str) -> list[Row]:
+    """Return all of a run, oldest first."""
+    where = f"training_runs/{quote(run, safe=':')}/checkpoints"
+    return _checkpoints(call(data_dir, "GET", where, api=TINKER_API))
+
+
+def _checkpoints(answer: object) -> list[Row]:
+    return cast(dict[str, list[Row]], answer)["checkpoints"]
 
 
 def _split(path: str) -> tuple[str, str, str]:

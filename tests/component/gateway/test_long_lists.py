@@ -9,8 +9,10 @@ from urllib.parse import quote
 
 import pytest
 from sqlalchemy import delete, insert
+from typer.testing import CliRunner
 
 from gateway.storage.tables import checkpoints, operations, runs, sessions, workers
+from tandem.cli.main import app
 from tests.support.gateway.running import KEY
 
 COUNT = 1_234
@@ -76,6 +78,16 @@ def test_all_checkpoints_of_a_run_are_listed_some_at_a_time(gate, rest, run_id, 
     assert max(rows_read) <= AT_ONCE
     listed = get(f"{gate.url}/api/v1/training_runs/{quote(run_id)}/checkpoints")
     assert [checkpoint["tinker_path"] for checkpoint in listed["checkpoints"]] == saved
+
+
+def test_the_command_lists_as_many_as_it_is_told_from_several_pages(gate, saved, run_id):
+    at = ("--data-dir", str(gate.settings.data_dir), "--json")
+    for limit, chosen in ((COUNT - 10, ()), (10, ("--run", run_id))):
+        command = ["checkpoints", "list", "--limit", str(limit), *chosen, *at]
+        listed = json.loads(CliRunner().invoke(app, command).stdout)["checkpoints"]
+        paths = [checkpoint["tinker_path"] for checkpoint in listed]
+        assert len(paths) == len(set(paths)) == limit
+        assert set(paths) == set(saved[-limit:])
 
 
 def test_a_run_without_checkpoints_has_an_empty_list(gate, rest, run_id):

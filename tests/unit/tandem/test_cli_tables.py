@@ -71,7 +71,8 @@ ANSWERS = {
     },
     "models": {"models": [{"name": "Qwen/Qwen3-8B", "path": MODEL_PATH, "max_length": 40960}]},
     "keys": {"keys": [KEY]},
-    "checkpoints?limit=50": {
+    "checkpoints?limit=50&offset=0": {
+        "cursor": {"total_count": 1},
         "checkpoints": [
             {
                 "tinker_path": PATH,
@@ -80,7 +81,7 @@ ANSWERS = {
                 "expires_at": None,
                 "public": True,
             }
-        ]
+        ],
     },
 }
 
@@ -175,9 +176,12 @@ def test_usage_on_eighty_columns_has_tokens_accelerator_time_and_storage(gateway
 
 
 def test_a_path_wider_than_the_terminal_goes_on_in_the_next_line(gateway, terminal, monkeypatch):
-    long = {**ANSWERS["checkpoints?limit=50"]["checkpoints"][0], "tinker_path": PATH + "x" * 60}
-    answers = {"checkpoints?limit=50": {"checkpoints": [long]}}
-    monkeypatch.setattr("tandem.cli.checkpoints.call", lambda _d, _m, path, **_: answers[path])
+    long = {
+        **ANSWERS["checkpoints?limit=50&offset=0"]["checkpoints"][0],
+        "tinker_path": PATH + "x" * 60,
+    }
+    answer = {"checkpoints": [long], "cursor": {"total_count": 1}}
+    monkeypatch.setattr("tandem.cli.checkpoints.call", lambda _d, _m, path, **_: answer)
     tandem("checkpoints", "list")
     assert long["tinker_path"] in squeezed(terminal.getvalue())
 
