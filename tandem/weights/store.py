@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tandem.errors import LoadFailed
+from tandem.errors import LoadFailed, without_paths
 from tandem.weights.manifest import MANIFEST_NAME, Manifest, checksum_file
 
 _PARTIAL_PREFIX = ".partial-"
@@ -105,7 +105,8 @@ def open_version(path: Path, *, name: str = "", checksums: bool = True) -> Manif
     try:
         manifest = Manifest.model_validate_json((path / MANIFEST_NAME).read_bytes())
     except OSError as error:
-        raise LoadFailed(f"{path.name} is not a published weight version: {error}") from error
+        why = without_paths(str(error))
+        raise LoadFailed(f"{path.name} is not a published weight version: {why}") from error
     except ValidationError as error:
         raise LoadFailed(f"the manifest of {path.name} is damaged: {error}") from error
     if name and manifest.version != name:
@@ -115,7 +116,8 @@ def open_version(path: Path, *, name: str = "", checksums: bool = True) -> Manif
             file = check_own_file(path, entry.name)
             size = file.stat().st_size
         except OSError as error:
-            raise LoadFailed(f"{manifest.version} lacks {entry.name}: {error}") from error
+            why = without_paths(str(error))
+            raise LoadFailed(f"{manifest.version} lacks {entry.name}: {why}") from error
         if size != entry.bytes:
             raise LoadFailed(
                 f"{manifest.version}: {entry.name} has {size} bytes, not {entry.bytes}"

@@ -123,6 +123,19 @@ def test_a_missing_file_is_found(tmp_path):
         open_version(path)
 
 
+def test_what_is_missing_is_named_without_its_folder(tmp_path):
+    partial, manifest = write(tmp_path)
+    partial.commit(manifest)
+    missing = partial.final / sorted(SHARDS)[0]
+    missing.unlink()
+    with pytest.raises(LoadFailed, match=missing.name) as lacking:
+        open_version(partial.final)
+    with pytest.raises(LoadFailed, match=MANIFEST_NAME) as unpublished:
+        open_version(tmp_path / "v000009-00000000")
+    for refused in (lacking, unpublished):
+        assert str(tmp_path) not in str(refused.value)
+
+
 def test_a_truncated_file_is_found_even_without_checksums(tmp_path):
     path, _ = publish(tmp_path)
     os.truncate(path / "model-00001-of-00002.safetensors", 9_999)
