@@ -117,6 +117,8 @@ class CompletionFeed:
             queue.waiting.append(
                 Completion(cursor=queue.last, request_id=future.request_id, size=size)
             )
+            # A client may never move its cursor. The results of older ones were dropped.
+            del queue.waiting[: -self._futures.max_samples]
             queue.changed.set_result(None)
             queue.changed = asyncio.Future()
 

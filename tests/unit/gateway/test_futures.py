@@ -8,6 +8,7 @@ import gc
 import pytest
 
 from gateway.futures import table
+from gateway.futures.completion_feed import CompletionFeed, Target
 from gateway.futures.table import Future, FutureTable, Result
 from gateway.metrics import Metrics
 from tests.support.work import calls_in
@@ -94,3 +95,18 @@ async def test_what_is_dropped_in_the_moment_of_its_end_leaves_nothing_behind(fu
     futures.forget(sample.request_id)
     await settle()
     assert (len(futures), futures.bytes_held, futures.sweep()) == (0, 0, [])
+
+
+async def test_a_client_that_never_moves_its_cursor_is_told_of_the_newest_samples(futures):
+    feed = CompletionFeed(futures=futures, idle_ttl=3600)
+    target = Target("s-1:sample:0", client=0)
+    assert await feed.poll(target, after=0, timeout=0, retrieved=()) is not None
+    names = [f"s-1:sample:0:{number}" for number in range(MANY)]
+    for name in names:
+        future = futures.add(Future(request_id=name, source="sample", describe=lambda: None))
+        feed.watch(future)
+        future.resolve(DONE)
+    await settle()
+    completions, _cursor = await feed.poll(target, after=0, timeout=0, retrieved=())
+    assert [done.request_id for done in completions] == names[-futures.max_samples :]
+    assert all(futures.get(done.request_id) is not None for done in completions)
