@@ -15,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -111,6 +112,19 @@ class CheckpointCatalog:
         self._limits = limits
         self._expiry_grace = expiry_grace
         self._unnamed_runs: set[str] = set()
+        self.given_up: defaultdict[str, set[str]] = defaultdict(set)
+        """By run, the folders of which nobody was told that they are saved."""
+
+    @contextmanager
+    def writing(self, folder: str, *, run_id: str) -> Iterator[None]:
+        """Pin a folder that a trainer writes and the block names. If the block fails, the folder
+        may be complete all the same; the garbage collector removes it."""
+        with self.pins.pinned(folder):
+            try:
+                yield
+            except BaseException:
+                self.given_up[run_id].add(folder)
+                raise
 
     async def put(self, checkpoint: Checkpoint) -> None:
         """Write the record beside the files, then the row, replacing one of the same path in the

@@ -1,10 +1,10 @@
 """Removes weight versions and checkpoint folders that nothing names and nobody uses.
 
-It removes what the database knows: folders that were released, and weight versions without a name.
-Of others, a folder without a list of its files is what a crash left of a save, and goes as well; a
-complete one goes into quarantine, because its saver may have been told that it is saved. While
-database and data directory do not belong together (`gateway/storage/pairing.py`), nothing is
-removed at all.
+It removes what the database knows: folders that were released, and weight versions without a name;
+and what this gateway asked a trainer for and named nowhere. Of others, a folder without a list of
+its files is what a crash left of a save, and goes as well; a complete one goes into quarantine,
+because its saver may have been told that it is saved. While database and data directory do not
+belong together (`gateway/storage/pairing.py`), nothing is removed at all.
 
 A folder is kept while a checkpoint or an active sampling session names it, and while it is
 pinned: by a run, by a sampler, or by whoever reads or writes it. Files are written before their
@@ -112,6 +112,7 @@ class GarbageCollector:
                 self._checkpoints.mark(run_id)
             return False
         named, known = await self._named(run_id), await self._known(run_id)
+        known |= self._checkpoints.given_up.get(run_id or "", set())
         used |= self._pins.folders()
         unnamed = [folder for folder in found if folder not in named]
         if run_id is not None and self._pins.is_resolving(run_id):
@@ -126,6 +127,7 @@ class GarbageCollector:
             self._log.info("collected", run_id=run_id, folders=removed)
         if ended:
             await asyncio.to_thread(self._remove_empty_run_folders, run_id)
+            self._checkpoints.given_up.pop(run_id or "", None)
         return len(unused) == len(unnamed)
 
     async def expire_quarantine(self) -> None:

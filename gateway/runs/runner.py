@@ -239,7 +239,7 @@ class OperationRunner:
         )
         folder = new_state_folder(self._tools.data_dir, run_id=run.id, name=body.path)
         request = trainer_pb2.SaveCheckpointRequest(path=str(folder))
-        with self._pins.pinned(relative_state_folder(folder)):
+        with self._checkpoints.writing(relative_state_folder(folder), run_id=run.id):
             reply = await self._deliver(call, self._client.stub.SaveCheckpoint, request)
             await self._put_checkpoint(
                 path, body, step=reply.step, size=reply.bytes, folder=request.path
@@ -373,7 +373,7 @@ class OperationRunner:
         """Return the name of a new version, whose folder is pinned while the block runs."""
         self._run.published += 1
         name = new_version_name(run_id=self._run.id, number=self._run.published)
-        with self._pins.pinned(relative_version_folder(name)):
+        with self._checkpoints.writing(relative_version_folder(name), run_id=self._run.id):
             yield name
 
     # --- Named checkpoints --------------------------------------------------------------------

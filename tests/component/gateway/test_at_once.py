@@ -20,8 +20,10 @@ from gateway.workers.launchers.base import WorkerExit
 from tandem.cli.main import app
 from tandem.errors import InternalError, SessionFinished, StorageFull
 from tandem.worker import TrainingSpec
+from tests.support.files import entries
 from tests.support.gateway.fake_launcher import FakeLauncher
-from tests.support.gateway.requests import asample, create_sampler
+from tests.support.gateway.fake_trainer import FakeTrainer
+from tests.support.gateway.requests import asample, create_sampler, finish
 from tests.support.gateway.running import make_model, running_gateway
 from tests.support.waiting import until, wait_until
 
@@ -348,3 +350,37 @@ def test_a_model_of_the_settings_is_there_before_the_sessions_that_sample_from_i
     named = {"gone/model": tmp_path / "gone"}
     with running_gateway(tmp_path, session_ttl=600, models=named) as gate:
         assert sampling_sessions_of(gate) == {"gone/model": "active", "tiny": "active"}
+
+
+class EndsBeforeItAnswers(FakeTrainer):
+    """What it was asked to save is complete on the disk when its session ends, and unanswered."""
+
+    async def Publish(self, request, context):
+        await super().Publish(request, context)
+        await asyncio.Event().wait()
+
+    async def SaveCheckpoint(self, request, context):
+        await super().SaveCheckpoint(request, context)
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("route", ["save_weights", "save_weights_for_sampler"])
+def test_a_save_that_its_client_was_never_told_of_goes_with_the_session(tmp_path, route):
+    launcher = FakeLauncher(trainer=EndsBeforeItAnswers)
+    with running_gateway(tmp_path, launcher=launcher, session_ttl=600) as gate:
+        session = gate.session_id()
+        run_id = gate.run_id(session)
+        data = gate.settings.data_dir
+        root = data / ("checkpoints" if route == "save_weights" else "weights")
+        folder = root / run_id.replace(":", "_")
+
+        def complete() -> list[str]:
+            return [entry.name for entry in entries(folder) if not entry.name.startswith(".")]
+
+        with gate.http() as client:
+            body = {"model_id": run_id, "seq_id": 1, "path": "final"}
+            client.post(f"/api/v1/{route}", json=body)
+            wait_until(complete)
+            assert finish(client, session).is_success
+        assert entries(folder) == []
+        assert entries(data / "quarantine") == []
