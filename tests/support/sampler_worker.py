@@ -311,8 +311,7 @@ def sampler_process(model: Path, *, wait: bool = True, **settings: Any) -> Itera
         session_id=SESSION,
         sampler=SamplerSettings(**{"device": "cpu", "kv_cache_bytes": 64 * 2**20, **settings}),
     )
-    with worker_process(spec) as started:
-        client = SamplerClient(started, model)
+    with worker_process(spec) as started, SamplerClient(started, model) as client:
         if wait:
             client.wait_until_serving()
         yield client

@@ -181,8 +181,7 @@ def trainer_process(
         training=training,
         trainer=TrainerSettings(**{"device": "cpu", "threads": 1, **settings}),
     )
-    with worker_process(spec) as started:
-        client = TrainerClient(started)
+    with worker_process(spec) as started, TrainerClient(started) as client:
         if wait:
             client.wait_until_serving()
         yield client

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -37,7 +37,8 @@ class Started:
 
 
 class WorkerClient:
-    """A channel to a worker."""
+    """A channel to a worker, for the length of a `with` block: one that is left open tries for ever
+    to reach a process that is gone."""
 
     def __init__(self, started: Started) -> None:
         self.process = started.process
@@ -45,6 +46,12 @@ class WorkerClient:
         self.next_report = started.next_report
         self.channel = grpc.insecure_channel(started.report.address, options=GRPC_OPTIONS)
         self.metadata = ((SECRET_METADATA_KEY, SECRET),)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
 
     def wait_until_serving(self) -> None:
         stub = health_pb2_grpc.HealthStub(self.channel)
