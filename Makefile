@@ -1,4 +1,4 @@
-.PHONY: setup demo test conformance lint bench bench-bombs bench-gateway bench-history bench-versus fuzz nightly api-docs protos clean
+.PHONY: setup demo first-hour test conformance lint bench bench-bombs bench-gateway bench-history bench-versus fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -9,6 +9,9 @@ setup:           ## Makes .venv and installs Tandem into it; quick when nothing 
 
 demo: setup      ## Trains a small policy by reinforcement learning, on real parts. ARGS="--seed 1"
 	@.venv/bin/tandem demo $(ARGS)
+
+first-hour:      ## Does what README says in a fresh clone, and times each step. PYTHON=python3.12
+	@python3 scripts/first_hour.py $(ARGS)
 
 test: setup      ## Runs all the tests. ARGS="-k publish"
 	@scripts/cookbook.sh
@@ -41,9 +44,7 @@ bench-bombs: setup ## Measures healthz beside clients with compressed bombs. ARG
 fuzz: setup      ## Sends the gateway what no client would send. ARGS="--requests 100000 --seed 1"
 	@.venv/bin/python -m tests.fuzz $(ARGS)
 
-nightly: setup   ## What is too long for every change: cookbook recipes, and 100,000 requests of the fuzzer.
-	@scripts/cookbook.sh
-	@.venv/bin/python -m pytest -m nightly
+nightly: setup   ## What is too long for every change: the fuzzer with 100,000 requests.
 	@.venv/bin/python -m tests.fuzz --requests 100000 --seed "$$(date +%Y%m%d)" $(ARGS)
 
 api-docs: setup  ## Writes docs/api.md, out of the application's own routes.

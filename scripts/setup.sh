@@ -48,7 +48,7 @@ else
       echo "setup: no CPU build of $torch can be had; PyPI's follows. On Linux with x86-64 it is the CUDA build:" >&2
       echo "setup: 6.5 GB with its libraries. To use another, press Ctrl-C and set PIP_FIND_LINKS or" >&2
       echo "setup: PIP_EXTRA_INDEX_URL to where torch's CPU builds are." >&2
-      pip "$torch"
+      pip --verbose "$torch"  # shows how far it is: the function above has --quiet
     }
 fi
 # Everything that the lock names, and nothing that it does not.

@@ -1,0 +1,38 @@
+"""`make first-hour` finds its commands and scripts in the pages that a new user reads."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+from scripts import first_hour
+from tandem.cli.demo import demo
+from tandem.demo.configuration import DemoConfiguration
+
+
+def test_the_commands_are_those_of_readme_without_their_comments():
+    up, *others = first_hour.commands()
+    assert up.startswith(".venv/bin/tandem up --model my/model=")
+    for command in ("status", "usage", "logs", "runs list", "runs show RUN", "logs WORKER"):
+        assert f".venv/bin/tandem {command}" in others
+
+
+def test_every_placeholder_of_a_command_is_filled_in():
+    filled = first_hour.filled_in(
+        "tinker://s-1:train:0/sampler_weights/x", worker="trainer-s-1-0", model="models/tiny"
+    )
+    text = "\n".join(first_hour.commands())
+    assert set(re.findall(r"\b[A-Z]{2,}\b", text)) == set(filled)
+    assert (filled["RUN"], filled["DIRECTORY"]) == ("s-1:train:0", "models/tiny")
+
+
+def test_the_model_that_readme_names_is_the_one_that_the_demo_writes():
+    data_dir = inspect.signature(demo).parameters["data_dir"].default
+    written = DemoConfiguration(out=Path("runs"), data_dir=data_dir).model_path
+    assert first_hour.commands()[0].endswith(f"={written}")
+
+
+def test_the_resuming_script_is_long_enough_for_a_ctrl_c_after_a_save():
+    assert f'"addition", {first_hour.RESUMED_STEPS}, 2' in first_hour.resuming_script()
+    assert "step {step + 1} of" in first_hour.resuming_script()
