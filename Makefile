@@ -44,7 +44,9 @@ bench-bombs: setup ## Measures healthz beside clients with compressed bombs. ARG
 fuzz: setup      ## Sends the gateway what no client would send. ARGS="--requests 100000 --seed 1"
 	@.venv/bin/python -m tests.fuzz $(ARGS)
 
-nightly: setup   ## What is too long for every change: the fuzzer with 100,000 requests.
+nightly: setup   ## What is too long for every change: cookbook recipes, and 100,000 requests of the fuzzer.
+	@scripts/cookbook.sh
+	@.venv/bin/python -m pytest -m nightly
 	@.venv/bin/python -m tests.fuzz --requests 100000 --seed "$$(date +%Y%m%d)" $(ARGS)
 
 api-docs: setup  ## Writes docs/api.md, out of the application's own routes.

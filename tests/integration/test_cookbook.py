@@ -2,54 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
 from random import Random
 
 import numpy as np
 from tinker import AdamParams, Datum, ServiceClient
 
+from tests.support.cookbook import run_recipe, saved_last
 from tests.support.sdk import datum, start_runs
 from tests.support.stacks import TIED, TestStack
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
-
-
-def run_recipe(stack: TestStack, folder: Path, **options: object) -> list[dict]:
-    """Runs it to its end in `folder`; returns the metrics that it logged, step by step."""
-    endpoint = stack.stack.endpoint
-    arguments = {
-        "model_name": "models/tiny",
-        "renderer_name": "role_colon",
-        "lora_rank": 8,
-        "group_size": 4,
-        "groups_per_batch": 8,
-        "learning_rate": 3e-3,
-        "max_tokens": 12,
-        "max_steps": STEPS,
-        "eval_every": 0,
-        "save_every": 2,
-        "log_path": folder / "log",
-        "behavior_if_log_dir_exists": "delete",
-        **options,
-    }
-    command = [ROOT / "scripts/cookbook.sh", "tinker_cookbook.recipes.math_rl.train"]
-    finished = subprocess.run(
-        [*map(str, command), *(f"{name}={value}" for name, value in arguments.items())],
-        cwd=folder,
-        env={**os.environ, "TINKER_BASE_URL": endpoint.url, "TINKER_API_KEY": endpoint.api_key},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
-    lines = (folder / "log/metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def model_that_half_knows_the_format(stack: TestStack, service: ServiceClient, path: Path) -> None:
@@ -80,7 +44,21 @@ def test_the_math_rl_recipe_trains_with_its_default_loss(
     model_that_half_knows_the_format(stack, service, tmp_path / "models/tiny")
     stack.stack.add_model(name="models/tiny", path=tmp_path / "models/tiny")
 
-    metrics = run_recipe(stack, tmp_path)
+    metrics = run_recipe(
+        stack,
+        "math_rl.train",
+        tmp_path,
+        model_name="models/tiny",
+        renderer_name="role_colon",
+        lora_rank=8,
+        group_size=4,
+        groups_per_batch=8,
+        learning_rate=3e-3,
+        max_tokens=12,
+        max_steps=STEPS,
+        eval_every=0,
+        save_every=2,
+    )
 
     steps = metrics[:STEPS]
     assert [row["progress/batch"] for row in steps] == list(range(STEPS))
@@ -91,8 +69,8 @@ def test_the_math_rl_recipe_trains_with_its_default_loss(
         assert row["optim/kl_sample_train_v2"] < 1e-8
     ended_well = [row["env/all/format"] for row in steps]
     assert sum(ended_well[-3:]) / 3 > ended_well[0] + 0.1
-    saved = [json.loads(line) for line in (tmp_path / "log/checkpoints.jsonl").open()]
+    saved = saved_last(tmp_path, "math_rl.train")
     rest = service.create_rest_client()
-    run_id = saved[-1]["state_path"].removeprefix("tinker://").split("/")[0]
+    run_id = saved["state_path"].removeprefix("tinker://").split("/")[0]
     listed = {entry.tinker_path for entry in rest.list_checkpoints(run_id).result().checkpoints}
-    assert {saved[-1]["state_path"], saved[-1]["sampler_path"]} <= listed
+    assert {saved["state_path"], saved["sampler_path"]} <= listed
