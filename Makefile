@@ -1,4 +1,4 @@
-.PHONY: setup demo first-hour test conformance lint bench bench-bombs bench-gateway bench-history bench-versus fuzz nightly api-docs protos clean
+.PHONY: setup demo first-hour test conformance lint bench bench-bombs bench-gateway bench-history bench-recovery bench-versus fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -34,6 +34,9 @@ bench-gateway: setup ## Measures a gateway under 1,000 sessions and 64 samplers.
 
 bench-history: setup ## Measures a gateway with 10 million past operations, and what retention leaves.
 	@.venv/bin/python -m benchmarks.history $(ARGS)
+
+bench-recovery: setup ## Measures snapshots, and how long a killed trainer's run stands still.
+	@.venv/bin/python -m benchmarks.recovery $(ARGS)
 
 bench-versus: setup ## Measures this checkout beside another one. ARGS=../other-checkout
 	@.venv/bin/python -m benchmarks.versus $(ARGS)

@@ -2,5 +2,6 @@
 
 Each module measures one thing; `__main__` runs them, `record` keeps the results with the machine,
 the versions and the date in `results/`. `gateway_load` (`make bench-gateway`), `history` (`make
-bench-history`) and `versus` (this checkout beside another one) are programs of their own.
+bench-history`), `recovery` (`make bench-recovery`) and `versus` (this checkout beside another one)
+are programs of their own.
 """

@@ -31,6 +31,7 @@ from gateway.runs.operations import LossDefinitions
 from gateway.runs.queries import RunQueries
 from gateway.runs.registry import RunRegistry
 from gateway.runs.runner import RunnerTools
+from gateway.runs.snapshots import SnapshotStore
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import ImplicitSessions, SamplingSessionRegistry
 from gateway.sessions.queries import SessionQueries
@@ -209,6 +210,9 @@ class Gateway:
             limits=self.limits,
             fleet=self.fleet,
             collector=self.collector,
+            snapshots=SnapshotStore(
+                data_dir=data_dir, checkpoints=self.checkpoints, versions=self.versions
+            ),
             tools=RunnerTools(
                 journal=self.journal,
                 history=self.run_history,

@@ -32,6 +32,10 @@ class Metrics:
         self.worker_exits = self._counter(
             "worker_exits", "Workers that ended by themselves.", "kind"
         )
+        self.restorations = self._counter(
+            "trainer_restorations", "Trainers that died, by whether they were restored.", "outcome"
+        )
+        self.snapshots = self._counter("snapshots", "Snapshots that were asked for.", "outcome")
         self.telemetry_events = self._counter(
             "telemetry_events", "Telemetry events that clients sent; they are not stored."
         )

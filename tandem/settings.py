@@ -47,6 +47,32 @@ class TrainerSettings(BaseSettings):
     )
 
 
+class RecoverySettings(BaseSettings):
+    """How trainers that die are restored. Environment: `TANDEM_RECOVERY_*`; see
+    `docs/reliability.md`."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_RECOVERY_")
+
+    enabled: bool = Field(
+        True, description="Restore a trainer that dies; without it, its run ends."
+    )
+    share: float = Field(
+        0.02, gt=0, le=1, description="Of the training time that snapshots may take."
+    )
+    replay: float = Field(
+        60.0,
+        ge=0,
+        description="Seconds of training that are replayed at most, unless snapshots would then "
+        "take a quarter of the time.",
+    )
+    log_bytes: int = Field(
+        2**30,
+        ge=0,
+        description="Payloads that a run keeps for a replay; half of it asks for a snapshot. "
+        "Beyond it, the run cannot be restored until the next one.",
+    )
+
+
 class SamplerSettings(BaseSettings):
     """Settings of samplers. Environment: `TANDEM_SAMPLER_*`."""
 
@@ -306,6 +332,7 @@ class GatewaySettings(BaseSettings):
     min_free_bytes: int = Field(64 * 2**20, ge=0, description="With less free, publishing fails.")
 
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    recovery: RecoverySettings = Field(default_factory=RecoverySettings)
     sampler: SamplerSettings = Field(default_factory=SamplerSettings)
     limit: LimitSettings = Field(default_factory=LimitSettings)
     http: HttpSettings = Field(default_factory=HttpSettings)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -112,6 +112,8 @@ class CheckpointCatalog:
         self._limits = limits
         self._expiry_grace = expiry_grace
         self._unnamed_runs: set[str] = set()
+        self.snapshot_bytes: Counter[str] = Counter()
+        """By owner. Their runs remove them."""
         self.given_up: defaultdict[str, set[str]] = defaultdict(set)
         """By run, the folders of which nobody was told that they are saved."""
 
@@ -240,14 +242,17 @@ class CheckpointCatalog:
     async def check_quota(
         self, *, owner: str, expected_bytes: int, replaced_bytes: int = 0
     ) -> None:
-        """Raise `LimitExceeded` if the owner may not store another checkpoint of this size."""
+        """Raise `LimitExceeded` if the owner may not store another checkpoint of this size. The
+        snapshots of its runs count as well."""
         used = await self._database.read_value(
             select(func.coalesce(func.sum(checkpoints.c.bytes), 0)).where(
                 checkpoints.c.owner == owner, not_expired()
             )
         )
         self._limits.check(
-            "checkpoint_bytes", used=int(used) - replaced_bytes, adding=expected_bytes
+            "checkpoint_bytes",
+            used=int(used) + self.snapshot_bytes[owner] - replaced_bytes,
+            adding=expected_bytes,
         )
 
     async def storage_use(self, caller: Caller, *, project_id: str | None) -> list[StorageUse]:

@@ -1,8 +1,8 @@
 """The journal: every accepted operation in the order of its run, and what became of it.
 
 An operation is in the journal before its client gets the request_id: the payload as a file, the
-rest as a row. The payload is removed when the operation has ended. The result stays until it was
-fetched, or for `result_ttl` seconds.
+rest as a row. The payload is removed when the operation has ended and no replay needs it any more
+(`replay`). The result stays until it was fetched, or for `result_ttl` seconds.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from gateway.futures.table import FutureTable, Outcome, Result, write_file
 from gateway.identifiers import operation_blob, result_blob, split_request_id
 from gateway.metrics import Metrics
 from gateway.runs.operations import Kind, Operation
+from gateway.runs.replay import ReplayLog
 from gateway.storage.database import Database
 from gateway.storage.tables import operations
 from tandem.errors import (
@@ -33,6 +34,7 @@ from tandem.errors import (
     UnknownRequest,
     from_type,
 )
+from tandem.settings import RecoverySettings
 from tandem.telemetry import get_log
 
 _INLINE_RESULT_BYTES = 64 * 1024
@@ -64,7 +66,24 @@ class Journal:
     def __post_init__(self) -> None:
         self._reads = FairSemaphore(slots=_READS)
         self._unwritten: dict[str, Outcome] = {}
+        self._replay_logs: dict[str, ReplayLog] = {}
         self._log = get_log()
+
+    def keep(self, run_id: str, settings: RecoverySettings) -> ReplayLog:
+        """Keep the payloads of a run from now on as long as its log needs them; return the log."""
+
+        def drop(seq_ids: list[int]) -> None:
+            files = [operation_blob(self.data_dir, run_id=run_id, seq_id=s) for s in seq_ids]
+            asyncio.get_running_loop().run_in_executor(None, _unlink, files)
+
+        log = self._replay_logs[run_id] = ReplayLog(settings, dropped=drop)
+        return log
+
+    async def forget_run(self, run_id: str) -> None:
+        """Remove the payloads of a run whose trainer has stopped for good."""
+        self._replay_logs.pop(run_id, None)
+        folder = operation_blob(self.data_dir, run_id=run_id, seq_id=0).parent
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def accept(self, operation: Operation, *, request: bytes, payload: bytes | None) -> None:
         """Write an operation and add its future to the table. Returns once the operation would
@@ -139,6 +158,11 @@ class Journal:
         async with self._reads.turn(operation.future.owner):
             return await asyncio.to_thread(self._payload_file(operation).read_bytes)
 
+    async def read_payload(self, run_id: str, seq_id: int) -> bytes:
+        """Return the protobuf of a forward_backward that is replayed."""
+        file = operation_blob(self.data_dir, run_id=run_id, seq_id=seq_id)
+        return await asyncio.to_thread(file.read_bytes)
+
     def end(self, operation: Operation, outcome: Outcome) -> None:
         """Resolve the operation's future and write the outcome. The first outcome counts.
 
@@ -189,8 +213,8 @@ class Journal:
             else:
                 file = result_blob(self.data_dir, request_id=operation.future.request_id)
                 write_result = partial(write_file, file, outcome.body)
-        remove = None
-        if operation.in_file:
+        remove, log = None, self._replay_logs.get(operation.run_id)
+        if operation.in_file and not (log is not None and log.holds(operation.seq_id)):
             remove = partial(_remove_payload, self._payload_file(operation))
         request_id = operation.future.request_id
         self._unwritten[request_id] = outcome

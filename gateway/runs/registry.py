@@ -1,8 +1,8 @@
 """Training runs: how they are created, how operations enter them, and how they end.
 
-A run has one trainer. It ends with its session, or when the trainer dies; it is not started
-again, because the trainer's state is gone: the client creates a new run, from a checkpoint if
-there is one. Operations of an ended run are accepted and fail with what ended it, so that the
+A run has one trainer, which is restored when it dies (`trainer`). A run ends with its session, or
+when its trainer cannot be restored: the client creates a new run, from a checkpoint if there is
+one. Operations of an ended run are accepted and fail with what ended it, so that the
 SDK shows the reason at once (it would repeat a 5xx for minutes).
 """
 
@@ -25,12 +25,14 @@ from gateway.limits import Quotas, overloaded
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Body, Call, Kind, LoadWeights, Operation, RunBroken
+from gateway.runs.replay import recovery_of
 from gateway.runs.runner import OperationRunner, RunnerTools
+from gateway.runs.snapshots import SnapshotStore
+from gateway.runs.trainer import RunTrainer
 from gateway.runs.training_run import TrainingRun
 from gateway.sessions.registry import SessionRegistry
 from gateway.storage.database import Database
 from gateway.storage.tables import runs
-from gateway.workers.clients import EXIT_REPORT_PATIENCE, TrainerClient, WorkerUnavailable
 from gateway.workers.fleet import Fleet
 from tandem.errors import (
     GatewayRestarted,
@@ -38,7 +40,6 @@ from tandem.errors import (
     SessionFinished,
     TandemError,
     UnknownRun,
-    WorkerDied,
 )
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
@@ -57,6 +58,7 @@ class RunRegistry:
     limits: Quotas
     fleet: Fleet
     collector: GarbageCollector
+    snapshots: SnapshotStore
     tools: RunnerTools
 
     def __post_init__(self) -> None:
@@ -67,6 +69,7 @@ class RunRegistry:
 
     async def open(self) -> list[str]:
         """Mark the runs of an earlier gateway as ended; return their ids."""
+        await self.snapshots.open()
         active = runs.c.state == "active"
         lost = await self.database.read(select(runs.c.id).where(active))
         await self.database.write(
@@ -111,10 +114,13 @@ class RunRegistry:
         """Begin to start a run, and return the request_id of its creation, which is operation 0
         of the run: it ends when the trainer is ready and has loaded the checkpoint, if any.
 
+        `user_metadata` may say how the run is restored (`recovery_of`).
+
         Idempotent: a repeated `model_seq_id` with the same request returns the original
         request_id. Raises `SequenceTaken` for another request, `LimitExceeded` if the owner may
-        not have another run, and `SessionFinished`.
+        not have another run, `InvalidRequest`, and `SessionFinished`.
         """
+        recovery = recovery_of(user_metadata, self.settings.recovery)
         run_id = run_id_of(session_id=session_id, model_seq_id=model_seq_id)
         request_id = request_id_of(owner=run_id, seq_id=0)
         kind: Kind = "create_model" if load is None else "load_weights"
@@ -134,6 +140,7 @@ class RunRegistry:
                 owner=session.owner,
                 model=model,
                 training=training,
+                recovery=recovery,
                 dispatcher=Dispatcher(
                     window=self.settings.dispatch_window,
                     window_bytes=self.settings.dispatch_window_bytes,
@@ -182,7 +189,17 @@ class RunRegistry:
     async def _live(self, run: TrainingRun, creation: Operation) -> None:
         """Start the trainer, and carry out operations until one of them ends the run."""
         try:
-            runner = await self._start_trainer(run)
+            run.trainer = trainer = RunTrainer(
+                run=run,
+                settings=self.settings,
+                fleet=self.fleet,
+                journal=self.journal,
+                snapshots=self.snapshots,
+                metrics=self.tools.metrics,
+                on_lost=lambda error: self._break(run, error),
+            )
+            await trainer.start()
+            runner = OperationRunner(run=run, trainer=trainer, tools=self.tools)
             call = Call(creation)
             call.begin()
             self.journal.end(creation, await runner.carry_out(call))
@@ -196,33 +213,6 @@ class RunRegistry:
             self._log.exception("run_failed", run_id=run.id)
             error = InternalError(f"{type(fault).__name__} in the gateway; see its log")
         self._break(run, error)
-
-    async def _start_trainer(self, run: TrainingRun) -> OperationRunner:
-        worker = run.worker = await self.fleet.start(
-            kind="trainer",
-            session_id=run.session_id,
-            run_id=run.id,
-            model=run.model,
-            training=run.training,
-            on_exit=lambda reason: self._break(
-                run,
-                WorkerDied(
-                    f"the trainer died: {reason}; create the run again, from a checkpoint if "
-                    "there is one"
-                ),
-            ),
-        )
-        client = TrainerClient(
-            worker,
-            timeout=self.settings.trainer.operation_timeout,
-            window=self.settings.dispatch_window,
-        )
-        try:
-            run.about = await client.describe()
-        except WorkerUnavailable as error:
-            await asyncio.sleep(EXIT_REPORT_PATIENCE)  # the report ends the run, and this task
-            raise WorkerDied(f"the trainer is gone: {error}") from error
-        return OperationRunner(run=run, client=client, tools=self.tools)
 
     # --- Operations ---------------------------------------------------------------------------
 
@@ -394,10 +384,14 @@ class RunRegistry:
     async def _stop_trainer(self, run: TrainingRun, reason: str) -> None:
         if run.life is not None:
             await asyncio.gather(run.life, return_exceptions=True)
+        if run.trainer is not None:
+            await run.trainer.close()
         worker, run.worker = run.worker, None
         try:
             if worker is not None:
                 await self.fleet.stop(worker, reason=reason)
+            await self.snapshots.remove_all(run)
+            await self.journal.forget_run(run.id)
             await self.collector.collect(run.id, ended=True)
         except Exception:  # noqa: BLE001 - the other runs of its session must end all the same
             self._log.exception("trainer_not_stopped", run_id=run.id)

@@ -1,4 +1,4 @@
-"""How operations are carried out by a run's trainer.
+"""How the operations of a run are carried out by its trainer.
 
 Each kind of operation has a method. It does everything that can fail before the trainer hears of
 the operation, calls the trainer, and returns the result.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
 from gateway.checkpoints.compatibility import check_compatible
@@ -37,40 +36,35 @@ from gateway.runs.operations import (
     LossDefinitions,
     LossReference,
     OptimStep,
-    Progress,
     RunBroken,
     SaveWeights,
     SaveWeightsExternal,
     SaveWeightsForSampler,
     json_result,
 )
+from gateway.runs.trainer import Pick, Reply, Request, RunTrainer
 from gateway.runs.training_run import TrainingRun
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import SamplingSessionRegistry
-from gateway.usage.meter import Subject, TrainerReply, UsageMeter
+from gateway.usage.meter import Subject, UsageMeter
 from gateway.workers.clients import (
     EXIT_REPORT_PATIENCE,
-    Method,
-    TrainerClient,
     WorkerUnavailable,
 )
-from tandem.errors import InternalError, NameTaken, TandemError, UnknownModel, from_failure
+from tandem.errors import (
+    InternalError,
+    NameTaken,
+    OperationTimedOut,
+    TandemError,
+    UnknownModel,
+    from_failure,
+)
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import new_version_name
 
 _DELIVERIES = 3
-_PROGRESS_INTERVAL = 2.0
-
-TrainerRequest = (
-    trainer_pb2.ForwardBackwardRequest
-    | trainer_pb2.OptimStepRequest
-    | trainer_pb2.PublishRequest
-    | trainer_pb2.SaveCheckpointRequest
-    | trainer_pb2.LoadCheckpointRequest
-)
-Request = TypeVar("Request", bound=TrainerRequest)
-Reply = TypeVar("Reply", bound=TrainerReply)
+"""Of a call to a trainer that lives, over connections that break."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +85,10 @@ class RunnerTools:
 
 
 class OperationRunner:
-    def __init__(self, *, run: TrainingRun, client: TrainerClient, tools: RunnerTools) -> None:
+    def __init__(self, *, run: TrainingRun, trainer: RunTrainer, tools: RunnerTools) -> None:
         self._run = run
-        self._client = client
+        self._trainer = trainer
         self._tools = tools
-        self._checkpoints = tools.checkpoints
-        self._versions = tools.versions
-        self._pins = tools.checkpoints.pins
         self._subject = Subject(
             id=run.id,
             session_id=run.session_id,
@@ -105,6 +96,9 @@ class OperationRunner:
             base_model=run.model.name,
             run_id=run.id,
         )
+        self._checkpoints = tools.checkpoints
+        self._versions = tools.versions
+        self._pins = tools.checkpoints.pins
         self._log = get_log(session_id=run.session_id, run_id=run.id)
 
     async def carry_out(self, call: Call) -> Outcome:
@@ -126,12 +120,20 @@ class OperationRunner:
             case None | LossReference() as body:
                 return await self._forward_backward(call, body)
 
-    async def _deliver(self, call: Call, method: Method[Request, Reply], request: Request) -> Reply:
-        """Call the trainer. Raises the failure that it reports.
+    async def _deliver(
+        self,
+        call: Call,
+        pick: Pick[Request, Reply],
+        request: Request,
+        *,
+        payload: bytes = b"",
+        release: Callable[[], None] | None = None,
+    ) -> Reply:
+        """Call the trainer. Raises the failure that it reports, or `RunBroken`.
 
-        If the connection breaks and the trainer lives, the request is sent again: the trainer
-        answers what it has applied already from memory. If the trainer died, the end of the run
-        cancels this call while it waits for the launcher's report.
+        If the connection breaks, the request is sent again: the trainer answers from memory what
+        it has applied already. If the trainer is lost, so it is once there is a new one.
+        `release` is called when the call need not be replayed any more.
         """
         operation = call.operation
         request.header.CopyFrom(
@@ -146,49 +148,48 @@ class OperationRunner:
                 gradients_incomplete=call.gradients_incomplete,
             )
         )
+        if isinstance(request, trainer_pb2.OptimStepRequest):
+            request.snapshot = await self._trainer.snapshot_folder()
+        self._trainer.note_sent(call, pick, request, release=release)
         call.send()
-        for attempt in range(_DELIVERIES):
-            try:
-                async with self._following(call):
-                    reply = await self._client.call(method, request, begun=call.begun)
-            except WorkerUnavailable as error:
-                self._log.warning("connection_broke", attempt=attempt, reason=str(error))
-                await asyncio.sleep(EXIT_REPORT_PATIENCE)
-            except TandemError as error:
-                raise RunBroken(error) from error
-            else:
-                call.answered = True
-                self._tools.usage.record_reply(
-                    operation.usage_kind, self._subject, reply, ranks=self._run.about.ranks
-                )
-                if reply.HasField("failure"):
-                    raise from_failure(reply.failure)
-                return reply
-        raise RunBroken(InternalError("the connection to the trainer broke again and again"))
+        reply = await self._answer(call, pick, request, payload)
+        call.answered = True
+        self._trainer.note_answered(call, request, reply)
+        self._tools.usage.record_reply(
+            operation.usage_kind, self._subject, reply, ranks=self._run.about.ranks
+        )
+        if reply.HasField("failure"):
+            raise from_failure(reply.failure)
+        return reply
 
-    @asynccontextmanager
-    async def _following(self, call: Call) -> AsyncIterator[None]:
-        """Keep the call's progress up to date while the block runs. What takes no longer than the
-        interval is not asked about."""
-        task = asyncio.create_task(self._follow(call))
-        try:
-            yield
-        finally:
-            task.cancel()
-
-    async def _follow(self, call: Call) -> None:
-        await asyncio.wait({call.begun})
+    async def _answer(
+        self, call: Call, pick: Pick[Request, Reply], request: Request, payload: bytes
+    ) -> Reply:
+        """Send a request until it is answered."""
+        broken = 0
         while True:
-            await asyncio.sleep(_PROGRESS_INTERVAL)
+            client = await self._trainer.client()
+            gone = self._trainer.gone
             try:
-                reply = await self._client.progress()
-            except (WorkerUnavailable, TandemError) as error:  # the call itself says what it means
-                self._log.debug("no_progress", reason=str(error))
-                continue
-            if reply.seq_id == call.operation.seq_id + 1:
-                call.progress = Progress(
-                    seconds=reply.seconds, tokens_done=reply.tokens_done, tokens=reply.tokens
-                )
+                async with self._trainer.following(call, client):
+                    return await client.call(pick(client, payload), request, begun=call.begun)
+            except WorkerUnavailable as error:
+                self._log.warning("connection_broke", attempt=broken, reason=str(error))
+                await asyncio.wait({gone}, timeout=EXIT_REPORT_PATIENCE)
+                broken += 1
+                if not gone.done() and broken >= _DELIVERIES:
+                    why = "the connection to the trainer broke again and again"
+                    self._trainer.lose(client, InternalError(why))
+            except OperationTimedOut as error:
+                if not self._trainer.is_silent:  # it would take as long again
+                    raise RunBroken(await self._trainer.final(error)) from error
+                self._trainer.lose(client, error)
+            except TandemError as error:
+                self._trainer.lose(client, error)
+            if gone.done():
+                broken = 0
+                if isinstance(request, trainer_pb2.OptimStepRequest):
+                    request.snapshot = ""
 
     # --- Training -----------------------------------------------------------------------------
 
@@ -199,7 +200,12 @@ class OperationRunner:
                 loss.loss_id, session_id=self._run.session_id
             )
         payload = await self._tools.journal.payload_of(call.operation)
-        reply = await self._deliver(call, self._client.forward_backward(payload), request)
+        reply = await self._deliver(
+            call,
+            lambda client, payload: client.forward_backward(payload),
+            request,
+            payload=payload,
+        )
         return Result(media="protobuf", body=reply.output)
 
     async def _optim_step(self, call: Call, body: OptimStep) -> Outcome:
@@ -210,7 +216,7 @@ class OperationRunner:
             case DimuonParams() as dimuon:
                 params = trainer_pb2.DiMuonParams(**dimuon.model_dump(exclude={"type"}))
                 request.dimuon.CopyFrom(params)
-        reply = await self._deliver(call, self._client.stub.OptimStep, request)
+        reply = await self._deliver(call, lambda client, _: client.stub.OptimStep, request)
         self._run.step = reply.step
         self._tools.history.record(
             TrainingStep(
@@ -240,7 +246,7 @@ class OperationRunner:
         folder = new_state_folder(self._tools.data_dir, run_id=run.id, name=body.path)
         request = trainer_pb2.SaveCheckpointRequest(path=str(folder))
         with self._checkpoints.writing(relative_state_folder(folder), run_id=run.id):
-            reply = await self._deliver(call, self._client.stub.SaveCheckpoint, request)
+            reply = await self._deliver(call, lambda client, _: client.stub.SaveCheckpoint, request)
             await self._put_checkpoint(
                 path, body, step=reply.step, size=reply.bytes, folder=request.path
             )
@@ -265,7 +271,14 @@ class OperationRunner:
             request = trainer_pb2.LoadCheckpointRequest(
                 path=checkpoint.folder, optimizer=body.optimizer
             )
-            reply = await self._deliver(call, self._client.stub.LoadCheckpoint, request)
+            folder = checkpoint.relative_folder
+            self._pins.pin(folder)  # a replay loads it again
+            reply = await self._deliver(
+                call,
+                lambda client, _: client.stub.LoadCheckpoint,
+                request,
+                release=lambda: self._pins.unpin(folder),
+            )
         run.step = reply.step
         return json_result(type="load_weights", path=body.path, model_id=run.id)
 
@@ -343,7 +356,7 @@ class OperationRunner:
             version=common_pb2.WeightVersion(name=name, path=path, run_id=run.id),
             parent=run.parent,
         )
-        reply = await self._deliver(call, self._client.stub.Publish, request)
+        reply = await self._deliver(call, lambda client, _: client.stub.Publish, request)
         version = WeightVersion(
             name=name,
             path=path,

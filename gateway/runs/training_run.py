@@ -1,10 +1,10 @@
-"""A training run in memory: its trainer, its dispatcher, and what it has published."""
+"""A training run in memory."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.futures.table import Future, Waiting
@@ -13,8 +13,12 @@ from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import Operation
 from gateway.workers.fleet import Worker
 from tandem.errors import TandemError
+from tandem.settings import RecoverySettings
 from tandem.v1 import trainer_pb2
 from tandem.worker import TrainingSpec
+
+if TYPE_CHECKING:
+    from gateway.runs.trainer import RunTrainer
 
 RunState = Literal["starting", "ready", "ended"]
 
@@ -22,8 +26,8 @@ RunState = Literal["starting", "ready", "ended"]
 @dataclass(eq=False)
 class TrainingRun:
     """`life` is the task that starts the trainer and serves the run, `stopping` the one that stops
-    it; `creation` the operation of the run's own creation, once it is in the journal; `about` what
-    the trainer says of itself.
+    it; `trainer` calls the trainer, and brings it back when it dies; `creation` is the operation
+    of the run's own creation, once it is in the journal; `about` what the trainer says of itself.
 
     `published` counts the weight versions; `parent` is the newest, which is pinned, and `newest`
     the newest that can be sampled from. `version_bytes` is the size of the last one.
@@ -35,10 +39,12 @@ class TrainingRun:
     model: BaseModelEntry
     training: TrainingSpec
     dispatcher: Dispatcher
+    recovery: RecoverySettings = field(default_factory=RecoverySettings)
     state: RunState = "starting"
     error: TandemError | None = None
     creation: Operation | None = None
     life: asyncio.Task[None] | None = None
+    trainer: RunTrainer | None = None
     worker: Worker | None = None
     stopping: asyncio.Task[None] | None = None
     about: trainer_pb2.DescribeTrainerReply = field(
@@ -70,13 +76,16 @@ class TrainingRun:
         )
 
     @property
-    def silence(self) -> str:
-        """Say that the trainer does not answer its heartbeat; "" if it does."""
+    def trouble(self) -> str:
+        """Say that the trainer is being restored, or does not answer its heartbeat; "" if all is
+        well."""
+        if self.trainer is not None and self.trainer.restoring:
+            return self.trainer.restoring
         return self.worker.silence if self.worker is not None else ""
 
     def describe(self, seq_id: int) -> Waiting:
         """Say what an operation is waiting for."""
         waiting = self.dispatcher.describe(seq_id)
-        if silence := self.silence:
-            return Waiting(f"{silence}; {waiting.reason}", paused=True)
+        if trouble := self.trouble:
+            return Waiting(f"{trouble}; {waiting.reason}", paused=True)
         return waiting

@@ -94,6 +94,18 @@ class TrainerClient:
         finally:
             answer.cancel()
 
+    async def replay(self, method: Method[Request, Reply], request: Request) -> Reply:
+        """Call it as `call` does, where nothing is sent ahead."""
+        return await _call(self._worker, method, request, timeout=self._timeout)
+
+    async def restore(self, request: trainer_pb2.RestoreRequest) -> trainer_pb2.RestoreReply:
+        return await _call(self._worker, self.stub.Restore, request, timeout=self._timeout)
+
+    async def await_snapshot(
+        self, request: trainer_pb2.AwaitSnapshotRequest
+    ) -> trainer_pb2.AwaitSnapshotReply:
+        return await _call(self._worker, self.stub.AwaitSnapshot, request, timeout=self._timeout)
+
     def forward_backward(
         self, payload: bytes
     ) -> Method[trainer_pb2.ForwardBackwardRequest, trainer_pb2.ForwardBackwardReply]:

@@ -45,12 +45,16 @@ class Worker:
         return self.handle.worker_id
 
     @property
+    def silent_for(self) -> float:
+        """Seconds for which it has not answered its heartbeat; 0 if it does."""
+        return 0.0 if self.silent_since is None else time.monotonic() - self.silent_since
+
+    @property
     def silence(self) -> str:
         """Say that it does not answer its heartbeat; "" if it does."""
         if self.silent_since is None:
             return ""
-        age = time.monotonic() - self.silent_since
-        return f"the {self.handle.kind} has not answered its heartbeat for {age:.0f} s"
+        return f"the {self.handle.kind} has not answered its heartbeat for {self.silent_for:.0f} s"
 
 
 @dataclass
@@ -197,12 +201,12 @@ class Fleet:
         }
         return await self._start(spec.model_copy(update=again), on_exit)
 
-    async def stop(self, worker: Worker, *, reason: str) -> None:
-        """Stop a worker; return when nothing of it is left."""
+    async def stop(self, worker: Worker, *, reason: str, at_once: bool = False) -> None:
+        """Stop a worker, or kill it `at_once`; return when nothing of it is left."""
         if self._records.pop(worker.worker_id, None) is not None:
             self._write_end(worker.worker_id, reason)
         await worker.channel.close()
-        await self.launcher.stop(worker.worker_id)
+        await self.launcher.stop(worker.worker_id, at_once=at_once)
 
     def give_up(self, worker: Worker, *, reason: str) -> None:
         """Kill a worker that does not answer, and report its end when nothing of it is left. Does

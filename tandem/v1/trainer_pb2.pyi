@@ -225,6 +225,9 @@ class OptimStepRequest(google.protobuf.message.Message):
     HEADER_FIELD_NUMBER: builtins.int
     ADAMW_FIELD_NUMBER: builtins.int
     DIMUON_FIELD_NUMBER: builtins.int
+    SNAPSHOT_FIELD_NUMBER: builtins.int
+    snapshot: builtins.str
+    """Where to write a snapshot of the state after the step; empty: none is asked for."""
     @property
     def header(self) -> tandem.v1.common_pb2.OperationHeader: ...
     @property
@@ -237,9 +240,10 @@ class OptimStepRequest(google.protobuf.message.Message):
         header: tandem.v1.common_pb2.OperationHeader | None = ...,
         adamw: Global___AdamWParams | None = ...,
         dimuon: Global___DiMuonParams | None = ...,
+        snapshot: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["adamw", b"adamw", "dimuon", b"dimuon", "header", b"header", "optimizer", b"optimizer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adamw", b"adamw", "dimuon", b"dimuon", "header", b"header", "optimizer", b"optimizer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adamw", b"adamw", "dimuon", b"dimuon", "header", b"header", "optimizer", b"optimizer", "snapshot", b"snapshot"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["optimizer", b"optimizer"]) -> typing.Literal["adamw", "dimuon"] | None: ...
 
 Global___OptimStepRequest: typing_extensions.TypeAlias = OptimStepRequest
@@ -471,3 +475,102 @@ class LoadCheckpointReply(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["failure", b"failure", "seconds", b"seconds", "step", b"step"]) -> None: ...
 
 Global___LoadCheckpointReply: typing_extensions.TypeAlias = LoadCheckpointReply
+
+@typing.final
+class AwaitSnapshotRequest(google.protobuf.message.Message):
+    """A snapshot is a checkpoint that no user knows of, taken at an optimizer step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["path", b"path"]) -> None: ...
+
+Global___AwaitSnapshotRequest: typing_extensions.TypeAlias = AwaitSnapshotRequest
+
+@typing.final
+class AwaitSnapshotReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FAILURE_FIELD_NUMBER: builtins.int
+    SEQ_ID_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    PAUSE_SECONDS_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    seq_id: builtins.int
+    """Of the step."""
+    step: builtins.int
+    bytes: builtins.int
+    pause_seconds: builtins.float
+    """For which training stood still while the state was copied."""
+    seconds: builtins.float
+    """To write it, while training went on."""
+    @property
+    def failure(self) -> tandem.v1.common_pb2.Failure: ...
+    def __init__(
+        self,
+        *,
+        failure: tandem.v1.common_pb2.Failure | None = ...,
+        seq_id: builtins.int = ...,
+        step: builtins.int = ...,
+        bytes: builtins.int = ...,
+        pause_seconds: builtins.float = ...,
+        seconds: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["failure", b"failure"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "failure", b"failure", "pause_seconds", b"pause_seconds", "seconds", b"seconds", "seq_id", b"seq_id", "step", b"step"]) -> None: ...
+
+Global___AwaitSnapshotReply: typing_extensions.TypeAlias = AwaitSnapshotReply
+
+@typing.final
+class RestoreRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    SEQ_ID_FIELD_NUMBER: builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    """The snapshot to load; empty: the state stays as it is."""
+    seq_id: builtins.int
+    """The newest operation that the state contains, and that needs no answer any more."""
+    weight_version: builtins.str
+    """The newest version that the run has published."""
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        seq_id: builtins.int = ...,
+        weight_version: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["path", b"path", "seq_id", b"seq_id", "weight_version", b"weight_version"]) -> None: ...
+
+Global___RestoreRequest: typing_extensions.TypeAlias = RestoreRequest
+
+@typing.final
+class RestoreReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FAILURE_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    seconds: builtins.float
+    @property
+    def failure(self) -> tandem.v1.common_pb2.Failure: ...
+    def __init__(
+        self,
+        *,
+        failure: tandem.v1.common_pb2.Failure | None = ...,
+        step: builtins.int = ...,
+        seconds: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["failure", b"failure"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["failure", b"failure", "seconds", b"seconds", "step", b"step"]) -> None: ...
+
+Global___RestoreReply: typing_extensions.TypeAlias = RestoreReply

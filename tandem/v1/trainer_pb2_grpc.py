@@ -69,6 +69,16 @@ class TrainerStub(object):
                 request_serializer=tandem_dot_v1_dot_trainer__pb2.LoadCheckpointRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_trainer__pb2.LoadCheckpointReply.FromString,
                 _registered_method=True)
+        self.AwaitSnapshot = channel.unary_unary(
+                '/tandem.v1.Trainer/AwaitSnapshot',
+                request_serializer=tandem_dot_v1_dot_trainer__pb2.AwaitSnapshotRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_trainer__pb2.AwaitSnapshotReply.FromString,
+                _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/tandem.v1.Trainer/Restore',
+                request_serializer=tandem_dot_v1_dot_trainer__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_trainer__pb2.RestoreReply.FromString,
+                _registered_method=True)
 
 
 class TrainerServicer(object):
@@ -123,6 +133,21 @@ class TrainerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AwaitSnapshot(self, request, context):
+        """Answers once the snapshot that an OptimStep asked for is written, or has failed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request, context):
+        """Brings a new trainer to where another one was: loads a snapshot, or says how far the run's
+        operations have been replayed. Refused while operations are under way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -160,6 +185,16 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.LoadCheckpoint,
                     request_deserializer=tandem_dot_v1_dot_trainer__pb2.LoadCheckpointRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_trainer__pb2.LoadCheckpointReply.SerializeToString,
+            ),
+            'AwaitSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.AwaitSnapshot,
+                    request_deserializer=tandem_dot_v1_dot_trainer__pb2.AwaitSnapshotRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_trainer__pb2.AwaitSnapshotReply.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=tandem_dot_v1_dot_trainer__pb2.RestoreRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_trainer__pb2.RestoreReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -351,6 +386,60 @@ class Trainer(object):
             '/tandem.v1.Trainer/LoadCheckpoint',
             tandem_dot_v1_dot_trainer__pb2.LoadCheckpointRequest.SerializeToString,
             tandem_dot_v1_dot_trainer__pb2.LoadCheckpointReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AwaitSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Trainer/AwaitSnapshot',
+            tandem_dot_v1_dot_trainer__pb2.AwaitSnapshotRequest.SerializeToString,
+            tandem_dot_v1_dot_trainer__pb2.AwaitSnapshotReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Trainer/Restore',
+            tandem_dot_v1_dot_trainer__pb2.RestoreRequest.SerializeToString,
+            tandem_dot_v1_dot_trainer__pb2.RestoreReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -137,7 +137,39 @@ _TrainerLoadCheckpointType = typing_extensions.TypeVar(
     ],
 )
 
-class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerProgressType, _TrainerForwardBackwardType, _TrainerOptimStepType, _TrainerPublishType, _TrainerSaveCheckpointType, _TrainerLoadCheckpointType]):
+_TrainerAwaitSnapshotType = typing_extensions.TypeVar(
+    '_TrainerAwaitSnapshotType',
+    grpc.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.AwaitSnapshotRequest,
+        tandem.v1.trainer_pb2.AwaitSnapshotReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.AwaitSnapshotRequest,
+        tandem.v1.trainer_pb2.AwaitSnapshotReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.AwaitSnapshotRequest,
+        tandem.v1.trainer_pb2.AwaitSnapshotReply,
+    ],
+)
+
+_TrainerRestoreType = typing_extensions.TypeVar(
+    '_TrainerRestoreType',
+    grpc.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.RestoreRequest,
+        tandem.v1.trainer_pb2.RestoreReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.RestoreRequest,
+        tandem.v1.trainer_pb2.RestoreReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.RestoreRequest,
+        tandem.v1.trainer_pb2.RestoreReply,
+    ],
+)
+
+class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerProgressType, _TrainerForwardBackwardType, _TrainerOptimStepType, _TrainerPublishType, _TrainerSaveCheckpointType, _TrainerLoadCheckpointType, _TrainerAwaitSnapshotType, _TrainerRestoreType]):
     @typing.overload
     def __init__(self: TrainerStub[
         grpc.UnaryUnaryMultiCallable[
@@ -167,6 +199,14 @@ class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerProgressType, _Tr
         grpc.UnaryUnaryMultiCallable[
             tandem.v1.trainer_pb2.LoadCheckpointRequest,
             tandem.v1.trainer_pb2.LoadCheckpointReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            tandem.v1.trainer_pb2.AwaitSnapshotRequest,
+            tandem.v1.trainer_pb2.AwaitSnapshotReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            tandem.v1.trainer_pb2.RestoreRequest,
+            tandem.v1.trainer_pb2.RestoreReply,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -200,6 +240,14 @@ class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerProgressType, _Tr
             tandem.v1.trainer_pb2.LoadCheckpointRequest,
             tandem.v1.trainer_pb2.LoadCheckpointReply,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            tandem.v1.trainer_pb2.AwaitSnapshotRequest,
+            tandem.v1.trainer_pb2.AwaitSnapshotReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            tandem.v1.trainer_pb2.RestoreRequest,
+            tandem.v1.trainer_pb2.RestoreReply,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Describe: _TrainerDescribeType
@@ -222,6 +270,14 @@ class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerProgressType, _Tr
 
     LoadCheckpoint: _TrainerLoadCheckpointType
     """Replaces weights (and, if asked, optimizer state) by those of a checkpoint."""
+
+    AwaitSnapshot: _TrainerAwaitSnapshotType
+    """Answers once the snapshot that an OptimStep asked for is written, or has failed."""
+
+    Restore: _TrainerRestoreType
+    """Brings a new trainer to where another one was: loads a snapshot, or says how far the run's
+    operations have been replayed. Refused while operations are under way.
+    """
 
 TrainerAsyncStub: typing_extensions.TypeAlias = TrainerStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -251,6 +307,14 @@ TrainerAsyncStub: typing_extensions.TypeAlias = TrainerStub[
     grpc.aio.UnaryUnaryMultiCallable[
         tandem.v1.trainer_pb2.LoadCheckpointRequest,
         tandem.v1.trainer_pb2.LoadCheckpointReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.AwaitSnapshotRequest,
+        tandem.v1.trainer_pb2.AwaitSnapshotReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.RestoreRequest,
+        tandem.v1.trainer_pb2.RestoreReply,
     ],
 ]
 
@@ -310,5 +374,23 @@ class TrainerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.trainer_pb2.LoadCheckpointReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.LoadCheckpointReply]]:
         """Replaces weights (and, if asked, optimizer state) by those of a checkpoint."""
+
+    @abc.abstractmethod
+    def AwaitSnapshot(
+        self,
+        request: tandem.v1.trainer_pb2.AwaitSnapshotRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tandem.v1.trainer_pb2.AwaitSnapshotReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.AwaitSnapshotReply]]:
+        """Answers once the snapshot that an OptimStep asked for is written, or has failed."""
+
+    @abc.abstractmethod
+    def Restore(
+        self,
+        request: tandem.v1.trainer_pb2.RestoreRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tandem.v1.trainer_pb2.RestoreReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.RestoreReply]]:
+        """Brings a new trainer to where another one was: loads a snapshot, or says how far the run's
+        operations have been replayed. Refused while operations are under way.
+        """
 
 def add_TrainerServicer_to_server(servicer: TrainerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -43,6 +43,7 @@ class Manifest(BaseModel):
     """Literal example: `{"format": 1, "version": "s-ab12:train:0/v000003-9f2c41d0", "run_id":
     "s-ab12:train:0", "step": 48, "parent": "s-ab12:train:0/v000002-…", "dtype": "float32",
     "tensors": 46, "files": [{"name": "model-00001-of-00001.safetensors", …}], "canary": {…}}`.
+    `operation` is the request_id of the operation that published it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -52,6 +53,7 @@ class Manifest(BaseModel):
     run_id: str
     step: int
     parent: str = ""
+    operation: str = ""
     adapter: bool = False
     dtype: str
     tensors: int

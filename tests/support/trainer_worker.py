@@ -114,15 +114,38 @@ class TrainerClient(WorkerClient):
         return wire.ForwardBackwardOutput.FromString(reply.output)
 
     def optim_step(
-        self, *, lr: float = 1e-3, eps: float = 1e-8, clip: float = 0.0, incomplete: str = ""
+        self,
+        *,
+        lr: float = 1e-3,
+        eps: float = 1e-8,
+        clip: float = 0.0,
+        incomplete: str = "",
+        snapshot: str = "",
     ) -> trainer_pb2.OptimStepReply:
         return self.stub.OptimStep(
             trainer_pb2.OptimStepRequest(
                 header=self.header(incomplete=incomplete),
+                snapshot=snapshot,
                 adamw=trainer_pb2.AdamWParams(
                     learning_rate=lr, beta1=0.9, beta2=0.95, eps=eps, grad_clip_norm=clip
                 ),
             ),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
+
+    def await_snapshot(self, path: str) -> trainer_pb2.AwaitSnapshotReply:
+        return self.stub.AwaitSnapshot(
+            trainer_pb2.AwaitSnapshotRequest(path=path),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
+
+    def restore(self, path: str, *, seq_id: int) -> trainer_pb2.RestoreReply:
+        """Go on after the operation `seq_id`."""
+        self.seq_id = seq_id
+        return self.stub.Restore(
+            trainer_pb2.RestoreRequest(path=path, seq_id=seq_id),
             metadata=self.metadata,
             timeout=CALL_SECONDS,
         )

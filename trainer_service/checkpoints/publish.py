@@ -18,9 +18,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tandem.errors import PublishFailed, ServerError
+from tandem.errors import LoadFailed, PublishFailed, ServerError
 from tandem.v1 import trainer_pb2
-from tandem.weights import Canary, FileEntry, Manifest, PartialVersion, checksum_file
+from tandem.weights import (
+    Canary,
+    FileEntry,
+    Manifest,
+    PartialVersion,
+    checksum_file,
+    open_version,
+)
 from tandem.weights.store import fsync_path
 from tandem.worker import LoraSpec
 from trainer_service.backends.base import LoraBackend, TrainerBackend
@@ -40,14 +47,16 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class VersionRequest:
-    """What to publish: the version's `name` and final `path`, its `parent` version, and the run's
-    `step`. `merged` asks a LoRA run for the whole model instead of the adapter."""
+    """What to publish: the version's `name` and final `path`, its `parent` version, the run's
+    `step`, and the request_id of the `operation`. `merged` asks a LoRA run for the whole model
+    instead of the adapter."""
 
     name: str
     path: Path
     run_id: str
     parent: str
     step: int
+    operation: str = ""
     merged: bool = False
 
     @classmethod
@@ -58,6 +67,7 @@ class VersionRequest:
             run_id=request.version.run_id or request.header.run_id,
             parent=request.parent,
             step=step,
+            operation=request.header.operation_id,
             merged=request.merged,
         )
 
@@ -87,6 +97,16 @@ def prepare_publish(request: VersionRequest, backend: TrainerBackend) -> Partial
     except OSError as error:
         raise storage_error(error, what=request.name, path=request.path, needed=needed) from error
     return partial
+
+
+def published_by(request: VersionRequest) -> Manifest | None:
+    """Return what this very operation has published already, if it has: by a trainer that died
+    before it could say so."""
+    try:
+        manifest = open_version(request.path)
+    except LoadFailed:
+        return None
+    return manifest if request.operation and manifest.operation == request.operation else None
 
 
 def publish(request: VersionRequest, trainer: RankTrainer) -> Manifest | None:
@@ -209,6 +229,7 @@ def _commit(
         run_id=request.run_id,
         step=request.step,
         parent=request.parent,
+        operation=request.operation,
         adapter=lora is not None,
         dtype="float32" if lora else backend.dtype,
         tensors=len(weight_map),

@@ -4,6 +4,8 @@ A checkpoint can be loaded into another number of ranks. Like a weight version i
 a partial directory, `checkpoint.json` with checksums last, and appears by one rename. That of a
 LoRA run holds the adapter alone, and identifies its base model by a fingerprint. It contains no
 random number generator state, since training draws no random numbers.
+
+A snapshot, from which a crashed run is restored, is one too: `snapshots` writes it.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,7 +29,7 @@ from tandem.errors import (
     NameTaken,
     ServerError,
 )
-from tandem.v1 import trainer_pb2
+from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import FileEntry, checksum_file
 from tandem.weights.store import check_own_file, fsync_path, make_folder
 from tandem.worker import LoraSpec, TrainingSpec
@@ -87,35 +90,38 @@ def prepare_save(path: Path, backend: TrainerBackend) -> None:
         raise storage_error(error, what=what, path=path, needed=needed) from error
 
 
+def saved_by(request: trainer_pb2.SaveCheckpointRequest) -> CheckpointRecord | None:
+    """Return what this very operation has written already, if it has: by a trainer that died
+    before it could say so."""
+    try:
+        record = _read_record(Path(request.path))
+    except (OSError, ValidationError):
+        return None
+    ours = (request.header.run_id, request.header.seq_id)
+    return record if all(ours) and (record.run_id, record.last_seq_id) == ours else None
+
+
 def save(
     request: trainer_pb2.SaveCheckpointRequest, trainer: RankTrainer
 ) -> CheckpointRecord | None:
     """Writes this rank's part. Rank 0 commits and returns the record, or raises `StorageFull` or
     `PublishFailed` with nothing left of the checkpoint."""
-    path, backend, control = Path(request.path), trainer.backend, trainer.control
+    path, control = Path(request.path), trainer.control
     partial, what = partial_path(path), f"checkpoint {path.name}"
-    needed = _bytes_needed(backend)
-    state = _state(backend, optimizer=True, create=False)
+    needed = _bytes_needed(trainer.backend)
+    state = state_of(trainer.backend)
 
     def write() -> list[dict[str, str | int]]:
-        try:
-            with _quiet():
-                dcp.save(
-                    state,
-                    checkpoint_id=partial,
-                    process_group=control.group,
-                    no_dist=control.size == 1,
-                )
-        except CheckpointException as error:
-            # Raised on every rank if any failed, with the failures by rank.
-            raise _os_error_in(error) from error
+        write_shards(state, partial, group=control.group)
         return []
 
     try:
         agree(control, write, what=what, path=path, needed=needed)
         if control.rank:
             return None
-        return _commit(request, trainer, state)
+        record = describe(trainer, state, request.header)
+        # The other ranks are idle meanwhile.
+        return commit(record, path, on_file=control.heartbeat)
     except ServerError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -124,28 +130,49 @@ def save(
         raise storage_error(error, what=what, path=path, needed=needed) from error
 
 
-def _commit(
-    request: trainer_pb2.SaveCheckpointRequest, trainer: RankTrainer, state: Mapping[str, Tensor]
+def write_shards(
+    state: dict[str, Tensor], partial: Path, *, group: dist.ProcessGroup | None
+) -> None:
+    """Writes this rank's part of the state. Raises `OSError` on all ranks if one cannot."""
+    try:
+        with _quiet():
+            dcp.save(state, checkpoint_id=partial, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        # Raised on every rank if any failed, with the failures by rank.
+        raise _os_error_in(error) from error
+
+
+def describe(
+    trainer: RankTrainer, state: Mapping[str, Tensor], header: common_pb2.OperationHeader
 ) -> CheckpointRecord:
-    path, backend = Path(request.path), trainer.backend
-    partial = partial_path(path)
-    entries = []
-    for file in sorted(partial.iterdir()):
-        fsync_path(file)
-        entries.append(checksum_file(file))
-        trainer.control.heartbeat()  # the other ranks are idle meanwhile
-    record = CheckpointRecord(
-        run_id=request.header.run_id,
+    """Return the record of the state as it is now, after the operation of `header`."""
+    backend = trainer.backend
+    return CheckpointRecord(
+        run_id=header.run_id,
         step=trainer.step,
-        last_seq_id=request.header.seq_id,
+        last_seq_id=header.seq_id,
         architecture=backend.facts.architecture,
         optimizer=any(name.startswith("optimizer.") for name in state),
         training=backend.training,
         base_model=trainer.base.name,
         base_fingerprint=trainer.base.fingerprint() if backend.training.lora else "",
         parameters=_shapes(backend),
-        files=entries,
+        files=[],
     )
+
+
+def commit(
+    record: CheckpointRecord, path: Path, *, on_file: Callable[[], None] = lambda: None
+) -> CheckpointRecord:
+    """Add the files of all ranks to the record, write it, and give the checkpoint its name.
+    `on_file` is called after each file that was read for its checksum."""
+    partial = partial_path(path)
+    entries = []
+    for file in sorted(partial.iterdir()):
+        fsync_path(file)
+        entries.append(checksum_file(file))
+        on_file()
+    record = record.model_copy(update={"files": entries})
     target = partial / RECORD_NAME
     with target.open("w", encoding="utf-8") as file_:
         file_.write(record.model_dump_json(indent=1))
@@ -236,7 +263,7 @@ def load(path: Path, trainer: RankTrainer, *, optimizer: bool) -> None:
     record = _read_record(path)
     backend.optimizer.reset()
     with_state = optimizer and record.optimizer
-    state = _state(backend, optimizer=with_state, create=with_state)
+    state = state_of(backend, optimizer=with_state, create=with_state)
     with _quiet():
         dcp.load(
             state,
@@ -251,7 +278,10 @@ def _names(record: CheckpointRecord) -> set[str]:
     return {entry.name for entry in record.files}
 
 
-def _state(backend: TrainerBackend, *, optimizer: bool, create: bool) -> dict[str, Tensor]:
+def state_of(
+    backend: TrainerBackend, *, optimizer: bool = True, create: bool = False
+) -> dict[str, Tensor]:
+    """The live tensors that a checkpoint consists of; `create` makes those of the optimizer."""
     state = {f"model.{name}": tensor for name, tensor in backend.parameters().items()}
     if optimizer:
         moments = backend.optimizer.state(create=create)

@@ -26,6 +26,8 @@ from trainer_service.models.huggingface import empty_model
 
 START_TIMEOUT = timedelta(minutes=10)
 """For ranks to find each other and load the model. A launcher gives up sooner."""
+_SNAPSHOT_TIMEOUT = timedelta(minutes=30)
+"""For the slowest rank to write its part of a snapshot."""
 
 
 class Assignment(BaseModel):
@@ -98,7 +100,7 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
     threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // size)
     torch.set_num_threads(threads)
     timeout = timedelta(seconds=settings.collective_timeout)
-    group = None
+    group = snapshot_group = None
     if size > 1 or device == "cuda" or settings.dtype == "bfloat16":
         # All ranks are on this machine; their traffic stays on its loopback interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -114,6 +116,7 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
         )
         if size > 1:
             group = dist.new_group(backend="gloo", timeout=timeout)
+            snapshot_group = dist.new_group(backend="gloo", timeout=_SNAPSHOT_TIMEOUT)
     backend = backend_named(settings.backend)(
         model_path=assignment.model_path,
         settings=settings,
@@ -129,6 +132,7 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
         model_path=assignment.model_path,
         model_name=assignment.model_name,
         parallel=_parallel(backend, settings, threads),
+        snapshot_group=snapshot_group,
     )
 
 

@@ -237,7 +237,8 @@ class ShareResult:
 
 
 class RankTrainer:
-    """One rank. `step` counts the optimizer steps applied, alike on every rank."""
+    """One rank. `step` counts the optimizer steps applied, alike on every rank. `snapshot_group`
+    joins the threads that write snapshots; None for a single rank."""
 
     def __init__(
         self,
@@ -248,9 +249,11 @@ class RankTrainer:
         model_path: Path,
         model_name: str = "",
         parallel: ParallelMicroBatches | None = None,
+        snapshot_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.backend = backend
         self.control = control
+        self.snapshot_group = snapshot_group
         self.step = 0
         self.progress = Progress()
         self.base = BaseModelFiles(name=model_name or model_path.name, path=model_path)

@@ -26,7 +26,13 @@ from tandem.wire.v1 import tinker_pb2 as wire
 from trainer_service.batches.loss_inputs import Float32Array
 from trainer_service.batches.validation import Batch, BatchLimits, parse, validate
 from trainer_service.checkpoints import training_state
-from trainer_service.checkpoints.publish import VersionRequest, prepare_publish, publish
+from trainer_service.checkpoints.publish import (
+    VersionRequest,
+    prepare_publish,
+    publish,
+    published_by,
+)
+from trainer_service.checkpoints.snapshots import Snapshots
 from trainer_service.compute.trainer import Op, RankTrainer
 from trainer_service.optimizers import step_settings
 
@@ -67,6 +73,7 @@ class Operations:
 
     def __init__(self, trainer: RankTrainer) -> None:
         self._trainer = trainer
+        self.snapshots = Snapshots(trainer, group=trainer.snapshot_group)
         self.ranks = trainer.control.size
         self.progress = trainer.progress
         self._held: HeldBatches | None = None
@@ -138,15 +145,22 @@ class Operations:
                 raise NoGradients(
                     "there are no gradients: no forward_backward came since the last optim_step"
                 )
+            self.snapshots.prepare(request)
             trainer.control.broadcast(Op.OPTIM_STEP, request)
             held, self._held = self._held, None
-            metrics = trainer.optim_step(settings)
+            try:
+                metrics = trainer.optim_step(settings)
+            except GradientsNotFinite:
+                self.snapshots.abandon(request)
+                raise
         except TandemError as error:
             return trainer_pb2.OptimStepReply(failure=error.to_failure(), step=trainer.step)
+        seconds = time.perf_counter() - began
+        self.snapshots.take(request)
         return trainer_pb2.OptimStepReply(
             metrics=metrics,
             step=trainer.step,
-            seconds=time.perf_counter() - began,
+            seconds=seconds,
             batch_metrics=held.metrics,
             batch_tokens=held.tokens,
             batch_seconds=held.seconds,
@@ -157,9 +171,11 @@ class Operations:
         trainer, began = self._trainer, time.perf_counter()
         version = VersionRequest.from_message(request, step=trainer.step)
         try:
-            prepare_publish(version, trainer.backend)
-            trainer.control.broadcast(Op.PUBLISH, request)
-            manifest = publish(version, trainer)
+            manifest = published_by(version)
+            if manifest is None:
+                prepare_publish(version, trainer.backend)
+                trainer.control.broadcast(Op.PUBLISH, request)
+                manifest = publish(version, trainer)
         except TandemError as error:
             return trainer_pb2.PublishReply(failure=error.to_failure())
         assert manifest is not None
@@ -181,9 +197,11 @@ class Operations:
     ) -> trainer_pb2.SaveCheckpointReply:
         trainer, began = self._trainer, time.perf_counter()
         try:
-            training_state.prepare_save(Path(request.path), trainer.backend)
-            trainer.control.broadcast(Op.SAVE_CHECKPOINT, request)
-            record = training_state.save(request, trainer)
+            record = training_state.saved_by(request)
+            if record is None:
+                training_state.prepare_save(Path(request.path), trainer.backend)
+                trainer.control.broadcast(Op.SAVE_CHECKPOINT, request)
+                record = training_state.save(request, trainer)
         except TandemError as error:
             return trainer_pb2.SaveCheckpointReply(failure=error.to_failure())
         assert record is not None
@@ -195,17 +213,38 @@ class Operations:
         self, request: trainer_pb2.LoadCheckpointRequest
     ) -> trainer_pb2.LoadCheckpointReply:
         """Drops the gradients held."""
-        trainer, began = self._trainer, time.perf_counter()
+        began = time.perf_counter()
         try:
-            training_state.check(Path(request.path), trainer, optimizer=request.optimizer)
+            self._load(Path(request.path), optimizer=request.optimizer)
         except TandemError as error:
-            return trainer_pb2.LoadCheckpointReply(failure=error.to_failure(), step=trainer.step)
-        trainer.control.broadcast(Op.LOAD_CHECKPOINT, request)
-        training_state.load(Path(request.path), trainer, optimizer=request.optimizer)
-        self._held, self._refused = None, ""
+            return trainer_pb2.LoadCheckpointReply(
+                failure=error.to_failure(), step=self._trainer.step
+            )
         return trainer_pb2.LoadCheckpointReply(
-            step=trainer.step, seconds=time.perf_counter() - began
+            step=self._trainer.step, seconds=time.perf_counter() - began
         )
+
+    def restore(self, request: trainer_pb2.RestoreRequest) -> trainer_pb2.RestoreReply:
+        """Loads a snapshot, if one is named. Replayed versions are not published again, so that
+        the newest is told."""
+        began = time.perf_counter()
+        if request.path:
+            try:
+                self._load(Path(request.path), optimizer=True)
+            except TandemError as error:
+                return trainer_pb2.RestoreReply(failure=error.to_failure())
+        self._published = request.weight_version
+        return trainer_pb2.RestoreReply(
+            step=self._trainer.step, seconds=time.perf_counter() - began
+        )
+
+    def _load(self, path: Path, *, optimizer: bool) -> None:
+        trainer = self._trainer
+        training_state.check(path, trainer, optimizer=optimizer)
+        request = trainer_pb2.LoadCheckpointRequest(path=str(path), optimizer=optimizer)
+        trainer.control.broadcast(Op.LOAD_CHECKPOINT, request)
+        training_state.load(path, trainer, optimizer=optimizer)
+        self._held, self._refused = None, ""
 
     def _drop_gradients(self) -> None:
         self._trainer.control.broadcast(Op.DROP_GRADIENTS)
@@ -215,6 +254,7 @@ class Operations:
 
 def follow(trainer: RankTrainer) -> None:
     """Applies what rank 0 announces, which has checked it, until the process is killed."""
+    snapshots = Snapshots(trainer, group=trainer.snapshot_group)
     while True:
         op, payload = trainer.control.receive()
         if op == Op.FORWARD_BACKWARD:
@@ -228,6 +268,7 @@ def follow(trainer: RankTrainer) -> None:
                 )
             except GradientsNotFinite:
                 continue  # raised on all ranks alike; rank 0 tells the client
+            snapshots.take(step)
         elif op == Op.DROP_GRADIENTS:
             trainer.drop_gradients()
         elif op == Op.PUBLISH:

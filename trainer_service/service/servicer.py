@@ -191,6 +191,15 @@ class OperationSequence:
         async with self._turn:
             self._turn.notify_all()
 
+    @property
+    def idle(self) -> bool:
+        return not self._running
+
+    async def restored(self, seq_id: int) -> None:
+        """Note that the state contains everything up to `seq_id`."""
+        self.applied = max(self.applied, seq_id)
+        await self.enter(seq_id)
+
     def ended(self, seq_id: int, reply: Reply) -> None:
         self.applied = max(self.applied, seq_id)
         self._results[seq_id] = reply
@@ -283,6 +292,25 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             trainer_pb2.LoadCheckpointReply,
             lambda operations: operations.load_checkpoint(request),
         )
+
+    async def AwaitSnapshot(
+        self, request: trainer_pb2.AwaitSnapshotRequest, context: Context
+    ) -> trainer_pb2.AwaitSnapshotReply:
+        job = self._engine.submit(lambda operations: operations.snapshots.result(request.path))
+        written = await self._or_broken(asyncio.wrap_future(job), context)
+        # Who gives up waiting does not cancel what others may wait for.
+        return await self._or_broken(asyncio.wrap_future(written), context)
+
+    async def Restore(
+        self, request: trainer_pb2.RestoreRequest, context: Context
+    ) -> trainer_pb2.RestoreReply:
+        if not self._sequence.idle:
+            await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, "operations are under way")
+        job = self._engine.submit(lambda operations: operations.restore(request))
+        reply = await self._or_broken(asyncio.wrap_future(job), context)
+        if not reply.HasField("failure"):
+            await self._sequence.restored(request.seq_id)
+        return reply
 
     async def _answer(
         self,

@@ -71,6 +71,9 @@ class OperationUnderWay(Answer):
 
 
 class RunStatus(Answer):
+    """`restored` counts how often its trainer was brought back after it died. `snapshot_step` is
+    that of the newest snapshot, 0 without one, and `snapshot_problem` why there is none since."""
+
     id: str
     session_id: str
     base_model: str
@@ -84,6 +87,9 @@ class RunStatus(Answer):
     under_way: int
     operation: OperationUnderWay | None
     weight_version: str
+    restored: int
+    snapshot_step: int
+    snapshot_problem: str
 
 
 class SamplerStatus(Answer):
@@ -179,7 +185,7 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
             RunStatus.of(
                 run,
                 base_model=run.model.name,
-                reason=run.error.message if run.error is not None else run.silence,
+                reason=run.error.message if run.error is not None else run.trouble,
                 worker=run.worker.worker_id if run.worker is not None else "",
                 queued=run.dispatcher.queued,
                 under_way=run.dispatcher.under_way,
@@ -187,6 +193,9 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
                 parameters=run.about.parameters,
                 ranks=run.about.ranks,
                 weight_version=run.parent,
+                restored=run.trainer.restored if run.trainer else 0,
+                snapshot_step=run.trainer.snapshot_step if run.trainer else 0,
+                snapshot_problem=run.trainer.snapshot_problem if run.trainer else "",
             )
             for run in gateway.runs.all()
             if run.session_id in mine

@@ -32,8 +32,9 @@ def training_client(service):
     return service.create_lora_training_client("tiny:full").result()
 
 
-def test_a_trainer_that_dies_fails_what_waits_and_a_new_run_can_be_made(gate):
-    with gate.service() as service:
+def test_a_trainer_that_dies_unrestored_fails_what_waits_and_a_new_run_can_be_made(tmp_path):
+    settings = {"session_ttl": 600, "recovery": {"enabled": False}}
+    with running_gateway(tmp_path, **settings) as gate, gate.service() as service:
         training = training_client(service)
         worker_id, trainer = gate.worker("trainer")
         gate.run(trainer.gate.clear)
@@ -263,13 +264,11 @@ def test_a_worker_that_answers_no_heartbeat_for_too_long_is_killed(tmp_path, kin
         gate.run(worker.gate.clear)
         gate.run(gate.launcher.health.answering.clear)
         if kind == "trainer":
-            failed = gate.retrieve(optim_step(client, run_id, 1).json()["request_id"]).json()
-            assert failed["type"] == "worker_died"
-            assert "did not answer its heartbeat for 0.1 s" in failed["error"]
+            answer = gate.retrieve(optim_step(client, run_id, 1).json()["request_id"])
         else:
             answer = gate.retrieve(asample(client, sampler_id, 1).json()["request_id"])
-            assert answer.is_success, "by the next engine"
-            assert len([spec for spec in gate.launcher.specs if spec.kind == kind]) == 2
+        assert answer.is_success, "by the next worker"
+        assert len([spec for spec in gate.launcher.specs if spec.kind == kind]) == 2
         assert gate.launcher.stopped[0] == worker_id
 
 

@@ -14,10 +14,10 @@ from tandem.v1 import trainer_pb2
 from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.requests import optim_step
 from tests.support.gateway.running import forward_backward_bytes, running_gateway
+from tests.support.gateway.runs import PROTO, Run
 from tests.support.sdk import supervised
 from tests.support.waiting import wait_until
 
-PROTO = {"Content-Type": "application/x-protobuf"}
 LIMIT = 200_000
 
 
@@ -28,6 +28,7 @@ def gate(tmp_path_factory):
         session_ttl=600,
         max_payload_bytes=LIMIT,
         max_queued_operations=6,
+        recovery={"enabled": False},  # see test_restored.py
     ) as gate:
         yield gate
 
@@ -40,35 +41,6 @@ def run(gate):
     worker_id, trainer = gate.worker(f"trainer-{session}")
     with gate.http() as client:
         yield Run(gate, run_id, worker_id, trainer, client)
-
-
-class Run:
-    def __init__(self, gate, run_id, worker_id, trainer, client) -> None:
-        self.gate, self.id, self.worker_id = gate, run_id, worker_id
-        self.trainer, self.client = trainer, client
-
-    def step(self, seq_id: int, **changes):
-        fields = {"learning_rate": 0.1} | changes
-        return self.client.post(
-            "/api/v1/optim_step",
-            json={"model_id": self.id, "seq_id": seq_id, "adam_params": fields},
-        )
-
-    def backward(self, seq_id: int, body: bytes | None = None, **headers):
-        return self.client.post(
-            "/api/v1/forward_backward",
-            content=body or forward_backward_bytes(self.id, seq_id),
-            headers=PROTO | headers,
-        )
-
-    def outcome(self, seq_id: int):
-        return self.gate.retrieve(f"{self.id}:{seq_id}")
-
-    def hold(self):
-        self.gate.run(self.trainer.gate.clear)
-
-    def release(self):
-        self.gate.run(self.trainer.gate.set)
 
 
 def test_operations_run_in_order_when_they_arrive_out_of_order(run):

@@ -57,9 +57,9 @@ def start(tmp_path, monkeypatch):
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     launcher = FakeLauncher()
 
-    def started():
+    def started(**changes):
         launcher.servicers.clear()
-        return running_gateway(tmp_path, launcher=launcher, session_ttl=600, port=port)
+        return running_gateway(tmp_path, launcher=launcher, session_ttl=600, port=port, **changes)
 
     return started
 
@@ -108,8 +108,22 @@ def test_after_a_restart_of_the_gateway_the_next_start_goes_on(start):
         assert (last_step(gate), batches.taken) == (6, 2)
 
 
-def test_a_trainer_that_dies_costs_the_steps_since_the_last_save(start, capsys):
+def test_a_trainer_that_dies_costs_the_script_nothing(start, capsys):
     with start() as gate:
+
+        def die():
+            worker, _ = gate.worker("trainer")
+            gate.run(gate.launcher.kill(worker, "it was killed by SIGKILL"))
+
+        batches = Batches(at=4, happens=die)
+        run_script(gate, batches)
+        assert last_step(gate) == 6
+        assert batches.taken == 6
+        assert "worker_died" not in capsys.readouterr().out
+
+
+def test_a_trainer_that_dies_unrestored_costs_the_steps_since_the_last_save(start, capsys):
+    with start(recovery={"enabled": False}) as gate:
 
         def die():
             worker, _ = gate.worker("trainer")

@@ -250,7 +250,8 @@ def test_a_run_is_described_in_full(gate, rest):
         rest.get_training_run("s-1:train:0").result()
 
 
-def test_a_run_whose_trainer_died_is_called_corrupted(gate, rest):
+def test_a_run_whose_trainer_died_for_good_is_called_corrupted(gate, rest, monkeypatch):
+    monkeypatch.setattr(gate.settings.recovery, "enabled", False)
     with service_of(gate) as service:
         training = service.create_lora_training_client("tiny:full").result()
         worker_id, _ = gate.worker("trainer")

@@ -57,6 +57,7 @@ class FakeLauncher:
         server = grpc.aio.server()
         if spec.kind == "trainer":
             trainer = self.servicers[spec.worker_id] = self._trainer(spec)
+            trainer.launcher = self
             trainer_pb2_grpc.add_TrainerServicer_to_server(trainer, server)
         else:
             sampler = self.servicers[spec.worker_id] = FakeSampler(spec)

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tandem.errors import TandemError
+from tandem.errors import CheckpointDamaged, TandemError
 from tandem.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem.weights import Manifest, PartialVersion, checksum_file
 from tandem.wire.v1 import tinker_pb2
 from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
+
+if TYPE_CHECKING:
+    from tests.support.gateway.fake_launcher import FakeLauncher
+
+
+def after(history: str, kind: str, seq_id: int) -> str:
+    """What stands for a trainer's weights after one more operation."""
+    return hashlib.sha256(f"{history} {kind} {seq_id}".encode()).hexdigest()
 
 
 class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
@@ -20,11 +30,16 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
+        self.launcher: FakeLauncher | None = None
         self.applied: list[tuple[str, int]] = []
         self.requests: list[object] = []
         self.step = 0
         self.held = 0
         self.published = ""
+        self.history = ""
+        self.snapshots: dict[str, trainer_pb2.AwaitSnapshotReply] = {}
+        self.snapshot_error: TandemError | None = None
+        self.restored: list[trainer_pb2.RestoreRequest] = []
         self.progress = trainer_pb2.ProgressReply()
         self.gate = asyncio.Event()
         self.gate.set()
@@ -43,12 +58,24 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
     async def _apply(self, kind: str, request) -> None:
         self.applied.append((kind, request.header.seq_id - 1))
         self.requests.append(request)
+        if kind in ("forward_backward", "optim_step", "load"):
+            self._learn(kind, request)
         async with self._turn:
             self._done = request.header.seq_id
             self._turn.notify_all()
 
+    def _learn(self, kind: str, request) -> None:
+        """Mix what changes a real trainer's weights into the `history`, in the order of calls."""
+        if kind == "forward_backward":
+            message = tinker_pb2.ForwardBackwardRequest.FromString(request.payload)
+            if message.forward_only:
+                return
+        self.history = after(self.history, kind, request.header.seq_id - 1)
+
     async def Describe(self, request, context):
-        return trainer_pb2.DescribeTrainerReply(architecture="Fake", parameters=7, ranks=1)
+        return trainer_pb2.DescribeTrainerReply(
+            architecture="Fake", parameters=7, trainable_parameters=7, ranks=1
+        )
 
     async def Progress(self, request, context):
         return self.progress
@@ -80,6 +107,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
             return trainer_pb2.OptimStepReply(failure=error.to_failure())
         self.step += 1
         held, self.held = self.held, 0
+        if request.snapshot:
+            self._take_snapshot(request)
         return trainer_pb2.OptimStepReply(
             seconds=0.25,
             step=self.step,
@@ -101,6 +130,39 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
         manifest = self._write_version(version)
         self.published = version.name
         return trainer_pb2.PublishReply(version=version, bytes=manifest.bytes)
+
+    def _take_snapshot(self, request) -> None:
+        reply = self.snapshots[request.snapshot] = trainer_pb2.AwaitSnapshotReply(
+            seq_id=request.header.seq_id, step=self.step, bytes=100, seconds=0.01
+        )
+        if self.snapshot_error is not None:
+            reply.failure.CopyFrom(self.snapshot_error.to_failure())
+            return
+        folder = Path(request.snapshot)
+        folder.mkdir(parents=True)
+        state = {"step": self.step, "seq_id": reply.seq_id, "history": self.history}
+        (folder / "checkpoint.json").write_text(json.dumps(state))
+
+    async def AwaitSnapshot(self, request, context):
+        return self.snapshots[request.path]
+
+    async def Restore(self, request, context):
+        await self.gate.wait()
+        self.restored.append(request)
+        if request.path:
+            try:
+                state = json.loads((Path(request.path) / "checkpoint.json").read_text())
+            except ValueError as error:
+                failure = CheckpointDamaged(str(error)).to_failure()
+                return trainer_pb2.RestoreReply(failure=failure)
+            assert state["seq_id"] == request.seq_id
+            self.step = state["step"]
+            self.history = state["history"]
+        self.published = request.weight_version
+        async with self._turn:
+            self._done = max(self._done, request.seq_id)
+            self._turn.notify_all()
+        return trainer_pb2.RestoreReply(step=self.step)
 
     @property
     def is_lora(self) -> bool:

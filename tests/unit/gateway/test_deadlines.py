@@ -14,8 +14,10 @@ from gateway.futures.table import Future, Result
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import AdamParams, Operation, OptimStep, RunBroken
 from gateway.runs.runner import OperationRunner
+from gateway.runs.trainer import RunTrainer
 from gateway.workers.clients import SamplerClient, TrainerClient
 from tandem.errors import OperationTimedOut
+from tandem.settings import GatewaySettings, RecoverySettings
 from tandem.v1 import sampler_pb2, trainer_pb2
 from tests.support.virtual_time import run_in_virtual_time
 
@@ -62,8 +64,19 @@ async def serve(seconds: dict[int, float]) -> dict[int, Any]:
         owner="o",
         model=SimpleNamespace(name="m"),
         about=SimpleNamespace(ranks=1),
+        recovery=RecoverySettings(enabled=False),
     )
-    runner = OperationRunner(run=run, client=client, tools=tools)
+    trainer_of_run = RunTrainer(
+        run=run,
+        settings=GatewaySettings(),
+        fleet=tools,
+        journal=tools,
+        snapshots=tools,
+        metrics=tools,
+        on_lost=tools,
+    )
+    trainer_of_run._serve(client)
+    runner = OperationRunner(run=run, trainer=trainer_of_run, tools=tools)
     outcomes: dict[int, Any] = {}
     ended = asyncio.Event()
 

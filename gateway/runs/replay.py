@@ -1,0 +1,198 @@
+"""What a run's trainer can be computed again from: its snapshots, and the calls after them.
+
+The log notes each call when it is sent, in the order in which the trainer applies them. Calls that
+changed the trainer's state stay until two snapshots cover them: the newest may be damaged. See
+`docs/reliability.md`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from pydantic import NonNegativeFloat, TypeAdapter, ValidationError
+
+from gateway.workers.clients import TrainerClient
+from tandem.errors import InvalidRequest
+from tandem.settings import RecoverySettings
+
+METADATA_KEY = "tandem.recovery"
+_SECONDS: TypeAdapter[float] = TypeAdapter(NonNegativeFloat)
+_GENERATIONS = 2
+_MOST_CALLS = 5000
+"""Calls after which a snapshot is asked for, however little work they were."""
+_BYTES_PER_SECOND = 2e8
+"""At which the first snapshot is taken to be written, until that was measured."""
+_LARGEST_SHARE = 0.25
+"""Of the training time that snapshots may take, even if a replay takes longer for it."""
+
+
+def recovery_of(
+    user_metadata: Mapping[str, object] | None, settings: RecoverySettings
+) -> RecoverySettings:
+    """Return how a run is restored. Its creator may turn that off, or say how many seconds are
+    replayed at most: `{"tandem.recovery": "off"}`, `{"tandem.recovery": "600"}`.
+
+    Raises `InvalidRequest` for any other value.
+    """
+    chosen = (user_metadata or {}).get(METADATA_KEY)
+    if chosen is None:
+        return settings
+    if chosen == "off":
+        return settings.model_copy(update={"enabled": False})
+    try:
+        return settings.model_copy(update={"replay": _SECONDS.validate_python(chosen)})
+    except ValidationError as error:
+        raise InvalidRequest(
+            f'{METADATA_KEY} of the user_metadata is {str(chosen)[:40]!r}: it is "off", or the '
+            "seconds of training that are replayed at most after a crash"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a trainer after the operation `seq_id`. Without a `folder` it is that of a run
+    before its first operation. `bytes` is its size."""
+
+    seq_id: int = -1
+    step: int = 0
+    folder: str = ""
+    bytes: int = 0
+
+
+@dataclass(eq=False)
+class SentCall:
+    """A call that was sent to the trainer. `send` sends it again to another one, after the call of
+    the given `seq_id`, and returns the type of its failure, "" for none.
+
+    `size` is the bytes of its payload on the disk. Once it is `answered`, it took the trainer
+    `seconds` and had this `failure`. `release` is called when it is forgotten.
+    """
+
+    seq_id: int
+    kind: str
+    send: Callable[[TrainerClient, int], Awaitable[str]]
+    changes_state: bool
+    size: int = 0
+    answered: bool = False
+    seconds: float = 0.0
+    failure: str = ""
+    release: Callable[[], None] | None = None
+
+
+class ReplayLog:
+    """Of one run. `dropped` is called with the `seq_id`s of calls that are needed no longer."""
+
+    def __init__(self, settings: RecoverySettings, *, dropped: Callable[[list[int]], None]) -> None:
+        self._settings = settings
+        self._dropped = dropped
+        self._calls: dict[int, SentCall] = {}
+        self._snapshots = deque([Snapshot()])
+        self._answered = -1
+        self._cost: float | None = None
+        self.bytes = 0
+        self.work = 0.0
+        """Seconds that the trainer worked since the newest snapshot: what a replay takes."""
+        self.complete = True
+        """Without it, calls are missing, so that the run cannot be restored."""
+
+    @property
+    def newest(self) -> Snapshot:
+        return self._snapshots[-1]
+
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """Return those that the log goes back to, newest first."""
+        return list(reversed(self._snapshots))
+
+    @property
+    def first_unanswered(self) -> SentCall | None:
+        """Return the call that the trainer is at, if it is at one."""
+        return min(
+            (call for call in self._calls.values() if not call.answered),
+            key=lambda call: call.seq_id,
+            default=None,
+        )
+
+    def holds(self, seq_id: int) -> bool:
+        """Whether the payload of a call may be needed again."""
+        return seq_id in self._calls
+
+    def note_sent(self, call: SentCall) -> None:
+        """Note a call that is about to be sent. When the payloads become too many, all that were
+        answered are forgotten."""
+        self._calls[call.seq_id] = call
+        self.bytes += call.size
+        if self.complete and self.bytes > self._settings.log_bytes:
+            self.complete = False
+            self._drop([call for call in self._calls.values() if call.answered])
+
+    def note_answered(self, seq_id: int, *, seconds: float, failure: str = "") -> None:
+        """Note that the trainer has answered, after so many seconds of work."""
+        call = self._calls.get(seq_id)
+        if call is None or call.answered:
+            return
+        self._answered = max(self._answered, seq_id)
+        call.answered, call.seconds, call.failure = True, seconds, failure
+        if call.changes_state and self.complete:
+            self.work += seconds
+        else:
+            self._forget([call])
+
+    def wants_snapshot(self, *, expected_bytes: int) -> bool:
+        """Whether the work since the newest snapshot is worth another one, of about this size."""
+        cost = self._cost if self._cost is not None else expected_bytes / _BYTES_PER_SECOND
+        latest = max(self._settings.replay, cost / _LARGEST_SHARE)
+        return (
+            not self.complete
+            or self.work >= min(cost / self._settings.share, latest)
+            or self.bytes >= self._settings.log_bytes / 2
+            or len(self._calls) >= _MOST_CALLS
+        )
+
+    def add_snapshot(self, snapshot: Snapshot, *, cost: float) -> list[Snapshot]:
+        """Note a snapshot that was written, at a `cost` in seconds. Return those that it makes
+        superfluous."""
+        self._cost = cost
+        # What is incomplete cannot be brought from an older snapshot to this one.
+        kept = _GENERATIONS - 1 if self.complete else 0
+        self.complete = True
+        self._snapshots.append(snapshot)
+        old = [self._snapshots.popleft() for _ in range(len(self._snapshots) - kept - 1)]
+        oldest = self._snapshots[0].seq_id
+        self._drop([call for call in self._calls.values() if call.seq_id <= oldest])
+        self.work = sum(c.seconds for c in self._calls.values() if c.seq_id > snapshot.seq_id)
+        return [each for each in old if each.folder]
+
+    def lose(self, snapshot: Snapshot) -> None:
+        """Note that a snapshot turned out to be damaged."""
+        self._snapshots.remove(snapshot)
+
+    def calls_after(self, snapshot: Snapshot) -> list[SentCall]:
+        """Return what to send, in this order, to a trainer that has loaded the snapshot.
+
+        Calls of which no answer arrived, though later ones were answered, are among them whatever
+        they do: the trainer then remembers the answer when they are delivered again.
+        """
+        calls = (self._calls[seq_id] for seq_id in sorted(self._calls))
+        return [c for c in calls if snapshot.seq_id < c.seq_id <= self._answered]
+
+    def answered_up_to(self, snapshot: Snapshot) -> int:
+        """Return the newest `seq_id` that needs no delivery after those of `calls_after`."""
+        return max(self._answered, snapshot.seq_id)
+
+    def close(self) -> None:
+        """Forget everything: the run has ended."""
+        self._forget(list(self._calls.values()))
+
+    def _drop(self, calls: list[SentCall]) -> None:
+        self._forget(calls)
+        self._dropped([call.seq_id for call in calls if call.size])
+
+    def _forget(self, calls: list[SentCall]) -> None:
+        for call in calls:
+            del self._calls[call.seq_id]
+            self.bytes -= call.size
+            if call.release is not None:
+                call.release()

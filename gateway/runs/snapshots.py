@@ -1,0 +1,112 @@
+"""The folders of snapshots, their quota, and what becomes of them when a run ends."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import time
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+
+from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
+from gateway.checkpoints.versions import VersionStore
+from gateway.identifiers import CheckpointPath, new_state_folder, run_folder_name
+from gateway.runs.replay import Snapshot
+from gateway.runs.training_run import TrainingRun
+from tandem.errors import TandemError
+from tandem.telemetry import get_log
+from tandem.weights.store import make_folder
+
+_FOLDER = "snapshots"
+
+
+class SnapshotStore:
+    """Snapshots lie in `DATA/snapshots/RUN`, and count towards their owner's checkpoint bytes."""
+
+    def __init__(
+        self, *, data_dir: Path, checkpoints: CheckpointCatalog, versions: VersionStore
+    ) -> None:
+        self._data_dir = data_dir
+        self._checkpoints = checkpoints
+        self._versions = versions
+        self._bytes: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        self._log = get_log()
+
+    async def open(self) -> None:
+        """Remove the snapshots of an earlier gateway, whose runs have ended."""
+        await asyncio.to_thread(shutil.rmtree, self._data_dir / _FOLDER, ignore_errors=True)
+
+    async def new_folder(self, run: TrainingRun) -> str:
+        """Return where a new snapshot of a run is to be written. Raises `LimitExceeded` or
+        `StorageFull` when there is no room."""
+        size = run.expected_state_bytes
+        await self._checkpoints.check_quota(owner=run.owner, expected_bytes=size)
+        await self._versions.check_space(expected_bytes=size, what="take a snapshot")
+        return str(self._folder_of(run.id) / f"{run.step + 1:08d}-{secrets.token_hex(4)}")
+
+    def add(self, run: TrainingRun, snapshot: Snapshot) -> None:
+        """Count a snapshot that was written."""
+        self._bytes[run.id][snapshot.folder] = snapshot.bytes
+        self._checkpoints.snapshot_bytes[run.owner] += snapshot.bytes
+
+    async def remove(self, run: TrainingRun, snapshot: Snapshot) -> None:
+        """Remove a snapshot, or what was written of one."""
+        self._uncount(run, snapshot.folder)
+        await asyncio.to_thread(_remove, Path(snapshot.folder))
+
+    async def remove_all(self, run: TrainingRun) -> None:
+        """Remove the snapshots of a run that has ended."""
+        for folder in tuple(self._bytes[run.id]):
+            self._uncount(run, folder)
+        self._bytes.pop(run.id, None)
+        await asyncio.to_thread(shutil.rmtree, self._folder_of(run.id), ignore_errors=True)
+
+    async def keep(self, run: TrainingRun, snapshot: Snapshot) -> CheckpointPath | None:
+        """Make a snapshot a checkpoint of its owner, because its run cannot go on; return its
+        path. Returns None where that fails, since the run ends for another reason."""
+        name = f"recovered-{snapshot.step}"
+        path = CheckpointPath(run_id=run.id, kind="weights", name=name)
+        target = new_state_folder(self._data_dir, run_id=run.id, name=name)
+        checkpoint = Checkpoint(
+            path=path,
+            base_model=run.model.name,
+            folder=str(target),
+            version="",
+            step=snapshot.step,
+            bytes=snapshot.bytes,
+            optimizer=True,
+            created_at=time.time(),
+            owner=run.owner,
+        )
+        try:
+            with self._checkpoints.pins.pinned(checkpoint.relative_folder):
+                await asyncio.to_thread(_move, Path(snapshot.folder), target)
+                await self._checkpoints.put(checkpoint)
+        except (OSError, TandemError) as error:
+            self._log.error("snapshot_not_kept", run_id=run.id, reason=str(error))
+            return None
+        finally:
+            self._uncount(run, snapshot.folder)
+        return path
+
+    def _folder_of(self, run_id: str) -> Path:
+        return self._data_dir / _FOLDER / run_folder_name(run_id)
+
+    def _uncount(self, run: TrainingRun, folder: str) -> None:
+        size = self._bytes[run.id].pop(folder, 0)
+        self._checkpoints.snapshot_bytes[run.owner] -= size
+        if not self._checkpoints.snapshot_bytes[run.owner]:
+            del self._checkpoints.snapshot_bytes[run.owner]
+
+
+def _remove(folder: Path) -> None:
+    for path in (folder, folder.parent / f".partial-{folder.name}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _move(source: Path, target: Path) -> None:
+    with suppress(FileExistsError):
+        make_folder(target.parent)
+    source.rename(target)

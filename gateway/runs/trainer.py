@@ -1,0 +1,455 @@
+"""The trainer of a run: started with it, and started again when it dies.
+
+A new trainer loads the newest snapshot and gets the calls after it (`replay`); then what was under
+way is delivered again. Their clients wait, and notice nothing else. See `docs/reliability.md`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from copy import deepcopy
+from functools import partial
+from typing import TypeVar
+
+from gateway.metrics import Metrics
+from gateway.runs.journal import Journal
+from gateway.runs.operations import Call, Progress, RunBroken
+from gateway.runs.replay import ReplayLog, SentCall, Snapshot
+from gateway.runs.snapshots import SnapshotStore
+from gateway.runs.training_run import TrainingRun
+from gateway.usage.meter import TrainerReply
+from gateway.workers.clients import (
+    EXIT_REPORT_PATIENCE,
+    Method,
+    TrainerClient,
+    WorkerUnavailable,
+)
+from gateway.workers.fleet import Backoff, Fleet
+from tandem.errors import (
+    InternalError,
+    LimitExceeded,
+    StorageFull,
+    TandemError,
+    WorkerDied,
+    WorkerStartFailed,
+)
+from tandem.settings import GatewaySettings
+from tandem.telemetry import get_log
+from tandem.v1 import trainer_pb2
+
+_MOST_DEATHS = 3
+"""Of the trainer at one operation."""
+_MOST_STARTS = 5
+"""That may fail one after the other."""
+_SNAPSHOT_PAUSE = 60.0
+"""Seconds until a snapshot is tried again that failed or had no room."""
+_PROGRESS_INTERVAL = 2.0
+_STATE_CHANGING = ("forward_backward", "optim_step", "load_weights")
+"""Kinds of operations that are replayed."""
+
+TrainerRequest = (
+    trainer_pb2.ForwardBackwardRequest
+    | trainer_pb2.OptimStepRequest
+    | trainer_pb2.PublishRequest
+    | trainer_pb2.SaveCheckpointRequest
+    | trainer_pb2.LoadCheckpointRequest
+)
+Request = TypeVar("Request", bound=TrainerRequest)
+Reply = TypeVar("Reply", bound=TrainerReply)
+Pick = Callable[[TrainerClient, bytes], Method[Request, Reply]]
+"""Returns the method of a client that sends a request, with a payload if it has one."""
+
+
+class RunTrainer:
+    """`on_lost` is called with the error that ends the run, when the trainer cannot be brought
+    back. `log` is None for a run whose trainer is not restored."""
+
+    def __init__(
+        self,
+        *,
+        run: TrainingRun,
+        settings: GatewaySettings,
+        fleet: Fleet,
+        journal: Journal,
+        snapshots: SnapshotStore,
+        metrics: Metrics,
+        on_lost: Callable[[TandemError], None],
+    ) -> None:
+        self._run = run
+        self._settings = settings
+        self._fleet = fleet
+        self._journal = journal
+        self._snapshots = snapshots
+        self._metrics = metrics
+        self._on_lost = on_lost
+        self.log = journal.keep(run.id, run.recovery) if run.recovery.enabled else None
+        self.restoring = ""
+        """Says what is done to bring the trainer back; "" while it serves."""
+        self.restored = 0
+        """How often it was."""
+        self.snapshot_problem = ""
+        self._serving: asyncio.Future[TrainerClient] = asyncio.Future()
+        self.gone: asyncio.Future[None] = asyncio.Future()
+        """Done once the trainer that serves now has been given up."""
+        self._exit: asyncio.Future[str] = asyncio.Future()
+        self._backoff = Backoff()
+        self._deaths: Counter[int] = Counter()
+        self._at: SentCall | None = None
+        self._restore_task: asyncio.Task[None] | None = None
+        self._snapshot_task: asyncio.Task[None] | None = None
+        self._snapshot_asked = ""
+        self._next_snapshot_at = 0.0
+        self._log = get_log(session_id=run.session_id, run_id=run.id)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the trainer does not answer its heartbeat, and can be restored."""
+        return self.log is not None and not (self._run.worker and not self._run.worker.silence)
+
+    @property
+    def snapshot_step(self) -> int:
+        """Return the step of the newest snapshot, 0 without one."""
+        return self.log.newest.step if self.log is not None else 0
+
+    async def start(self) -> None:
+        """Start the trainer for the first time. Raises `WorkerStartFailed` or `WorkerDied`."""
+        client = await self._start_worker()
+        try:
+            self._run.about = await client.describe()
+        except WorkerUnavailable as error:
+            raise await self._why(error) from error
+        self._serve(client)
+
+    async def client(self) -> TrainerClient:
+        """Return the client of the trainer once one serves. Raises `RunBroken`."""
+        return await asyncio.shield(self._serving)
+
+    def note_sent(
+        self,
+        call: Call,
+        pick: Pick[Request, Reply],
+        request: Request,
+        *,
+        release: Callable[[], None] | None,
+    ) -> None:
+        """Note a call that is about to be sent, so that it can be sent again, to another trainer.
+        `release` is called when that is not needed any more."""
+        if self.log is None:
+            if release is not None:
+                release()
+            return
+        seq_id, in_file = call.operation.seq_id, call.operation.in_file
+        again = deepcopy(request)
+        if isinstance(again, trainer_pb2.OptimStepRequest):
+            again.snapshot = ""
+
+        async def send(client: TrainerClient, previous_seq_id: int) -> str:
+            payload = await self._journal.read_payload(self._run.id, seq_id) if in_file else b""
+            again.header.previous_seq_id = previous_seq_id + 1
+            reply = await client.replay(pick(client, payload), again)
+            return reply.failure.type
+
+        sent = SentCall(
+            seq_id=seq_id,
+            kind=call.operation.kind,
+            send=send,
+            changes_state=call.operation.kind in _STATE_CHANGING,
+            size=call.operation.size if in_file else 0,
+            release=release,
+        )
+        self.log.note_sent(sent)
+
+    def note_answered(self, call: Call, request: TrainerRequest, reply: TrainerReply) -> None:
+        """Note what the trainer has answered, and wait for the snapshot that it takes."""
+        if self.log is not None:
+            seq_id, failure = call.operation.seq_id, reply.failure.type
+            self.log.note_answered(seq_id, seconds=reply.seconds, failure=failure)
+        if isinstance(request, trainer_pb2.OptimStepRequest) and request.snapshot:
+            self._follow_snapshot(request, applied=not reply.HasField("failure"))
+
+    @asynccontextmanager
+    async def following(self, call: Call, client: TrainerClient) -> AsyncIterator[None]:
+        """Keep the call's progress up to date while the block runs. What takes no longer than the
+        interval is not asked about."""
+        task = asyncio.create_task(self._follow(call, client))
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _follow(self, call: Call, client: TrainerClient) -> None:
+        await asyncio.wait({call.begun})
+        while True:
+            await asyncio.sleep(_PROGRESS_INTERVAL)
+            try:
+                reply = await client.progress()
+            except (WorkerUnavailable, TandemError) as error:  # the call itself says what it means
+                self._log.debug("no_progress", reason=str(error))
+                continue
+            if reply.seq_id == call.operation.seq_id + 1:
+                call.progress = Progress(
+                    seconds=reply.seconds, tokens_done=reply.tokens_done, tokens=reply.tokens
+                )
+
+    async def close(self) -> None:
+        """Stop bringing it back, and forget what that would need."""
+        tasks = [task for task in (self._restore_task, self._snapshot_task) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.log is not None:
+            self.log.close()
+
+    # --- Death and restoration ----------------------------------------------------------------
+
+    async def _start_worker(self) -> TrainerClient:
+        run, exit_ = self._run, asyncio.get_running_loop().create_future()
+        self._exit = exit_
+        run.worker = await self._fleet.start(
+            kind="trainer",
+            session_id=run.session_id,
+            run_id=run.id,
+            model=run.model,
+            training=run.training,
+            on_exit=partial(self._note_exit, exit_),
+        )
+        return TrainerClient(
+            run.worker,
+            timeout=self._settings.trainer.operation_timeout,
+            window=self._settings.dispatch_window,
+        )
+
+    def _note_exit(self, exit_: asyncio.Future[str], reason: str) -> None:
+        exit_.set_result(reason)
+        if self._serving.done() and exit_ is self._exit:
+            self.lose(self._serving.result(), WorkerDied(f"the trainer died: {reason}"))
+
+    def _serve(self, client: TrainerClient) -> None:
+        self.gone = asyncio.Future()
+        self._backoff.ready()
+        self._serving.set_result(client)
+        if self._exit.done():  # in this moment
+            self.lose(client, WorkerDied(f"the trainer died: {self._exit.result()}"))
+
+    def lose(self, client: TrainerClient, error: TandemError) -> None:
+        """Give up a trainer that is gone or of no use, and bring it back if that is possible."""
+        if not self._serving.done() or self._serving.exception() is not None:
+            return
+        if self._serving.result() is not client:
+            return
+        self._serving = asyncio.Future()
+        self.gone.set_result(None)
+        self._snapshot_asked = ""
+        if self._snapshot_task is not None:
+            self._snapshot_task.cancel()
+        self._restore_task = asyncio.create_task(
+            self._restore(error), name=f"restore-{self._run.id}"
+        )
+
+    async def _restore(self, error: TandemError) -> None:
+        """Start trainers until one is where the lost one was, or it is of no use to go on."""
+        log, began = self.log, time.monotonic()
+        try:
+            if log is None:
+                raise _GiveUp(error)
+            if (at := log.first_unanswered) is not None:
+                self._note_death_at(at, error)
+            failed_starts = 0
+            while True:
+                self._log.warning("trainer_lost", reason=error.message)
+                wait = self._backoff.failed()
+                self.restoring = f"{error.message}; it is started again"
+                await self._stop_worker(error.message)
+                await asyncio.sleep(wait)
+                self._at = None
+                try:
+                    client = await self._start_worker()
+                    failed_starts = 0
+                    await self._bring_back(client, log)
+                except (WorkerUnavailable, TandemError) as failure:
+                    error = await self._why(failure)
+                    if isinstance(failure, WorkerStartFailed):
+                        failed_starts += 1
+                        if failed_starts == _MOST_STARTS:
+                            raise _GiveUp(error) from failure
+                    elif self._at is not None:
+                        self._note_death_at(self._at, error)
+                else:
+                    break
+        except Exception as given_up:  # noqa: BLE001 - a fault of ours must not hang the clients
+            if isinstance(given_up, _GiveUp):
+                error = given_up.error
+            else:
+                self._log.exception("restoration_failed")
+                error = InternalError(f"{type(given_up).__name__} in the gateway; see its log")
+            self._metrics.restorations.labels(outcome="given_up").inc()
+            final = await self.final(error)
+            self.restoring = ""
+            self._serving.set_exception(RunBroken(final))
+            self._serving.exception()  # nobody may be waiting
+            self._on_lost(final)
+            return
+        self.restoring = ""
+        self.restored += 1
+        self._metrics.restorations.labels(outcome="restored").inc()
+        self._log.warning(
+            "trainer_restored", step=self._run.step, seconds=round(time.monotonic() - began, 3)
+        )
+        self._serve(client)
+
+    async def _bring_back(self, client: TrainerClient, log: ReplayLog) -> None:
+        """Bring a trainer that has just started to where the lost one was."""
+        run = self._run
+        run.about = await client.describe()
+        snapshot = await self._load_newest(client, log)
+        calls, previous = log.calls_after(snapshot), snapshot.seq_id
+        for done, call in enumerate(calls):
+            self.restoring = (
+                f"the trainer is being restored from step {snapshot.step}: {done} of {len(calls)} "
+                "operations are replayed"
+            )
+            self._at = call
+            failure = await call.send(client, previous)
+            if call.answered and failure != call.failure:
+                raise _GiveUp(
+                    InternalError(
+                        f"operation {call.seq_id} ended differently when it was replayed: "
+                        f"{failure or 'well'} instead of {call.failure or 'well'}"
+                    )
+                )
+            previous = call.seq_id
+        self._at = None
+        await client.restore(
+            trainer_pb2.RestoreRequest(
+                seq_id=log.answered_up_to(snapshot) + 1, weight_version=run.parent
+            )
+        )
+
+    async def _load_newest(self, client: TrainerClient, log: ReplayLog) -> Snapshot:
+        """Let the trainer load the newest snapshot that is whole; return it."""
+        if not log.complete:
+            raise _GiveUp(
+                WorkerDied(
+                    "the trainer died, and cannot be restored: more than "
+                    f"{self._run.recovery.log_bytes} bytes came since the last snapshot "
+                    "(TANDEM_RECOVERY_LOG_BYTES)"
+                )
+            )
+        for snapshot in log.snapshots:
+            if not snapshot.folder:
+                return snapshot  # the trainer has loaded the base model
+            self.restoring = f"the trainer is being restored: it loads step {snapshot.step}"
+            reply = await client.restore(
+                trainer_pb2.RestoreRequest(path=snapshot.folder, seq_id=snapshot.seq_id + 1)
+            )
+            if not reply.HasField("failure"):
+                return snapshot
+            self._log.error("snapshot_unusable", step=snapshot.step, reason=reply.failure.message)
+            log.lose(snapshot)
+            await self._snapshots.remove(self._run, snapshot)
+        raise _GiveUp(WorkerDied("the trainer died, and none of its snapshots can be read"))
+
+    def _note_death_at(self, call: SentCall, error: TandemError) -> None:
+        self._deaths[call.seq_id] += 1
+        if self._deaths[call.seq_id] >= _MOST_DEATHS:
+            raise _GiveUp(
+                WorkerDied(
+                    f"the trainer died {_MOST_DEATHS} times at operation {call.seq_id}, a "
+                    f"{call.kind}: {error.message}"
+                )
+            )
+
+    async def _why(self, failure: WorkerUnavailable | TandemError) -> TandemError:
+        """Return the error that a trainer ended with while it was brought back."""
+        if isinstance(failure, TandemError):
+            return failure
+        await asyncio.wait({self._exit}, timeout=EXIT_REPORT_PATIENCE)
+        return WorkerDied(
+            f"the trainer died: {self._exit.result() if self._exit.done() else failure}"
+        )
+
+    async def _stop_worker(self, reason: str) -> None:
+        worker, self._run.worker = self._run.worker, None
+        if worker is not None:
+            await self._fleet.stop(worker, reason=reason, at_once=True)
+
+    async def final(self, error: TandemError) -> TandemError:
+        """Return the error that ends the run: it says where the newest state is kept."""
+        kept = None
+        if self.log is not None and self.log.newest.folder:
+            kept = await self._snapshots.keep(self._run, self.log.newest)
+        hint = f"from {kept}" if kept else "from a checkpoint if there is one"
+        return type(error)(f"{error.message}; create the run again, {hint}")
+
+    # --- Snapshots ----------------------------------------------------------------------------
+
+    async def snapshot_folder(self) -> str:
+        """Return where the trainer is to write a snapshot after the next step; "" for none."""
+        log, run = self.log, self._run
+        if log is None or self._snapshot_asked or time.monotonic() < self._next_snapshot_at:
+            return ""
+        if not log.wants_snapshot(expected_bytes=run.expected_state_bytes):
+            return ""
+        try:
+            self._snapshot_asked = await self._snapshots.new_folder(run)
+        except (LimitExceeded, StorageFull) as error:
+            self._note_no_snapshot(error.message)
+        return self._snapshot_asked
+
+    def _follow_snapshot(self, request: trainer_pb2.OptimStepRequest, *, applied: bool) -> None:
+        if applied and self._serving.done():
+            self._snapshot_task = asyncio.create_task(
+                self._await_snapshot(self._serving.result(), request.snapshot)
+            )
+        else:
+            self._snapshot_asked = ""
+
+    async def _await_snapshot(self, client: TrainerClient, folder: str) -> None:
+        """Note a snapshot once it is written, or remove what there is of it."""
+        log, run = self.log, self._run
+        assert log is not None
+        useless = [Snapshot(folder=folder)]
+        try:
+            reply = await client.await_snapshot(trainer_pb2.AwaitSnapshotRequest(path=folder))
+            if reply.HasField("failure"):
+                self._note_no_snapshot(reply.failure.message)
+                return
+            self._metrics.snapshots.labels(outcome="written").inc()
+            self.snapshot_problem = ""
+            snapshot = Snapshot(
+                seq_id=reply.seq_id - 1, step=reply.step, folder=folder, bytes=reply.bytes
+            )
+            self._snapshots.add(run, snapshot)
+            useless = log.add_snapshot(snapshot, cost=reply.pause_seconds + reply.seconds)
+            self._log.info(
+                "snapshot",
+                step=reply.step,
+                bytes=reply.bytes,
+                pause_seconds=round(reply.pause_seconds, 4),
+                seconds=round(reply.seconds, 4),
+            )
+        except (WorkerUnavailable, TandemError) as error:
+            self._note_no_snapshot(str(error))
+        finally:
+            if self._snapshot_asked == folder:
+                self._snapshot_asked = ""
+            for each in useless:
+                await self._snapshots.remove(run, each)
+
+    def _note_no_snapshot(self, reason: str) -> None:
+        self._next_snapshot_at = time.monotonic() + _SNAPSHOT_PAUSE
+        self.snapshot_problem = reason
+        self._metrics.snapshots.labels(outcome="none").inc()
+        self._log.warning("no_snapshot", reason=reason)
+
+
+class _GiveUp(Exception):
+    """The trainer cannot be brought back."""
+
+    def __init__(self, error: TandemError) -> None:
+        super().__init__(error.message)
+        self.error = error

@@ -1,0 +1,193 @@
+"""Snapshots, and a trainer that is restored from one."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.v1 import common_pb2, trainer_pb2
+from tests.support.local_trainer import (
+    SPEC,
+    data_of,
+    forward_backward,
+    make,
+    publish,
+    weights,
+)
+from tests.support.worker_process import RUN
+from trainer_service.checkpoints import storage, training_state
+from trainer_service.service.operations import Operations
+
+ADAMW = trainer_pb2.AdamWParams(
+    learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01
+)
+DIMUON = trainer_pb2.DiMuonParams(learning_rate=1e-2, beta1=0.9)
+
+
+def step(
+    operations: Operations, number: int, *, snapshot: Path | None = None, optimizer: str = "adamw"
+) -> trainer_pb2.OptimStepReply:
+    """A batch and a step, which differ from number to number."""
+    forward_backward(operations, data_of(number))
+    header = common_pb2.OperationHeader(run_id=RUN, seq_id=2 * number)
+    params = {"adamw": ADAMW} if optimizer == "adamw" else {"dimuon": DIMUON}
+    request = trainer_pb2.OptimStepRequest(header=header, **params)
+    request.snapshot = str(snapshot or "")
+    return operations.optim_step(request)
+
+
+def written(operations: Operations, path: Path) -> trainer_pb2.AwaitSnapshotReply:
+    return operations.snapshots.result(str(path)).result(timeout=60)
+
+
+def restore(operations: Operations, path: Path) -> trainer_pb2.RestoreReply:
+    return operations.restore(trainer_pb2.RestoreRequest(path=str(path)))
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("lora", [None, SPEC], ids=["full", "lora"])
+@pytest.mark.parametrize("optimizer", ["adamw", "dimuon"])
+def test_a_restored_trainer_goes_on_bit_by_bit(models, tmp_path, lora, optimizer):
+    path = tmp_path / "run" / "s1"
+    undisturbed = make(models["qwen3"], lora, optimizer=optimizer)
+    for number in (1, 2, 3, 4):
+        snapshot = path if number == 2 else None
+        assert not step(undisturbed, number, snapshot=snapshot, optimizer=optimizer).HasField(
+            "failure"
+        )
+    reply = written(undisturbed, path)
+    assert (reply.step, reply.seq_id) == (2, 4)
+    assert reply.bytes == sum(f.stat().st_size for f in path.iterdir() if f.suffix != ".json")
+
+    other = make(models["qwen3"], lora, optimizer=optimizer)
+    assert restore(other, path).step == 2
+    for number in (3, 4):
+        step(other, number, optimizer=optimizer)
+    assert equal(weights(other), weights(undisturbed))
+
+
+def test_training_goes_on_while_a_snapshot_is_written_and_does_not_change_it(
+    models, tmp_path, monkeypatch
+):
+    write = training_state.write_shards
+    trained_on = threading.Event()
+
+    def late(*arguments: object, **more: object) -> None:
+        assert trained_on.wait(timeout=60)
+        write(*arguments, **more)
+
+    monkeypatch.setattr(training_state, "write_shards", late)
+    operations = make(models["qwen3"], None)
+    step(operations, 1, snapshot=tmp_path / "s1")
+    after_first = weights(operations)
+    step(operations, 2)
+    trained_on.set()
+    assert written(operations, tmp_path / "s1").step == 1
+
+    other = make(models["qwen3"], None)
+    restore(other, tmp_path / "s1")
+    assert equal(weights(other), after_first)
+
+
+def test_a_step_that_is_refused_takes_no_snapshot(models, tmp_path):
+    operations = make(models["qwen3"], None)
+    header = common_pb2.OperationHeader(run_id=RUN, seq_id=1)
+    request = trainer_pb2.OptimStepRequest(
+        header=header, adamw=ADAMW, snapshot=str(tmp_path / "run" / "s1")
+    )
+    assert operations.optim_step(request).failure.type == "no_gradients"
+    step(operations, 1)
+    bad = trainer_pb2.AdamWParams(learning_rate=float("nan"))
+    request = trainer_pb2.OptimStepRequest(
+        header=header, adamw=bad, snapshot=str(tmp_path / "run" / "s2")
+    )
+    assert operations.optim_step(request).failure.type == "optimizer_setting"
+    assert not any(tmp_path.rglob("*"))
+
+
+def test_a_full_disk_stops_the_snapshot_and_not_the_training(models, tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(training_state, "write_shards", full)
+    operations = make(models["qwen3"], None)
+    assert step(operations, 1, snapshot=tmp_path / "s1").step == 1
+    assert written(operations, tmp_path / "s1").failure.type == "storage_full"
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    assert step(operations, 2, snapshot=tmp_path / "s2").step == 2
+    assert written(operations, tmp_path / "s2").failure.type == "storage_full"
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_fault_while_a_snapshot_is_written_is_told(models, tmp_path, monkeypatch):
+    def odd(*_: object, **__: object) -> None:
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(training_state, "write_shards", odd)
+    operations = make(models["qwen3"], None)
+    assert step(operations, 1, snapshot=tmp_path / "s1").step == 1
+    assert "RuntimeError" in written(operations, tmp_path / "s1").failure.message
+
+
+def test_a_damaged_snapshot_is_refused_and_leaves_the_trainer_as_it_was(models, tmp_path):
+    operations = make(models["qwen3"], None)
+    step(operations, 1, snapshot=tmp_path / "s1")
+    written(operations, tmp_path / "s1")
+    file = next(tmp_path.glob("s1/*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    other = make(models["qwen3"], None)
+    before = weights(other)
+    assert restore(other, tmp_path / "s1").failure.type == "checkpoint_damaged"
+    assert restore(other, tmp_path / "s0").failure.type == "checkpoint_damaged"
+    assert equal(weights(other), before)
+
+
+# --- What a trainer had done before it died, though nobody heard of it -----------------------
+
+
+def test_a_publish_that_is_delivered_again_gives_the_version_that_is_there(models, tmp_path):
+    def request(operation: str) -> trainer_pb2.PublishRequest:
+        return trainer_pb2.PublishRequest(
+            header=common_pb2.OperationHeader(operation_id=operation, run_id=RUN),
+            version=common_pb2.WeightVersion(
+                name=f"{RUN}/v1", path=str(tmp_path / "v1"), run_id=RUN
+            ),
+        )
+
+    first = make(models["qwen3"], None).publish(request("r:1"))
+    other = make(models["qwen3"], None)
+    again = other.publish(request("r:1"))
+    assert not first.HasField("failure")
+    assert (again.version, again.bytes) == (first.version, first.bytes)
+    assert "exists already" in other.publish(request("r:2")).failure.message
+
+
+def test_a_save_that_is_delivered_again_gives_the_checkpoint_that_is_there(models, tmp_path):
+    def request(seq_id: int) -> trainer_pb2.SaveCheckpointRequest:
+        header = common_pb2.OperationHeader(run_id=RUN, seq_id=seq_id)
+        return trainer_pb2.SaveCheckpointRequest(header=header, path=str(tmp_path / "c1"))
+
+    first = make(models["qwen3"], None).save_checkpoint(request(7))
+    other = make(models["qwen3"], None)
+    again = other.save_checkpoint(request(7))
+    assert first.bytes and (again.step, again.bytes) == (first.step, first.bytes)
+    assert other.save_checkpoint(request(8)).failure.type == "name_taken"
+
+
+def test_a_version_tells_which_steps_were_made_with_it_after_a_restore_too(models, tmp_path):
+    operations = make(models["qwen3"], None)
+    publish(operations, tmp_path / "v1")
+    step(operations, 1, snapshot=tmp_path / "s1")
+    written(operations, tmp_path / "s1")
+    other = make(models["qwen3"], None)
+    other.restore(trainer_pb2.RestoreRequest(path=str(tmp_path / "s1"), weight_version=f"{RUN}/v1"))
+    assert step(other, 2).weight_version == f"{RUN}/v1"
