@@ -52,6 +52,7 @@ class Housekeeping:
         while True:
             due = loop.time() + _LAG_INTERVAL
             await asyncio.sleep(_LAG_INTERVAL)
+            self._gateway.sessions.note_running()
             self._gateway.metrics.event_loop_lag.observe(max(0.0, loop.time() - due))
 
     async def _repeat(self, work: Callable[[], Awaitable[None]], *, interval: float) -> None:

@@ -22,8 +22,11 @@ from gateway.limits import Quotas
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import runs, sessions
 from tandem.errors import SessionFinished
+from tandem.telemetry import get_log
 
 _MAX_CHARACTERS = 2**14
+_STANDSTILL = 5.0
+"""Seconds. A gateway that has not run for longer was stopped, or its machine was."""
 
 _Content = TypeVar("_Content", bound=Mapping[str, object])
 
@@ -117,6 +120,8 @@ class SessionRegistry:
         self._ttl = ttl
         self._left_ttl = min(left_ttl, ttl)
         self._active: dict[str, Session] = {}
+        self._ran_at = time.monotonic()
+        self._log = get_log()
 
     async def open(self) -> None:
         for row in await self._database.read(select(sessions).where(sessions.c.state == "active")):
@@ -170,9 +175,20 @@ class SessionRegistry:
             session.seen_at = time.monotonic()
         return session
 
+    def note_running(self) -> None:
+        """Note that the gateway runs; call it several times a second. While it stood still it could
+        receive no heartbeat, so that this time does not count as its clients' silence."""
+        now = time.monotonic()
+        gap, self._ran_at = now - self._ran_at, now
+        if gap > _STANDSTILL:
+            self._log.warning("stood_still", seconds=round(gap, 1))
+            for session in self._active.values():
+                session.seen_at = min(now, session.seen_at + gap)
+
     def overdue(self) -> dict[str, str]:
         """Return the ids of the sessions whose last sign of life is older than their ttl, each
         with a sentence that says so."""
+        self.note_running()
         now = time.monotonic()
         found = {}
         for s in self._active.values():

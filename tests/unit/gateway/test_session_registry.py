@@ -72,3 +72,23 @@ async def test_a_connection_keeps_no_session_that_has_ended(sessions):
     assert ended_ref() is None
     connection.lost(by_client=True)
     assert kept.left
+
+
+async def test_a_gateway_that_stood_still_does_not_blame_its_clients(sessions):
+    alive, silent = [await silent_session(sessions) for _ in range(2)]
+    silent.seen_at -= 25  # of the 60 seconds, five are left
+    for session in (alive, silent):
+        session.seen_at -= 90
+    sessions._ran_at -= 90
+    assert sessions.overdue() == {}
+    silent.seen_at -= 6
+    assert sessions.overdue() == {silent.id: "no heartbeat for 60 s"}
+
+
+async def test_a_gateway_that_runs_counts_all_of_the_silence(sessions):
+    session = await silent_session(sessions)
+    sessions._ran_at -= 4  # as when the event loop lags
+    session.seen_at -= 29
+    assert sessions.overdue() == {}
+    session.seen_at -= 2
+    assert list(sessions.overdue()) == [session.id]
