@@ -160,7 +160,8 @@ class Dispatcher:
         self._next += 1
         call = Call(operation, previous_seq_id=self._sent, wake=self._wake)
         self._sent = operation.seq_id
-        call.gradients_incomplete, self._incomplete = self._incomplete, ""
+        if operation.changes_state:  # others leave no trace from which the trainer is restored
+            call.gradients_incomplete, self._incomplete = self._incomplete, ""
         self._under_way[operation.seq_id] = call
         return call
 

@@ -161,6 +161,11 @@ class Operation:
         return self.kind
 
     @property
+    def changes_state(self) -> bool:
+        """Whether it changes what the trainer holds, so that a replay needs it."""
+        return self.kind in ("forward_backward", "optim_step", "load_weights")
+
+    @property
     def is_exclusive(self) -> bool:
         """Whether the operations before it must have ended: named saves and loads look at the
         checkpoints that those leave."""

@@ -87,6 +87,8 @@ class RunRegistry:
 
     async def close(self) -> None:
         """Cancel everything. The next gateway fails what has not ended."""
+        trainers = [run.trainer for run in self._runs.values() if run.trainer is not None]
+        await asyncio.gather(*(trainer.close() for trainer in trainers))
         lives = [run.life for run in self._runs.values() if run.life is not None]
         for life in lives:
             life.cancel()

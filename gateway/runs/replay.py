@@ -20,8 +20,9 @@ from tandem.settings import RecoverySettings
 METADATA_KEY = "tandem.recovery"
 _SECONDS: TypeAdapter[float] = TypeAdapter(NonNegativeFloat)
 _GENERATIONS = 2
-_MOST_CALLS = 5000
+_MANY_CALLS = 5000
 """Calls after which a snapshot is asked for, however little work they were."""
+_MOST_CALLS = 100_000
 _BYTES_PER_SECOND = 2e8
 """At which the first snapshot is taken to be written, until that was measured."""
 _LARGEST_SHARE = 0.25
@@ -66,8 +67,8 @@ class SentCall:
     """A call that was sent to the trainer. `send` sends it again to another one, after the call of
     the given `seq_id`, and returns the type of its failure, "" for none.
 
-    `size` is the bytes of its payload on the disk. Once it is `answered`, it took the trainer
-    `seconds` and had this `failure`. `release` is called when it is forgotten.
+    `size` is its bytes, with those of its payload, which may be `in_file`. Once it is `answered`,
+    it took the trainer `seconds` and had this `failure`. `release` is called when it is forgotten.
     """
 
     seq_id: int
@@ -75,6 +76,7 @@ class SentCall:
     send: Callable[[TrainerClient, int], Awaitable[str]]
     changes_state: bool
     size: int = 0
+    in_file: bool = False
     answered: bool = False
     seconds: float = 0.0
     failure: str = ""
@@ -90,21 +92,26 @@ class ReplayLog:
         self._calls: dict[int, SentCall] = {}
         self._snapshots = deque([Snapshot()])
         self._answered = -1
+        self._missing_to = -1
         self._cost: float | None = None
         self.bytes = 0
         self.work = 0.0
         """Seconds that the trainer worked since the newest snapshot: what a replay takes."""
-        self.complete = True
-        """Without it, calls are missing, so that the run cannot be restored."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all calls after the newest snapshot are there, so that the run can be
+        restored."""
+        return self.newest.seq_id >= self._missing_to
 
     @property
     def newest(self) -> Snapshot:
-        return self._snapshots[-1]
+        return self._snapshots[-1] if self._snapshots else Snapshot()
 
     @property
     def snapshots(self) -> list[Snapshot]:
         """Return those that the log goes back to, newest first."""
-        return list(reversed(self._snapshots))
+        return [each for each in reversed(self._snapshots) if each.seq_id >= self._missing_to]
 
     @property
     def first_unanswered(self) -> SentCall | None:
@@ -120,13 +127,11 @@ class ReplayLog:
         return seq_id in self._calls
 
     def note_sent(self, call: SentCall) -> None:
-        """Note a call that is about to be sent. When the payloads become too many, all that were
-        answered are forgotten."""
+        """Note a call that is about to be sent. When they become too many, all that were answered
+        are forgotten."""
         self._calls[call.seq_id] = call
         self.bytes += call.size
-        if self.complete and self.bytes > self._settings.log_bytes:
-            self.complete = False
-            self._drop([call for call in self._calls.values() if call.answered])
+        self._keep_within_bounds()
 
     def note_answered(self, seq_id: int, *, seconds: float, failure: str = "") -> None:
         """Note that the trainer has answered, after so many seconds of work."""
@@ -135,10 +140,13 @@ class ReplayLog:
             return
         self._answered = max(self._answered, seq_id)
         call.answered, call.seconds, call.failure = True, seconds, failure
-        if call.changes_state and self.complete:
-            self.work += seconds
+        if not (call.changes_state or (failure and call.kind == "forward")):
+            self._forget([call])  # a forward that cannot be read counts as a refused batch
+        elif not self.complete:
+            self._drop_up_to(seq_id)
         else:
-            self._forget([call])
+            self.work += seconds
+            self._keep_within_bounds()
 
     def wants_snapshot(self, *, expected_bytes: int) -> bool:
         """Whether the work since the newest snapshot is worth another one, of about this size."""
@@ -148,20 +156,19 @@ class ReplayLog:
             not self.complete
             or self.work >= min(cost / self._settings.share, latest)
             or self.bytes >= self._settings.log_bytes / 2
-            or len(self._calls) >= _MOST_CALLS
+            or len(self._calls) >= _MANY_CALLS
         )
 
     def add_snapshot(self, snapshot: Snapshot, *, cost: float) -> list[Snapshot]:
         """Note a snapshot that was written, at a `cost` in seconds. Return those that it makes
         superfluous."""
         self._cost = cost
-        # What is incomplete cannot be brought from an older snapshot to this one.
-        kept = _GENERATIONS - 1 if self.complete else 0
-        self.complete = True
-        self._snapshots.append(snapshot)
-        old = [self._snapshots.popleft() for _ in range(len(self._snapshots) - kept - 1)]
-        oldest = self._snapshots[0].seq_id
-        self._drop([call for call in self._calls.values() if call.seq_id <= oldest])
+        # From one that is older than a missing call, nothing leads to the present.
+        before = [each for each in self._snapshots if each.seq_id >= self._missing_to]
+        kept = [*before[-_GENERATIONS + 1 :], snapshot]
+        old = [each for each in self._snapshots if each not in kept]
+        self._snapshots = deque(kept)
+        self._drop_up_to(kept[0].seq_id)
         self.work = sum(c.seconds for c in self._calls.values() if c.seq_id > snapshot.seq_id)
         return [each for each in old if each.folder]
 
@@ -186,9 +193,16 @@ class ReplayLog:
         """Forget everything: the run has ended."""
         self._forget(list(self._calls.values()))
 
-    def _drop(self, calls: list[SentCall]) -> None:
+    def _keep_within_bounds(self) -> None:
+        if self.bytes > self._settings.log_bytes or len(self._calls) > _MOST_CALLS:
+            self._drop_up_to(self._answered)
+
+    def _drop_up_to(self, seq_id: int) -> None:
+        """Forget the calls up to this one; those of which no answer arrived are still needed."""
+        calls = [c for c in self._calls.values() if c.answered and c.seq_id <= seq_id]
         self._forget(calls)
-        self._dropped([call.seq_id for call in calls if call.size])
+        self._dropped([call.seq_id for call in calls if call.in_file])
+        self._missing_to = max(self._missing_to, seq_id)
 
     def _forget(self, calls: list[SentCall]) -> None:
         for call in calls:

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections import defaultdict
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
@@ -68,6 +69,8 @@ class SnapshotStore:
         path. Returns None where that fails, since the run ends for another reason."""
         name = f"recovered-{snapshot.step}"
         path = CheckpointPath(run_id=run.id, kind="weights", name=name)
+        if await self._checkpoints.find(path) is not None:  # the owner has one of this name
+            path = replace(path, name=f"{name}-{secrets.token_hex(4)}")
         target = new_state_folder(self._data_dir, run_id=run.id, name=name)
         checkpoint = Checkpoint(
             path=path,

@@ -32,10 +32,9 @@ from gateway.workers.fleet import Backoff, Fleet
 from tandem.errors import (
     InternalError,
     LimitExceeded,
-    StorageFull,
+    StorageFailed,
     TandemError,
     WorkerDied,
-    WorkerStartFailed,
 )
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
@@ -43,13 +42,11 @@ from tandem.v1 import trainer_pb2
 
 _MOST_DEATHS = 3
 """Of the trainer at one operation."""
-_MOST_STARTS = 5
-"""That may fail one after the other."""
+_MOST_FAILURES = 5
+"""Of trainers that are to replace a lost one, before they are at an operation."""
 _SNAPSHOT_PAUSE = 60.0
 """Seconds until a snapshot is tried again that failed or had no room."""
 _PROGRESS_INTERVAL = 2.0
-_STATE_CHANGING = ("forward_backward", "optim_step", "load_weights")
-"""Kinds of operations that are replayed."""
 
 TrainerRequest = (
     trainer_pb2.ForwardBackwardRequest
@@ -103,6 +100,9 @@ class RunTrainer:
         self._snapshot_task: asyncio.Task[None] | None = None
         self._snapshot_asked = ""
         self._next_snapshot_at = 0.0
+        self._left_behind: list[str] = []
+        self._unusable: set[str] = set()
+        self._closed = False
         self._log = get_log(session_id=run.session_id, run_id=run.id)
 
     @property
@@ -157,8 +157,9 @@ class RunTrainer:
             seq_id=seq_id,
             kind=call.operation.kind,
             send=send,
-            changes_state=call.operation.kind in _STATE_CHANGING,
-            size=call.operation.size if in_file else 0,
+            changes_state=call.operation.changes_state,
+            size=again.ByteSize() + (call.operation.size if in_file else 0),
+            in_file=in_file,
             release=release,
         )
         self.log.note_sent(sent)
@@ -197,6 +198,7 @@ class RunTrainer:
 
     async def close(self) -> None:
         """Stop bringing it back, and forget what that would need."""
+        self._closed = True
         tasks = [task for task in (self._restore_task, self._snapshot_task) if task is not None]
         for task in tasks:
             task.cancel()
@@ -237,13 +239,17 @@ class RunTrainer:
 
     def lose(self, client: TrainerClient, error: TandemError) -> None:
         """Give up a trainer that is gone or of no use, and bring it back if that is possible."""
-        if not self._serving.done() or self._serving.exception() is not None:
+        if self._closed or not self._serving.done() or self._serving.exception() is not None:
             return
         if self._serving.result() is not client:
             return
         self._serving = asyncio.Future()
         self.gone.set_result(None)
-        self._snapshot_asked = ""
+        if self._snapshot_asked:
+            self._left_behind.append(self._snapshot_asked)
+            self._snapshot_asked = ""
+            # It may be what the trainer died of.
+            self._note_no_snapshot("the trainer died while it took one")
         if self._snapshot_task is not None:
             self._snapshot_task.cancel()
         self._restore_task = asyncio.create_task(
@@ -258,26 +264,28 @@ class RunTrainer:
                 raise _GiveUp(error)
             if (at := log.first_unanswered) is not None:
                 self._note_death_at(at, error)
-            failed_starts = 0
+            failed = 0
             while True:
                 self._log.warning("trainer_lost", reason=error.message)
                 wait = self._backoff.failed()
                 self.restoring = f"{error.message}; it is started again"
                 await self._stop_worker(error.message)
+                for folder in self._left_behind:
+                    await self._snapshots.remove(self._run, Snapshot(folder=folder))
+                self._left_behind.clear()
                 await asyncio.sleep(wait)
                 self._at = None
                 try:
                     client = await self._start_worker()
-                    failed_starts = 0
                     await self._bring_back(client, log)
                 except (WorkerUnavailable, TandemError) as failure:
                     error = await self._why(failure)
-                    if isinstance(failure, WorkerStartFailed):
-                        failed_starts += 1
-                        if failed_starts == _MOST_STARTS:
-                            raise _GiveUp(error) from failure
-                    elif self._at is not None:
+                    if self._at is not None:
                         self._note_death_at(self._at, error)
+                        continue
+                    failed += 1
+                    if failed == _MOST_FAILURES:
+                        raise _GiveUp(error) from failure
                 else:
                     break
         except Exception as given_up:  # noqa: BLE001 - a fault of ours must not hang the clients
@@ -287,7 +295,11 @@ class RunTrainer:
                 self._log.exception("restoration_failed")
                 error = InternalError(f"{type(given_up).__name__} in the gateway; see its log")
             self._metrics.restorations.labels(outcome="given_up").inc()
-            final = await self.final(error)
+            try:
+                final = await self.final(error)
+            except Exception:  # noqa: BLE001 - the clients must hear of the end all the same
+                self._log.exception("snapshot_not_kept")
+                final = error
             self.restoring = ""
             self._serving.set_exception(RunBroken(final))
             self._serving.exception()  # nobody may be waiting
@@ -328,6 +340,7 @@ class RunTrainer:
                 seq_id=log.answered_up_to(snapshot) + 1, weight_version=run.parent
             )
         )
+        await self._remove_unusable(log)
 
     async def _load_newest(self, client: TrainerClient, log: ReplayLog) -> Snapshot:
         """Let the trainer load the newest snapshot that is whole; return it."""
@@ -342,16 +355,26 @@ class RunTrainer:
         for snapshot in log.snapshots:
             if not snapshot.folder:
                 return snapshot  # the trainer has loaded the base model
+            if snapshot.folder in self._unusable:
+                continue
             self.restoring = f"the trainer is being restored: it loads step {snapshot.step}"
+            self._unusable.add(snapshot.folder)  # if the trainer dies of it, the next is tried
             reply = await client.restore(
                 trainer_pb2.RestoreRequest(path=snapshot.folder, seq_id=snapshot.seq_id + 1)
             )
             if not reply.HasField("failure"):
+                self._unusable.discard(snapshot.folder)
                 return snapshot
             self._log.error("snapshot_unusable", step=snapshot.step, reason=reply.failure.message)
-            log.lose(snapshot)
-            await self._snapshots.remove(self._run, snapshot)
         raise _GiveUp(WorkerDied("the trainer died, and none of its snapshots can be read"))
+
+    async def _remove_unusable(self, log: ReplayLog) -> None:
+        """Remove the snapshots that could not be loaded, now that another one was."""
+        for snapshot in log.snapshots:
+            if snapshot.folder in self._unusable:
+                log.lose(snapshot)
+                await self._snapshots.remove(self._run, snapshot)
+        self._unusable.clear()
 
     def _note_death_at(self, call: SentCall, error: TandemError) -> None:
         self._deaths[call.seq_id] += 1
@@ -396,8 +419,8 @@ class RunTrainer:
             return ""
         try:
             self._snapshot_asked = await self._snapshots.new_folder(run)
-        except (LimitExceeded, StorageFull) as error:
-            self._note_no_snapshot(error.message)
+        except (LimitExceeded, StorageFailed, OSError) as error:  # the step goes on without it
+            self._note_no_snapshot(str(error))
         return self._snapshot_asked
 
     def _follow_snapshot(self, request: trainer_pb2.OptimStepRequest, *, applied: bool) -> None:
@@ -423,6 +446,9 @@ class RunTrainer:
             snapshot = Snapshot(
                 seq_id=reply.seq_id - 1, step=reply.step, folder=folder, bytes=reply.bytes
             )
+            first = log.first_unanswered
+            if first is not None and first.seq_id <= snapshot.seq_id:
+                return  # the trainer's memory alone has the answer of that call
             self._snapshots.add(run, snapshot)
             useless = log.add_snapshot(snapshot, cost=reply.pause_seconds + reply.seconds)
             self._log.info(

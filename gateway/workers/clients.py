@@ -227,6 +227,8 @@ async def _errors_translated(worker: Worker) -> AsyncIterator[None]:
     kind = worker.handle.kind
     try:
         yield
+    except grpc.aio.UsageError as error:  # of a channel that was closed
+        raise WorkerUnavailable(str(error)) from error
     except grpc.aio.AioRpcError as error:
         code, details = error.code(), without_paths(error.details() or "")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):

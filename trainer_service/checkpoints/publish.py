@@ -93,6 +93,7 @@ def prepare_publish(request: VersionRequest, backend: TrainerBackend) -> Partial
     try:
         if request.path.exists():
             raise PublishFailed(f"{request.name} exists already, and a version is never rewritten")
+        partial.discard()  # left by a trainer that died while writing it
         partial.create()
     except OSError as error:
         raise storage_error(error, what=request.name, path=request.path, needed=needed) from error
@@ -103,7 +104,7 @@ def published_by(request: VersionRequest) -> Manifest | None:
     """Return what this very operation has published already, if it has: by a trainer that died
     before it could say so."""
     try:
-        manifest = open_version(request.path)
+        manifest = open_version(request.path, checksums=False)  # other ranks wait meanwhile
     except LoadFailed:
         return None
     return manifest if request.operation and manifest.operation == request.operation else None

@@ -44,13 +44,17 @@ class Snapshots:
     def prepare(self, request: trainer_pb2.OptimStepRequest) -> None:
         """Make the folder of the snapshot that a step asks for, on rank 0, before the step is
         announced. Where it cannot be made, the step goes on without a snapshot."""
+        path = Path(request.snapshot)
         if not request.snapshot:
+            return
+        if self._path and not self._newest.done():  # one at a time, so that copies do not queue
+            request.snapshot = ""
             return
         self._path, self._newest = request.snapshot, Future()
         try:
-            training_state.prepare_save(Path(request.snapshot), self._trainer.backend)
-        except TandemError as error:
-            self._newest.set_result(trainer_pb2.AwaitSnapshotReply(failure=error.to_failure()))
+            training_state.prepare_save(path, self._trainer.backend)
+        except (TandemError, OSError) as error:
+            self._fail(error, path=path)
             request.snapshot = ""
 
     def take(self, request: trainer_pb2.OptimStepRequest) -> None:
@@ -67,14 +71,14 @@ class Snapshots:
         def write() -> trainer_pb2.AwaitSnapshotReply:
             return self._write(copied, record, path=Path(request.snapshot), pause=pause)
 
-        self._thread.submit(write).add_done_callback(self._end)
+        newest = self._newest
+        self._thread.submit(write).add_done_callback(lambda written: self._end(written, newest))
 
     def abandon(self, request: trainer_pb2.OptimStepRequest) -> None:
         """Remove what `prepare` made, on rank 0, for a step that was not applied."""
         if request.snapshot:
             shutil.rmtree(training_state.partial_path(Path(request.snapshot)), ignore_errors=True)
-            error = InternalError("the step was not applied")
-            self._newest.set_result(trainer_pb2.AwaitSnapshotReply(failure=error.to_failure()))
+            self._fail(InternalError("the step was not applied"), path=Path(request.snapshot))
 
     def result(self, path: str) -> Future[trainer_pb2.AwaitSnapshotReply]:
         """Return, on rank 0, what becomes of the snapshot that was asked for last."""
@@ -102,12 +106,7 @@ class Snapshots:
             record = training_state.commit(record, path)
         except (OSError, ServerError) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            failure = (
-                error
-                if isinstance(error, ServerError)
-                else storage_error(error, what="a snapshot", path=path, needed=0)
-            )
-            return trainer_pb2.AwaitSnapshotReply(failure=failure.to_failure())
+            return _failed(error, path=path)
         return trainer_pb2.AwaitSnapshotReply(
             seq_id=record.last_seq_id,
             step=record.step,
@@ -116,7 +115,15 @@ class Snapshots:
             seconds=time.perf_counter() - began,
         )
 
-    def _end(self, written: Future[trainer_pb2.AwaitSnapshotReply]) -> None:
+    def _fail(self, error: TandemError | OSError, *, path: Path) -> None:
+        """Tell whoever waits that there will be no snapshot."""
+        self._newest.set_result(_failed(error, path=path))
+
+    def _end(
+        self,
+        written: Future[trainer_pb2.AwaitSnapshotReply],
+        newest: Future[trainer_pb2.AwaitSnapshotReply],
+    ) -> None:
         """Tell whoever waits. A fault of ours is logged; training goes on without a snapshot."""
         if (fault := written.exception()) is None:
             reply = written.result()
@@ -125,7 +132,13 @@ class Snapshots:
             error = InternalError(f"{type(fault).__name__} while a snapshot was written")
             reply = trainer_pb2.AwaitSnapshotReply(failure=error.to_failure())
         if not self._trainer.control.rank:
-            self._newest.set_result(reply)
+            newest.set_result(reply)
+
+
+def _failed(error: TandemError | OSError, *, path: Path) -> trainer_pb2.AwaitSnapshotReply:
+    if isinstance(error, OSError):
+        error = storage_error(error, what="a snapshot", path=path, needed=0)
+    return trainer_pb2.AwaitSnapshotReply(failure=error.to_failure())
 
 
 def _yield_to_training() -> None:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -143,10 +144,12 @@ def main() -> None:
             os._exit(1)
         hold_lifeline()
         follow(join(Assignment.model_validate_json(line)))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the process ends
         sentence = f"{type(error).__name__}: {error}".splitlines()[0]
         os.write(report_fd, sentence.encode()[:4000])
-        raise
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # at once: the others wait, and a snapshot may still be written in a thread
 
 
 if __name__ == "__main__":

@@ -296,8 +296,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def AwaitSnapshot(
         self, request: trainer_pb2.AwaitSnapshotRequest, context: Context
     ) -> trainer_pb2.AwaitSnapshotReply:
-        job = self._engine.submit(lambda operations: operations.snapshots.result(request.path))
-        written = await self._or_broken(asyncio.wrap_future(job), context)
+        # Not by the engine thread, which may be at operations that were sent since.
+        written = self._engine.started.result().snapshots.result(request.path)
         # Who gives up waiting does not cancel what others may wait for.
         return await self._or_broken(asyncio.wrap_future(written), context)
 

@@ -157,7 +157,9 @@ def states_in_use(gate) -> list[str]:
     return [folder for folder in pinned if folder.startswith("checkpoints/")]
 
 
-def test_what_a_trainer_loads_stays_until_it_has_loaded(gate, training, rest):
+def test_what_a_trainer_loads_stays_until_it_has_loaded(gate, service, rest):
+    unrestored = {"tandem.recovery": "off"}  # else a replay may load it again
+    training = service.create_lora_training_client("tiny:full", user_metadata=unrestored).result()
     step(training)
     path = training.save_state("loading").result().path
     step(training)

@@ -152,6 +152,22 @@ def test_the_snapshot_before_is_used_when_the_newest_is_damaged(start, new_run):
         assert [r.seq_id - 1 for r in run.newest.restored] == [6, 4, 6]
 
 
+def test_a_run_whose_snapshots_are_all_damaged_ends_with_a_sentence(start, new_run, no_wait):
+    with start(recovery=OFTEN) as gate:
+        run = new_run(gate)
+        for number in (1, 2, 3):
+            train(run, number)
+            wait_until(lambda n=number: run_of(run).trainer.log.newest.step == n)
+        for folder in snapshots(gate):
+            (folder / "checkpoint.json").write_text("{")
+        run.die()
+        run.backward(7)
+        refused = run.outcome(7).json()
+        assert refused["type"] == "worker_died"
+        assert "none of its snapshots can be read" in refused["error"]
+        assert run.client.get("/api/tandem/v1/status").status_code == 200
+
+
 def test_a_client_is_told_what_is_restored(start, new_run):
     released = threading.Event()
 

@@ -175,6 +175,19 @@ async def test_a_load_hears_of_what_was_refused_before_it_and_the_step_after_it_
     await stop(serving)
 
 
+async def test_what_was_refused_is_told_with_the_next_call_that_a_replay_repeats():
+    world = World()
+    world.put(1, refused=InvalidRequest("no such loss"))
+    world.put(2, kind="forward")
+    world.put(3, kind="optim_step")
+    serving = world.serve()
+    await settle()
+    told = {seq: call.gradients_incomplete for seq, call in world.runner.calls.items()}
+    assert told[2] == ""
+    assert "no such loss" in told[3]
+    await stop(serving)
+
+
 async def test_an_operation_that_fails_leaves_the_run_as_it_was():
     world = World()
     world.runner.errors[1] = InvalidRequest("a shape")

@@ -21,7 +21,13 @@ async def never_sent(*_: object) -> str:
 
 def call(seq_id: int, kind: str = "forward_backward", *, size: int = 0, **more) -> SentCall:
     return SentCall(
-        seq_id=seq_id, kind=kind, send=never_sent, changes_state=kind in STATE, size=size, **more
+        seq_id=seq_id,
+        kind=kind,
+        send=never_sent,
+        changes_state=kind in STATE,
+        size=size,
+        in_file=size > 0,
+        **more,
     )
 
 
@@ -150,6 +156,42 @@ def test_too_many_bytes_are_forgotten_until_the_next_snapshot():
     assert watched.log.snapshots == [snapshot]
 
 
+def test_a_snapshot_that_is_older_than_what_was_forgotten_does_not_make_the_log_whole():
+    watched = make(log_bytes=100)
+    watched.answered(0, "optim_step")  # a snapshot of this step is being written
+    watched.answered(1, size=60)
+    watched.answered(2, size=60)
+    assert watched.dropped == [1, 2]
+    watched.log.add_snapshot(Snapshot(seq_id=0, folder="old"), cost=0.1)
+    assert not watched.log.complete
+    assert watched.log.wants_snapshot(expected_bytes=10**12)
+    later = Snapshot(seq_id=3, folder="new")
+    assert watched.log.add_snapshot(later, cost=0.1) == [Snapshot(seq_id=0, folder="old")]
+    assert watched.log.complete
+
+
+def test_a_call_that_was_not_answered_is_never_forgotten():
+    watched = make(log_bytes=100)
+    watched.log.note_sent(call(0, size=60))
+    watched.answered(1, size=60)
+    watched.log.add_snapshot(Snapshot(seq_id=1, folder="s"), cost=0.1)
+    assert watched.log.first_unanswered.seq_id == 0
+    assert 0 not in watched.dropped
+
+
+def test_a_log_whose_snapshots_are_all_lost_is_not_whole(watched):
+    for seq_id in range(4):
+        watched.answered(seq_id)
+    snapshots = [Snapshot(seq_id=s, folder=f"s{s}") for s in (1, 2)]
+    for snapshot in snapshots:
+        watched.log.add_snapshot(snapshot, cost=0.1)
+    assert watched.log.complete
+    for snapshot in snapshots:
+        watched.log.lose(snapshot)
+    assert not watched.log.complete
+    assert watched.log.newest.step == 0
+
+
 def test_the_creator_of_a_run_may_turn_recovery_off_or_choose_the_seconds():
     default = RecoverySettings()
     assert recovery_of(None, default) is default
@@ -165,7 +207,7 @@ def test_the_creator_of_a_run_may_turn_recovery_off_or_choose_the_seconds():
 @given(st.data())
 def test_the_replay_after_any_snapshot_rebuilds_the_state(data):
     """Against a model of a trainer whose state is the list of calls that changed it."""
-    watched = make(log_bytes=10**9)
+    watched = make(log_bytes=data.draw(st.sampled_from([3, 10, 10**9])))
     log, state, states, next_seq, pending = watched.log, [], {-1: []}, 0, []
     for _ in range(data.draw(st.integers(0, 40))):
         action = data.draw(st.sampled_from(["send", "send", "answer", "answer", "snapshot"]))
@@ -180,9 +222,12 @@ def test_the_replay_after_any_snapshot_rebuilds_the_state(data):
                 state.append(seq_id)
             states[seq_id] = list(state)
             log.note_answered(seq_id, seconds=1.0)
-        elif action == "snapshot" and (newest := max(states)) > log.newest.seq_id:
-            log.add_snapshot(Snapshot(seq_id=newest, folder=f"s{newest}"), cost=0.1)
-    for snapshot in log.snapshots:
+        elif action == "snapshot":  # that was asked for at any step since the newest one
+            since = [seq_id for seq_id in states if seq_id > log.newest.seq_id]
+            if since:
+                chosen = data.draw(st.sampled_from(since))
+                log.add_snapshot(Snapshot(seq_id=chosen, folder=f"s{chosen}"), cost=0.1)
+    for snapshot in log.snapshots if log.complete else []:
         rebuilt = states[snapshot.seq_id] + [
             each.seq_id for each in log.calls_after(snapshot) if each.changes_state
         ]

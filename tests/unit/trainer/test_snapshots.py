@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tandem.v1 import common_pb2, trainer_pb2
+from tandem.weights import open_version
 from tests.support.local_trainer import (
     SPEC,
     data_of,
@@ -169,6 +170,29 @@ def test_a_publish_that_is_delivered_again_gives_the_version_that_is_there(model
     assert not first.HasField("failure")
     assert (again.version, again.bytes) == (first.version, first.bytes)
     assert "exists already" in other.publish(request("r:2")).failure.message
+
+
+def test_a_publish_goes_on_where_a_trainer_died_in_the_middle_of_it(models, tmp_path):
+    (tmp_path / ".partial-v1").mkdir()
+    (tmp_path / ".partial-v1" / "model.safetensors").write_bytes(b"half of it")
+    publish(make(models["qwen3"], None), tmp_path / "v1")
+    assert open_version(tmp_path / "v1").step == 0
+
+
+def test_a_snapshot_is_asked_for_in_vain_while_another_is_written(models, tmp_path, monkeypatch):
+    write, go_on = training_state.write_shards, threading.Event()
+
+    def late(*arguments: object, **more: object) -> None:
+        assert go_on.wait(timeout=60)
+        write(*arguments, **more)
+
+    monkeypatch.setattr(training_state, "write_shards", late)
+    operations = make(models["qwen3"], None)
+    step(operations, 1, snapshot=tmp_path / "s1")
+    step(operations, 2, snapshot=tmp_path / "s2")
+    assert "not the newest" in written(operations, tmp_path / "s2").failure.message
+    go_on.set()
+    assert written(operations, tmp_path / "s1").step == 1
 
 
 def test_a_save_that_is_delivered_again_gives_the_checkpoint_that_is_there(models, tmp_path):
