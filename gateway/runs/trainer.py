@@ -111,6 +111,14 @@ class RunTrainer:
         return self.log is not None and not (self._run.worker and not self._run.worker.silence)
 
     @property
+    def problem(self) -> str:
+        """Say why there is no snapshot since the newest one, or why it would be of no use; "" if
+        all is well."""
+        if self.log is not None and not self.log.complete:
+            return _too_much(self._run.recovery.log_bytes)
+        return self.snapshot_problem
+
+    @property
     def snapshot_step(self) -> int:
         """Return the step of the newest snapshot, 0 without one."""
         return self.log.newest.step if self.log is not None else 0
@@ -162,7 +170,10 @@ class RunTrainer:
             in_file=in_file,
             release=release,
         )
+        was_complete = self.log.complete
         self.log.note_sent(sent)
+        if was_complete and not self.log.complete:
+            self._log.warning("not_restorable", reason=self.problem)
 
     def note_answered(self, call: Call, request: TrainerRequest, reply: TrainerReply) -> None:
         """Note what the trainer has answered, and wait for the snapshot that it takes."""
@@ -346,11 +357,7 @@ class RunTrainer:
         """Let the trainer load the newest snapshot that is whole; return it."""
         if not log.complete:
             raise _GiveUp(
-                WorkerDied(
-                    "the trainer died, and cannot be restored: more than "
-                    f"{self._run.recovery.log_bytes} bytes came since the last snapshot "
-                    "(TANDEM_RECOVERY_LOG_BYTES)"
-                )
+                WorkerDied(f"the trainer died; {_too_much(self._run.recovery.log_bytes)}")
             )
         for snapshot in log.snapshots:
             if not snapshot.folder:
@@ -471,6 +478,13 @@ class RunTrainer:
         self.snapshot_problem = reason
         self._metrics.snapshots.labels(outcome="none").inc()
         self._log.warning("no_snapshot", reason=reason)
+
+
+def _too_much(log_bytes: int) -> str:
+    return (
+        f"it cannot be restored: more than {log_bytes} bytes came since the last snapshot "
+        "(TANDEM_RECOVERY_LOG_BYTES)"
+    )
 
 
 class _GiveUp(Exception):

@@ -72,7 +72,8 @@ class OperationUnderWay(Answer):
 
 class RunStatus(Answer):
     """`restored` counts how often its trainer was brought back after it died. `snapshot_step` is
-    that of the newest snapshot, 0 without one, and `snapshot_problem` why there is none since."""
+    that of the newest snapshot, 0 without one, and `snapshot_problem` why there is none since, or
+    why it would be of no use."""
 
     id: str
     session_id: str
@@ -195,7 +196,7 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
                 weight_version=run.parent,
                 restored=run.trainer.restored if run.trainer else 0,
                 snapshot_step=run.trainer.snapshot_step if run.trainer else 0,
-                snapshot_problem=run.trainer.snapshot_problem if run.trainer else "",
+                snapshot_problem=run.trainer.problem if run.trainer else "",
             )
             for run in gateway.runs.all()
             if run.session_id in mine

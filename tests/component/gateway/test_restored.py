@@ -316,6 +316,8 @@ def test_a_run_with_too_much_to_replay_is_not_restored_until_its_next_snapshot(s
         run.backward(1)
         run.outcome(1)
         assert not run_of(run).trainer.log.complete
+        (status,) = run.client.get("/api/tandem/v1/status").json()["runs"]
+        assert "it cannot be restored" in status["snapshot_problem"]
         run.step(2)
         run.outcome(2)
         wait_until(lambda: run_of(run).trainer.log.complete)
