@@ -95,8 +95,7 @@ def test_a_transaction_has_something_of_every_owner(tmp_path):
                 database.write(insert(models), row, owner=owner, size=4 * 2**20)
             )
 
-        flood = [write(f"ann-{n}", "ann") for n in range(FLOOD)]
-        await asyncio.sleep(0)
+        flood = [write(f"ann-{n}", "ann") for n in range(FLOOD)]  # tasks begin in this order
         await write("bea", "bea")
         before = sum(task.done() for task in flood)
         await asyncio.gather(*flood)
@@ -129,7 +128,6 @@ def test_a_single_sample_and_operation_go_within_one_round_of_a_flood(tmp_path, 
             tasks = [asyncio.create_task(submit("ann", seq)) for seq in range(1, FLOOD + 1)]
             for n in range(FLOOD):
                 _sample(gateway, owners["ann"][3], n)
-            await asyncio.sleep(0)
             _sample(gateway, owners["bea"][3], 0)
             tasks.append(asyncio.create_task(submit("bea", 1)))
             await asyncio.gather(*tasks)
