@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BAD = ("Traceback", "FutureWarning")
 RESUMED_STEPS = 30  # of the script of docs/resuming.md, so that a Ctrl-C comes before its end
+DEADLINE = 7200.0  # seconds for a command: gigabytes over a slow line, or a gateway for all of it
 BATCH = """\
 from tinker import types
 data = [
@@ -110,6 +112,9 @@ class Hour:
             start_new_session=True,
         )
         self.started.append(process)
+        deadline = threading.Timer(DEADLINE, end, [process])
+        deadline.daemon = True
+        deadline.start()
         return process
 
     def close(self) -> None:
@@ -135,6 +140,13 @@ class Hour:
     def nothing_is_left(self) -> None:
         if left := self.left():
             raise Failed("these still run:\n" + "\n".join(left))
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill a command, with its children, that still runs."""
+    if process.poll() is None:
+        print(f"=== killed after {DEADLINE} s", flush=True)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def read(process: subprocess.Popen[str], until: str = "") -> str:
