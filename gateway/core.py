@@ -130,7 +130,7 @@ class Gateway:
             metrics=metrics,
         )
         self.completions = CompletionFeed(futures=self.futures, idle_ttl=settings.result_ttl)
-        self.models = BaseModels(database=database)
+        self.models = BaseModels(database=database, data_dir=data_dir)
         self.pins = Pins()
         self.checkpoints = CheckpointCatalog(
             database=database,

@@ -144,19 +144,15 @@ def result_blob(data_dir: Path, *, request_id: str) -> Path:
     return data_dir / "results" / run_folder_name(request_id)
 
 
-def new_state_folder(data_dir: Path, *, run_id: str, name: str) -> Path:
-    """Return the path of a new folder for a trainer's state. Its end is random, because a name
-    that is overwritten keeps the old folder until the new one is complete."""
-    return data_dir / "checkpoints" / run_folder_name(run_id) / f"{name}-{secrets.token_hex(4)}"
-
-
-def relative_state_folder(folder: Path) -> str:
-    """Return the path relative to the data directory:
-    `checkpoints/s-ab12_train_0/warm-up-9f2c41d0`."""
-    return f"checkpoints/{folder.parent.name}/{folder.name}"
+def new_state_folder(*, run_id: str, name: str) -> str:
+    """Return a new folder for a trainer's state, relative to the data directory:
+    `checkpoints/s-ab12_train_0/warm-up-9f2c41d0`. Its end is random, because a name that is
+    overwritten keeps the old folder until the new one is complete."""
+    return f"checkpoints/{run_folder_name(run_id)}/{name}-{secrets.token_hex(4)}"
 
 
 def relative_version_folder(name: str) -> str:
-    """Return the path relative to the data directory: `weights/s-ab12_train_0/v000003-9f2c41d0`."""
+    """Return the folder of a weight version, relative to the data directory:
+    `weights/s-ab12_train_0/v000003-9f2c41d0`."""
     run_id, _, leaf = name.rpartition("/")
     return f"weights/{run_folder_name(run_id)}/{leaf}"

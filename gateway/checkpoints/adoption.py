@@ -17,7 +17,7 @@ from sqlalchemy import Executable, delete, insert, select
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog, insert_row
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.checkpoints.records import CheckpointRecord
-from gateway.checkpoints.versions import FILE_LISTS, WeightVersion, files_of
+from gateway.checkpoints.versions import FILE_LISTS, WeightVersion, files_of, insert_version
 from gateway.identifiers import make_checkpoint_path, run_folder_name
 from gateway.storage.database import Database
 from gateway.storage.pairing import pair
@@ -102,7 +102,7 @@ class CheckpointAdopter:
         return Checkpoint(
             path=path,
             base_model=record.base_model,
-            folder=str(self._data_dir / folder) if is_state else "",
+            folder=folder if is_state else "",
             version="" if is_state else f"{record.run_id}/{leaf}",
             step=record.step,
             bytes=record.bytes,
@@ -150,7 +150,7 @@ class CheckpointAdopter:
             version = await asyncio.to_thread(self._restore_files, folder, checkpoint)
             if version is not None:
                 old = delete(weight_versions).where(weight_versions.c.name == version.name)
-                statements += [old, insert(weight_versions).values(vars(version))]
+                statements += [old, insert_version(version)]
             await self._database.write_together(*statements, durable=True)
 
     def _restore_files(self, folder: str, checkpoint: Checkpoint) -> WeightVersion | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from sqlalchemy import delete, insert, select
 
 from gateway.identifiers import check_model_name
+from gateway.storage.data_directory import relative_path
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import models
 from tandem.errors import InvalidRequest, UnknownModel
@@ -54,13 +55,17 @@ class BaseModelEntry:
 
 
 class BaseModels:
-    def __init__(self, *, database: Database) -> None:
+    """The path of a model in the data directory is stored relative to it."""
+
+    def __init__(self, *, database: Database, data_dir: Path) -> None:
         self._database = database
+        self._data_dir = data_dir
         self._entries: dict[str, BaseModelEntry] = {}
 
     async def open(self) -> None:
         for row in await self._database.read(select(models).order_by(models.c.name)):
-            self._entries[row["name"]] = from_row(BaseModelEntry, row)
+            path = str(self._data_dir / row["path"])
+            self._entries[row["name"]] = from_row(BaseModelEntry, row, path=path)
 
     def all(self) -> list[BaseModelEntry]:
         return list(self._entries.values())
@@ -83,8 +88,9 @@ class BaseModels:
         check_model_name(name)
         max_length = await asyncio.to_thread(_read_max_length, Path(path))
         entry = BaseModelEntry(name=name, path=path, max_length=max_length, added_at=time.time())
+        row = {**vars(entry), "path": relative_path(Path(path), self._data_dir)}
         await self._database.write_together(
-            delete(models).where(models.c.name == name), insert(models).values(vars(entry))
+            delete(models).where(models.c.name == name), insert(models).values(row)
         )
         self._entries[name] = entry
         return entry

@@ -39,7 +39,6 @@ from gateway.checkpoints.records import CheckpointRecord
 from gateway.identifiers import (
     CheckpointPath,
     parse_checkpoint_path,
-    relative_state_folder,
     relative_version_folder,
 )
 from gateway.limits import Quotas
@@ -51,8 +50,9 @@ from tandem.worker import TrainingSpec
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A named save. `folder` is set for the kind `weights`, `version` for the two others.
-    Times are in seconds since 1970; `expires_at` is None for a checkpoint that does not expire."""
+    """A named save. `folder`, relative to the data directory, is set for the kind `weights`,
+    `version` for the two others. Times are in seconds since 1970; `expires_at` is None for a
+    checkpoint that does not expire."""
 
     path: CheckpointPath
     base_model: str
@@ -70,9 +70,7 @@ class Checkpoint:
     @property
     def relative_folder(self) -> str:
         """The path of its folder relative to the data directory."""
-        if self.folder:
-            return relative_state_folder(Path(self.folder))
-        return relative_version_folder(self.version)
+        return self.folder or relative_version_folder(self.version)
 
 
 @dataclass(frozen=True)

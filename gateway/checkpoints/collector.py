@@ -34,7 +34,7 @@ from sqlalchemy import delete, literal, select, union_all, update
 from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.checkpoints.quarantine import Quarantine
 from gateway.checkpoints.versions import FILE_LISTS
-from gateway.identifiers import relative_state_folder, relative_version_folder, run_folder_name
+from gateway.identifiers import relative_version_folder, run_folder_name
 from gateway.storage.database import Database
 from gateway.storage.pairing import MISMATCH
 from gateway.storage.tables import (
@@ -184,7 +184,7 @@ class GarbageCollector:
             saved = saved.where(checkpoints.c.run_id == run_id)
             sampled = sampled.where(sampling_sessions.c.run_id == run_id)
         rows = await self._database.read(union_all(saved, sampled))
-        return {_relative(row["folder"], row["version"]) for row in rows}
+        return {row["folder"] or relative_version_folder(row["version"]) for row in rows}
 
     async def _known(self, run_id: str | None) -> set[str]:
         """Return the folders without a name that the database knows all the same."""
@@ -196,7 +196,7 @@ class GarbageCollector:
             released = released.where(released_folders.c.run_id == run_id)
             versions = versions.where(weight_versions.c.run_id == run_id)
         rows = await self._database.read(union_all(released, versions))
-        return {_relative(row["folder"], row["name"]) for row in rows}
+        return {row["folder"] or relative_version_folder(row["name"]) for row in rows}
 
     def _is_complete(self, folder: str) -> bool:
         path = self._data_dir / folder
@@ -258,19 +258,13 @@ class GarbageCollector:
 
     async def _note(self, run_id: str | None, removed: list[str]) -> None:
         """Record in the database which versions were removed."""
-        paths = [str(self._data_dir / folder) for folder in removed]
-        gone = update(weight_versions).where(weight_versions.c.path.in_(paths))
+        gone = update(weight_versions).where(weight_versions.c.path.in_(removed))
         if run_id is not None:
             gone = gone.where(weight_versions.c.run_id == run_id)
         await self._database.write_together(
             gone.values(collected_at=time.time()),
-            delete(released_folders).where(released_folders.c.folder.in_(paths)),
+            delete(released_folders).where(released_folders.c.folder.in_(removed)),
         )
-
-
-def _relative(folder: str, version: str) -> str:
-    """Return the path, relative to the data directory, of a state's folder or of a version's."""
-    return relative_state_folder(Path(folder)) if folder else relative_version_folder(version)
 
 
 def _is_own_folder(path: Path) -> bool:

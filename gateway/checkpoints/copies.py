@@ -21,10 +21,10 @@ from sqlalchemy import insert, select
 from gateway.auth.identity import Readers
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog, insert_row
 from gateway.checkpoints.records import CheckpointRecord
-from gateway.checkpoints.versions import VersionStore, files_of
+from gateway.checkpoints.versions import VersionStore, files_of, insert_version
 from gateway.identifiers import CheckpointPath, new_session_id, new_state_folder, run_id_of
 from gateway.storage.database import Database
-from gateway.storage.tables import runs, sessions, weight_versions
+from gateway.storage.tables import runs, sessions
 from tandem.errors import CheckpointDamaged, InvalidRequest, StorageFull, without_paths
 from tandem.weights import Manifest, PartialVersion, new_version_name
 from tandem.weights.store import fsync_path
@@ -117,8 +117,7 @@ class CheckpointCopier:
             expires_at=now + request.ttl_seconds if request.ttl_seconds else None,
         )
         if source.folder:
-            folder = new_state_folder(self._data_dir, run_id=run_id, name=path.name)
-            copy = replace(copy, folder=str(folder))
+            copy = replace(copy, folder=new_state_folder(run_id=run_id, name=path.name))
         else:
             copy = replace(copy, version=new_version_name(run_id=run_id, number=1))
         session_id = run_id.partition(":")[0]
@@ -166,7 +165,7 @@ class CheckpointCopier:
                 bytes=copy.bytes,
                 created_at=now,
             )
-            statements.append(insert(weight_versions).values(vars(version)))
+            statements.append(insert_version(version))
         with self._checkpoints.pins.pinned(copy.relative_folder):
             await asyncio.to_thread(
                 _link_files, source, self._data_dir / source.relative_folder, copy, target, record

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
-from sqlalchemy import insert, select
+from sqlalchemy import Insert, insert, select
 
 from gateway.checkpoints.catalog import Checkpoint
+from gateway.identifiers import relative_version_folder
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import weight_versions
 from tandem.errors import CheckpointDamaged, StorageFull, UnknownWeights, without_paths
@@ -63,7 +64,7 @@ class VersionStore:
         return str(version_path(self._data_dir, name))
 
     async def add_version(self, version: WeightVersion) -> None:
-        await self._database.write(insert(weight_versions).values(vars(version)))
+        await self._database.write(insert_version(version))
 
     async def version(self, name: str) -> WeightVersion:
         """Raise `UnknownWeights` for a version that never existed or was collected."""
@@ -74,7 +75,7 @@ class VersionStore:
         )
         if row is None:
             raise UnknownWeights(f"there is no weight version {name!r}")
-        return from_row(WeightVersion, row)
+        return from_row(WeightVersion, row, path=str(self._data_dir / row["path"]))
 
     async def files(self, checkpoint: Checkpoint) -> dict[str, Path]:
         """Return the files of a checkpoint by name. Raise `CheckpointDamaged`."""
@@ -91,6 +92,11 @@ class VersionStore:
                 f"{expected_bytes} are needed and {self._min_free_bytes} are kept free; "
                 "what was served before is still served"
             )
+
+
+def insert_version(version: WeightVersion) -> Insert:
+    values = {**vars(version), "path": relative_version_folder(version.name)}
+    return insert(weight_versions).values(values)
 
 
 def files_of(checkpoint: Checkpoint, folder: Path) -> dict[str, Path]:

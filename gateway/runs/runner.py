@@ -22,7 +22,6 @@ from gateway.identifiers import (
     CheckpointKind,
     CheckpointPath,
     new_state_folder,
-    relative_state_folder,
     relative_version_folder,
 )
 from gateway.metrics import Metrics
@@ -243,13 +242,11 @@ class OperationRunner:
             what="save a checkpoint",
             overwrite=body.overwrite,
         )
-        folder = new_state_folder(self._tools.data_dir, run_id=run.id, name=body.path)
-        request = trainer_pb2.SaveCheckpointRequest(path=str(folder))
-        with self._checkpoints.writing(relative_state_folder(folder), run_id=run.id):
+        folder = new_state_folder(run_id=run.id, name=body.path)
+        request = trainer_pb2.SaveCheckpointRequest(path=str(self._tools.data_dir / folder))
+        with self._checkpoints.writing(folder, run_id=run.id):
             reply = await self._deliver(call, lambda client, _: client.stub.SaveCheckpoint, request)
-            await self._put_checkpoint(
-                path, body, step=reply.step, size=reply.bytes, folder=request.path
-            )
+            await self._put_checkpoint(path, body, step=reply.step, size=reply.bytes, folder=folder)
         return json_result(type="save_weights", path=str(path))
 
     async def _load(self, call: Call, body: LoadWeights) -> Outcome:
@@ -269,7 +266,7 @@ class OperationRunner:
                 optimizer=body.optimizer,
             )
             request = trainer_pb2.LoadCheckpointRequest(
-                path=checkpoint.folder, optimizer=body.optimizer
+                path=str(self._tools.data_dir / checkpoint.folder), optimizer=body.optimizer
             )
             folder = checkpoint.relative_folder
             self._pins.pin(folder)  # a replay loads it again

@@ -71,11 +71,11 @@ class SnapshotStore:
         path = CheckpointPath(run_id=run.id, kind="weights", name=name)
         if await self._checkpoints.find(path) is not None:  # the owner has one of this name
             path = replace(path, name=f"{name}-{secrets.token_hex(4)}")
-        target = new_state_folder(self._data_dir, run_id=run.id, name=name)
+        folder = new_state_folder(run_id=run.id, name=name)
         checkpoint = Checkpoint(
             path=path,
             base_model=run.model.name,
-            folder=str(target),
+            folder=folder,
             version="",
             step=snapshot.step,
             bytes=snapshot.bytes,
@@ -84,8 +84,8 @@ class SnapshotStore:
             owner=run.owner,
         )
         try:
-            with self._checkpoints.pins.pinned(checkpoint.relative_folder):
-                await asyncio.to_thread(_move, Path(snapshot.folder), target)
+            with self._checkpoints.pins.pinned(folder):
+                await asyncio.to_thread(_move, Path(snapshot.folder), self._data_dir / folder)
                 await self._checkpoints.put(checkpoint)
         except (OSError, TandemError) as error:
             self._log.error("snapshot_not_kept", run_id=run.id, reason=str(error))

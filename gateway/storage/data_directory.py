@@ -38,6 +38,12 @@ def locked_data_directory(data_dir: Path) -> Iterator[None]:
         os.close(fd)
 
 
+def relative_path(path: Path, data_dir: Path) -> str:
+    """Return a path as the database has it: relative to the data directory, which can then be
+    moved, if it lies in it."""
+    return str(path.relative_to(data_dir) if path.is_relative_to(data_dir) else path)
+
+
 def keep_api_key(data_dir: Path) -> str:
     """Return the local key of this data directory, made on first use. The SDK requires the
     prefix `tml-`."""

@@ -96,6 +96,7 @@ class Database:
     that fails."""
 
     def __init__(self, *, url: str, data_dir: Path, kept_bytes: int = _MAX_KEPT_BYTES) -> None:
+        self._data_dir = data_dir
         self._engine = create_engine(url or f"sqlite:///{data_dir / 'tandem.db'}")
         self._is_sqlite = self._engine.dialect.name == "sqlite"
         if self._is_sqlite:
@@ -118,7 +119,7 @@ class Database:
         self._log = get_log()
 
     async def open(self) -> None:
-        await self._read(upgrade)
+        await self._read(partial(upgrade, data_dir=self._data_dir))
         self._writer = asyncio.create_task(self._run_writer(), name="database-writer")
 
     async def close(self) -> None:

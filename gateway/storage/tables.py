@@ -1,4 +1,5 @@
-"""The tables of the gateway's database. Times are in seconds since 1970.
+"""The tables of the gateway's database. Times are in seconds since 1970; paths are relative to the
+data directory.
 
 A change here needs a migration in `gateway/storage/migrations/versions`.
 """
@@ -27,7 +28,7 @@ models = Table(
     "models",
     metadata,
     Column("name", String(200), primary_key=True),
-    Column("path", Text, nullable=False),
+    Column("path", Text, nullable=False),  # absolute if outside the data directory
     Column("max_length", Integer),
     Column("added_at", Float, nullable=False),
 )

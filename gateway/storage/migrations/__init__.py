@@ -14,9 +14,9 @@ from gateway.storage.tables import metadata
 _FOLDER = Path(__file__).parent
 
 
-def upgrade(connection: Connection) -> None:
+def upgrade(connection: Connection, *, data_dir: Path) -> None:
     """Create the tables of an empty database, or apply the migrations that an older one misses,
-    in one transaction."""
+    in one transaction. `data_dir` is for migrations of what is in it."""
     revision = _revision(connection)
     if revision == newest_revision():
         return
@@ -26,6 +26,7 @@ def upgrade(connection: Connection) -> None:
     config = Config()
     config.set_main_option("script_location", str(_FOLDER))
     config.attributes["connection"] = connection
+    config.attributes["data_dir"] = data_dir
     if revision:
         command.upgrade(config, "head")
     else:

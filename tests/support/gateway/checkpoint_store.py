@@ -77,7 +77,7 @@ def checkpoint(store, relative: str, *, path: str = PATH, **changes) -> Checkpoi
     values = {
         "path": parse_checkpoint_path(path),
         "base_model": "tiny",
-        "folder": str(store.data_dir / relative) if state else "",
+        "folder": relative if state else "",
         "version": "" if state else f"{RUN}/{relative.rpartition('/')[2]}",
         "step": 0,
         "bytes": 7,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from pathlib import Path
 
 import pytest
 from sqlalchemy import insert
@@ -145,7 +144,7 @@ async def test_an_overwrite_leaves_the_old_or_the_new_and_never_neither(store):
     async def read() -> None:
         while not stop.is_set():
             async with store.reading(PATH) as found:
-                assert (Path(found.folder) / "file").exists()
+                assert (store.data_dir / found.folder / "file").exists()
                 seen.add(found.relative_folder[-1])
 
     reader = asyncio.create_task(read())
