@@ -4,22 +4,34 @@ Layout under a data directory: `weights/RUN/vNNNNNN-RANDOM/` for a version, wher
 run id with `:` replaced by `_`, and `weights/RUN/.partial-vNNNNNN-RANDOM/` while it is being
 written. A version's name is `RUN_ID/vNNNNNN-RANDOM`. Names are never reused, since an NFS client
 may show a replaced file 30 s late; nothing here polls or lists for the newest.
+
+Checkpoints and snapshots are written and named in the same way, with the functions here. What a
+disk did not take (`OSError` from a write, a sync or a close) is never tried again on the same file,
+since the disk may have dropped it and say at the next sync that all is well: the folder is removed,
+and whoever tries again writes another.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
 import stat
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
 from tandem.errors import LoadFailed, without_paths
-from tandem.weights.manifest import MANIFEST_NAME, Manifest, checksum_file
+from tandem.weights.manifest import MANIFEST_NAME, FileEntry, Manifest, checksum_file
 
 _PARTIAL_PREFIX = ".partial-"
+_NOT_SEEN = frozenset({errno.ENOENT, errno.ESTALE})
+
+Result = TypeVar("Result")
 
 
 def new_version_name(*, run_id: str, number: int) -> str:
@@ -42,12 +54,67 @@ def fsync_path(path: Path) -> None:
         os.close(fd)
 
 
+def write_synced(file: Path, content: bytes) -> None:
+    """Write a new file whose content survives a power failure; its name does once its folder is
+    synced."""
+    with file.open("xb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
 def make_folder(path: Path, *, mode: int = 0o777) -> None:
-    """Make a folder and those above it, and make their names survive a power failure."""
+    """Make a folder and those above it, and make their names survive a power failure. Raises
+    `OSError`, and has then made none."""
     missing = [path, *(parent for parent in path.parents if not parent.exists())]
-    path.mkdir(mode=mode, parents=True)
-    for folder in missing:
-        fsync_path(folder.parent)
+    try:
+        path.mkdir(mode=mode, parents=True)
+        for folder in missing:
+            fsync_path(folder.parent)
+    except FileExistsError:
+        raise
+    except OSError:
+        for folder in missing:
+            with suppress(OSError):  # not made, or used by somebody else already
+                folder.rmdir()
+        raise
+
+
+def give_name(partial: Path, final: Path) -> None:
+    """Rename a folder, whose files are synced, so that it has its final name for good. Raises
+    `OSError`, and then nothing has that name."""
+    fsync_path(partial)
+    partial.rename(final)
+    try:
+        sync_name(final)
+    except OSError:
+        with suppress(OSError):
+            final.rename(partial)
+        raise
+
+
+def sync_name(path: Path) -> None:
+    """Make the name of `DATA/KIND/RUN/NAME` survive a power failure, if another process was killed
+    before it did: the names of the folders above as well, which it may have made."""
+    for folder in path.parents[:3]:
+        fsync_path(folder)
+
+
+def read_again(read: Callable[[], Result], folder: Path) -> Result:
+    """Return what `read` reads in a folder; where it is not found, what it reads a second time.
+
+    An NFS client goes on believing for 30 s that a name does not exist, and an open file is stale
+    once the server has restarted. To open the folders on the way makes it ask the server again.
+    """
+    try:
+        return read()
+    except OSError as error:
+        if error.errno not in _NOT_SEEN:
+            raise
+    for above in (*reversed(folder.parents[:3]), folder):
+        with suppress(OSError), os.scandir(above) as entries:
+            next(entries, None)
+    return read()
 
 
 class PartialVersion:
@@ -68,15 +135,10 @@ class PartialVersion:
         """Write the manifest, make everything durable and give the version its name.
 
         Writers fsync their own files; the manifest, the directory and the rename are synced here.
+        Raises `OSError`, and then the version does not have its name.
         """
-        target = self.path / MANIFEST_NAME
-        with target.open("w", encoding="utf-8") as file:
-            file.write(manifest.model_dump_json(indent=1))
-            file.flush()
-            os.fsync(file.fileno())
-        fsync_path(self.path)
-        self.path.rename(self.final)
-        fsync_path(self.final.parent)
+        write_synced(self.path / MANIFEST_NAME, manifest.model_dump_json(indent=1).encode())
+        give_name(self.path, self.final)
 
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -103,7 +165,8 @@ def open_version(path: Path, *, name: str = "", checksums: bool = True) -> Manif
     file is missing, of another size or (unless `checksums` is off) damaged.
     """
     try:
-        manifest = Manifest.model_validate_json((path / MANIFEST_NAME).read_bytes())
+        content = read_again((path / MANIFEST_NAME).read_bytes, path)
+        manifest = Manifest.model_validate_json(content)
     except OSError as error:
         why = without_paths(str(error))
         raise LoadFailed(f"{path.name} is not a published weight version: {why}") from error
@@ -113,15 +176,17 @@ def open_version(path: Path, *, name: str = "", checksums: bool = True) -> Manif
         raise LoadFailed(f"{path.name} holds {manifest.version}, not {name}")
     for entry in manifest.files:
         try:
-            file = check_own_file(path, entry.name)
-            size = file.stat().st_size
+            _check(path, entry, checksum=checksums, version=manifest.version)
         except OSError as error:
             why = without_paths(str(error))
             raise LoadFailed(f"{manifest.version} lacks {entry.name}: {why}") from error
-        if size != entry.bytes:
-            raise LoadFailed(
-                f"{manifest.version}: {entry.name} has {size} bytes, not {entry.bytes}"
-            )
-        if checksums and checksum_file(file).checksum != entry.checksum:
-            raise LoadFailed(f"{manifest.version}: {entry.name} is damaged (wrong checksum)")
     return manifest
+
+
+def _check(folder: Path, entry: FileEntry, *, checksum: bool, version: str) -> None:
+    file = check_own_file(folder, entry.name)
+    size = file.stat().st_size
+    if size != entry.bytes:
+        raise LoadFailed(f"{version}: {entry.name} has {size} bytes, not {entry.bytes}")
+    if checksum and read_again(lambda: checksum_file(file), folder) != entry:
+        raise LoadFailed(f"{version}: {entry.name} is damaged (wrong checksum)")

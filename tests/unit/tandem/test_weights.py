@@ -86,7 +86,8 @@ def test_a_commit_makes_the_manifest_durable_before_the_rename_and_the_name_afte
     monkeypatch.setattr(os, "fsync", lambda fd: (acts.append("fsync"), fsync(fd)))
     monkeypatch.setattr(Path, "rename", lambda *args: (acts.append("rename"), rename(*args)))
     partial.commit(manifest)
-    assert acts == ["fsync", "fsync", "rename", "fsync"]
+    # The names of the version, of its run, and of the folder of all runs.
+    assert acts == ["fsync", "fsync", "rename", "fsync", "fsync", "fsync"]
 
 
 def test_a_commit_that_fails_publishes_nothing_and_is_discarded(tmp_path, monkeypatch):
