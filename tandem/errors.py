@@ -46,6 +46,7 @@
         │   └── WorkerCrashed
         ├── WorkerDied
         ├── OperationTimedOut
+        ├── OutOfMemory
         ├── GatewayRestarted
         ├── StorageFailed           503
         │   └── StorageFull         507
@@ -379,6 +380,14 @@ class WorkerDied(ServerError):
 
 class OperationTimedOut(ServerError):
     """A worker did not answer in time."""
+
+
+class OutOfMemory(ServerError):
+    """A batch needs more memory than a trainer has. `tokens` of a micro-batch were too many."""
+
+    def __init__(self, message: str, *, tokens: int = 0) -> None:
+        super().__init__(message)
+        self.tokens = tokens
 
 
 class GatewayRestarted(ServerError):

@@ -40,6 +40,10 @@ WorkerKind = Literal["trainer", "sampler"]
 SECRET_METADATA_KEY = "x-tandem-worker-secret"
 """The gRPC metadata key under which every call carries the worker's secret."""
 
+OUT_OF_MEMORY_METADATA_KEY = "tandem-out-of-memory-at"
+"""The trailing metadata of RESOURCE_EXHAUSTED: how many tokens of a micro-batch were too many for
+a trainer, which ends because of it."""
+
 MAX_MESSAGE_BYTES = 2**31 - 1
 GRPC_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from tandem.errors import TandemError, WorkerDied, WorkerStartFailed
+from tandem.errors import OutOfMemory, TandemError, WorkerDied, WorkerStartFailed
 from tandem.settings import TrainerSettings
 from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import trainer_pb2_grpc
@@ -56,12 +56,12 @@ class _Worker:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        broken: asyncio.Future[str] = loop.create_future()
+        broken: asyncio.Future[TandemError] = loop.create_future()
 
-        def break_with(sentence: str) -> None:
+        def break_with(error: TandemError) -> None:
             def settle() -> None:
                 if not broken.done():
-                    broken.set_result(sentence)
+                    broken.set_result(error)
 
             loop.call_soon_threadsafe(settle)
 
@@ -70,7 +70,7 @@ class _Worker:
         engine = EngineThread(
             start=lambda: self._bring_up(ranks),
             heartbeat=self._settings.collective_timeout / 3,
-            on_broken=lambda error: break_with(_sentence(error, ranks)),
+            on_broken=lambda error: break_with(_cause(error, ranks)),
         )
         server = WorkerServer(self._spec)
         servicer = TrainerServicer(
@@ -95,7 +95,7 @@ class _Worker:
         server: WorkerServer,
         *,
         stop: asyncio.Event,
-        broken: asyncio.Future[str],
+        broken: asyncio.Future[TandemError],
     ) -> int:
         stopping = asyncio.create_task(stop.wait())
         started = asyncio.wrap_future(engine.started)
@@ -103,7 +103,7 @@ class _Worker:
         if stopping.done():
             return 0
         if broken.done():
-            return self._fail(WorkerStartFailed(broken.result()))
+            return self._fail(WorkerStartFailed(broken.result().message))
         error = started.exception()
         if error is not None:
             self._log.error("start_failed", exc_info=error)
@@ -115,7 +115,7 @@ class _Worker:
         await first_of(stopping, broken)
         await server.set_serving(False)
         if broken.done():
-            return self._fail(WorkerDied(broken.result()))
+            return self._fail(broken.result())
         return 0
 
     def _fail(self, error: TandemError) -> int:
@@ -136,9 +136,15 @@ class _Worker:
         return Operations(bring_up(self._spec, settings=self._settings, assign=ranks.assign))
 
 
-def _sentence(error: BaseException, ranks: RankProcesses) -> str:
-    """Blames another rank if one died, since that makes rank 0's collectives fail."""
-    return ranks.cause_of_death(timeout=1.0) or f"rank 0 failed: {type(error).__name__}: {error}"
+def _cause(error: BaseException, ranks: RankProcesses) -> TandemError:
+    """Return why the process group is of no use. Blames another rank if one died, since that makes
+    rank 0's collectives fail."""
+    from trainer_service.compute.memory import MicroBatchTooLarge
+
+    if isinstance(error, MicroBatchTooLarge):
+        return OutOfMemory(f"rank 0 failed: {error}", tokens=error.tokens)
+    sentence = f"rank 0 failed: {type(error).__name__}: {error}"
+    return ranks.cause_of_death(timeout=1.0) or WorkerDied(sentence)
 
 
 if __name__ == "__main__":

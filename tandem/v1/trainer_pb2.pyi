@@ -43,6 +43,7 @@ class DescribeTrainerReply(google.protobuf.message.Message):
     LAST_SEQ_ID_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     TRAINABLE_PARAMETERS_FIELD_NUMBER: builtins.int
+    MICRO_BATCH_TOKENS_FIELD_NUMBER: builtins.int
     architecture: builtins.str
     parameters: builtins.int
     vocabulary: builtins.int
@@ -54,6 +55,10 @@ class DescribeTrainerReply(google.protobuf.message.Message):
     step: builtins.int
     trainable_parameters: builtins.int
     """Parameters that the optimizer moves; all of them but in a LoRA run."""
+    micro_batch_tokens: builtins.int
+    """A forward pass takes at most so many tokens, padding included. Smaller than what was set once
+    a batch has run out of memory.
+    """
     def __init__(
         self,
         *,
@@ -67,8 +72,9 @@ class DescribeTrainerReply(google.protobuf.message.Message):
         last_seq_id: builtins.int = ...,
         step: builtins.int = ...,
         trainable_parameters: builtins.int = ...,
+        micro_batch_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "last_seq_id", b"last_seq_id", "max_length", b"max_length", "parameters", b"parameters", "ranks", b"ranks", "step", b"step", "trainable_parameters", b"trainable_parameters", "vocabulary", b"vocabulary"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "last_seq_id", b"last_seq_id", "max_length", b"max_length", "micro_batch_tokens", b"micro_batch_tokens", "parameters", b"parameters", "ranks", b"ranks", "step", b"step", "trainable_parameters", b"trainable_parameters", "vocabulary", b"vocabulary"]) -> None: ...
 
 Global___DescribeTrainerReply: typing_extensions.TypeAlias = DescribeTrainerReply
 
@@ -116,10 +122,18 @@ class ForwardBackwardRequest(google.protobuf.message.Message):
     HEADER_FIELD_NUMBER: builtins.int
     PAYLOAD_FIELD_NUMBER: builtins.int
     LOSS_DEFINITION_FIELD_NUMBER: builtins.int
+    MICRO_BATCH_TOKENS_FIELD_NUMBER: builtins.int
+    OUT_OF_MEMORY_AT_FIELD_NUMBER: builtins.int
     payload: builtins.bytes
     """A tandem.wire.v1.ForwardBackwardRequest as the client sent it. Opaque to the gateway."""
     loss_definition: builtins.bytes
     """The definition of a loss that the client registered beforehand, for the loss to read."""
+    micro_batch_tokens: builtins.int
+    """The plan to use, such as that of the reply to the same call before; 0: the trainer's own."""
+    out_of_memory_at: builtins.int
+    """A micro-batch of so many tokens ran out of memory when the call was sent before: smaller ones
+    are computed. If there are none, the call is refused and nothing is computed. 0: it did not.
+    """
     @property
     def header(self) -> tandem.v1.common_pb2.OperationHeader: ...
     def __init__(
@@ -128,9 +142,11 @@ class ForwardBackwardRequest(google.protobuf.message.Message):
         header: tandem.v1.common_pb2.OperationHeader | None = ...,
         payload: builtins.bytes = ...,
         loss_definition: builtins.bytes = ...,
+        micro_batch_tokens: builtins.int = ...,
+        out_of_memory_at: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "loss_definition", b"loss_definition", "payload", b"payload"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "loss_definition", b"loss_definition", "micro_batch_tokens", b"micro_batch_tokens", "out_of_memory_at", b"out_of_memory_at", "payload", b"payload"]) -> None: ...
 
 Global___ForwardBackwardRequest: typing_extensions.TypeAlias = ForwardBackwardRequest
 
@@ -142,10 +158,18 @@ class ForwardBackwardReply(google.protobuf.message.Message):
     FAILURE_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
+    MICRO_BATCH_TOKENS_FIELD_NUMBER: builtins.int
+    OUT_OF_MEMORY_AT_FIELD_NUMBER: builtins.int
     output: builtins.bytes
     """A tandem.wire.v1.ForwardBackwardOutput, handed to the client as it is."""
     seconds: builtins.float
     tokens: builtins.int
+    micro_batch_tokens: builtins.int
+    """The plan that was used. 0 if the batch was refused."""
+    out_of_memory_at: builtins.int
+    """With the failure "out_of_memory": the tokens of the micro-batch that is too large and cannot be
+    divided.
+    """
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     def __init__(
@@ -155,9 +179,11 @@ class ForwardBackwardReply(google.protobuf.message.Message):
         failure: tandem.v1.common_pb2.Failure | None = ...,
         seconds: builtins.float = ...,
         tokens: builtins.int = ...,
+        micro_batch_tokens: builtins.int = ...,
+        out_of_memory_at: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure", "outcome", b"outcome", "output", b"output"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["failure", b"failure", "outcome", b"outcome", "output", b"output", "seconds", b"seconds", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failure", b"failure", "micro_batch_tokens", b"micro_batch_tokens", "out_of_memory_at", b"out_of_memory_at", "outcome", b"outcome", "output", b"output", "seconds", b"seconds", "tokens", b"tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["outcome", b"outcome"]) -> typing.Literal["output", "failure"] | None: ...
 
 Global___ForwardBackwardReply: typing_extensions.TypeAlias = ForwardBackwardReply
@@ -535,20 +561,26 @@ class RestoreRequest(google.protobuf.message.Message):
     PATH_FIELD_NUMBER: builtins.int
     SEQ_ID_FIELD_NUMBER: builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    MICRO_BATCH_TOKENS_FIELD_NUMBER: builtins.int
     path: builtins.str
     """The snapshot to load; empty: the state stays as it is."""
     seq_id: builtins.int
     """The newest operation that the state contains, and that needs no answer any more."""
     weight_version: builtins.str
     """The newest version that the run has published."""
+    micro_batch_tokens: builtins.int
+    """The plan of the newest forward_backward, which is used from now on if it is smaller than the
+    trainer's own; 0: none is known.
+    """
     def __init__(
         self,
         *,
         path: builtins.str = ...,
         seq_id: builtins.int = ...,
         weight_version: builtins.str = ...,
+        micro_batch_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["path", b"path", "seq_id", b"seq_id", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["micro_batch_tokens", b"micro_batch_tokens", "path", b"path", "seq_id", b"seq_id", "weight_version", b"weight_version"]) -> None: ...
 
 Global___RestoreRequest: typing_extensions.TypeAlias = RestoreRequest
 

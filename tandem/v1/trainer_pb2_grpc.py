@@ -26,7 +26,11 @@ if _version_not_supported:
 
 
 class TrainerStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """A call is answered with RESOURCE_EXHAUSTED when the trainer ends because one of its ranks ran out of
+    memory in the middle of a forward_backward and cannot undo it. The trailing metadata
+    "tandem-out-of-memory-at" has the tokens of the micro-batch: the next trainer is to be told
+    (`ForwardBackwardRequest.out_of_memory_at`).
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -82,7 +86,11 @@ class TrainerStub(object):
 
 
 class TrainerServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """A call is answered with RESOURCE_EXHAUSTED when the trainer ends because one of its ranks ran out of
+    memory in the middle of a forward_backward and cannot undo it. The trailing metadata
+    "tandem-out-of-memory-at" has the tokens of the micro-batch: the next trainer is to be told
+    (`ForwardBackwardRequest.out_of_memory_at`).
+    """
 
     def Describe(self, request, context):
         """Facts about the model and the process group. Answers once the worker is ready.
@@ -205,7 +213,11 @@ def add_TrainerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Trainer(object):
-    """Missing associated documentation comment in .proto file."""
+    """A call is answered with RESOURCE_EXHAUSTED when the trainer ends because one of its ranks ran out of
+    memory in the middle of a forward_backward and cannot undo it. The trailing metadata
+    "tandem-out-of-memory-at" has the tokens of the micro-batch: the next trainer is to be told
+    (`ForwardBackwardRequest.out_of_memory_at`).
+    """
 
     @staticmethod
     def Describe(request,

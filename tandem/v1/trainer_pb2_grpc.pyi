@@ -170,6 +170,12 @@ _TrainerRestoreType = typing_extensions.TypeVar(
 )
 
 class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerProgressType, _TrainerForwardBackwardType, _TrainerOptimStepType, _TrainerPublishType, _TrainerSaveCheckpointType, _TrainerLoadCheckpointType, _TrainerAwaitSnapshotType, _TrainerRestoreType]):
+    """A call is answered with RESOURCE_EXHAUSTED when the trainer ends because one of its ranks ran out of
+    memory in the middle of a forward_backward and cannot undo it. The trailing metadata
+    "tandem-out-of-memory-at" has the tokens of the micro-batch: the next trainer is to be told
+    (`ForwardBackwardRequest.out_of_memory_at`).
+    """
+
     @typing.overload
     def __init__(self: TrainerStub[
         grpc.UnaryUnaryMultiCallable[
@@ -319,6 +325,12 @@ TrainerAsyncStub: typing_extensions.TypeAlias = TrainerStub[
 ]
 
 class TrainerServicer(metaclass=abc.ABCMeta):
+    """A call is answered with RESOURCE_EXHAUSTED when the trainer ends because one of its ranks ran out of
+    memory in the middle of a forward_backward and cannot undo it. The trailing metadata
+    "tandem-out-of-memory-at" has the tokens of the micro-batch: the next trainer is to be told
+    (`ForwardBackwardRequest.out_of_memory_at`).
+    """
+
     @abc.abstractmethod
     def Describe(
         self,

@@ -98,11 +98,12 @@ class TrainerClient(WorkerClient):
         )
 
     def forward_backward(
-        self, message: wire.ForwardBackwardRequest | bytes
+        self, message: wire.ForwardBackwardRequest | bytes, **fields: int
     ) -> trainer_pb2.ForwardBackwardReply:
+        """`fields` are further ones of the request."""
         payload = message if isinstance(message, bytes) else message.SerializeToString()
         return self.stub.ForwardBackward(
-            trainer_pb2.ForwardBackwardRequest(header=self.header(), payload=payload),
+            trainer_pb2.ForwardBackwardRequest(header=self.header(), payload=payload, **fields),
             metadata=self.metadata,
             timeout=CALL_SECONDS,
         )

@@ -1,7 +1,7 @@
 """How a model is loaded, sharded and computed: one backend per file.
 
 `base.py` says what a backend must do (`TrainerBackend`) and what it may do in addition
-(`ParallelBackend`, `LoraBackend`). The built-in backend is `fsdp2.py`.
+(`ParallelBackend`, `UndoingBackend`, `LoraBackend`). The built-in backend is `fsdp2.py`.
 
 To add a backend, write `backends/NAME.py` with a subclass of `TrainerBackend` and
 `BACKEND = ThatClass`; a run chooses it by the setting `trainer.backend = NAME`. A package of its
@@ -13,8 +13,16 @@ from trainer_service.backends.base import (
     LoraBackend,
     ParallelBackend,
     TrainerBackend,
+    UndoingBackend,
     World,
     backend_named,
 )
 
-__all__ = ["LoraBackend", "ParallelBackend", "TrainerBackend", "World", "backend_named"]
+__all__ = [
+    "LoraBackend",
+    "ParallelBackend",
+    "TrainerBackend",
+    "UndoingBackend",
+    "World",
+    "backend_named",
+]

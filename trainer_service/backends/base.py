@@ -22,11 +22,15 @@ from trainer_service.optimizers import Optimizer
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Parameter
 
 ENTRY_POINT_GROUP = "tandem.trainer_backends"
 
 Gradients = list["Tensor | None"]
 """One for each trainable parameter; None where a loss does not depend on it."""
+
+Mark = list[tuple["Parameter", "Tensor | None", int]]
+"""Trainable parameters with their gradients, and how often each gradient was written to."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,20 @@ class ParallelBackend(Protocol):
 
     def accumulate(self, gradients: Gradients) -> None:
         """Adds what `gradients` returned to the gradients held."""
+        ...
+
+
+@runtime_checkable
+class UndoingBackend(Protocol):
+    """A backend that can go on after a computation that failed in the middle, on a single rank."""
+
+    def mark(self) -> Mark:
+        """What `undo` needs to know of the gradients held."""
+        ...
+
+    def undo(self, mark: Mark) -> bool:
+        """Forgets what was computed since the mark, and frees its memory. Returns whether the
+        gradients held are those of the mark, bit for bit: what was added to one is lost in it."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from tandem.settings import TrainerSettings
 from tandem.telemetry import get_log
 from tandem.worker import LoraSpec, TrainingSpec
-from trainer_service.backends.base import Gradients, TrainerBackend, World, add_gradients
+from trainer_service.backends.base import Gradients, Mark, TrainerBackend, World, add_gradients
 from trainer_service.batches.micro_batches import MicroBatch
 from trainer_service.lora.adapters import (
     LoraLinear,
@@ -35,7 +36,7 @@ from trainer_service.models.huggingface import (
     persistent_buffers,
 )
 from trainer_service.models.packing import can_pack
-from trainer_service.optimizers import make_optimizer, outer_parameters
+from trainer_service.optimizers import local, make_optimizer, outer_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -213,6 +214,31 @@ class Fsdp2Backend(TrainerBackend):
         total = add_gradients([parameter.grad for parameter in parameters], gradients)
         for parameter, gradient in zip(parameters, total, strict=True):
             parameter.grad = gradient
+
+    def mark(self) -> Mark:
+        return [
+            (each, each.grad, 0 if each.grad is None else local(each.grad)._version)
+            for each in self._trainable().values()
+        ]
+
+    def undo(self, mark: Mark) -> bool:
+        """What is written into a tensor raises its version. Where the backward has not come so
+        far, the gradients held are intact."""
+        if self._sharded:
+            self._model.reset_iter_state()
+            for module in self._fsdp_modules():
+                module.unshard()  # of the block that failed, some gradients were not reduced yet
+                for parameter in self._model.parameters():
+                    parameter.grad = None
+                module.reshard()
+        intact = True
+        for parameter, gradient, version in mark:
+            parameter.grad = gradient
+            intact &= gradient is None or local(gradient)._version == version
+        gc.collect()  # errors hold the frames, and those the tensors, of what failed
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        return intact
 
     @property
     def threadsafe(self) -> bool:

@@ -22,15 +22,19 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from tandem.errors import OutOfMemory
+from tandem.telemetry import get_log
 from tandem.v1 import trainer_pb2
 from trainer_service.backends.base import (
     Gradients,
     ParallelBackend,
     TrainerBackend,
+    UndoingBackend,
     add_gradients,
 )
 from trainer_service.batches.loss_inputs import Float32Array, Int64Array, starts_of
 from trainer_service.batches.micro_batches import (
+    MicroBatchPlan,
     RankPlan,
     layout_of,
     make_micro_batch,
@@ -38,6 +42,13 @@ from trainer_service.batches.micro_batches import (
     ranges,
 )
 from trainer_service.batches.validation import Batch
+from trainer_service.compute.memory import (
+    MicroBatchTooLarge,
+    largest,
+    ran_out_of_memory,
+    tokens_of,
+)
+from trainer_service.losses.base import LossResult
 from trainer_service.models.files import BaseModelFiles
 from trainer_service.optimizers import StepSettings
 
@@ -220,10 +231,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Computed:
-    """The result of a forward_backward: `logprobs` [E] and the loss's metrics."""
+    """The result of a forward_backward: `logprobs` [E], the loss's metrics, and the plan that it
+    was computed with, in tokens of a micro-batch."""
 
     logprobs: Float32Array
     metrics: dict[str, float]
+    plan: int
 
 
 @dataclass(frozen=True)
@@ -237,8 +250,10 @@ class ShareResult:
 
 
 class RankTrainer:
-    """One rank. `step` counts the optimizer steps applied, alike on every rank. `snapshot_group`
-    joins the threads that write snapshots; None for a single rank."""
+    """One rank. `step` counts the optimizer steps applied, alike on every rank.
+    `micro_batch_tokens` is the plan: how many tokens a micro-batch may have, padding included. It
+    becomes smaller when memory runs out. `snapshot_group` joins the threads that write snapshots;
+    None for a single rank."""
 
     def __init__(
         self,
@@ -259,20 +274,63 @@ class RankTrainer:
         self.base = BaseModelFiles(name=model_name or model_path.name, path=model_path)
         self._parallel = parallel
         # On a CPU the activations of more tokens than this fall out of the cache.
-        self._micro_batch_tokens = micro_batch_tokens or (
-            2048 if backend.device == "cpu" else 16384
+        self.micro_batch_tokens = micro_batch_tokens or (2048 if backend.device == "cpu" else 16384)
+
+    def forward_backward(self, batch: Batch, *, plan: int = 0) -> Computed | None:
+        """Computes this rank's share and adds its gradients. Rank 0 gets the result of the
+        whole batch, the others None. `plan` 0: the trainer's own.
+
+        A single rank that runs out of memory computes the batch again in smaller micro-batches,
+        and stays with those. Raises `OutOfMemory` with the gradients held as they were before, or
+        `MicroBatchTooLarge`.
+        """
+        undoing = self.backend if isinstance(self.backend, UndoingBackend) else None
+        if self.control.size > 1:
+            undoing = None  # the others wait for this rank in collectives, and cannot be told
+        plan = plan or self.micro_batch_tokens
+        while True:
+            mark = undoing.mark() if undoing else []
+            try:
+                computed = self._attempt(batch, plan)
+            except MicroBatchTooLarge as error:
+                tokens, reason = error.tokens, error.reason
+            else:
+                self.micro_batch_tokens = min(self.micro_batch_tokens, plan)
+                return computed
+            # The error is gone here, and what it held of the attempt with it.
+            if undoing is None or not undoing.undo(mark):
+                raise MicroBatchTooLarge(tokens, reason)
+            plan = self.plan_after(batch, tokens=tokens, reason=reason)
+            get_log().warning(
+                "out_of_memory", tokens=tokens, micro_batch_tokens=plan, reason=reason
+            )
+
+    def plan_after(self, batch: Batch, *, tokens: int, reason: str = "") -> int:
+        """The plan once a micro-batch of so many tokens ran out of memory: half of it. Raises
+        `OutOfMemory` if there would still be one as large."""
+        plan = max(1, tokens // 2)
+        if largest(self._plan(batch, plan), batch.lengths.tolist(), packed=self.backend.packs) < (
+            tokens
+        ):
+            return plan
+        raise OutOfMemory(
+            f"a micro-batch of {tokens} tokens ran out of memory and cannot be divided"
+            f"{reason and ': '}{reason}. Send shorter sequences, or give the trainer more memory "
+            "or more ranks",
+            tokens=tokens,
         )
 
-    def forward_backward(self, batch: Batch) -> Computed | None:
-        """Computes this rank's share and adds its gradients. Rank 0 gets the result of the
-        whole batch, the others None."""
-        plan = plan_batch(
+    def _plan(self, batch: Batch, micro_batch_tokens: int) -> tuple[RankPlan, ...]:
+        return plan_batch(
             batch.lengths.tolist(),
             ranks=self._parallel.count if self._parallel else self.control.size,
-            micro_batch_tokens=self._micro_batch_tokens,
+            micro_batch_tokens=micro_batch_tokens,
             group=batch.loss.group,
             packed=self.backend.packs,
         )
+
+    def _attempt(self, batch: Batch, micro_batch_tokens: int) -> Computed | None:
+        plan = self._plan(batch, micro_batch_tokens)
         mine = plan if self._parallel else [plan[self.control.rank]]
         self.progress.expect(
             tokens=int(batch.lengths.sum()),
@@ -301,7 +359,7 @@ class RankTrainer:
             "tokens:sum": float(batch.lengths.sum()),
             **loss.metrics(named),
         }
-        return Computed(logprobs=logprobs, metrics=metrics)
+        return Computed(logprobs=logprobs, metrics=metrics, plan=micro_batch_tokens)
 
     def optim_step(self, settings: StepSettings) -> dict[str, float]:
         """Applies one step. Raises `GradientsNotFinite` on all ranks alike."""
@@ -337,7 +395,6 @@ class RankTrainer:
     def _compute(self, batch: Batch, share: RankPlan, keep: Keep) -> ShareResult:
         """Computes the micro-batches of one share, and calls `keep` with each one's loss."""
         loss = batch.loss
-        gradients = not batch.forward_only
         chosen: list[Tensor] = []
         sums: list[Tensor] = []
         maxima: list[Tensor] = []
@@ -346,19 +403,22 @@ class RankTrainer:
                 continue
             # A rank without datums computes one with weight zero, since its collectives must
             # match those of the others.
-            micro_batch = make_micro_batch(batch, datums or (0,), packed=self.backend.packs)
-            logprobs = self.backend.logprobs(micro_batch, gradients=gradients)
-            if not datums:
-                if gradients:
-                    keep(logprobs.sum() * 0.0)
+            part, reason = datums or (0,), ""
+            try:
+                computed = self._compute_micro_batch(batch, part, keep, counts=bool(datums))
+            except Exception as error:
+                if not ran_out_of_memory(error):
+                    raise
+                reason = str(error).partition("\n")[0][:300] or type(error).__name__
+            if reason:  # raised here, it does not hold the memory that the other error does
+                lengths = batch.lengths.tolist()
+                tokens = tokens_of(part, lengths, packed=self.backend.packs)
+                raise MicroBatchTooLarge(tokens, reason)
+            if computed is None:
                 continue
-            layout = layout_of(batch, micro_batch, datums, device=logprobs.device)
-            inputs = self.backend.inputs(micro_batch)
-            result = loss.compute(logprobs, inputs, batch.settings, layout)
-            if gradients:
-                keep(result.loss)
+            logprobs, result = computed
             self.progress.add(int(batch.lengths[list(datums)].sum()))
-            chosen.append(logprobs.detach())
+            chosen.append(logprobs)
             sums.append(torch.stack([result.loss.detach(), *result.sums]).double())
             if result.maxima:
                 maxima.append(torch.stack(result.maxima).double())
@@ -373,6 +433,25 @@ class RankTrainer:
             maxima=torch.stack(maxima).amax(0).cpu().numpy() if maxima else np.zeros(0),
             logprobs=torch.cat(chosen).cpu().numpy(),
         )
+
+    def _compute_micro_batch(
+        self, batch: Batch, datums: MicroBatchPlan, keep: Keep, *, counts: bool
+    ) -> tuple[Tensor, LossResult] | None:
+        """Returns the logprobs and what the loss makes of them, or None if it does not count."""
+        gradients = not batch.forward_only
+        micro_batch = make_micro_batch(batch, datums, packed=self.backend.packs)
+        logprobs = self.backend.logprobs(micro_batch, gradients=gradients)
+        if not counts:
+            if gradients:
+                keep(logprobs.sum() * 0.0)
+            return None
+        layout = layout_of(batch, micro_batch, datums, device=logprobs.device)
+        result = batch.loss.compute(
+            logprobs, self.backend.inputs(micro_batch), batch.settings, layout
+        )
+        if gradients:
+            keep(result.loss)
+        return logprobs.detach(), result
 
 
 def _entries(batch: Batch, share: RankPlan) -> Int64Array:

@@ -19,6 +19,7 @@ from trainer_service.optimizers.base import (
     DiMuonSettings,
     Optimizer,
     StepSettings,
+    local,
     outer_parameters,
     step_settings,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "DiMuonSettings",
     "Optimizer",
     "StepSettings",
+    "local",
     "make_optimizer",
     "outer_parameters",
     "step_settings",

@@ -18,6 +18,7 @@ from tandem.errors import (
     GradientsIncomplete,
     GradientsNotFinite,
     NoGradients,
+    OutOfMemory,
     TandemError,
     UserError,
 )
@@ -102,6 +103,7 @@ class Operations:
             last_seq_id=last_seq_id,
             step=trainer.step,
             trainable_parameters=facts.trainable_parameters,
+            micro_batch_tokens=trainer.micro_batch_tokens,
         )
 
     def forward_backward(
@@ -113,14 +115,19 @@ class Operations:
             message = parse(request.payload)
             forward_only = message.forward_only
             batch = _read_batch(message, request, trainer)
+            request.micro_batch_tokens = self._plan(batch, request)  # all ranks use the same
             trainer.control.broadcast(Op.FORWARD_BACKWARD, request)
             if not forward_only:
                 self._held = self._held or HeldBatches()
-            computed = trainer.forward_backward(batch)  # a loss may fail on its datums
-        except UserError as error:
+            # A loss may fail on its datums.
+            computed = trainer.forward_backward(batch, plan=request.micro_batch_tokens)
+        except (UserError, OutOfMemory) as error:
             if not forward_only:
                 self._refused = error.message
-            return trainer_pb2.ForwardBackwardReply(failure=error.to_failure())
+            return trainer_pb2.ForwardBackwardReply(
+                failure=error.to_failure(),
+                out_of_memory_at=error.tokens if isinstance(error, OutOfMemory) else 0,
+            )
         assert computed is not None
         seconds, tokens = time.perf_counter() - began, len(batch.tokens)
         if not forward_only and self._held is not None:
@@ -129,7 +136,16 @@ class Operations:
             output=encode_output(batch, logprobs=computed.logprobs, metrics=computed.metrics),
             seconds=seconds,
             tokens=tokens,
+            micro_batch_tokens=computed.plan,
         )
+
+    def _plan(self, batch: Batch, request: trainer_pb2.ForwardBackwardRequest) -> int:
+        """Return the tokens of a micro-batch for a request. Raises `OutOfMemory` if so many as
+        can be had are known to be too many."""
+        plan = request.micro_batch_tokens or self._trainer.micro_batch_tokens
+        if not request.out_of_memory_at:
+            return plan
+        return min(plan, self._trainer.plan_after(batch, tokens=request.out_of_memory_at))
 
     def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepReply:
         trainer, began = self._trainer, time.perf_counter()
@@ -234,6 +250,8 @@ class Operations:
             except TandemError as error:
                 return trainer_pb2.RestoreReply(failure=error.to_failure())
         self._published = request.weight_version
+        if plan := request.micro_batch_tokens:
+            self._trainer.micro_batch_tokens = min(plan, self._trainer.micro_batch_tokens)
         return trainer_pb2.RestoreReply(
             step=self._trainer.step, seconds=time.perf_counter() - began
         )
@@ -259,7 +277,8 @@ def follow(trainer: RankTrainer) -> None:
         op, payload = trainer.control.receive()
         if op == Op.FORWARD_BACKWARD:
             request = trainer_pb2.ForwardBackwardRequest.FromString(payload)
-            trainer.forward_backward(_read_batch(parse(request.payload), request, trainer))
+            batch = _read_batch(parse(request.payload), request, trainer)
+            trainer.forward_backward(batch, plan=request.micro_batch_tokens)
         elif op == Op.OPTIM_STEP:
             step = trainer_pb2.OptimStepRequest.FromString(payload)
             try:

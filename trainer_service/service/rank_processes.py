@@ -2,8 +2,8 @@
 
 `python -m trainer_service.service.rank_processes` is one such rank. It reads its assignment as
 one line of JSON on standard input, which then stays open as its lifeline; it follows rank 0
-until it is killed. If anything fails it writes one sentence to the given descriptor and exits:
-a process group that lost a rank is of no use.
+until it is killed. If anything fails it writes a `RankReport` to the given descriptor and exits: a
+process group that lost a rank is of no use.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pydantic import BaseModel
+
+from tandem.errors import OutOfMemory, TandemError, WorkerDied
 from tandem.worker import die_with_parent, hold_lifeline
 
 # A rank that dies breaks its peers' collectives, so that they die within moments of each other;
@@ -27,28 +30,49 @@ from tandem.worker import die_with_parent, hold_lifeline
 _SETTLE_SECONDS = 0.2
 
 
+class RankReport(BaseModel):
+    """Why a rank ends. `out_of_memory_at`: a micro-batch of so many tokens was too large for it;
+    0: it is something else."""
+
+    error: str
+    out_of_memory_at: int = 0
+
+
 @dataclass(frozen=True)
 class _Death:
+    """`report` None: the rank could not say why."""
+
     rank: int
     returncode: int
-    error: str
+    report: RankReport | None
 
     @property
-    def sentence(self) -> str:
+    def cause(self) -> TandemError:
         if self.returncode < 0:
-            return f"rank {self.rank} was killed by {signal.Signals(-self.returncode).name}"
-        if self.error:
-            return f"rank {self.rank} failed: {self.error}"
-        return f"rank {self.rank} ended with exit code {self.returncode}"
+            name = signal.Signals(-self.returncode).name
+            return WorkerDied(f"rank {self.rank} was killed by {name}")
+        if self.report is None:
+            return WorkerDied(f"rank {self.rank} ended with exit code {self.returncode}")
+        sentence = f"rank {self.rank} failed: {self.report.error}"
+        if tokens := self.report.out_of_memory_at:
+            return OutOfMemory(sentence, tokens=tokens)
+        return WorkerDied(sentence)
+
+    @property
+    def likeliness(self) -> int:
+        """How likely it is that this death made the other ranks fail."""
+        if self.returncode < 0:
+            return 2
+        return int(self.report is not None and self.report.out_of_memory_at > 0)
 
 
 class RankProcesses:
     """Ranks 1 … size-1. Start them from the main thread: they die with the thread that did.
 
-    `on_death` is called once, from a thread, with a sentence that names the rank to blame.
+    `on_death` is called once, from a thread, with an error that names the rank to blame.
     """
 
-    def __init__(self, *, size: int, on_death: Callable[[str], None]) -> None:
+    def __init__(self, *, size: int, on_death: Callable[[TandemError], None]) -> None:
         self._on_death = on_death
         self._processes: list[subprocess.Popen[bytes]] = []
         self._reports: list[int] = []
@@ -83,13 +107,13 @@ class RankProcesses:
         except BrokenPipeError:
             return  # it has died; its watcher reports how
 
-    def cause_of_death(self, *, timeout: float) -> str:
-        """Why the process group broke, or "" if no rank dies within `timeout` seconds."""
+    def cause_of_death(self, *, timeout: float) -> TandemError | None:
+        """Why the process group broke, or None if no rank dies within `timeout` seconds."""
         if not self._processes:
-            return ""
+            return None
         with self._changed:
             if not self._changed.wait_for(lambda: bool(self._deaths), timeout):
-                return ""
+                return None
         return self._cause()
 
     def kill(self) -> None:
@@ -102,26 +126,27 @@ class RankProcesses:
 
     def _watch(self, rank: int) -> None:
         process, report = self._processes[rank - 1], self._reports[rank - 1]
-        error = b""
+        said = b""
         while part := os.read(report, 4096):
-            error += part
+            said += part
         os.close(report)
         returncode = process.wait()
         if self._stopping:
             return
         with self._changed:
             first = not self._deaths
-            self._deaths.append(_Death(rank, returncode, error.decode(errors="replace")))
+            why = RankReport.model_validate_json(said) if said else None
+            self._deaths.append(_Death(rank, returncode, why))
             self._changed.notify_all()
         if first:
             self._on_death(self._cause())
 
-    def _cause(self) -> str:
-        """A rank killed by a signal, if there is one, else the first that died."""
+    def _cause(self) -> TandemError:
+        """A rank killed by a signal, if there is one, else one that ran out of memory, else the
+        first that died."""
         time.sleep(_SETTLE_SECONDS)
         with self._changed:
-            deaths = sorted(self._deaths, key=lambda death: death.returncode >= 0)
-        return deaths[0].sentence
+            return max(self._deaths, key=lambda death: death.likeliness).cause
 
 
 def main() -> None:
@@ -145,11 +170,18 @@ def main() -> None:
         hold_lifeline()
         follow(join(Assignment.model_validate_json(line)))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the process ends
-        sentence = f"{type(error).__name__}: {error}".splitlines()[0]
-        os.write(report_fd, sentence.encode()[:4000])
+        os.write(report_fd, _report_of(error).model_dump_json().encode())
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # at once: the others wait, and a snapshot may still be written in a thread
+
+
+def _report_of(error: BaseException) -> RankReport:
+    from trainer_service.compute.memory import MicroBatchTooLarge
+
+    if isinstance(error, MicroBatchTooLarge):
+        return RankReport(error=str(error), out_of_memory_at=error.tokens)
+    return RankReport(error=f"{type(error).__name__}: {error}".splitlines()[0][:4000])
 
 
 if __name__ == "__main__":

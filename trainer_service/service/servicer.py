@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from tandem.errors import OutOfMemory, TandemError
 from tandem.telemetry import Log
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
+from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
 
 if TYPE_CHECKING:
     from trainer_service.service.operations import Operations
@@ -77,6 +79,11 @@ class TrainerMetrics:
         self.steps = Gauge("tandem_trainer_step", "Optimizer steps applied.", registry=registry)
         self.published = Counter(
             "tandem_trainer_published_bytes", "Bytes of weight versions.", registry=registry
+        )
+        self.micro_batch_tokens = Gauge(
+            "tandem_trainer_micro_batch_tokens",
+            "Tokens of a micro-batch at most; fewer once memory ran out.",
+            registry=registry,
         )
         self.waiting = Gauge(
             "tandem_trainer_waiting_operations",
@@ -209,8 +216,8 @@ class OperationSequence:
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     """Answers every call with ABORTED and the sentence of `broken` once that is set, since the
-    process group is then of no use. Callers are authenticated before
-    (`tandem/worker_server.py`)."""
+    process group is then of no use; with RESOURCE_EXHAUSTED if it ran out of memory. Callers are
+    authenticated before (`tandem/worker_server.py`)."""
 
     def __init__(
         self,
@@ -219,7 +226,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         operation_timeout: float,
         metrics: TrainerMetrics,
         log: Log,
-        broken: asyncio.Future[str],
+        broken: asyncio.Future[TandemError],
     ) -> None:
         self._engine = engine
         self._operation_timeout = operation_timeout
@@ -357,7 +364,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             # The operation broke the group; the rank to blame will be known in a moment.
             await first_of(self._broken, timeout=5)
         if self._broken.done():
-            await _abort(context, grpc.StatusCode.ABORTED, self._broken.result())
+            await _abort_broken(context, self._broken.result())
         if task.done():
             await _abort(context, grpc.StatusCode.INTERNAL, f"rank 0 failed: {task.exception()}")
         await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, "the operation took too long")
@@ -398,6 +405,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             self._metrics.tokens.inc(reply.tokens)
             per_second = reply.tokens / seconds if seconds else 0
             more = {"tokens": reply.tokens, "tokens_per_second": round(per_second)}
+            if reply.micro_batch_tokens:
+                self._metrics.micro_batch_tokens.set(reply.micro_batch_tokens)
         elif isinstance(reply, trainer_pb2.PublishReply):
             self._metrics.published.inc(reply.bytes)
             more = {"bytes": reply.bytes}
@@ -438,3 +447,10 @@ def _apply(
 async def _abort(context: Context, code: grpc.StatusCode, sentence: str) -> NoReturn:
     await context.abort(code, sentence)
     raise AssertionError("abort raises")
+
+
+async def _abort_broken(context: Context, error: TandemError) -> NoReturn:
+    if isinstance(error, OutOfMemory):
+        context.set_trailing_metadata(((OUT_OF_MEMORY_METADATA_KEY, str(error.tokens)),))
+        await _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
+    await _abort(context, grpc.StatusCode.ABORTED, error.message)

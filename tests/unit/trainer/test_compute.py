@@ -122,7 +122,9 @@ def test_two_halves_accumulate_to_the_whole(models):
 def test_a_single_rank_serializes_no_request_for_others(models):
     """A request without `SerializeToString`: 32 MiB of one take 40 ms."""
     payload = request(mixed_data()).SerializeToString()
-    opaque = SimpleNamespace(payload=payload, loss_definition=b"")
+    opaque = SimpleNamespace(
+        payload=payload, loss_definition=b"", micro_batch_tokens=0, out_of_memory_at=0
+    )
     reply = Operations(make_rank(models["qwen3"])).forward_backward(opaque)
     assert not reply.HasField("failure"), reply.failure
     assert reply.tokens > 0

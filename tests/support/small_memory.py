@@ -1,0 +1,99 @@
+"""A trainer backend that runs out of memory when a micro-batch is too large, for tests."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from tandem.settings import TrainerSettings
+from tandem.worker import TrainingSpec
+from trainer_service.backends import World
+from trainer_service.backends.base import ENTRY_POINT_GROUP
+from trainer_service.backends.fsdp2 import Fsdp2Backend
+
+Where = Literal["forward", "head", "backward", "block"]
+
+
+class SmallMemory(Fsdp2Backend):
+    """Runs out of memory with more than `most` tokens at once: in the middle of the forward pass,
+    or of the backward pass when the head, a block, or half of a block has its gradients yet."""
+
+    def __init__(
+        self,
+        *,
+        model_path: Path,
+        settings: TrainerSettings,
+        world: World,
+        training: TrainingSpec | None = None,
+        most: int,
+        where: Where = "forward",
+    ) -> None:
+        super().__init__(model_path=model_path, settings=settings, world=world, training=training)
+        self.most = most
+        self.failed = 0
+        block: Any = self._model.model.layers[1]
+        place: nn.Module = {
+            "forward": block,
+            "head": self._model.lm_head,
+            "backward": block,
+            "block": block.self_attn,
+        }[where]
+        place.register_forward_hook(partial(self._check, in_forward=where == "forward"))
+
+    def _check(self, module: nn.Module, given: object, output: Any, *, in_forward: bool) -> None:
+        found = output[0] if isinstance(output, tuple) else output
+        if found.shape[:-1].numel() <= self.most:
+            return
+        if in_forward:
+            self._fail()
+        elif found.requires_grad:
+            found.register_hook(lambda gradient: self._fail())
+
+    def _fail(self) -> None:
+        self.failed += 1
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+class SmallMemoryOnRank(SmallMemory):
+    """Has memory for 20 tokens on one rank, and more than enough on the others."""
+
+    rank: int
+
+    def __init__(
+        self,
+        *,
+        model_path: Path,
+        settings: TrainerSettings,
+        world: World,
+        training: TrainingSpec | None = None,
+    ) -> None:
+        super().__init__(
+            model_path=model_path,
+            settings=settings,
+            world=world,
+            training=training,
+            most=20 if world.rank == self.rank else 10**9,
+            where="block",
+        )
+
+
+class OnRank0(SmallMemoryOnRank):
+    rank = 0
+
+
+class OnRank1(SmallMemoryOnRank):
+    rank = 1
+
+
+def install(folder: Path) -> None:
+    """Write the entry points of the backends `small_memory_0` and `small_memory_1`, as a package
+    would, into a folder for the `PYTHONPATH` of trainers."""
+    about = folder / "small_memory-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: small-memory\nVersion: 0\n")
+    points = [f"small_memory_{rank} = {__name__}:OnRank{rank}" for rank in (0, 1)]
+    (about / "entry_points.txt").write_text("\n".join([f"[{ENTRY_POINT_GROUP}]", *points]) + "\n")

@@ -1,0 +1,234 @@
+"""A batch that does not fit into memory is computed in smaller micro-batches, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tandem.errors import OutOfMemory
+from tandem.settings import TrainerSettings
+from tandem.v1 import trainer_pb2
+from tandem.wire.v1 import tinker_pb2 as wire
+from tests.support.local_trainer import compute, data_of, gradients, step
+from tests.support.small_memory import SmallMemory, Where
+from tests.support.trainer_worker import datum, request
+from trainer_service.backends import World
+from trainer_service.compute.memory import MicroBatchTooLarge, ran_out_of_memory
+from trainer_service.compute.trainer import ControlGroup, ParallelMicroBatches, RankTrainer
+from trainer_service.service.operations import Operations
+
+WAYS = ("plain", "parallel", "sharded")
+PLACES: tuple[Where, ...] = ("forward", "head", "backward", "block")
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """A process group of one rank, for sharded models."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make(
+    path: Path, way: str = "plain", *, most: int = 10**9, where: Where = "forward", plan: int = 0
+) -> RankTrainer:
+    """The only rank of a trainer that has memory for micro-batches of `most` tokens."""
+    backend = SmallMemory(
+        model_path=path,
+        settings=TrainerSettings(
+            device="cpu",
+            dtype="bfloat16" if way == "sharded" else "float32",
+            shard_group_parameters=1,
+        ),
+        world=World(rank=0, size=1, device="cpu"),
+        most=most,
+        where=where,
+    )
+    return RankTrainer(
+        backend=backend,
+        control=ControlGroup(rank=0, size=1, group=None),
+        micro_batch_tokens=plan,
+        model_path=path,
+        parallel=ParallelMicroBatches(backend, count=2, threads=1) if way == "parallel" else None,
+    )
+
+
+def assert_same_gradients(one: RankTrainer, other: RankTrainer) -> None:
+    found, expected = gradients(one), gradients(other)
+    assert found.keys() == expected.keys() != set()
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
+def sequences(*lengths: int) -> list[wire.Datum]:
+    return [
+        datum([5 + place for place in range(length)], weights=[1.0] * length) for length in lengths
+    ]
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_result_is_that_of_the_smaller_plan_from_the_beginning(model, group, way, where):
+    small = make(model, way, most=20, where=where)
+    message = request(data_of(count=9))
+    found = compute(small, message)
+    assert small.backend.failed > 0
+    assert found.plan <= 20
+    expected_of = make(model, way, plan=found.plan)
+    expected = compute(expected_of, message)
+    assert np.array_equal(found.logprobs, expected.logprobs)
+    assert found.metrics == expected.metrics
+    assert_same_gradients(small, expected_of)
+
+
+@pytest.mark.parametrize(
+    ("way", "where"),
+    [
+        *((way, where) for way in WAYS for where in ("forward", "head")),
+        ("parallel", "backward"),
+        ("parallel", "block"),
+    ],
+)
+def test_gradients_of_earlier_batches_stay_as_they_were(model, group, way, where):
+    small = make(model, way, most=20, where=where)
+    early, late = request(sequences(4, 5)), request(data_of(count=9))
+    compute(small, early)
+    plan = compute(small, late).plan
+    expected = make(model, way, plan=plan)
+    compute(expected, early)
+    compute(expected, late)
+    assert small.backend.failed > 0
+    assert_same_gradients(small, expected)
+
+
+@pytest.mark.parametrize("where", ["backward", "block"])
+@pytest.mark.parametrize("way", ["plain", "sharded"])
+def test_a_rank_ends_that_has_added_to_gradients_of_earlier_batches(model, group, way, where):
+    small = make(model, way, most=20, where=where)
+    compute(small, request(sequences(4, 5)))
+    with pytest.raises(MicroBatchTooLarge, match="ran out of memory: CUDA") as caught:
+        compute(small, request(data_of(count=9)))
+    assert caught.value.tokens > 20
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forward_pass_is_divided_too(model, group, way):
+    small = make(model, way, most=20)
+    message = request(data_of(count=9), forward_only=True)
+    found = compute(small, message)
+    assert np.array_equal(
+        found.logprobs, compute(make(model, way, plan=found.plan), message).logprobs
+    )
+    assert gradients(small) == {}
+
+
+def test_the_smaller_plan_is_kept(model):
+    small = make(model, most=20)
+    first = compute(small, request(data_of(count=9)))
+    failed = small.backend.failed
+    assert compute(small, request(data_of(1, count=9))).plan == first.plan
+    assert small.backend.failed == failed
+
+
+def send(
+    operations: Operations, data: Sequence[wire.Datum], **fields: int
+) -> trainer_pb2.ForwardBackwardReply:
+    payload = request(data).SerializeToString()
+    return operations.forward_backward(
+        trainer_pb2.ForwardBackwardRequest(payload=payload, **fields)
+    )
+
+
+def test_a_sequence_that_is_too_long_is_refused_in_numbers_and_the_run_lives(model):
+    trainer = make(model, most=10)
+    operations, expected = Operations(trainer), make(model, plan=2048)
+    assert not send(operations, sequences(4, 5)).HasField("failure")
+    compute(expected, request(sequences(4, 5)))
+    reply = send(operations, sequences(3, 12))
+    assert reply.failure.type == "out_of_memory"
+    assert reply.failure.message.startswith(
+        "a micro-batch of 12 tokens ran out of memory and cannot be divided: CUDA out of memory"
+    )
+    assert reply.out_of_memory_at == 12
+    assert_same_gradients(trainer, expected)
+    assert operations.describe(last_seq_id=0).micro_batch_tokens == 2048, "shorter ones may be many"
+    refused = operations.optim_step(trainer_pb2.OptimStepRequest())
+    assert refused.failure.type == "gradients_incomplete"
+    assert not send(operations, sequences(4, 5)).HasField("failure")
+    step(operations)
+    assert trainer.step == 1
+
+
+def test_pairs_are_not_divided(model):
+    trainer = make(model, most=10)
+    pairs = [
+        datum([5] * length, weights=[1.0] * length, ref_logprobs=[-4.0] * length)
+        for length in (4, 4, 6, 6)
+    ]
+    with pytest.raises(OutOfMemory, match="a micro-batch of 12 tokens ran out"):
+        compute(trainer, request(pairs, "dpo"))
+
+
+def test_the_reply_says_the_plan_and_a_replay_with_it_gives_the_same_bits(model):
+    small, again = make(model, most=20), make(model)
+    reply = send(Operations(small), data_of(count=9))
+    assert 0 < reply.micro_batch_tokens <= 20
+    repeated = send(
+        Operations(again), data_of(count=9), micro_batch_tokens=reply.micro_batch_tokens
+    )
+    assert repeated.output == reply.output
+    assert repeated.micro_batch_tokens == reply.micro_batch_tokens
+    assert_same_gradients(small, again)
+
+
+def test_a_call_that_ended_a_trainer_is_computed_in_smaller_micro_batches_or_refused(model):
+    trainer = make(model)
+    operations = Operations(trainer)
+    reply = send(operations, sequences(8, 8, 8, 8), out_of_memory_at=32)
+    assert reply.micro_batch_tokens == 16
+    assert operations.describe(last_seq_id=0).micro_batch_tokens == 16
+    before = trainer.progress
+    reply = send(operations, sequences(8, 8), out_of_memory_at=8)
+    assert (reply.failure.type, reply.out_of_memory_at) == ("out_of_memory", 8)
+    assert before.read() == trainer.progress.read()
+
+
+def test_a_new_trainer_is_told_the_plan_of_the_one_before(model):
+    operations = Operations(make(model))
+    for told, plan in ((0, 2048), (512, 512), (4096, 512)):
+        operations.restore(trainer_pb2.RestoreRequest(micro_batch_tokens=told))
+        assert operations.describe(last_seq_id=0).micro_batch_tokens == plan
+
+
+def too_much(allocate) -> Exception:
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        allocate()
+    return caught.value
+
+
+def test_what_says_that_memory_ran_out_is_told_from_other_errors():
+    assert ran_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert ran_out_of_memory(too_much(lambda: torch.empty(2**50, dtype=torch.uint8)))
+    assert ran_out_of_memory(too_much(lambda: np.empty(2**50, np.uint8)))
+    assert ran_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert not ran_out_of_memory(too_much(lambda: torch.ones(2) @ torch.ones(3)))
+    assert not ran_out_of_memory(ValueError("out of memory"))
+
+
+def test_any_other_error_is_not_tried_again(model, monkeypatch):
+    trainer, calls = make(model), SimpleNamespace(count=0)
+
+    def fail(*_: object, **__: object) -> None:
+        calls.count += 1
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(trainer.backend, "logprobs", fail)
+    with pytest.raises(RuntimeError, match="a defect"):
+        compute(trainer, request(sequences(4)))
+    assert calls.count == 1

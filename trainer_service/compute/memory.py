@@ -1,0 +1,45 @@
+"""Micro-batches that do not fit into memory: how that is recognised, and what is tried next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from trainer_service.batches.micro_batches import MicroBatchPlan, RankPlan
+
+_SENTENCES = ("DefaultCPUAllocator: can't allocate", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Of the RuntimeErrors that mean the same: torch's on a CPU, and of libraries on a GPU."""
+
+
+class MicroBatchTooLarge(Exception):
+    """A micro-batch of so many `tokens`, padding included, ran out of memory.
+
+    Where it leaves `RankTrainer.forward_backward`, gradients are lost or other ranks are stuck in
+    a collective: the process group is of no use any more.
+    """
+
+    def __init__(self, tokens: int, reason: str) -> None:
+        super().__init__(f"a micro-batch of {tokens} tokens ran out of memory: {reason}")
+        self.tokens = tokens
+        self.reason = reason
+
+
+def ran_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory could not be allocated, on a GPU or by this process."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _SENTENCES)
+
+
+def tokens_of(part: MicroBatchPlan, lengths: Sequence[int], *, packed: bool) -> int:
+    """The tokens of a micro-batch, padding included."""
+    own = [lengths[datum] for datum in part]
+    return sum(own) if packed else len(own) * max(own, default=0)
+
+
+def largest(plan: Sequence[RankPlan], lengths: Sequence[int], *, packed: bool) -> int:
+    """The tokens of the largest micro-batch of a plan."""
+    return max(tokens_of(part, lengths, packed=packed) for share in plan for part in share)
