@@ -100,21 +100,21 @@ def sync_name(path: Path) -> None:
         fsync_path(folder)
 
 
-def read_again(read: Callable[[], Result], folder: Path) -> Result:
-    """Return what `read` reads in a folder; where it is not found, what it reads a second time.
+def read_again(read: Callable[[Path], Result], file: Path) -> Result:
+    """Return what `read` makes of a file; where it is not found, what it makes of it a second time.
 
     An NFS client goes on believing for 30 s that a name does not exist, and an open file is stale
     once the server has restarted. To open the folders on the way makes it ask the server again.
     """
     try:
-        return read()
+        return read(file)
     except OSError as error:
         if error.errno not in _NOT_SEEN:
             raise
-    for above in (*reversed(folder.parents[:3]), folder):
-        with suppress(OSError), os.scandir(above) as entries:
+    for folder in reversed(file.parents[:4]):  # as far up as a name can be new
+        with suppress(OSError), os.scandir(folder) as entries:
             next(entries, None)
-    return read()
+    return read(file)
 
 
 class PartialVersion:
@@ -165,7 +165,7 @@ def open_version(path: Path, *, name: str = "", checksums: bool = True) -> Manif
     file is missing, of another size or (unless `checksums` is off) damaged.
     """
     try:
-        content = read_again((path / MANIFEST_NAME).read_bytes, path)
+        content = read_again(Path.read_bytes, path / MANIFEST_NAME)
         manifest = Manifest.model_validate_json(content)
     except OSError as error:
         why = without_paths(str(error))
@@ -188,5 +188,5 @@ def _check(folder: Path, entry: FileEntry, *, checksum: bool, version: str) -> N
     size = file.stat().st_size
     if size != entry.bytes:
         raise LoadFailed(f"{version}: {entry.name} has {size} bytes, not {entry.bytes}")
-    if checksum and read_again(lambda: checksum_file(file), folder) != entry:
+    if checksum and read_again(checksum_file, file) != entry:
         raise LoadFailed(f"{version}: {entry.name} is damaged (wrong checksum)")

@@ -32,6 +32,8 @@ from typing import NamedTuple
 
 LOOKUP_SECONDS = 30.0
 _MADE = ("create", "make", "link", "rename")
+_WRITES = 2
+"""Of a file, that may fail: a later one is as good as the second."""
 
 
 class Fault(Enum):
@@ -326,8 +328,10 @@ class UnreliableDisk:
         if not (below := self._path(path)):
             _real.mkdir(path, mode, **more)
             return
-        self.act("make", below)
-        _real.mkdir(place := self._find(below, new=True), mode)
+        place = self._find(below, new=True)
+        if not _exists(place):
+            self.act("make", below)
+        _real.mkdir(place, mode)
         self._note_name(place)
 
     def link(self, source, target, **more):
@@ -385,7 +389,7 @@ class _File(io.FileIO):
 
     def __init__(self, disk: UnreliableDisk, fd: int, path: str, mode: str) -> None:
         super().__init__(fd, mode)
-        self._disk, self._path, self._stale = disk, path, False
+        self._disk, self._path, self._stale, self._writes = disk, path, False, 0
 
     def _check_read(self) -> None:
         """What is stale stays so until it is opened again."""
@@ -405,7 +409,8 @@ class _File(io.FileIO):
         if self._is_dead():
             return len(content)  # what the process still had in its buffers
         self._disk.note_change(self.fileno())
-        if self._disk.strikes_now("write", self._path):
+        self._writes += 1
+        if self._writes <= _WRITES and self._disk.strikes_now("write", self._path):
             super().write(bytes(content)[: len(content) // 2])
             raise self._disk.strike.fault.error(self._path)
         return super().write(content)

@@ -5,10 +5,9 @@ A version holds the whole model, or, in a LoRA run, the adapter alone in PEFT's 
 
 from __future__ import annotations
 
-import errno
 import heapq
 import json
-import re
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,14 +27,19 @@ from tandem.weights import (
     checksum_file,
     open_version,
 )
-from tandem.weights.store import fsync_path
+from tandem.weights.store import fsync_path, sync_name
 from tandem.worker import LoraSpec
 from trainer_service.backends.base import LoraBackend, TrainerBackend
 from trainer_service.batches.micro_batches import MicroBatch
 from trainer_service.checkpoints.storage import agree, check_free_space, storage_error
 from trainer_service.compute.trainer import RankTrainer
 from trainer_service.lora.adapters import WEIGHTS_NAME, AdapterConfig
-from trainer_service.models.files import copy_small_files, write_index
+from trainer_service.models.files import (
+    StoredTensor,
+    TensorWriter,
+    copy_small_files,
+    write_index,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
 
 CANARY_TOKENS = 16
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_STORED_TYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}
 
 
 @dataclass(frozen=True)
@@ -89,25 +94,31 @@ def prepare_publish(request: VersionRequest, backend: TrainerBackend) -> Partial
     announced. Raises `StorageFull` or `PublishFailed`."""
     partial = PartialVersion(request.path)
     needed = bytes_needed(request, backend)
-    check_free_space(request.path, what=request.name, needed=needed)
     try:
+        check_free_space(request.path, what=request.name, needed=needed)
         if request.path.exists():
             raise PublishFailed(f"{request.name} exists already, and a version is never rewritten")
         partial.discard()  # left by a trainer that died while writing it
         partial.create()
     except OSError as error:
-        raise storage_error(error, what=request.name, path=request.path, needed=needed) from error
+        raise storage_error(error, what=request.name, needed=needed) from error
     return partial
 
 
 def published_by(request: VersionRequest) -> Manifest | None:
     """Return what this very operation has published already, if it has: by a trainer that died
-    before it could say so."""
+    before it could say so. Raises `StorageFull` or `PublishFailed`."""
     try:
         manifest = open_version(request.path, checksums=False)  # other ranks wait meanwhile
     except LoadFailed:
         return None
-    return manifest if request.operation and manifest.operation == request.operation else None
+    if not request.operation or manifest.operation != request.operation:
+        return None
+    try:
+        sync_name(request.path)
+    except OSError as error:
+        raise storage_error(error, what=request.name, needed=0) from error
+    return manifest
 
 
 def publish(request: VersionRequest, trainer: RankTrainer) -> Manifest | None:
@@ -123,7 +134,6 @@ def publish(request: VersionRequest, trainer: RankTrainer) -> Manifest | None:
             control,
             lambda: [_write_tensors(partial.path / name, tensors)] if name else [],
             what=request.name,
-            path=request.path,
             needed=needed,
         )
         if control.rank:
@@ -134,7 +144,7 @@ def publish(request: VersionRequest, trainer: RankTrainer) -> Manifest | None:
         raise
     except OSError as error:
         partial.discard()
-        raise storage_error(error, what=request.name, path=request.path, needed=needed) from error
+        raise storage_error(error, what=request.name, needed=needed) from error
 
 
 def _collect(request: VersionRequest, trainer: RankTrainer) -> tuple[str, dict[str, Tensor]]:
@@ -172,24 +182,34 @@ def compute_canary(backend: TrainerBackend) -> Canary:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str | int]:
-    """Writes one safetensors file. Returns its entry in the manifest, with the tensors' names."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    """Writes one safetensors file. Returns its entry in the manifest, with the tensors' names.
 
-    try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        # The library reports the kernel's error only as text.
-        raise _as_os_error(error) from error
-    path.chmod(0o644)  # the library lets its owner alone read it; a sampler may run as another user
-    fsync_path(path)
+    The library would write it, too, but close it without looking whether that succeeds, which is
+    where NFS tells that it could not write; and a sync of the file opened anew knows nothing of it.
+    """
+    import torch
+
+    stored = {
+        name: StoredTensor(
+            file=path,
+            name=name,
+            dtype=_STORED_TYPES[str(tensor.dtype)],
+            shape=tuple(tensor.shape),
+            start=0,
+            bytes=tensor.numel() * tensor.element_size(),
+        )
+        for name, tensor in tensors.items()
+    }
+    writer = TensorWriter(stored)
+    with path.open("xb") as file:
+        file.write(writer.header)
+        for name in writer.order:
+            content = tensors[name].detach().cpu().contiguous().reshape(-1)
+            file.write(content.view(torch.uint8).numpy())
+        file.flush()
+        os.fsync(file.fileno())
     entry = checksum_file(path)
     return {**entry.model_dump(), "tensors": json.dumps(sorted(tensors))}
-
-
-def _as_os_error(error: Exception) -> OSError:
-    found = re.search(r"os error (\d+)", str(error))
-    return OSError(int(found.group(1)) if found else errno.EIO, str(error))
 
 
 def _commit(

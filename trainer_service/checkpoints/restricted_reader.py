@@ -11,17 +11,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from tandem.errors import CheckpointDamaged
-
-if TYPE_CHECKING:
-    from typing import BinaryIO
-
+from tandem.weights.store import read_again
 
 LAYOUT_NAME = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -76,8 +72,7 @@ class CheckpointReader(FileSystemReader):  # type: ignore[misc]
 def read_layout(folder: Path, *, files: Collection[str]) -> Metadata:
     """Reads the layout. Raises `CheckpointDamaged` if it has anything but tensors in `files`."""
     try:
-        with (folder / LAYOUT_NAME).open("rb") as file:
-            layout = _unpickle(file)
+        layout = read_again(_unpickle, folder / LAYOUT_NAME)
     except OSError as error:
         raise CheckpointDamaged(f"checkpoint {folder.name} cannot be read: {error}") from error
     except Exception as error:  # a damaged pickle raises anything
@@ -98,8 +93,9 @@ def read_layout(folder: Path, *, files: Collection[str]) -> Metadata:
     return layout
 
 
-def _unpickle(file: BinaryIO) -> object:
-    if file.seek(0, 2) > _MOST_BYTES:
-        raise pickle.UnpicklingError("it is too large")
-    file.seek(0)
-    return _LayoutUnpickler(file).load()
+def _unpickle(path: Path) -> object:
+    with path.open("rb") as file:
+        if file.seek(0, 2) > _MOST_BYTES:
+            raise pickle.UnpicklingError("it is too large")
+        file.seek(0)
+        return _LayoutUnpickler(file).load()

@@ -54,7 +54,7 @@ class Snapshots:
         try:
             training_state.prepare_save(path, self._trainer.backend)
         except (TandemError, OSError) as error:
-            self._fail(error, path=path)
+            self._fail(error)
             request.snapshot = ""
 
     def take(self, request: trainer_pb2.OptimStepRequest) -> None:
@@ -78,7 +78,7 @@ class Snapshots:
         """Remove what `prepare` made, on rank 0, for a step that was not applied."""
         if request.snapshot:
             shutil.rmtree(training_state.partial_path(Path(request.snapshot)), ignore_errors=True)
-            self._fail(InternalError("the step was not applied"), path=Path(request.snapshot))
+            self._fail(InternalError("the step was not applied"))
 
     def result(self, path: str) -> Future[trainer_pb2.AwaitSnapshotReply]:
         """Return, on rank 0, what becomes of the snapshot that was asked for last."""
@@ -106,7 +106,7 @@ class Snapshots:
             record = training_state.commit(record, path)
         except (OSError, ServerError) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            return _failed(error, path=path)
+            return _failed(error)
         return trainer_pb2.AwaitSnapshotReply(
             seq_id=record.last_seq_id,
             step=record.step,
@@ -115,9 +115,9 @@ class Snapshots:
             seconds=time.perf_counter() - began,
         )
 
-    def _fail(self, error: TandemError | OSError, *, path: Path) -> None:
+    def _fail(self, error: TandemError | OSError) -> None:
         """Tell whoever waits that there will be no snapshot."""
-        self._newest.set_result(_failed(error, path=path))
+        self._newest.set_result(_failed(error))
 
     def _end(
         self,
@@ -135,9 +135,9 @@ class Snapshots:
             newest.set_result(reply)
 
 
-def _failed(error: TandemError | OSError, *, path: Path) -> trainer_pb2.AwaitSnapshotReply:
+def _failed(error: TandemError | OSError) -> trainer_pb2.AwaitSnapshotReply:
     if isinstance(error, OSError):
-        error = storage_error(error, what="a snapshot", path=path, needed=0)
+        error = storage_error(error, what="a snapshot", needed=0)
     return trainer_pb2.AwaitSnapshotReply(failure=error.to_failure())
 
 

@@ -14,24 +14,28 @@ from trainer_service.compute.trainer import ControlGroup
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
-def storage_error(error: OSError, *, what: str, path: Path, needed: int) -> ServerError:
-    """`StorageFull`, with sizes in bytes, for a full disk or quota; else `PublishFailed`."""
+def storage_error(error: OSError, *, what: str, needed: int) -> ServerError:
+    """`StorageFull` for a full disk or quota, else `PublishFailed`; `needed` in bytes, 0 if not
+    known."""
     if error.errno in _FULL:
-        return _full(what=what, path=path, needed=needed)
-    return PublishFailed(f"{what} could not be written: {error}")
+        return _full(what=what, needed=needed, free="and too few are free")
+    return PublishFailed(
+        f"{what} could not be written: {error}; nothing of it is left, and it can be tried again"
+    )
 
 
 def check_free_space(path: Path, *, what: str, needed: int) -> None:
     """Raises `StorageFull` if `needed` bytes do not fit, before anything is written."""
-    if shutil.disk_usage(_existing(path)).free < needed:
-        raise _full(what=what, path=path, needed=needed)
-
-
-def _full(*, what: str, path: Path, needed: int) -> StorageFull:
     free = shutil.disk_usage(_existing(path)).free
+    if free < needed:
+        raise _full(what=what, needed=needed, free=f"{free} are free")
+
+
+def _full(*, what: str, needed: int, free: str) -> StorageFull:
+    size = f"about {needed} bytes are needed for it, " if needed else ""
     return StorageFull(
-        f"the disk is full: {what} needs about {needed} bytes, {free} are free at {path.name}; "
-        "what was written of it has been removed"
+        f"the disk is full: {what} could not be written; {size}{free}. Nothing of it is left; try "
+        "again when there is room"
     )
 
 
@@ -46,7 +50,6 @@ def agree(
     write: Callable[[], list[dict[str, str | int]]],
     *,
     what: str,
-    path: Path,
     needed: int,
 ) -> list[dict[str, str | int]]:
     """Runs `write` on every rank; rank 0 gets what all ranks returned.
@@ -58,7 +61,7 @@ def agree(
         report: dict[str, object] = {"entries": (mine := write())}
     except OSError as error:
         mine = []
-        failure = storage_error(error, what=what, path=path, needed=needed)
+        failure = storage_error(error, what=what, needed=needed)
         report = {"type": failure.type, "message": f"rank {control.rank}: {failure.message}"}
     reports: Sequence[dict[str, object]] = [
         json.loads(part) for part in control.gather(json.dumps(report).encode())

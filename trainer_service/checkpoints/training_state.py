@@ -10,7 +10,6 @@ A snapshot, from which a crashed run is restored, is one too: `snapshots` writes
 
 from __future__ import annotations
 
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +30,15 @@ from tandem.errors import (
 )
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import FileEntry, checksum_file
-from tandem.weights.store import check_own_file, fsync_path, make_folder
+from tandem.weights.store import (
+    check_own_file,
+    fsync_path,
+    give_name,
+    make_folder,
+    read_again,
+    sync_name,
+    write_synced,
+)
 from tandem.worker import LoraSpec, TrainingSpec
 from trainer_service.backends.base import TrainerBackend
 from trainer_service.checkpoints.restricted_reader import CheckpointReader, read_layout
@@ -76,29 +83,36 @@ def partial_path(path: Path) -> Path:
 def prepare_save(path: Path, backend: TrainerBackend) -> None:
     """Makes the partial directory, on rank 0, before the save is announced. Raises `NameTaken`,
     `StorageFull` or `PublishFailed`."""
-    if path.exists():
-        raise NameTaken(f"the checkpoint {path.name} exists already")
     needed = _bytes_needed(backend)
     what = f"checkpoint {path.name}"
-    check_free_space(path, what=what, needed=needed)
     partial = partial_path(path)
     try:
+        if path.exists():
+            raise NameTaken(f"the checkpoint {path.name} exists already")
+        check_free_space(path, what=what, needed=needed)
         if partial.exists():  # left by a trainer that died while writing it
             shutil.rmtree(partial)
         make_folder(partial)
     except OSError as error:
-        raise storage_error(error, what=what, path=path, needed=needed) from error
+        raise storage_error(error, what=what, needed=needed) from error
 
 
 def saved_by(request: trainer_pb2.SaveCheckpointRequest) -> CheckpointRecord | None:
     """Return what this very operation has written already, if it has: by a trainer that died
-    before it could say so."""
+    before it could say so. Raises `StorageFull` or `PublishFailed`."""
+    path = Path(request.path)
     try:
-        record = _read_record(Path(request.path))
+        record = _read_record(path)
     except (OSError, ValidationError):
         return None
     ours = (request.header.run_id, request.header.seq_id)
-    return record if all(ours) and (record.run_id, record.last_seq_id) == ours else None
+    if not all(ours) or (record.run_id, record.last_seq_id) != ours:
+        return None
+    try:
+        sync_name(path)
+    except OSError as error:
+        raise storage_error(error, what=f"checkpoint {path.name}", needed=0) from error
+    return record
 
 
 def save(
@@ -116,7 +130,7 @@ def save(
         return []
 
     try:
-        agree(control, write, what=what, path=path, needed=needed)
+        agree(control, write, what=what, needed=needed)
         if control.rank:
             return None
         record = describe(trainer, state, request.header)
@@ -127,7 +141,7 @@ def save(
         raise
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise storage_error(error, what=what, path=path, needed=needed) from error
+        raise storage_error(error, what=what, needed=needed) from error
 
 
 def write_shards(
@@ -173,14 +187,8 @@ def commit(
         entries.append(checksum_file(file))
         on_file()
     record = record.model_copy(update={"files": entries})
-    target = partial / RECORD_NAME
-    with target.open("w", encoding="utf-8") as file_:
-        file_.write(record.model_dump_json(indent=1))
-        file_.flush()
-        os.fsync(file_.fileno())
-    fsync_path(partial)
-    partial.rename(path)
-    fsync_path(path.parent)
+    write_synced(partial / RECORD_NAME, record.model_dump_json(indent=1).encode())
+    give_name(partial, path)
     return record
 
 
@@ -193,7 +201,7 @@ def check(path: Path, trainer: RankTrainer, *, optimizer: bool) -> CheckpointRec
         _match(record, path.name, trainer, optimizer=optimizer)
         for entry in record.files:
             check_own_file(path, entry.name)
-            if checksum_file(path / entry.name) != entry:
+            if read_again(checksum_file, path / entry.name) != entry:
                 raise CheckpointDamaged(f"checkpoint {path.name}: {entry.name} is damaged")
             trainer.control.heartbeat()  # the other ranks are idle meanwhile
         read_layout(path, files=_names(record))
@@ -249,7 +257,8 @@ def _shapes(backend: TrainerBackend) -> dict[str, list[int]]:
 
 
 def _read_record(path: Path) -> CheckpointRecord:
-    return CheckpointRecord.model_validate_json((path / RECORD_NAME).read_bytes())
+    content = read_again(Path.read_bytes, path / RECORD_NAME)
+    return CheckpointRecord.model_validate_json(content)
 
 
 def load(path: Path, trainer: RankTrainer, *, optimizer: bool) -> None:

@@ -72,7 +72,7 @@ def test_what_is_saved_survives_a_power_failure_with_all_folders_on_the_way(
     assert {file.name for file in final.iterdir()} <= names
 
 
-def test_the_kernel_error_is_found_in_what_safetensors_says(tmp_path):
+def test_a_file_that_may_not_grow_so_large_is_the_error_of_the_kernel(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
@@ -97,7 +97,7 @@ def test_a_version_is_never_written_twice(models, tmp_path):
     assert (tmp_path / "v1" / "manifest.json").read_bytes() == before
 
 
-def test_the_failure_of_another_rank_reaches_rank_0(tmp_path):
+def test_the_failure_of_another_rank_reaches_rank_0():
     class TwoRanks(ControlGroup):
         def gather(self, payload: bytes) -> list[bytes]:
             failed = {"type": "storage_full", "message": "rank 1: the disk is full"}
@@ -105,7 +105,7 @@ def test_the_failure_of_another_rank_reaches_rank_0(tmp_path):
 
     control = TwoRanks(rank=0, size=2, group=None)
     with pytest.raises(errors.StorageFull, match="rank 1"):
-        storage.agree(control, lambda: [], what="v1", path=tmp_path, needed=1)
+        storage.agree(control, lambda: [], what="v1", needed=1)
 
 
 # --- Checkpoints -----------------------------------------------------------------------------
