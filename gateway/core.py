@@ -67,8 +67,9 @@ class Gateway:
     ) -> AsyncIterator[Gateway]:
         """Opens the data directory and everything in it; closes it at the end of the block.
 
-        What an earlier gateway left unfinished is failed or removed first. At the end all
-        workers are stopped; sessions stay, and clients come back to the next gateway. Raises
+        Sessions and runs of an earlier gateway go on; what it left of others is failed or removed
+        first. At the end all workers are stopped; sessions and runs stay, and clients come back to
+        the next gateway. Raises
         `InvalidRequest` when another gateway uses the directory, or when others could reach this
         one without a key.
         """
@@ -211,7 +212,10 @@ class Gateway:
             fleet=self.fleet,
             collector=self.collector,
             snapshots=SnapshotStore(
-                data_dir=data_dir, checkpoints=self.checkpoints, versions=self.versions
+                database=database,
+                data_dir=data_dir,
+                checkpoints=self.checkpoints,
+                versions=self.versions,
             ),
             tools=RunnerTools(
                 journal=self.journal,
@@ -237,7 +241,7 @@ class Gateway:
         self._register_gauges()
 
     async def _restore(self) -> None:
-        """Takes over from an earlier gateway: its workers, and with them its runs, are gone."""
+        """Takes over from an earlier gateway, whose workers are gone."""
         await self.database.open()
         await self.keys.open()
         self.keys.set_local(self.api_key)
@@ -247,16 +251,13 @@ class Gateway:
         for name, path in self.settings.models.items():  # before sessions that sample from them
             await self.models.add(name=name, path=str(path))
         await self.fleet.open()
-        lost = await self.journal.abandon()
-        lost_runs = await self.runs.open()
         await self.sessions.open()
+        await self.runs.open()
         await self.sampling.open()
         self.collector.paired = await check_pair(self.database, self.settings.data_dir)
         if not self.collector.paired:
             self._log.error("database_mismatch", hint=MISMATCH)
         await self.collector.collect_all()
-        if lost or lost_runs:
-            self._log.warning("restarted", operations_failed=lost, runs_ended=lost_runs)
 
     async def _close(self) -> None:
         self.futures.release_waiters()

@@ -6,16 +6,17 @@ import asyncio
 import json
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
-from sqlalchemy import Insert, insert, select
+from sqlalchemy import Insert, RowMapping, insert, select, update
 
 from gateway.checkpoints.catalog import Checkpoint
 from gateway.identifiers import relative_version_folder
 from gateway.storage.database import Database, from_row
-from gateway.storage.tables import weight_versions
+from gateway.storage.tables import runs, weight_versions
 from tandem.errors import CheckpointDamaged, StorageFull, UnknownWeights, without_paths
 from tandem.v1 import common_pb2
 from tandem.weights import Manifest, version_path
@@ -63,8 +64,32 @@ class VersionStore:
     def path_of(self, name: str) -> str:
         return str(version_path(self._data_dir, name))
 
-    async def add_version(self, version: WeightVersion) -> None:
-        await self._database.write(insert_version(version))
+    async def add_version(
+        self,
+        version: WeightVersion,
+        *,
+        seq_id: int | None = None,
+        facts: Mapping[str, object] | None = None,
+    ) -> None:
+        """Write the row of a version that the operation `seq_id` of its run has published, and, in
+        the same transaction, these `facts` (columns) of the run."""
+        add = insert_version(version, seq_id=seq_id)
+        if facts is None:
+            await self._database.write(add)
+            return
+        change = update(runs).where(runs.c.id == version.run_id).values(**facts)
+        await self._database.write_together(add, change)
+
+    async def published_by(self, run_id: str, seq_id: int) -> WeightVersion | None:
+        """Return the version that an operation has published, if it has and it is there."""
+        row = await self._database.read_one(
+            select(weight_versions).where(
+                weight_versions.c.run_id == run_id,
+                weight_versions.c.seq_id == seq_id,
+                weight_versions.c.collected_at.is_(None),
+            )
+        )
+        return self._of_row(row) if row is not None else None
 
     async def version(self, name: str) -> WeightVersion:
         """Raise `UnknownWeights` for a version that never existed or was collected."""
@@ -75,6 +100,9 @@ class VersionStore:
         )
         if row is None:
             raise UnknownWeights(f"there is no weight version {name!r}")
+        return self._of_row(row)
+
+    def _of_row(self, row: RowMapping) -> WeightVersion:
         return from_row(WeightVersion, row, path=str(self._data_dir / row["path"]))
 
     async def files(self, checkpoint: Checkpoint) -> dict[str, Path]:
@@ -94,9 +122,9 @@ class VersionStore:
             )
 
 
-def insert_version(version: WeightVersion) -> Insert:
-    values = {**vars(version), "path": relative_version_folder(version.name)}
-    return insert(weight_versions).values(values)
+def insert_version(version: WeightVersion, *, seq_id: int | None = None) -> Insert:
+    path = relative_version_folder(version.name)
+    return insert(weight_versions).values(vars(version) | {"path": path, "seq_id": seq_id})
 
 
 def files_of(checkpoint: Checkpoint, folder: Path) -> dict[str, Path]:

@@ -2,16 +2,17 @@
 
 Operations may arrive in any order. The next one is prepared as soon as it is there, the one
 before it was sent, and fewer than `window` are under way. Each call names the one sent before it,
-so that the trainer keeps the order whatever the network does. A gap in the sequence that nobody
-fills fails the operations behind it. When the run ends, everything that has not ended fails with
-the run's error.
+so that the trainer keeps the order whatever the network does. Operations end in the same order,
+except that one does not hold up others while only a sampler works at it. A gap in the sequence that
+nobody fills fails the operations behind it. When the run ends, everything that has not ended fails
+with the run's error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn
 
 from gateway.futures.table import Outcome, Waiting
@@ -100,6 +101,20 @@ class Dispatcher:
             self._note_gap()
             self._wake.set()
 
+    def resume(
+        self, operations: Sequence[Operation], *, ended: int, gradients_incomplete: str
+    ) -> None:
+        """Go on where another dispatcher was: the operations up to `ended` have ended, except those
+        of `operations`, which were answered by the trainer, and only a sampler works at."""
+        self._next, self._incomplete = max(ended, 0) + 1, gradients_incomplete
+        for operation in operations:
+            if operation.seq_id > ended:
+                self.put(operation)
+            else:
+                call = Call(operation, wake=self._wake, sent=True, answered=True, released=True)
+                call.begin()
+                self._under_way[operation.seq_id] = call
+
     async def serve(self, carry_out: CarryOut, *, sent: int = -1) -> NoReturn:
         """Carry out operations until cancelled. `sent` is the `seq_id` of what the trainer has
         been given already, or -1. Raises `RunBroken` when an operation ended the run."""
@@ -107,6 +122,8 @@ class Dispatcher:
         self._ready = True
         try:
             async with asyncio.TaskGroup() as calls:
+                for resumed in self._under_way.values():
+                    calls.create_task(self._carry_out(carry_out, resumed))
                 while True:
                     while (call := self._take_next()) is not None:
                         calls.create_task(self._carry_out(carry_out, call))
@@ -187,10 +204,12 @@ class Dispatcher:
                 outcome = InternalError(f"{type(error).__name__} in the gateway; see its log")
                 # What the trainer has applied is unknown only until it has answered.
                 broken = RunBroken(outcome) if call.sent and not call.answered else None
+            if not call.sent:
+                await call.begun  # those before it end first
         if self._ended is not None:
             return
         del self._under_way[operation.seq_id]
-        if isinstance(outcome, TandemError) and not call.sent:
+        if not call.sent:
             self._take_back(call, outcome)
         self._completions.note()
         self._end(operation, outcome)
@@ -198,15 +217,12 @@ class Dispatcher:
             raise broken
         self._wake.set()
 
-    def _take_back(self, call: Call, error: TandemError) -> None:
+    def _take_back(self, call: Call, outcome: Outcome) -> None:
         """Go on as if there had been no such call, of which the trainer has not heard."""
         self._sent = call.previous_seq_id
         self._incomplete = self._incomplete or call.gradients_incomplete
-        if call.operation.kind == "forward_backward":
-            self._incomplete = (
-                f"operation {call.operation.seq_id}, a forward_backward since the last step, was "
-                f"refused: {error.message}"
-            )
+        if call.operation.kind == "forward_backward" and isinstance(outcome, TandemError):
+            self._incomplete = why_refused(call.operation.seq_id, outcome.message)
 
     async def _wait(self) -> None:
         """Return when another operation may be able to go, or when a gap was given up."""
@@ -223,8 +239,9 @@ class Dispatcher:
                 self._give_up_gap()
 
     def _note_gap(self) -> None:
-        """Note since when operations wait for one that has not arrived."""
-        if not self._waiting or self._next in self._waiting:
+        """Note since when operations wait for one that has not arrived, and for nothing else."""
+        under_way = any(not call.released for call in self._under_way.values())
+        if not self._waiting or self._next in self._waiting or under_way:
             self._gap_since = None
         elif self._gap_since is None:
             self._gap_since = time.monotonic()
@@ -239,3 +256,8 @@ class Dispatcher:
         self._next = max(self._waiting) + 1
         for operation in self._take_all():
             self._end(operation, SequenceGap(message))
+
+
+def why_refused(seq_id: int, reason: str) -> str:
+    """Say why the gradients after a refused forward_backward are not complete."""
+    return f"operation {seq_id}, a forward_backward since the last step, was refused: {reason}"

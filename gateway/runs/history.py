@@ -7,12 +7,10 @@ import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from sqlalchemy import func, insert, select, tuple_
+from sqlalchemy import func, select, tuple_
 
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import training_steps
-
-_INSERT = insert(training_steps)
 
 
 @dataclass(frozen=True)
@@ -32,14 +30,15 @@ class TrainingStep:
 class RunHistory:
     def __init__(self, *, database: Database) -> None:
         self._database = database
+        self._insert = database.insert_once(training_steps)
 
     def record(self, step: TrainingStep) -> None:
-        """Write a step, without waiting."""
+        """Write a step, without waiting. One that is recorded already stays as it is."""
         finite = {
             name: value if value is not None and math.isfinite(value) else None
             for name, value in step.metrics.items()
         }
-        self._database.write_soon(_INSERT, asdict(step) | {"metrics": finite})
+        self._database.write_soon(self._insert, asdict(step) | {"metrics": finite})
 
     async def newest(self, run_id: str, *, limit: int, before: int | None) -> list[TrainingStep]:
         """Return the newest steps of a run in their order; `before`: those before a `seq_id`."""

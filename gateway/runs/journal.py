@@ -1,8 +1,9 @@
 """The journal: every accepted operation in the order of its run, and what became of it.
 
-An operation is in the journal before its client gets the request_id: the payload as a file, the
-rest as a row. The payload is removed when the operation has ended and no replay needs it any more
-(`replay`). The result stays until it was fetched, or for `result_ttl` seconds.
+An operation is in the journal, and on the disk, before its client gets the request_id: a row, and
+a file for a large payload. The payload, and what the trainer was sent with it, are removed when the
+operation has ended and no replay needs them any more (`replay`). The result stays until it was
+fetched, or for `result_ttl` seconds. The next gateway goes on from these rows (`resumption`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +22,12 @@ from sqlalchemy.exc import IntegrityError
 
 from gateway.fair_queue import FairSemaphore
 from gateway.futures.table import FutureTable, Outcome, Result, write_file
-from gateway.identifiers import operation_blob, result_blob, split_request_id
+from gateway.identifiers import operation_blob, result_blob, run_folder_name, split_request_id
 from gateway.metrics import Metrics
-from gateway.runs.operations import Kind, Operation
+from gateway.runs.operations import Kind, Operation, body_to_json
 from gateway.runs.replay import ReplayLog
 from gateway.storage.database import Database
-from gateway.storage.tables import operations
+from gateway.storage.tables import operations, runs
 from tandem.errors import (
     GatewayRestarted,
     SequenceTaken,
@@ -39,8 +40,8 @@ from tandem.telemetry import get_log
 
 _INLINE_RESULT_BYTES = 64 * 1024
 """Larger results are files."""
-_MAX_REQUEST_BYTES = 32 * 1024
-"""Larger requests are not kept. Valid ones are never that large, and rows stay for weeks."""
+INLINE_PAYLOAD_BYTES = 64 * 1024
+"""Larger payloads are files: each costs a sync of its own."""
 _READS = 4
 """Payloads that are read at the same time; owners take turns."""
 
@@ -48,8 +49,23 @@ _ACCEPT = insert(operations)
 _THIS = and_(
     operations.c.run_id == bindparam("this_run"), operations.c.seq_id == bindparam("this_seq")
 )
-_END = update(operations).where(_THIS)
+_END = update(operations).where(_THIS).values(payload=None)
+_END_HELD = update(operations).where(_THIS)
+"""Of an operation that a replay may need."""
+_DROP = (
+    update(operations)
+    .where(
+        operations.c.run_id == bindparam("this_run"),
+        operations.c.seq_id <= bindparam("up_to"),
+        operations.c.call.is_not(None),
+    )
+    .values(call=None, payload=None)
+)
+_REPLAY_AFTER = (
+    update(runs).where(runs.c.id == bindparam("this_run")).values(replay_after=bindparam("up_to"))
+)
 _FORGET = update(operations).where(_THIS).values(result=None, media="")
+_OUTCOME = tuple(operations.c[name] for name in ("state", "error_type", "error", "media", "result"))
 _NAMES = (operations.c.run_id.label("this_run"), operations.c.seq_id.label("this_seq"))
 
 
@@ -72,9 +88,11 @@ class Journal:
     def keep(self, run_id: str, settings: RecoverySettings) -> ReplayLog:
         """Keep the payloads of a run from now on as long as its log needs them; return the log."""
 
-        def drop(seq_ids: list[int]) -> None:
-            files = [operation_blob(self.data_dir, run_id=run_id, seq_id=s) for s in seq_ids]
-            asyncio.get_running_loop().run_in_executor(None, _unlink, files)
+        def drop(up_to: int, with_payload: list[int]) -> None:
+            rows = {"this_run": run_id, "up_to": up_to}
+            files = [self._file_of(run_id, seq_id) for seq_id in with_payload]
+            self.database.write_soon(_DROP, rows)
+            self.database.write_soon(_REPLAY_AFTER, rows, after=lambda: _unlink(files))
 
         log = self._replay_logs[run_id] = ReplayLog(settings, dropped=drop)
         return log
@@ -82,24 +100,28 @@ class Journal:
     async def forget_run(self, run_id: str) -> None:
         """Remove the payloads of a run whose trainer has stopped for good."""
         self._replay_logs.pop(run_id, None)
-        folder = operation_blob(self.data_dir, run_id=run_id, seq_id=0).parent
+        self.database.write_soon(_DROP, {"this_run": run_id, "up_to": 2**62})
+        folder = self._file_of(run_id, 0).parent
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    async def accept(self, operation: Operation, *, request: bytes, payload: bytes | None) -> None:
+    async def accept(self, operation: Operation, *, payload: bytes | None) -> None:
         """Write an operation and add its future to the table. Returns once the operation would
-        survive a crash of the gateway.
+        survive the end of this process; `kept` returns once it would survive a power failure.
 
-        `request` is the body of a JSON request, `payload` the protobuf of a forward_backward.
-        Raises `StorageFailed`, or sqlalchemy's `IntegrityError` for a `seq_id` that is taken.
+        `payload` is the protobuf of a forward_backward. Raises `StorageFailed`, or sqlalchemy's
+        `IntegrityError` for a `seq_id` that is taken.
         """
         write_payload = remove_payload = None
-        if payload is not None:
-            file = self._payload_file(operation)
+        row = _accepted_row(operation)
+        if payload is not None and len(payload) > INLINE_PAYLOAD_BYTES:
+            file = self._file_of(operation.run_id, operation.seq_id)
             write_payload = partial(write_file, file, payload)
             remove_payload = partial(_remove_payload, file)
+        else:
+            row["payload"] = payload
         await self.database.write(
             _ACCEPT,
-            _accepted_row(operation, request),
+            row,
             before=write_payload,
             undo=remove_payload,
             owner=operation.future.owner,
@@ -107,13 +129,18 @@ class Journal:
         )
         self.futures.add(operation.future)
 
-    async def accept_creation(
-        self, operation: Operation, *, request: bytes, run: Executable
-    ) -> None:
+    async def kept(self, operation: Operation) -> None:
+        """Return once an operation that was accepted would survive a power failure. Raises
+        `StorageFailed`."""
+        files = []
+        if operation.has_payload and operation.size > INLINE_PAYLOAD_BYTES:
+            files.append(self._file_of(operation.run_id, operation.seq_id))
+        await self.database.sync(*files)
+
+    async def accept_creation(self, operation: Operation, *, run: Executable) -> None:
         """As `accept`, for operation 0 of a run: `run` inserts the run's row, and both are written
         or neither."""
-        row = _accepted_row(operation, request)
-        await self.database.write_together(run, _ACCEPT.values(row))
+        await self.database.write_together(run, _ACCEPT.values(_accepted_row(operation)))
         self.futures.add(operation.future)
 
     async def accept_failed(
@@ -156,12 +183,18 @@ class Journal:
         if operation.payload is not None:
             return operation.payload
         async with self._reads.turn(operation.future.owner):
-            return await asyncio.to_thread(self._payload_file(operation).read_bytes)
+            return await self.read_payload(operation.run_id, operation.seq_id)
 
     async def read_payload(self, run_id: str, seq_id: int) -> bytes:
-        """Return the protobuf of a forward_backward that is replayed."""
-        file = operation_blob(self.data_dir, run_id=run_id, seq_id=seq_id)
-        return await asyncio.to_thread(file.read_bytes)
+        """Return the protobuf of a forward_backward of which memory has no copy."""
+        row = await self.database.read_one(
+            select(operations.c.payload).where(
+                operations.c.run_id == run_id, operations.c.seq_id == seq_id
+            )
+        )
+        if row is not None and row["payload"] is not None:
+            return bytes(row["payload"])
+        return await asyncio.to_thread(self._file_of(run_id, seq_id).read_bytes)
 
     def end(self, operation: Operation, outcome: Outcome) -> None:
         """Resolve the operation's future and write the outcome. The first outcome counts.
@@ -213,13 +246,17 @@ class Journal:
             else:
                 file = result_blob(self.data_dir, request_id=operation.future.request_id)
                 write_result = partial(write_file, file, outcome.body)
-        remove, log = None, self._replay_logs.get(operation.run_id)
-        if operation.in_file and not (log is not None and log.holds(operation.seq_id)):
-            remove = partial(_remove_payload, self._payload_file(operation))
+        statement, remove = _END, None
+        log = self._replay_logs.get(operation.run_id)
+        call = log.held(operation.seq_id) if log is not None else None
+        if call is not None:
+            statement, row = _END_HELD, row | {"call": call.request, "seconds": call.seconds}
+        elif operation.has_payload and operation.size > INLINE_PAYLOAD_BYTES:
+            remove = partial(_remove_payload, self._file_of(operation.run_id, operation.seq_id))
         request_id = operation.future.request_id
         self._unwritten[request_id] = outcome
         self.database.write_soon(
-            _END,
+            statement,
             row,
             before=write_result,
             after=remove,
@@ -237,7 +274,7 @@ class Journal:
             return outcome
         run_id, seq_id = named
         row = await self.database.read_one(
-            select(operations).where(operations.c.run_id == run_id, operations.c.seq_id == seq_id)
+            select(*_OUTCOME).where(operations.c.run_id == run_id, operations.c.seq_id == seq_id)
         )
         if row is None:
             return None
@@ -279,8 +316,10 @@ class Journal:
         )
 
     async def abandon(self) -> int:
-        """Fail what an earlier gateway left unfinished; return how many operations that were."""
-        unfinished = operations.c.ended_at.is_(None)  # which an index has
+        """Fail what an earlier gateway left unfinished of runs that have ended, and remove their
+        payloads; return how many operations that were."""
+        active = select(runs.c.id).where(runs.c.state == "active")
+        unfinished = operations.c.ended_at.is_(None) & operations.c.run_id.not_in(active)
         count = await self.database.read_value(
             select(func.count()).select_from(operations).where(unfinished)
         )
@@ -293,14 +332,16 @@ class Journal:
                 error_type=GatewayRestarted.type,
                 error="the gateway restarted before the end of this operation was recorded; create "
                 "the run again, from a checkpoint if there is one",
+                payload=None,
             )
         )
-        payloads = self.data_dir / "operations"
-        await asyncio.to_thread(shutil.rmtree, payloads, ignore_errors=True)
+        kept = {run_folder_name(row["id"]) for row in await self.database.read(active)}
+        await asyncio.to_thread(remove_all_but, self.data_dir / "operations", kept)
         return count
 
-    def _payload_file(self, operation: Operation) -> Path:
-        return operation_blob(self.data_dir, run_id=operation.run_id, seq_id=operation.seq_id)
+    def _file_of(self, run_id: str, seq_id: int) -> Path:
+        """Return where the payload of an operation is if it is a file."""
+        return operation_blob(self.data_dir, run_id=run_id, seq_id=seq_id)
 
 
 def _new_row(run_id: str, seq_id: int, kind: Kind, digest: bytes) -> dict[str, object]:
@@ -315,9 +356,15 @@ def _new_row(run_id: str, seq_id: int, kind: Kind, digest: bytes) -> dict[str, o
     }
 
 
-def _accepted_row(operation: Operation, request: bytes) -> dict[str, object]:
+def _accepted_row(operation: Operation) -> dict[str, object]:
     row = _new_row(operation.run_id, operation.seq_id, operation.kind, operation.digest)
-    return row | {"request": request if len(request) <= _MAX_REQUEST_BYTES else b""}
+    refused = operation.refused
+    return row | {
+        "request": body_to_json(operation.body),
+        "payload": None,
+        "error_type": refused.type if refused is not None else "",
+        "error": refused.message if refused is not None else "",
+    }
 
 
 def _remove_payload(file: Path) -> None:
@@ -326,6 +373,13 @@ def _remove_payload(file: Path) -> None:
     file.unlink(missing_ok=True)
     with suppress(OSError):  # others are left, or there is no such folder
         file.parent.rmdir()
+
+
+def remove_all_but(folder: Path, kept: Container[str]) -> None:
+    """Remove the folders of runs in a folder, except those of these names."""
+    for path in folder.glob("*"):
+        if path.name not in kept:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _older_than(folder: Path, cutoff: float) -> list[Path]:

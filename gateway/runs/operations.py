@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Literal, Protocol, cast
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from gateway.auth.identity import Readers
+from gateway.auth.identity import Caller, Readers
 from gateway.futures.table import Future, Outcome, Result
 from gateway.identifiers import check_name, check_ttl, parse_checkpoint_path
 from gateway.sessions.registry import TextMetadata
@@ -131,13 +131,45 @@ Body = (
 )
 
 
+_BODIES: Mapping[Kind, type[BaseModel]] = {
+    "forward": LossReference,
+    "forward_backward": LossReference,
+    "optim_step": OptimStep,
+    "save_weights": SaveWeights,
+    "save_weights_for_sampler": SaveWeightsForSampler,
+    "save_weights_external": SaveWeightsExternal,
+    "load_weights": LoadWeights,
+}
+
+
+def body_to_json(body: Body | None) -> bytes:
+    """Return what `body_from_json` reads; empty for None."""
+    if body is None:
+        return b""
+    fields = body.model_dump(mode="json")
+    if isinstance(body, LoadWeights):
+        fields["readers"] = [asdict(caller) for caller in body.readers.callers]
+    return orjson.dumps(fields)
+
+
+def body_from_json(kind: Kind, content: bytes) -> Body | None:
+    if not content:
+        return None
+    fields = orjson.loads(content)
+    readers = Readers(tuple(Caller(**caller) for caller in fields.pop("readers", ())))
+    body = cast(Body, _BODIES[kind].model_validate(fields))
+    return body.on_behalf_of(readers) if isinstance(body, LoadWeights) else body
+
+
 @dataclass(frozen=True)
 class Operation:
     """An accepted operation that has not ended.
 
-    The protobuf of a forward_backward is `in_file`: the journal has it. It is also in memory, as
-    `payload`, where there was room. `size` is the bytes of the request, and `digest` tells it from
-    others. A `refused` operation consumes its `seq_id` and fails with that error at its turn.
+    `has_payload` says that the journal has the protobuf of a forward_backward. It is also in
+    memory, as `payload`, where there was room. `size` is the bytes of the request, and `digest`
+    tells it from others. A `refused` operation consumes its `seq_id` and fails with that error at
+    its turn. One that is `resumed` was accepted by an earlier gateway, which may have carried it
+    out.
     """
 
     run_id: str
@@ -146,10 +178,11 @@ class Operation:
     future: Future
     body: Body | None = None
     payload: bytes | None = None
-    in_file: bool = False
+    has_payload: bool = False
     size: int = 0
     digest: bytes = b""
     refused: TandemError | None = None
+    resumed: bool = False
 
     @property
     def usage_kind(self) -> UsageKind:

@@ -1,9 +1,10 @@
 """Training runs: how they are created, how operations enter them, and how they end.
 
-A run has one trainer, which is restored when it dies (`trainer`). A run ends with its session, or
-when its trainer cannot be restored: the client creates a new run, from a checkpoint if there is
-one. Operations of an ended run are accepted and fail with what ended it, so that the
-SDK shows the reason at once (it would repeat a 5xx for minutes).
+A run has one trainer, which is restored when it dies (`trainer`). The next gateway goes on with
+the runs of this one (`resumption`). A run ends with its session, or when its trainer cannot be
+restored: the client creates a new run, from a checkpoint if there is one. Operations of an ended
+run are accepted and fail with what ended it, so that the SDK shows the reason at once (it would
+repeat a 5xx for minutes).
 """
 
 from __future__ import annotations
@@ -12,27 +13,35 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from weakref import WeakValueDictionary
 
-from sqlalchemy import insert, select, update
+from sqlalchemy import RowMapping, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.futures.table import digest_of
-from gateway.identifiers import relative_version_folder, request_id_of, run_id_of
+from gateway.identifiers import (
+    relative_version_folder,
+    request_id_of,
+    run_id_of,
+)
 from gateway.limits import Quotas, overloaded
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Body, Call, Kind, LoadWeights, Operation, RunBroken
-from gateway.runs.replay import recovery_of
+from gateway.runs.replay import SentCall, Snapshot, recovery_of
+from gateway.runs.resumption import unfinished
 from gateway.runs.runner import OperationRunner, RunnerTools
 from gateway.runs.snapshots import SnapshotStore
 from gateway.runs.trainer import RunTrainer
 from gateway.runs.training_run import TrainingRun
 from gateway.sessions.registry import SessionRegistry
+from gateway.storage.data_directory import relative_path
 from gateway.storage.database import Database
-from gateway.storage.tables import runs
+from gateway.storage.tables import runs, sessions
 from gateway.workers.fleet import Fleet
 from tandem.errors import (
     GatewayRestarted,
@@ -41,8 +50,9 @@ from tandem.errors import (
     TandemError,
     UnknownRun,
 )
-from tandem.settings import GatewaySettings
+from tandem.settings import GatewaySettings, RecoverySettings
 from tandem.telemetry import get_log
+from tandem.v1 import trainer_pb2
 from tandem.worker import TrainingSpec
 
 _PAYLOAD_SHARE = 0.5
@@ -62,28 +72,104 @@ class RunRegistry:
     tools: RunnerTools
 
     def __post_init__(self) -> None:
+        self._data_dir = self.settings.data_dir
         self._runs: dict[str, TrainingRun] = {}
         self._arriving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._stopping: set[asyncio.Task[None]] = set()
         self._log = get_log()
 
-    async def open(self) -> list[str]:
-        """Mark the runs of an earlier gateway as ended; return their ids."""
-        await self.snapshots.open()
-        active = runs.c.state == "active"
-        lost = await self.database.read(select(runs.c.id).where(active))
+    async def open(self) -> None:
+        """Go on with the runs of an earlier gateway that can be restored; end the others."""
         await self.database.write(
             update(runs)
-            .where(active)
-            .values(
-                state="ended",
-                error_type=GatewayRestarted.type,
-                reason="the gateway restarted, and the trainer ended with it; create the "
-                "run again, from a checkpoint if there is one",
-                ended_at=time.time(),
+            .where(
+                runs.c.state == "active",
+                runs.c.session_id.in_(select(sessions.c.id).where(sessions.c.state != "active")),
             )
+            .values(state="ended", reason="its session has ended", ended_at=time.time())
         )
-        return [row["id"] for row in lost]
+        found = await self.database.read(select(runs).where(runs.c.state == "active"))
+        restored: list[RowMapping] = []
+        others: list[RowMapping] = []
+        for row in found:
+            recovery = recovery_of(row["user_metadata"], self.settings.recovery)
+            (restored if recovery.enabled else others).append(row)
+        for row in others:
+            self._write_end(row["id"], _restarted())
+        await self.database.flush()
+        await self.snapshots.open()
+        lost = await self.journal.abandon()
+        for row in restored:
+            await self._resume(row)
+        if found:
+            self._log.warning(
+                "restarted", resumed=len(restored), ended=len(others), operations_failed=lost
+            )
+
+    async def _resume(self, row: RowMapping) -> None:
+        """Take up a run where an earlier gateway left it. Its trainer is started when its session
+        is heard of."""
+        model = row["model"]
+        run = self._new_run(
+            id=row["id"],
+            session_id=row["session_id"],
+            owner=row["owner"],
+            model=BaseModelEntry(**model | {"path": str(self._data_dir / model["path"])}),
+            training=TrainingSpec.model_validate(row["training"]),
+            recovery=recovery_of(row["user_metadata"], self.settings.recovery),
+        )
+        run.published, run.parent, run.newest = row["published"], row["parent"], row["newest"]
+        snapshots = await self.snapshots.resume(run)
+        newest = snapshots[-1] if snapshots else Snapshot()
+        left = await unfinished(
+            run, newest, database=self.database, data_dir=self.settings.data_dir
+        )
+        run.step = newest.step
+        if run.parent:
+            self.tools.checkpoints.pins.pin(relative_version_folder(run.parent))
+        for call in left.calls:
+            self._pin_loaded(call)
+        for operation in left.waiting:
+            await self._take_up(run, operation)
+        run.trainer = self._trainer_of(run)
+        run.trainer.take_up(snapshots, left, missing_to=row["replay_after"])
+        run.dispatcher.resume(
+            [each for each in left.waiting if each.seq_id > 0],
+            ended=left.ended,
+            gradients_incomplete=left.gradients_incomplete,
+        )
+        run.creation = next((each for each in left.waiting if each.seq_id == 0), None)
+        self._runs[run.id] = run
+        run.life = asyncio.create_task(self._live_again(run, left.ended), name=f"run-{run.id}")
+
+    def _pin_loaded(self, call: SentCall) -> None:
+        """Keep the checkpoint that a call loads, as long as it may have to be loaded again."""
+        if call.kind == "load_weights":
+            folder = trainer_pb2.LoadCheckpointRequest.FromString(call.request).path
+            pins = self.tools.checkpoints.pins
+            pins.pin(folder)
+            call.release = partial(pins.unpin, folder)
+
+    async def _take_up(self, run: TrainingRun, operation: Operation) -> None:
+        """Hold for an operation that was accepted by an earlier gateway what it needs."""
+        held = self.limits.reserve(
+            run.owner,
+            (self.limits.operations, 1),
+            (self.limits.operation_bytes, operation.size),
+            forced=True,
+        )
+        if version := await self.tools.versions.published_by(run.id, operation.seq_id):
+            folder = relative_version_folder(version.name)
+            self.tools.checkpoints.pins.pin(folder)
+            held.callback(self.tools.checkpoints.pins.unpin, folder)
+        operation.future.on_end(lambda _outcome: held.close())
+        self.journal.futures.add(operation.future)
+
+    async def _live_again(self, run: TrainingRun, ended: int) -> None:
+        """As `_live`, for a run of an earlier gateway, once its client is heard of."""
+        if (session := self.sessions.get(run.session_id)) is not None:
+            await session.heard.wait()
+            await self._live(run, ended=ended)
 
     async def close(self) -> None:
         """Cancel everything. The next gateway fails what has not ended."""
@@ -136,19 +222,13 @@ class RunRegistry:
             session = self.sessions.require(session_id)
             used = (run.session_id for run in self._runs.values() if run.state != "ended")
             self.limits.check("runs", used=self.sessions.count_of(session.owner, used))
-            run = self._runs[run_id] = TrainingRun(
+            run = self._runs[run_id] = self._new_run(
                 id=run_id,
                 session_id=session_id,
                 owner=session.owner,
                 model=model,
                 training=training,
                 recovery=recovery,
-                dispatcher=Dispatcher(
-                    window=self.settings.dispatch_window,
-                    window_bytes=self.settings.dispatch_window_bytes,
-                    gap_timeout=self.settings.sequence_gap_timeout,
-                    end=self.journal.end,
-                ),
             )
             creation = Operation(
                 run_id=run_id,
@@ -162,6 +242,7 @@ class RunRegistry:
                 "id": run_id,
                 "session_id": session_id,
                 "base_model": model.name,
+                "model": vars(model) | {"path": relative_path(Path(model.path), self._data_dir)},
                 "training": training.model_dump(),
                 "owner": session.owner,
                 "project_id": session.project_id,
@@ -170,9 +251,7 @@ class RunRegistry:
                 "created_at": time.time(),
             }
             try:
-                await self.journal.accept_creation(
-                    creation, request=request, run=insert(runs).values(row)
-                )
+                await self.journal.accept_creation(creation, run=insert(runs).values(row))
             except BaseException:
                 self._runs.pop(run_id, None)
                 raise
@@ -180,33 +259,69 @@ class RunRegistry:
         if run.error is not None:  # its session has ended meanwhile
             self.journal.end(creation, run.error)
         else:
-            run.life = asyncio.create_task(self._live(run, creation), name=f"run-{run_id}")
+            run.trainer = self._trainer_of(run)
+            run.life = asyncio.create_task(self._live(run), name=f"run-{run_id}")
+        await self.journal.kept(creation)
         return request_id
+
+    def _new_run(
+        self,
+        *,
+        id: str,
+        session_id: str,
+        owner: str,
+        model: BaseModelEntry,
+        training: TrainingSpec,
+        recovery: RecoverySettings,
+    ) -> TrainingRun:
+        return TrainingRun(
+            id=id,
+            session_id=session_id,
+            owner=owner,
+            model=model,
+            training=training,
+            recovery=recovery,
+            dispatcher=Dispatcher(
+                window=self.settings.dispatch_window,
+                window_bytes=self.settings.dispatch_window_bytes,
+                gap_timeout=self.settings.sequence_gap_timeout,
+                end=self.journal.end,
+            ),
+        )
+
+    def _trainer_of(self, run: TrainingRun) -> RunTrainer:
+        return RunTrainer(
+            run=run,
+            settings=self.settings,
+            fleet=self.fleet,
+            journal=self.journal,
+            snapshots=self.snapshots,
+            metrics=self.tools.metrics,
+            definition_of=partial(self.tools.definition_of, session_id=run.session_id),
+            on_lost=lambda error: self._break(run, error),
+        )
 
     def _arrival(self, request_id: str) -> asyncio.Lock:
         """Return the lock that makes equal requests come one after the other: the second finds
         what the first has written, or goes on if that failed."""
         return self._arriving.setdefault(request_id, asyncio.Lock())
 
-    async def _live(self, run: TrainingRun, creation: Operation) -> None:
-        """Start the trainer, and carry out operations until one of them ends the run."""
+    async def _live(self, run: TrainingRun, *, ended: int = -1) -> None:
+        """Start the trainer, and carry out operations until one of them ends the run. Of a run of
+        an earlier gateway, those up to `ended` have ended."""
+        assert run.trainer is not None
         try:
-            run.trainer = trainer = RunTrainer(
-                run=run,
-                settings=self.settings,
-                fleet=self.fleet,
-                journal=self.journal,
-                snapshots=self.snapshots,
-                metrics=self.tools.metrics,
-                on_lost=lambda error: self._break(run, error),
-            )
-            await trainer.start()
-            runner = OperationRunner(run=run, trainer=trainer, tools=self.tools)
-            call = Call(creation)
-            call.begin()
-            self.journal.end(creation, await runner.carry_out(call))
+            runner = OperationRunner(run=run, trainer=run.trainer, tools=self.tools)
+            if run.creation is not None and not run.creation.future.ended:
+                await run.trainer.start()
+                call = Call(run.creation)
+                call.begin()
+                self.journal.end(run.creation, await runner.carry_out(call))
+                ended = 0 if call.sent else -1
+            else:
+                run.trainer.resume()
             run.state = "ready"
-            await run.dispatcher.serve(runner.carry_out, sent=0 if call.sent else -1)
+            await run.dispatcher.serve(runner.carry_out, sent=ended)
         except RunBroken as broken:
             error = broken.error
         except TandemError as failed:
@@ -270,7 +385,7 @@ class RunRegistry:
                 future=run.new_future(seq_id),
                 body=body,
                 payload=payload if in_memory else None,
-                in_file=payload is not None,
+                has_payload=payload is not None,
                 size=size,
                 digest=digest,
                 refused=refused,
@@ -283,13 +398,14 @@ class RunRegistry:
                 forced=forced,
             ) as reserved:
                 try:
-                    await self.journal.accept(operation, request=request, payload=payload)
+                    await self.journal.accept(operation, payload=payload)
                 except IntegrityError:  # the journal has this seq_id; memory has forgotten it
                     await self.journal.has(run_id=run_id, seq_id=seq_id, digest=digest)
                     return request_id
                 release = reserved.pop_all().close  # not now, but when the operation ends
         operation.future.on_end(lambda _outcome: release())
         run.dispatcher.put(operation)
+        await self.journal.kept(operation)  # while it is carried out
         return request_id
 
     def _check_queue(self, run: TrainingRun) -> None:
@@ -366,9 +482,12 @@ class RunRegistry:
         run.dispatcher.end(error)
         if run.life is not None and run.life is not asyncio.current_task():
             run.life.cancel()
+        self._write_end(run.id, error)
+
+    def _write_end(self, run_id: str, error: TandemError) -> None:
         self.database.write_soon(
             update(runs)
-            .where(runs.c.id == run.id)
+            .where(runs.c.id == run_id)
             .values(
                 state="ended", error_type=error.type, reason=error.message, ended_at=time.time()
             )
@@ -397,3 +516,10 @@ class RunRegistry:
             await self.collector.collect(run.id, ended=True)
         except Exception:  # noqa: BLE001 - the other runs of its session must end all the same
             self._log.exception("trainer_not_stopped", run_id=run.id)
+
+
+def _restarted() -> GatewayRestarted:
+    return GatewayRestarted(
+        "the gateway restarted, and the trainer, which is not to be restored, ended with it; "
+        "create the run again, from a checkpoint if there is one"
+    )

@@ -1,19 +1,20 @@
 """What a run's trainer can be computed again from: its snapshots, and the calls after them.
 
-The log notes each call when it is sent, in the order in which the trainer applies them. Calls that
-changed the trainer's state stay until two snapshots cover them: the newest may be damaged. See
+The log notes each call when it is sent, in the order in which the trainer applies and answers them.
+Calls that changed the trainer's state stay until two snapshots cover them: the newest may be
+damaged. The journal has the same in rows, from which the next gateway resumes the log. See
 `docs/reliability.md`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import NonNegativeFloat, TypeAdapter, ValidationError
 
-from gateway.workers.clients import TrainerClient
+from gateway.runs.operations import Body, Kind
 from tandem.errors import InvalidRequest
 from tandem.settings import RecoverySettings
 
@@ -64,19 +65,20 @@ class Snapshot:
 
 @dataclass(eq=False)
 class SentCall:
-    """A call that was sent to the trainer. `send` sends it again to another one, after the call of
-    the given `seq_id`, and returns the type of its failure, "" for none.
+    """A call that was sent to the trainer: `request` is its message, without a payload (the journal
+    has it, if it `has_payload`) and without the definition of the loss that `body` names.
 
-    `size` is its bytes, with those of its payload, which may be `in_file`. Once it is `answered`,
-    it took the trainer `seconds` and had this `failure`. `release` is called when it is forgotten.
+    `size` is its bytes, with those of its payload. Once it is `answered`, it took the trainer
+    `seconds` and had this `failure`, "" for none. `release` is called when it is forgotten.
     """
 
     seq_id: int
-    kind: str
-    send: Callable[[TrainerClient, int], Awaitable[str]]
+    kind: Kind
     changes_state: bool
+    request: bytes = b""
+    body: Body | None = None
     size: int = 0
-    in_file: bool = False
+    has_payload: bool = False
     answered: bool = False
     seconds: float = 0.0
     failure: str = ""
@@ -84,9 +86,12 @@ class SentCall:
 
 
 class ReplayLog:
-    """Of one run. `dropped` is called with the `seq_id`s of calls that are needed no longer."""
+    """Of one run. `dropped` is called when the calls up to a `seq_id` are needed no longer, with
+    that number and those of the calls that have a payload."""
 
-    def __init__(self, settings: RecoverySettings, *, dropped: Callable[[list[int]], None]) -> None:
+    def __init__(
+        self, settings: RecoverySettings, *, dropped: Callable[[int, list[int]], None]
+    ) -> None:
         self._settings = settings
         self._dropped = dropped
         self._calls: dict[int, SentCall] = {}
@@ -122,9 +127,27 @@ class ReplayLog:
             default=None,
         )
 
-    def holds(self, seq_id: int) -> bool:
-        """Whether the payload of a call may be needed again."""
-        return seq_id in self._calls
+    def held(self, seq_id: int) -> SentCall | None:
+        """Return a call, if it may be needed again."""
+        return self._calls.get(seq_id)
+
+    def resume(
+        self,
+        *,
+        snapshots: Sequence[Snapshot],
+        calls: Sequence[SentCall],
+        missing_to: int,
+        answered: int,
+    ) -> None:
+        """Take over what an earlier log had: `snapshots`, oldest first, the calls after them, the
+        newest `seq_id` that it had dropped and the newest that was answered."""
+        self._snapshots.extend(snapshots)
+        if len(snapshots) >= _GENERATIONS or missing_to >= 0:
+            self._snapshots.popleft()
+        self._calls = {call.seq_id: call for call in calls}
+        self._missing_to, self._answered = missing_to, answered
+        self.bytes = sum(call.size for call in calls)
+        self.work = sum(call.seconds for call in calls if call.seq_id > self.newest.seq_id)
 
     def note_sent(self, call: SentCall) -> None:
         """Note a call that is about to be sent. When they become too many, all that were answered
@@ -177,11 +200,7 @@ class ReplayLog:
         self._snapshots.remove(snapshot)
 
     def calls_after(self, snapshot: Snapshot) -> list[SentCall]:
-        """Return what to send, in this order, to a trainer that has loaded the snapshot.
-
-        Calls of which no answer arrived, though later ones were answered, are among them whatever
-        they do: the trainer then remembers the answer when they are delivered again.
-        """
+        """Return what to send, in this order, to a trainer that has loaded the snapshot."""
         calls = (self._calls[seq_id] for seq_id in sorted(self._calls))
         return [c for c in calls if snapshot.seq_id < c.seq_id <= self._answered]
 
@@ -201,8 +220,8 @@ class ReplayLog:
         """Forget the calls up to this one; those of which no answer arrived are still needed."""
         calls = [c for c in self._calls.values() if c.answered and c.seq_id <= seq_id]
         self._forget(calls)
-        self._dropped([call.seq_id for call in calls if call.in_file])
         self._missing_to = max(self._missing_to, seq_id)
+        self._dropped(self._missing_to, [call.seq_id for call in calls if call.has_payload])
 
     def _forget(self, calls: list[SentCall]) -> None:
         for call in calls:

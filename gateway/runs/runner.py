@@ -29,6 +29,7 @@ from gateway.runs.history import RunHistory, TrainingStep
 from gateway.runs.journal import Journal
 from gateway.runs.operations import (
     AdamParams,
+    Body,
     Call,
     DimuonParams,
     LoadWeights,
@@ -81,6 +82,13 @@ class RunnerTools:
     metrics: Metrics
     loss_definitions: Mapping[str, LossDefinitions]
     data_dir: Path
+
+    async def definition_of(self, body: Body | None, *, session_id: str) -> bytes:
+        """Return the definition of the loss that a request names; empty if it names none. Raises
+        `UnknownLoss`."""
+        if isinstance(body, LossReference) and (known := self.loss_definitions.get(body.loss_fn)):
+            return await known.definition(body.loss_id, session_id=session_id)
+        return b""
 
 
 class OperationRunner:
@@ -149,7 +157,7 @@ class OperationRunner:
         )
         if isinstance(request, trainer_pb2.OptimStepRequest):
             request.snapshot = await self._trainer.snapshot_folder()
-        self._trainer.note_sent(call, pick, request, release=release)
+        self._trainer.note_sent(call, request, release=release)
         call.send()
         reply = await self._answer(call, pick, request, payload)
         call.answered = True
@@ -171,7 +179,11 @@ class OperationRunner:
             gone = self._trainer.gone
             try:
                 async with self._trainer.following(call, client):
-                    return await client.call(pick(client, payload), request, begun=call.begun)
+                    reply = await client.call(pick(client, payload), request, begun=call.begun)
+                # Answers count in the order of the operations: a replay has all before this one.
+                await asyncio.wait({call.begun, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if call.begun.done():
+                    return reply
             except WorkerUnavailable as error:
                 self._log.warning("connection_broke", attempt=broken, reason=str(error))
                 await asyncio.wait({gone}, timeout=EXIT_REPORT_PATIENCE)
@@ -193,11 +205,8 @@ class OperationRunner:
     # --- Training -----------------------------------------------------------------------------
 
     async def _forward_backward(self, call: Call, loss: LossReference | None) -> Outcome:
-        request = trainer_pb2.ForwardBackwardRequest()
-        if loss is not None and (known := self._tools.loss_definitions.get(loss.loss_fn)):
-            request.loss_definition = await known.definition(
-                loss.loss_id, session_id=self._run.session_id
-            )
+        definition = await self._tools.definition_of(loss, session_id=self._run.session_id)
+        request = trainer_pb2.ForwardBackwardRequest(loss_definition=definition)
         payload = await self._tools.journal.payload_of(call.operation)
         reply = await self._deliver(
             call,
@@ -235,6 +244,8 @@ class OperationRunner:
 
     async def _save(self, call: Call, body: SaveWeights) -> Outcome:
         run = self._run
+        if done := await self._saved_before(call, "weights", body.path):
+            return json_result(type="save_weights", path=str(done.path))
         path = await self._free_path(
             "weights",
             body.path,
@@ -246,7 +257,9 @@ class OperationRunner:
         request = trainer_pb2.SaveCheckpointRequest(path=str(self._tools.data_dir / folder))
         with self._checkpoints.writing(folder, run_id=run.id):
             reply = await self._deliver(call, lambda client, _: client.stub.SaveCheckpoint, request)
-            await self._put_checkpoint(path, body, step=reply.step, size=reply.bytes, folder=folder)
+            await self._put_checkpoint(
+                call, path, body, step=reply.step, size=reply.bytes, folder=folder
+            )
         return json_result(type="save_weights", path=str(path))
 
     async def _load(self, call: Call, body: LoadWeights) -> Outcome:
@@ -285,6 +298,8 @@ class OperationRunner:
         """An unnamed save ends when the engine serves the new weights, not before."""
         run, path, what = self._run, None, "publish the weights"
         size = run.expected_version_bytes
+        if body.path and (done := await self._saved_before(call, "sampler_weights", body.path)):
+            return json_result(type="save_weights_for_sampler", path=str(done.path))
         if body.path is None:
             await self._versions.check_space(expected_bytes=size, what=what)
             # An engine that does not run yet starts while the trainer publishes.
@@ -295,10 +310,9 @@ class OperationRunner:
         else:
             path = await self._free_path("sampler_weights", body.path, size=size, what=what)
         with self._new_version() as name:
-            version, size = await self._publish(call, name)
-            run.newest = name
+            version = await self._publish(call, name, sampled=True)
             if path is not None:
-                await self._put_checkpoint(path, body, step=version.step, size=size, version=name)
+                await self._put_checkpoint(call, path, body, version=version)
                 return json_result(type="save_weights_for_sampler", path=str(path))
             assert body.sampling_session_seq_id is not None
             call.explain = lambda: (
@@ -320,6 +334,10 @@ class OperationRunner:
         run = self._run
         recipients = body.age_encryption_recipients or []
         check_recipients(recipients)
+        if done := await self._saved_before(call, "external_weights", body.path):
+            return json_result(
+                type="save_weights_external", path=str(done.path), size_bytes=done.bytes
+            )
         size = run.expected_version_bytes * (2 if recipients else 1)
         path = await self._free_path(
             "external_weights", body.path, size=size, what="export the weights"
@@ -327,28 +345,33 @@ class OperationRunner:
         try:
             with ExitStack() as pinned:
                 name = pinned.enter_context(self._new_version())
-                version, size = await self._publish(call, name, becomes_parent=not recipients)
+                version = await self._publish(call, name, becomes_parent=not recipients)
                 if recipients:
                     call.waiting_for = "the files are being encrypted"
-                    plain, name = version, pinned.enter_context(self._new_version())
-                    version = replace(
-                        plain, name=name, path=self._versions.path_of(name), parent=plain.name
-                    )
+                    name = pinned.enter_context(self._new_version())
+                    folder = self._versions.path_of(name)
                     size = await encrypt_version(
-                        Path(plain.path), Path(version.path), name=name, recipients=recipients
+                        Path(version.path), Path(folder), name=name, recipients=recipients
                     )
-                    await self._versions.add_version(replace(version, bytes=size))
-                await self._put_checkpoint(path, body, step=version.step, size=size, version=name)
+                    version = replace(
+                        version, name=name, path=folder, parent=version.name, bytes=size
+                    )
+                    await self._versions.add_version(version)
+                await self._put_checkpoint(call, path, body, version=version)
         finally:
             if recipients:  # nobody uses the plain files any more
                 self._checkpoints.mark(run.id)
-        return json_result(type="save_weights_external", path=str(path), size_bytes=size)
+        return json_result(type="save_weights_external", path=str(path), size_bytes=version.bytes)
 
     async def _publish(
-        self, call: Call, name: str, *, becomes_parent: bool = True
-    ) -> tuple[WeightVersion, int]:
-        """Let the trainer write a weight version; return it with its bytes."""
-        run, path = self._run, self._versions.path_of(name)
+        self, call: Call, name: str, *, sampled: bool = False, becomes_parent: bool = True
+    ) -> WeightVersion:
+        """Let the trainer write a weight version, which may be `sampled` from; return it."""
+        run, path, seq_id = self._run, self._versions.path_of(name), call.operation.seq_id
+        if call.operation.resumed and (
+            version := await self._versions.published_by(run.id, seq_id)
+        ):
+            return version
         request = trainer_pb2.PublishRequest(
             version=common_pb2.WeightVersion(name=name, path=path, run_id=run.id),
             parent=run.parent,
@@ -364,19 +387,24 @@ class OperationRunner:
             parent=run.parent,
             bytes=reply.bytes,
         )
-        await self._versions.add_version(version)
+        facts: dict[str, object] = {"published": run.published}
+        facts |= {"parent": name} if becomes_parent else {}
+        facts |= {"newest": name} if sampled else {}
+        await self._versions.add_version(version, seq_id=seq_id, facts=facts)
         if becomes_parent:
             self._pins.pin(relative_version_folder(name))
             if run.parent:
                 self._pins.unpin(relative_version_folder(run.parent))
             run.parent = name
+        if sampled:
+            run.newest = name
         run.version_bytes = reply.bytes
         self._tools.metrics.published_bytes.inc(reply.bytes)
         self._log.info(
             "published", version=name, bytes=reply.bytes, seconds=round(reply.seconds, 4)
         )
         call.release()
-        return version, reply.bytes
+        return version
 
     @contextmanager
     def _new_version(self) -> Iterator[str]:
@@ -406,32 +434,42 @@ class OperationRunner:
         await self._versions.check_space(expected_bytes=size, what=what)
         return path
 
+    async def _saved_before(self, call: Call, kind: CheckpointKind, name: str) -> Checkpoint | None:
+        """Return the checkpoint that this operation has saved already, for an earlier gateway."""
+        if not call.operation.resumed:
+            return None
+        path = CheckpointPath(run_id=self._run.id, kind=kind, name=name)
+        found = await self._checkpoints.find(path)
+        return found if found and found.seq_id == call.operation.seq_id else None
+
     async def _put_checkpoint(
         self,
+        call: Call,
         path: CheckpointPath,
         body: SaveWeights | SaveWeightsForSampler | SaveWeightsExternal,
         *,
-        step: int,
-        size: int,
+        step: int = 0,
+        size: int = 0,
         folder: str = "",
-        version: str = "",
+        version: WeightVersion | None = None,
     ) -> None:
-        """Give a saved state (`folder`) or a weight version (`version`) its name."""
+        """Give a saved state (`folder`) or a weight version its name."""
         now, ttl = time.time(), body.ttl_seconds
         await self._checkpoints.put(
             Checkpoint(
                 path=path,
                 base_model=self._run.model.name,
                 folder=folder,
-                version=version,
-                step=step,
-                bytes=size,
+                version=version.name if version is not None else "",
+                step=version.step if version is not None else step,
+                bytes=version.bytes if version is not None else size,
                 optimizer=bool(folder),
                 created_at=now,
                 owner=self._run.owner,
                 user_metadata=(
                     None if isinstance(body, SaveWeightsExternal) else body.user_metadata
                 ),
+                seq_id=call.operation.seq_id,
                 expires_at=now + ttl if ttl is not None else None,
             )
         )

@@ -1,4 +1,5 @@
-"""The folders of snapshots, their quota, and what becomes of them when a run ends."""
+"""The snapshots of runs: their folders and rows, their quota, and what becomes of them when a run
+ends."""
 
 from __future__ import annotations
 
@@ -7,15 +8,20 @@ import secrets
 import shutil
 import time
 from collections import defaultdict
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+
+from sqlalchemy import delete, insert, select
 
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
 from gateway.checkpoints.versions import VersionStore
 from gateway.identifiers import CheckpointPath, new_state_folder, run_folder_name
 from gateway.runs.replay import Snapshot
 from gateway.runs.training_run import TrainingRun
+from gateway.storage.database import Database, from_row
+from gateway.storage.tables import runs, snapshots
 from tandem.errors import TandemError
 from tandem.telemetry import get_log
 from tandem.weights.store import make_folder
@@ -27,8 +33,14 @@ class SnapshotStore:
     """Snapshots lie in `DATA/snapshots/RUN`, and count towards their owner's checkpoint bytes."""
 
     def __init__(
-        self, *, data_dir: Path, checkpoints: CheckpointCatalog, versions: VersionStore
+        self,
+        *,
+        database: Database,
+        data_dir: Path,
+        checkpoints: CheckpointCatalog,
+        versions: VersionStore,
     ) -> None:
+        self._database = database
         self._data_dir = data_dir
         self._checkpoints = checkpoints
         self._versions = versions
@@ -36,8 +48,24 @@ class SnapshotStore:
         self._log = get_log()
 
     async def open(self) -> None:
-        """Remove the snapshots of an earlier gateway, whose runs have ended."""
-        await asyncio.to_thread(shutil.rmtree, self._data_dir / _FOLDER, ignore_errors=True)
+        """Remove what an earlier gateway left that belongs to no run which goes on."""
+        active = select(runs.c.id).where(runs.c.state == "active")
+        await self._database.write(delete(snapshots).where(snapshots.c.run_id.not_in(active)))
+        rows = await self._database.read(select(snapshots.c.folder))
+        kept = {self._data_dir / row["folder"] for row in rows}
+        await asyncio.to_thread(_remove_others, self._data_dir / _FOLDER, kept)
+
+    async def resume(self, run: TrainingRun) -> list[Snapshot]:
+        """Return the snapshots that an earlier gateway has noted of a run, oldest first."""
+        rows = await self._database.read(
+            select(snapshots).where(snapshots.c.run_id == run.id).order_by(snapshots.c.seq_id)
+        )
+        found = [
+            from_row(Snapshot, row, folder=str(self._data_dir / row["folder"])) for row in rows
+        ]
+        for snapshot in found:
+            self._count(run, snapshot)
+        return found
 
     async def new_folder(self, run: TrainingRun) -> str:
         """Return where a new snapshot of a run is to be written. Raises `LimitExceeded` or
@@ -48,19 +76,20 @@ class SnapshotStore:
         return str(self._folder_of(run.id) / f"{run.step + 1:08d}-{secrets.token_hex(4)}")
 
     def add(self, run: TrainingRun, snapshot: Snapshot) -> None:
-        """Count a snapshot that was written."""
-        self._bytes[run.id][snapshot.folder] = snapshot.bytes
-        self._checkpoints.snapshot_bytes[run.owner] += snapshot.bytes
+        """Note a snapshot that was written."""
+        self._count(run, snapshot)
+        row = vars(snapshot) | {"run_id": run.id, "folder": self._name_of(snapshot.folder)}
+        self._database.write_soon(insert(snapshots), row)
 
     async def remove(self, run: TrainingRun, snapshot: Snapshot) -> None:
         """Remove a snapshot, or what was written of one."""
-        self._uncount(run, snapshot.folder)
+        self._forget(run, snapshot.folder)
         await asyncio.to_thread(_remove, Path(snapshot.folder))
 
     async def remove_all(self, run: TrainingRun) -> None:
         """Remove the snapshots of a run that has ended."""
         for folder in tuple(self._bytes[run.id]):
-            self._uncount(run, folder)
+            self._forget(run, folder)
         self._bytes.pop(run.id, None)
         await asyncio.to_thread(shutil.rmtree, self._folder_of(run.id), ignore_errors=True)
 
@@ -91,17 +120,39 @@ class SnapshotStore:
             self._log.error("snapshot_not_kept", run_id=run.id, reason=str(error))
             return None
         finally:
-            self._uncount(run, snapshot.folder)
+            self._forget(run, snapshot.folder)
         return path
 
     def _folder_of(self, run_id: str) -> Path:
         return self._data_dir / _FOLDER / run_folder_name(run_id)
 
-    def _uncount(self, run: TrainingRun, folder: str) -> None:
-        size = self._bytes[run.id].pop(folder, 0)
+    def _name_of(self, folder: str) -> str:
+        """Return the path of a folder relative to the data directory."""
+        return str(Path(folder).relative_to(self._data_dir))
+
+    def _count(self, run: TrainingRun, snapshot: Snapshot) -> None:
+        self._bytes[run.id][snapshot.folder] = snapshot.bytes
+        self._checkpoints.snapshot_bytes[run.owner] += snapshot.bytes
+
+    def _forget(self, run: TrainingRun, folder: str) -> None:
+        if (size := self._bytes[run.id].pop(folder, None)) is None:
+            return
         self._checkpoints.snapshot_bytes[run.owner] -= size
         if not self._checkpoints.snapshot_bytes[run.owner]:
             del self._checkpoints.snapshot_bytes[run.owner]
+        self._database.write_soon(
+            delete(snapshots).where(snapshots.c.folder == self._name_of(folder))
+        )
+
+
+def _remove_others(folder: Path, kept: Container[Path]) -> None:
+    """Remove the snapshots that are not kept, and what was written of others."""
+    for path in folder.glob("*/*"):
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob("*"):
+        with suppress(OSError):  # something is kept in it
+            path.rmdir()
 
 
 def _remove(folder: Path) -> None:

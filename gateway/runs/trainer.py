@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from gateway.metrics import Metrics
 from gateway.runs.journal import Journal
-from gateway.runs.operations import Call, Progress, RunBroken
+from gateway.runs.operations import Body, Call, Progress, RunBroken
 from gateway.runs.replay import ReplayLog, SentCall, Snapshot
+from gateway.runs.resumption import Unfinished
 from gateway.runs.snapshots import SnapshotStore
 from gateway.runs.training_run import TrainingRun
+from gateway.storage.data_directory import relative_path
 from gateway.usage.meter import TrainerReply
 from gateway.workers.clients import (
     EXIT_REPORT_PATIENCE,
@@ -30,6 +33,7 @@ from gateway.workers.clients import (
 )
 from gateway.workers.fleet import Backoff, Fleet
 from tandem.errors import (
+    GatewayRestarted,
     InternalError,
     LimitExceeded,
     StorageFailed,
@@ -62,8 +66,9 @@ Pick = Callable[[TrainerClient, bytes], Method[Request, Reply]]
 
 
 class RunTrainer:
-    """`on_lost` is called with the error that ends the run, when the trainer cannot be brought
-    back. `log` is None for a run whose trainer is not restored."""
+    """`definition_of` returns the definition of the loss that a request names, if it names one.
+    `on_lost` is called with the error that ends the run, when the trainer cannot be brought back.
+    `log` is None for a run whose trainer is not restored."""
 
     def __init__(
         self,
@@ -74,6 +79,7 @@ class RunTrainer:
         journal: Journal,
         snapshots: SnapshotStore,
         metrics: Metrics,
+        definition_of: Callable[[Body | None], Awaitable[bytes]],
         on_lost: Callable[[TandemError], None],
     ) -> None:
         self._run = run
@@ -82,6 +88,7 @@ class RunTrainer:
         self._journal = journal
         self._snapshots = snapshots
         self._metrics = metrics
+        self._definition_of = definition_of
         self._on_lost = on_lost
         self.log = journal.keep(run.id, run.recovery) if run.recovery.enabled else None
         self.restoring = ""
@@ -132,17 +139,28 @@ class RunTrainer:
             raise await self._why(error) from error
         self._serve(client)
 
+    def take_up(self, snapshots: Sequence[Snapshot], left: Unfinished, *, missing_to: int) -> None:
+        """Take over the log of an earlier gateway; `resume` goes on from it."""
+        assert self.log is not None
+        self.log.resume(
+            snapshots=snapshots, calls=left.calls, missing_to=missing_to, answered=left.ended
+        )
+        self.restoring = "the gateway restarted; the trainer starts when its client is heard of"
+
+    def resume(self) -> None:
+        """Start the trainer of a run whose trainer ended with an earlier gateway, and bring it to
+        where that one was."""
+        error = GatewayRestarted("the gateway restarted, and the trainer ended with it")
+        self._restore_task = asyncio.create_task(
+            self._restore(error), name=f"restore-{self._run.id}"
+        )
+
     async def client(self) -> TrainerClient:
         """Return the client of the trainer once one serves. Raises `RunBroken`."""
         return await asyncio.shield(self._serving)
 
     def note_sent(
-        self,
-        call: Call,
-        pick: Pick[Request, Reply],
-        request: Request,
-        *,
-        release: Callable[[], None] | None,
+        self, call: Call, request: TrainerRequest, *, release: Callable[[], None] | None
     ) -> None:
         """Note a call that is about to be sent, so that it can be sent again, to another trainer.
         `release` is called when that is not needed any more."""
@@ -150,24 +168,23 @@ class RunTrainer:
             if release is not None:
                 release()
             return
-        seq_id, in_file = call.operation.seq_id, call.operation.in_file
-        again = deepcopy(request)
-        if isinstance(again, trainer_pb2.OptimStepRequest):
-            again.snapshot = ""
-
-        async def send(client: TrainerClient, previous_seq_id: int) -> str:
-            payload = await self._journal.read_payload(self._run.id, seq_id) if in_file else b""
-            again.header.previous_seq_id = previous_seq_id + 1
-            reply = await client.replay(pick(client, payload), again)
-            return reply.failure.type
-
+        operation, again = call.operation, deepcopy(request)
+        match again:
+            case trainer_pb2.OptimStepRequest():
+                again.snapshot = ""
+            case trainer_pb2.ForwardBackwardRequest():
+                again.loss_definition = b""
+            case trainer_pb2.LoadCheckpointRequest():
+                again.path = relative_path(Path(again.path), self._settings.data_dir)
+        content = again.SerializeToString()
         sent = SentCall(
-            seq_id=seq_id,
-            kind=call.operation.kind,
-            send=send,
-            changes_state=call.operation.changes_state,
-            size=again.ByteSize() + (call.operation.size if in_file else 0),
-            in_file=in_file,
+            seq_id=operation.seq_id,
+            kind=operation.kind,
+            changes_state=operation.changes_state,
+            request=content,
+            body=operation.body,
+            size=len(content) + (operation.size if operation.has_payload else 0),
+            has_payload=operation.has_payload,
             release=release,
         )
         was_complete = self.log.complete
@@ -336,7 +353,7 @@ class RunTrainer:
                 "operations are replayed"
             )
             self._at = call
-            failure = await call.send(client, previous)
+            failure = await self._replay(client, call, previous)
             if call.answered and failure != call.failure:
                 raise _GiveUp(
                     InternalError(
@@ -346,12 +363,36 @@ class RunTrainer:
                 )
             previous = call.seq_id
         self._at = None
-        await client.restore(
+        reply = await client.restore(
             trainer_pb2.RestoreRequest(
                 seq_id=log.answered_up_to(snapshot) + 1, weight_version=run.parent
             )
         )
+        run.step = reply.step
         await self._remove_unusable(log)
+
+    async def _replay(self, client: TrainerClient, call: SentCall, previous: int) -> str:
+        """Send a call again, after the one of the `seq_id` `previous`; return the type of its
+        failure, "" for none."""
+
+        async def send(method: Method[Request, Reply], request: Request) -> str:
+            request.MergeFromString(call.request)
+            if isinstance(request, trainer_pb2.LoadCheckpointRequest):
+                request.path = str(self._settings.data_dir / request.path)
+            request.header.previous_seq_id = previous + 1
+            return (await client.replay(method, request)).failure.type
+
+        match call.kind:
+            case "optim_step":
+                return await send(client.stub.OptimStep, trainer_pb2.OptimStepRequest())
+            case "load_weights":
+                return await send(client.stub.LoadCheckpoint, trainer_pb2.LoadCheckpointRequest())
+        payload = await self._journal.read_payload(self._run.id, call.seq_id)
+        definition = await self._definition_of(call.body)
+        return await send(
+            client.forward_backward(payload),
+            trainer_pb2.ForwardBackwardRequest(loss_definition=definition),
+        )
 
     async def _load_newest(self, client: TrainerClient, log: ReplayLog) -> Snapshot:
         """Let the trainer load the newest snapshot that is whole; return it."""
@@ -453,9 +494,6 @@ class RunTrainer:
             snapshot = Snapshot(
                 seq_id=reply.seq_id - 1, step=reply.step, folder=folder, bytes=reply.bytes
             )
-            first = log.first_unanswered
-            if first is not None and first.seq_id <= snapshot.seq_id:
-                return  # the trainer's memory alone has the answer of that call
             self._snapshots.add(run, snapshot)
             useless = log.add_snapshot(snapshot, cost=reply.pause_seconds + reply.seconds)
             self._log.info(

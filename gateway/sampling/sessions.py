@@ -170,8 +170,13 @@ class SamplingSessionRegistry:
         version: WeightVersion,
     ) -> SamplingSession:
         """Create one for a version that a run has just published. An inflight save moves the
-        run's earlier inflight sampling sessions to it."""
-        session = await self._add(session_id=session_id, number=number, kind=kind, version=version)
+        run's earlier inflight sampling sessions to it. Returns the one that an earlier gateway
+        has created for the same version, or has moved on from it."""
+        session = self._active.get(sampling_session_id_of(session_id=session_id, number=number))
+        if session is None or session.kind != kind or _number(session.version) < _number(version):
+            session = await self._add(
+                session_id=session_id, number=number, kind=kind, version=version
+            )
         if kind == "inflight":
             of_run = [s for s in self._active.values() if s.version.run_id == version.run_id]
             inflight = [s for s in of_run if s.kind == "inflight"]

@@ -6,6 +6,7 @@ lists show it, hundreds of rows at once.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,7 +69,7 @@ class NewSession:
 class Session:
     """One with a `ttl` has no heartbeats, and ends so many seconds after its last request.
     `connections` counts the open ones that its requests came over; `left` says that its client
-    closed the last of them."""
+    closed the last of them. `heard` is set once its client has sent a request to this gateway."""
 
     id: str
     created_at: float
@@ -79,6 +80,7 @@ class Session:
     seen_at: float = field(default_factory=time.monotonic)
     connections: int = 0
     left: bool = False
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Connection:
@@ -135,6 +137,7 @@ class SessionRegistry:
         self._limits.check("sessions", used=sum(s.owner == new.owner for s in self.all()))
         row = {**vars(new), "id": new_session_id(), "state": "active", "created_at": time.time()}
         session = from_row(Session, row, ttl=ttl)
+        session.heard.set()
         # Before the row is written, so that concurrent requests count for each other's limit.
         self._active[session.id] = session
         try:
@@ -173,6 +176,7 @@ class SessionRegistry:
         """Record a sign of life. Return None for a session that is not active."""
         if (session := self._active.get(session_id)) is not None:
             session.seen_at = time.monotonic()
+            session.heard.set()
         return session
 
     def note_running(self) -> None:

@@ -20,8 +20,9 @@ import errno
 import sqlite3
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ from gateway.fair_queue import FairQueue
 from gateway.storage.migrations import upgrade
 from tandem.errors import StorageFailed, StorageFull
 from tandem.telemetry import get_log
+from tandem.weights.store import fsync_path
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -115,6 +117,9 @@ class Database:
         self.failure: StorageFailed | None = None
         """Why the last transaction failed; None when it was committed."""
         self._unreadable = False
+        self._sync_thread = ThreadPoolExecutor(1, thread_name_prefix="database-sync")
+        self._to_sync: list[tuple[Sequence[Path], asyncio.Future[None]]] = []
+        self._syncing: asyncio.Task[None] | None = None
         self._writer: asyncio.Task[None] | None = None
         self._log = get_log()
 
@@ -129,7 +134,7 @@ class Database:
             await self._writer
             if self._postponed:
                 self._log.error("writes_lost", count=len(self._postponed))
-        for threads in (self._writer_thread, self._readers):
+        for threads in (self._writer_thread, self._readers, self._sync_thread):
             threads.shutdown()
         self._engine.dispose()
 
@@ -160,6 +165,18 @@ class Database:
         """As `write`, for several statements of which all are committed, or none."""
         write = _Write([(statement, ()) for statement in statements], durable=durable)
         await self._committed(write)
+
+    async def sync(self, *files: Path) -> None:
+        """Return when what was committed before, and these files, would survive a power failure.
+
+        Calls share a sync, and the writer goes on meanwhile: with `durable` it would wait. A file
+        that is gone is needed no more. Raises `StorageFailed`.
+        """
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._to_sync.append((files, done))
+        if self._syncing is None or self._syncing.done():
+            self._syncing = asyncio.create_task(self._sync_all(), name="database-sync")
+        await done
 
     def write_soon(
         self,
@@ -250,6 +267,11 @@ class Database:
             set_={name: table.c[name] + insert.excluded[name] for name in counters},
         )
 
+    def insert_once(self, table: Table) -> Executable:
+        """Return a statement that inserts a row unless there is one with its primary key."""
+        insert = sqlite.insert(table) if self._is_sqlite else postgresql.insert(table)
+        return insert.on_conflict_do_nothing()
+
     async def _read(self, query: Callable[[Connection], Result]) -> Result:
         def with_connection() -> Result:
             try:
@@ -270,6 +292,28 @@ class Database:
             self._log.warning("reads_work_again")
         self._unreadable = False
         return result
+
+    async def _sync_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._to_sync:
+            batch, self._to_sync = self._to_sync, []
+            paths = {file for files, _ in batch for file in files}
+            paths |= {file.parent for file in paths}
+            if self._is_sqlite:  # others sync at every commit
+                paths.add(Path(f"{self._engine.url.database}-wal"))
+            failed: Exception | None = None
+            try:
+                await loop.run_in_executor(self._sync_thread, _sync, paths)
+            except OSError as error:
+                failed = _typed(error)
+                self._log.error("sync_failed", reason=str(error))
+            for _, done in batch:
+                if done.done():  # its caller is gone
+                    continue
+                if failed is not None:
+                    done.set_exception(failed)
+                else:
+                    done.set_result(None)
 
     async def _committed(self, write: _Write, owner: str = "") -> None:
         write.done = asyncio.get_running_loop().create_future()
@@ -374,6 +418,12 @@ def _write(connection: Connection, batch: Sequence[_Write]) -> list[Exception | 
     failed = [write for write, error in zip(batch, errors, strict=True) if error is not None]
     _errors_of([write.undo for write in failed])  # whatever becomes of it, the write's error counts
     return errors
+
+
+def _sync(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with suppress(FileNotFoundError):
+            fsync_path(path)
 
 
 def _sync_commits(connection: Connection, *, durable: bool) -> None:

@@ -81,6 +81,14 @@ runs = Table(
     Column("error_type", String(64), nullable=False, default=""),
     Column("reason", Text, nullable=False, default=""),
     Column("user_metadata", JSON),
+    # What its trainer is restored from: the base model as it was registered; the versions that it
+    # published, the newest of them, and the newest that can be sampled from; and the newest
+    # operation that no replay goes back to.
+    Column("model", JSON),  # a BaseModelEntry
+    Column("published", Integer, nullable=False, default=0, server_default="0"),
+    Column("parent", String(200), nullable=False, default="", server_default=""),
+    Column("newest", String(200), nullable=False, default="", server_default=""),
+    Column("replay_after", BigInteger, nullable=False, default=-1, server_default="-1"),
     Column("created_at", Float, nullable=False),
     Column("ended_at", Float),
     Index("runs_by_session", "session_id"),
@@ -88,8 +96,10 @@ runs = Table(
     Index("runs_by_state", "state"),
 )
 
-# The journals of all runs. A request's id is RUN:SEQ. `request` has the small JSON requests; the
-# payload of a forward_backward is a file beside the database until the operation has ended.
+# The journals of all runs. A request's id is RUN:SEQ. `request` is what was asked for, as JSON,
+# without the payload of a forward_backward: a large one is a file beside the database. `payload`
+# and `call`, which its trainer was sent, stay as long as the trainer may have to be restored. An
+# operation that is accepted and has an error was refused, and ends at its turn.
 operations = Table(
     "operations",
     metadata,
@@ -98,11 +108,14 @@ operations = Table(
     Column("kind", String(32), nullable=False),
     Column("state", String(16), nullable=False),  # accepted, done, failed
     Column("request", LargeBinary, nullable=False),
+    Column("payload", LargeBinary),
+    Column("call", LargeBinary),
     Column("digest", LargeBinary),  # of kind and request; absent in rows of an earlier release
     Column("accepted_at", Float, nullable=False),
     Column("ended_at", Float),
     Column("error_type", String(64), nullable=False, default=""),
     Column("error", Text, nullable=False, default=""),
+    Column("seconds", Float),  # of the trainer's work, with `call`
     Column("media", String(16), nullable=False, default=""),  # of the result: json, protobuf
     Column("result", LargeBinary),  # absent if it is in a file, being large, or expired
     Index("operations_by_end", "ended_at"),
@@ -112,6 +125,18 @@ operations = Table(
         sqlite_where=text("result IS NOT NULL"),
         postgresql_where=text("result IS NOT NULL"),
     ),
+)
+
+# The snapshots of all runs: the state of a trainer after an operation.
+snapshots = Table(
+    "snapshots",
+    metadata,
+    Column("folder", String(300), primary_key=True),  # relative to the data directory
+    Column("run_id", String(100), nullable=False),
+    Column("seq_id", BigInteger, nullable=False),
+    Column("step", BigInteger, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Index("snapshots_by_run", "run_id"),
 )
 
 # The optimizer steps of all runs, kept as long as their run is. `seconds` are the trainer's for the
@@ -157,6 +182,7 @@ weight_versions = Table(
     Column("step", BigInteger, nullable=False),
     Column("bytes", BigInteger, nullable=False),
     Column("adapter", Boolean, nullable=False, default=False),
+    Column("seq_id", BigInteger),  # of the operation that published it
     Column("created_at", Float, nullable=False),
     Column("collected_at", Float),
     Index("weight_versions_by_run", "run_id"),
@@ -177,6 +203,7 @@ checkpoints = Table(
     Column("owner", String(100), nullable=False),
     Column("public", Boolean, nullable=False, default=False),
     Column("user_metadata", JSON),
+    Column("seq_id", BigInteger),  # of the operation that saved it
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float),
     Column("expired_at", Float),  # when it was first seen to have expired

@@ -151,8 +151,9 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path):
         assert training.optim_step(types.AdamParams()).result().metrics
 
 
-def test_after_a_restart_lost_operations_say_so_and_checkpoints_stay(tmp_path):
-    with running_gateway(tmp_path, session_ttl=600) as gate:
+def test_after_a_restart_runs_that_are_not_restored_say_so_and_checkpoints_stay(tmp_path):
+    unrestored = {"session_ttl": 600, "recovery": {"enabled": False}}
+    with running_gateway(tmp_path, **unrestored) as gate:
         session = gate.session_id()
         run_id = gate.run_id(session)
         _, trainer = gate.worker("trainer")
@@ -163,7 +164,7 @@ def test_after_a_restart_lost_operations_say_so_and_checkpoints_stay(tmp_path):
             create_sampler(client, session)
             gate.run(trainer.gate.clear)
             optim_step(client, run_id, 2)
-    with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
+    with running_gateway(tmp_path, **unrestored) as gate, gate.http() as client:
         assert gate.retrieve(f"{run_id}:1").json()["path"] == f"tinker://{run_id}/weights/warm-up"
         assert gate.retrieve(f"{run_id}:2").json()["type"] == "gateway_restarted"
         later = optim_step(client, run_id, 3)

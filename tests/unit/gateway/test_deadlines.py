@@ -73,6 +73,7 @@ async def serve(seconds: dict[int, float]) -> dict[int, Any]:
         journal=tools,
         snapshots=tools,
         metrics=tools,
+        definition_of=tools,
         on_lost=tools,
     )
     trainer_of_run._serve(client)

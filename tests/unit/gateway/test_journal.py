@@ -24,6 +24,7 @@ from tests.support.waiting import PATIENCE
 RUN = "s-1:train:0"
 LARGE = Result(media="protobuf", body=b"x" * 2**17)
 SMALL = Result(media="json", body=b"{}")
+BATCH = b"x" * 2**17
 ROOM = len(LARGE.body) + 2 * len(SMALL.body)
 
 
@@ -50,16 +51,21 @@ class World:
         )
 
     async def accept(self, seq_id: int, *, payload: bytes | None = None) -> Operation:
-        operation = self.operation(seq_id, in_file=payload is not None)
-        await self.journal.accept(operation, request=b"", payload=payload)
+        operation = self.operation(seq_id, payload=payload)
+        await self.journal.accept(operation, payload=payload)
         return operation
 
-    def operation(self, seq_id: int, *, in_file: bool = False) -> Operation:
+    def operation(self, seq_id: int, *, payload: bytes | None = None) -> Operation:
         future = Future(
             request_id=f"{RUN}:{seq_id}", source="operation", describe=lambda: None, owner="ann"
         )
         return Operation(
-            run_id=RUN, seq_id=seq_id, kind="forward_backward", future=future, in_file=in_file
+            run_id=RUN,
+            seq_id=seq_id,
+            kind="forward_backward",
+            future=future,
+            has_payload=payload is not None,
+            size=len(payload or b""),
         )
 
     async def states(self) -> dict[int, str]:
@@ -98,7 +104,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 @pytest.mark.parametrize("outcome", [SMALL, LARGE, InvalidRequest("no such field")])
 async def test_an_outcome_is_told_while_the_database_fails_and_recorded_afterwards(world, outcome):
-    operation = await world.accept(1, payload=b"batch")
+    operation = await world.accept(1, payload=BATCH)
     with world.locked():
         world.journal.end(operation, outcome)
         await world.database.flush()
@@ -189,7 +195,7 @@ async def test_an_operation_whose_end_nobody_recorded_says_so_after_a_restart(wo
 
 async def test_a_payload_goes_when_its_operation_was_not_accepted(world):
     with world.locked(), pytest.raises(StorageFailed):
-        await world.accept(1, payload=b"batch")
+        await world.accept(1, payload=BATCH)
     assert "1" not in world.payloads()
     await world.database.write(
         insert(operations).values(
@@ -197,7 +203,7 @@ async def test_a_payload_goes_when_its_operation_was_not_accepted(world):
         )
     )
     with pytest.raises(IntegrityError):
-        await world.accept(2, payload=b"batch")
+        await world.accept(2, payload=BATCH)
     assert "2" not in world.payloads()
 
 

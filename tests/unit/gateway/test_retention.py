@@ -180,6 +180,9 @@ async def test_the_audit_log_keeps_a_time_of_its_own(history):
     assert len(await history.database.read(select(tables.audit))) == 1
 
 
+RUN_COLUMNS = ("model", "published", "parent", "newest", "replay_after")
+
+
 async def test_a_database_of_the_first_revision_is_brought_up_to_date(tmp_path):
     database = Database(url="", data_dir=tmp_path)
     await database.open()
@@ -199,6 +202,10 @@ async def test_a_database_of_the_first_revision_is_brought_up_to_date(tmp_path):
         "DROP TABLE data_directory",
         "DROP TABLE training_steps",
         "ALTER TABLE operations DROP COLUMN digest",
+        "DROP TABLE snapshots",
+        *(f"ALTER TABLE runs DROP COLUMN {name}" for name in RUN_COLUMNS),
+        *(f"ALTER TABLE operations DROP COLUMN {name}" for name in ("payload", "call", "seconds")),
+        *(f"ALTER TABLE {name} DROP COLUMN seq_id" for name in ("weight_versions", "checkpoints")),
         "UPDATE alembic_version SET version_num = '0001'",
     ):
         await database.write(text(statement))

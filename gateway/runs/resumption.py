@@ -1,0 +1,135 @@
+"""What an earlier gateway left of a run, out of its rows: from it, the run goes on.
+
+Operations end in the order of their numbers, each in one transaction with what a replay needs of
+it, so that the rows always show the run as it was at one moment. Only an operation that a sampler
+still works at (its version is published, and recorded) may be unfinished before others that ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sqlalchemy import func, select
+
+from gateway.identifiers import operation_blob
+from gateway.runs.dispatcher import why_refused
+from gateway.runs.operations import Operation, body_from_json
+from gateway.runs.replay import SentCall, Snapshot
+from gateway.runs.training_run import TrainingRun
+from gateway.storage.database import Database
+from gateway.storage.tables import operations
+from tandem.errors import SequenceGap, from_type
+
+_COLUMNS = tuple(
+    operations.c[name]
+    for name in (
+        "seq_id",
+        "kind",
+        "request",
+        "call",
+        "seconds",
+        "digest",
+        "ended_at",
+        "error_type",
+        "error",
+    )
+)
+
+
+@dataclass
+class Unfinished:
+    """Of a run: the newest operation that has ended (-1: none), the calls that a replay needs, and
+    the operations that have not ended, each in order; and why the gradients since the last step
+    are not complete, "" if they are."""
+
+    ended: int = -1
+    calls: list[SentCall] = field(default_factory=list)
+    waiting: list[Operation] = field(default_factory=list)
+    gradients_incomplete: str = ""
+
+
+async def unfinished(
+    run: TrainingRun, newest: Snapshot, *, database: Database, data_dir: Path
+) -> Unfinished:
+    """Read what there is of a run whose newest snapshot is `newest`."""
+    of_run = operations.c.run_id == run.id
+    inline = func.coalesce(func.length(operations.c.payload), -1).label("inline")
+    rows = await database.read(
+        select(*_COLUMNS, inline)
+        .where(of_run, operations.c.ended_at.is_(None) | operations.c.call.is_not(None))
+        .order_by(operations.c.seq_id)
+    )
+    last = await database.read_one(
+        select(operations.c.seq_id)
+        .where(of_run, operations.c.ended_at.is_not(None))
+        .order_by(operations.c.seq_id.desc())
+        .limit(1)
+    )
+    folder = operation_blob(data_dir, run_id=run.id, seq_id=0).parent
+    files = await asyncio.to_thread(_sizes_in, folder)
+    found = Unfinished(ended=last["seq_id"] if last is not None else -1)
+    for row in rows:
+        payload = row["inline"] if row["inline"] >= 0 else files.get(row["seq_id"], -1)
+        body = body_from_json(row["kind"], row["request"])
+        if row["ended_at"] is not None:
+            call = SentCall(
+                seq_id=row["seq_id"],
+                kind=row["kind"],
+                changes_state=True,
+                request=row["call"],
+                body=body,
+                size=len(row["call"]) + max(payload, 0),
+                has_payload=payload >= 0,
+                answered=True,
+                seconds=row["seconds"],
+                failure=row["error_type"],
+            )
+            found.calls.append(call)
+        else:
+            operation = Operation(
+                run_id=run.id,
+                seq_id=row["seq_id"],
+                kind=row["kind"],
+                future=run.new_future(row["seq_id"]),
+                body=body,
+                has_payload=payload >= 0,
+                size=max(payload, len(row["request"])),
+                digest=row["digest"],
+                refused=from_type(row["error_type"], row["error"]) if row["error_type"] else None,
+                resumed=True,
+            )
+            found.waiting.append(operation)
+    sent = max(newest.seq_id, found.calls[-1].seq_id if found.calls else -1)
+    found.gradients_incomplete = await _why_incomplete(run.id, sent, database=database)
+    return found
+
+
+async def _why_incomplete(run_id: str, sent: int, *, database: Database) -> str:
+    """Say why the gradients since the last call that changed the trainer are not complete: a
+    forward_backward after it failed before the trainer heard of it."""
+    row = await database.read_one(
+        select(operations.c.seq_id, operations.c.error_type, operations.c.error)
+        .where(
+            operations.c.run_id == run_id,
+            operations.c.seq_id > sent,
+            operations.c.state == "failed",
+            (operations.c.kind == "forward_backward")
+            | (operations.c.error_type == SequenceGap.type),
+        )
+        .order_by(operations.c.seq_id.desc())
+        .limit(1)
+    )
+    if row is None:
+        return ""
+    if row["error_type"] == SequenceGap.type:
+        return str(row["error"])
+    return why_refused(row["seq_id"], row["error"])
+
+
+def _sizes_in(folder: Path) -> dict[int, int]:
+    """Return the bytes of the payloads in files, by number."""
+    if not folder.is_dir():
+        return {}
+    return {int(path.name): path.stat().st_size for path in folder.iterdir()}
