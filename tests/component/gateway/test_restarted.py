@@ -112,6 +112,7 @@ def test_a_snapshot_outlives_the_gateway_and_what_it_covers_is_gone(start):
         for number in (1, 2, 3):
             train(run, number)
             wait_until(lambda n=number: run_of(run).trainer.log.newest.step == n)
+        wait_until(lambda: len(snapshots(gate)) == 2)
     with start(recovery=OFTEN) as gate:
         assert [folder.name[:8] for folder in snapshots(gate)] == ["00000002", "00000003"]
         kept = select(operations.c.seq_id).where(operations.c.call.is_not(None))
@@ -121,7 +122,7 @@ def test_a_snapshot_outlives_the_gateway_and_what_it_covers_is_gone(start):
         train(run, 4)
         assert run.newest.history == undisturbed(4)
         assert [seq for _, seq in run.newest.applied] == [7, 8]
-        assert gate.gateway.checkpoints.snapshot_bytes == {"local": 200}
+        wait_until(lambda: gate.gateway.checkpoints.snapshot_bytes == {"local": 200})
 
 
 def test_a_trainer_starts_when_the_client_is_heard_of(start):
