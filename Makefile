@@ -1,4 +1,7 @@
-.PHONY: setup demo first-hour test conformance lint bench bench-bombs bench-gateway bench-history bench-recovery bench-versus fuzz nightly api-docs protos clean
+ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_lists openai_models operations \
+	restored retention run_history search security_names sessions trace usage_summary
+
+.PHONY: setup demo first-hour test test-postgresql conformance lint bench bench-bombs bench-gateway bench-history bench-recovery bench-versus fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -16,6 +19,9 @@ first-hour:      ## Does what README says in a fresh clone, and times each step.
 test: setup      ## Runs all the tests. ARGS="-k publish"
 	@scripts/cookbook.sh
 	@.venv/bin/python -m pytest $(ARGS)
+
+test-postgresql: setup ## Runs tests of whole gateways on PostgreSQL, which must be installed.
+	@TANDEM_TEST_DATABASE=postgresql .venv/bin/python -m pytest $(addprefix tests/component/gateway/test_,$(addsuffix .py,$(ON_POSTGRESQL))) $(ARGS)
 
 conformance: setup ## Holds every public method of the SDK to its meaning. SDK=0.27.2
 	@$(if $(SDK),scripts/conformance.sh $(SDK),.venv/bin/python -m pytest tests/conformance) $(ARGS)

@@ -216,7 +216,9 @@ class GatewaySettings(BaseSettings):
         "the request came to.",
     )
     data_dir: Path = Path(".tandem")
-    database_url: str = Field("", description="Empty: SQLite under data_dir.")
+    database_url: str = Field(
+        "", description="postgresql://USER:PASSWORD@HOST/NAME; empty: SQLite under data_dir."
+    )
     api_key: str = Field("", description="Empty: generated, kept in data_dir.", repr=False)
     models: dict[str, Path] = Field(
         default_factory=dict,

@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
 
+import pytest
 import structlog
+
+from tests.support.postgres import Postgres, programs, running_postgres, used_for_all
 
 # Gateways of some tests run in this process, and commands are tested by what they print: what is
 # logged must go neither between their lines nor into a stream that is closed after a command.
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    if programs() is None:
+        pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
+    with running_postgres() as server:
+        yield server
+
+
+# Of modules, so that the server starts before a unit test, in which no process may.
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def each_database(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs a module's tests once on each database, of which this is the name."""
+    wanted = request.param == "postgresql"
+    with used_for_all(request.getfixturevalue("postgres") if wanted else None):
+        yield request.param
+
+
+@pytest.fixture(scope="session", autouse=True)
+def database_of_all_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+    """`TANDEM_TEST_DATABASE=postgresql` runs all gateways of the tests on PostgreSQL."""
+    wanted = os.environ.get("TANDEM_TEST_DATABASE") == "postgresql"
+    with used_for_all(request.getfixturevalue("postgres") if wanted else None):
+        yield

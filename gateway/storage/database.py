@@ -1,4 +1,4 @@
-"""The database: SQLite by default, and one thread that writes.
+"""The database: SQLite by default, or PostgreSQL; and one thread that writes.
 
 Every write goes through a queue to a single writer, which puts everything that is queued into
 one transaction (group commit): under load, a hundred requests share one commit, and SQLite never
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import sqlite3
 import time
 from collections import deque
@@ -31,22 +32,31 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from sqlalchemy import (
     Column,
     Connection,
+    Engine,
     Executable,
     RowMapping,
     Select,
     Table,
     create_engine,
     event,
+    make_url,
     text,
     tuple_,
 )
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DataError,
+    DBAPIError,
+    NotSupportedError,
+    OperationalError,
+    ProgrammingError,
+)
 
 from gateway.fair_queue import FairQueue
 from gateway.storage.migrations import upgrade
-from tandem.errors import StorageFailed, StorageFull
+from tandem.errors import InvalidRequest, StorageFailed, StorageFull
 from tandem.telemetry import get_log
 from tandem.weights.store import fsync_path
 
@@ -66,8 +76,23 @@ _MAX_KEPT_BYTES = 256 * 2**20
 
 _READ_LITTLE = text("SELECT version_num FROM alembic_version")
 _CHANGE_NOTHING = text("UPDATE alembic_version SET version_num = version_num")
+_TRANSACTION = text("SELECT CAST(pg_current_xact_id_if_assigned() AS text)")
+_OUTCOME = text("SELECT pg_xact_status(CAST(:number AS xid8))")
+_COMMIT_UNKNOWN = 20.0
+"""Seconds for which PostgreSQL is asked whether it committed what it was lost in."""
+_RETRY_COMMIT_UNKNOWN = 0.2
 _ROWS_AT_ONCE = 500
 """Of a statement or a query for many rows."""
+_LOCK_TIMEOUT = 10_000
+"""Milliseconds that a statement waits for another process's transaction."""
+_POSTGRESQL = {
+    "fallback_application_name": "tandem",
+    "connect_timeout": 10,
+    "tcp_user_timeout": 20_000,  # of a server that no longer acknowledges what was sent
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+}
 _PAUSE = 4.0
 """How long it pauses after each batch, times what the batch took."""
 
@@ -99,10 +124,8 @@ class Database:
 
     def __init__(self, *, url: str, data_dir: Path, kept_bytes: int = _MAX_KEPT_BYTES) -> None:
         self._data_dir = data_dir
-        self._engine = create_engine(url or f"sqlite:///{data_dir / 'tandem.db'}")
+        self._engine = _make_engine(url or f"sqlite:///{data_dir / 'tandem.db'}")
         self._is_sqlite = self._engine.dialect.name == "sqlite"
-        if self._is_sqlite:
-            event.listen(self._engine, "connect", _prepare_sqlite)
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="database-reader")
         self._writer_thread = ThreadPoolExecutor(1, thread_name_prefix="database-writer")
         self._queue: deque[_Write] = deque()
@@ -125,7 +148,9 @@ class Database:
 
     async def open(self) -> None:
         await self._read(partial(upgrade, data_dir=self._data_dir))
-        self._writer = asyncio.create_task(self._run_writer(), name="database-writer")
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._writer_thread)
+        connection = await in_thread(self._engine.connect)
+        self._writer = asyncio.create_task(self._run_writer(connection), name="database-writer")
 
     async def close(self) -> None:
         if self._writer is not None:
@@ -277,7 +302,7 @@ class Database:
             try:
                 with self._engine.connect() as connection:
                     return query(connection)
-            except OperationalError as error:
+            except DBAPIError as error:
                 raise _typed(error) from error
 
         loop = asyncio.get_running_loop()
@@ -327,9 +352,9 @@ class Database:
             self._queue.append(write)
         self._work.set()
 
-    async def _run_writer(self) -> None:
+    async def _run_writer(self, connection: Connection) -> None:
+        """Write what is queued. A connection that was lost is made anew by the next transaction."""
         in_thread = partial(asyncio.get_running_loop().run_in_executor, self._writer_thread)
-        connection = await in_thread(self._engine.connect)
         while True:
             await self._work.wait()
             self._work.clear()
@@ -438,25 +463,47 @@ def _sync_commits(connection: Connection, *, durable: bool) -> None:
 
 
 def _commit(connection: Connection, batch: Sequence[_Write]) -> list[Exception | None]:
-    """Execute the writes in one transaction; return the error of each."""
+    """Execute the writes in one transaction; return the error of each. If PostgreSQL is lost while
+    it commits, ask it afterwards whether it did."""
     merged: list[tuple[Executable, list[dict[str, object]]]] = []
     for statement, rows in (pair for write in batch for pair in write.statements):
         if merged and rows and merged[-1][1] and merged[-1][0] is statement:
             merged[-1][1].extend(map(dict, rows))  # neighbours become one executemany
         else:
             merged.append((statement, list(map(dict, rows))))
+    number = None
     try:
         _sync_commits(connection, durable=any(write.durable for write in batch))
         with connection.begin():
             for statement, parameters in merged:
                 connection.execute(statement, parameters or None)
+            if connection.dialect.name == "postgresql":
+                number = connection.execute(_TRANSACTION).scalar_one()
     except Exception as error:  # noqa: BLE001 - a driver's refusal is no SQLAlchemyError
         failure = _typed(error)
+        if number is not None and _was_committed(connection, number):
+            return [None] * len(batch)
         if len(batch) == 1 or isinstance(failure, StorageFailed):
             return [failure if write.statements else None for write in batch]
         # One bad row must neither fail the others nor end the writer: try each alone.
         return [failure for write in batch for failure in _commit(connection, [write])]
     return [None] * len(batch)
+
+
+def _was_committed(connection: Connection, number: object) -> bool:
+    """Return whether PostgreSQL committed a transaction whose connection was lost. Ask for some
+    seconds; a server that stays away that long is taken to have not."""
+    deadline = time.monotonic() + _COMMIT_UNKNOWN
+    while time.monotonic() < deadline:
+        try:
+            with connection.begin():
+                outcome = connection.execute(_OUTCOME, {"number": number}).scalar()
+            if outcome != "in progress":
+                return bool(outcome == "committed")
+        except DBAPIError:
+            pass  # it is still away
+        time.sleep(_RETRY_COMMIT_UNKNOWN)
+    return False
 
 
 def from_row(type_: type[Record], row: RowMapping | Row, **changes: object) -> Record:
@@ -480,7 +527,11 @@ def _errors_of(work: Sequence[FileWork | None]) -> list[Exception | None]:
     return [error_of(call) for call in work]
 
 
-_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
+_SQLITE_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
+_POSTGRESQL_FULL = "53100"  # disk_full
+_FAULT_OF_THE_ROW = ("21", "22", "23", "42", "44", "54", "0A")
+"""Classes of PostgreSQL's errors that a row or a statement brings about at any time. All others are
+those of its server or of the connection to it, which has no code."""
 
 
 def _typed(error: Exception) -> Exception:
@@ -488,11 +539,18 @@ def _typed(error: Exception) -> Exception:
     without SQL, values or paths, if it is no fault of the row; the error itself otherwise."""
     if isinstance(error, OSError):
         full, why = error.errno in (errno.ENOSPC, errno.EDQUOT), error.strerror
-    elif isinstance(error, OperationalError):
+    elif isinstance(error, OperationalError) and isinstance(error.orig, sqlite3.Error):
         code: int = getattr(error.orig, "sqlite_errorcode", 0)
         if code == sqlite3.SQLITE_ERROR:  # a statement that is wrong at any time
             return error
-        full, why = code in _FULL, getattr(error.orig, "sqlite_errorname", None)
+        full, why = code in _SQLITE_FULL, getattr(error.orig, "sqlite_errorname", None)
+    elif isinstance(error, DBAPIError) and not isinstance(error.orig, sqlite3.Error):
+        state: str | None = getattr(error.orig, "sqlstate", None)
+        if state is None and isinstance(error, DataError | NotSupportedError | ProgrammingError):
+            return error  # the driver's own, before it asks the server
+        if state is not None and state.startswith(_FAULT_OF_THE_ROW):
+            return error
+        full, why = state == _POSTGRESQL_FULL, state or "no connection"
     else:
         return error
     failure = StorageFailed(
@@ -511,6 +569,41 @@ def _typed(error: Exception) -> Exception:
 def _cause_of(failure: StorageFailed) -> str:
     """Return what operators are told of it: the driver's own words."""
     return str(getattr(failure.__cause__, "orig", failure.__cause__))
+
+
+def _to_json(value: object) -> str:
+    """PostgreSQL has no NaN in JSON, so SQLite gets none either."""
+    return json.dumps(value, allow_nan=False)
+
+
+def _make_engine(url: str) -> Engine:
+    """Return the engine of `sqlite:///FILE` or `postgresql://USER@HOST/NAME`. Raise
+    `InvalidRequest`."""
+    wanted = "it must be postgresql://USER:PASSWORD@HOST/NAME or sqlite:///FILE"
+    try:
+        given = make_url(url)
+    except ArgumentError as error:
+        raise InvalidRequest(f"TANDEM_DATABASE_URL is not a URL; {wanted}") from error
+    match given.get_backend_name():
+        case "sqlite":
+            engine = create_engine(given, json_serializer=_to_json)
+            event.listen(engine, "connect", _prepare_sqlite)
+            return engine
+        case "postgresql" | "postgres":
+            limits = f"{given.query.get('options', '')} -c lock_timeout={_LOCK_TIMEOUT}"
+            given = given.set(drivername="postgresql+psycopg")
+            given = given.update_query_dict({"options": limits})
+            try:
+                return create_engine(
+                    given, connect_args=_POSTGRESQL, pool_pre_ping=True, json_serializer=_to_json
+                )
+            except ModuleNotFoundError as error:
+                raise InvalidRequest(
+                    "TANDEM_DATABASE_URL names PostgreSQL, whose driver is not installed; "
+                    "install it with `pip install 'tandem[postgres]'`"
+                ) from error
+        case other:
+            raise InvalidRequest(f"TANDEM_DATABASE_URL names a database {other!r}; {wanted}")
 
 
 def _prepare_sqlite(connection: DBAPIConnection, _record: object) -> None:

@@ -16,13 +16,32 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
-    String,
     Table,
-    Text,
+    TypeDecorator,
     text,
 )
+from sqlalchemy import String as _String
+from sqlalchemy import Text as _Text
+from sqlalchemy.engine import Dialect
 
 metadata = MetaData()
+
+
+class String(TypeDecorator[str]):
+    """Text without U+0000, which PostgreSQL refuses, and which U+FFFD stands for. PostgreSQL also
+    refuses longer text than that of the column; the API bounds what clients choose."""
+
+    impl = _String
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        return value.replace("\0", "\ufffd") if value else value
+
+
+class Text(String):
+    impl = _Text
+    cache_ok = True
+
 
 models = Table(
     "models",
@@ -163,7 +182,7 @@ sampling_sessions = Table(
     Column("base_model", String(200), nullable=False),
     Column("model_path", Text, nullable=False, default=""),  # tinker://, of kind named
     Column("run_id", String(100), nullable=False, default=""),
-    Column("version", String(200), nullable=False),
+    Column("version", String(205), nullable=False),  # that of a base model is base/NAME
     Column("state", String(16), nullable=False),  # active, ended
     Column("clients", Integer, nullable=False, default=0),  # that have joined it
     Column("created_at", Float, nullable=False),
@@ -280,7 +299,8 @@ usage = Table(
 audit = Table(
     "audit",
     metadata,
-    Column("id", Integer, primary_key=True, autoincrement=True),
+    # SQLite numbers rows of its own accord only in a column of this type.
+    Column("id", BigInteger().with_variant(Integer(), "sqlite"), primary_key=True),
     Column("at", Float, nullable=False),
     Column("actor", String(100), nullable=False),
     Column("action", String(64), nullable=False),

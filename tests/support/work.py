@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,8 @@ def calls_in(function: Callable[[], object]) -> int:
 
 @dataclass
 class DatabaseWork:
-    """`steps` of SQLite's virtual machine, and the most rows that one statement wrote."""
+    """`steps` of SQLite's virtual machine (0 for PostgreSQL), and the most rows that one statement
+    wrote."""
 
     steps: int = 0
     most_rows: int = 0
@@ -46,7 +48,8 @@ def database_work() -> Iterator[DatabaseWork]:
         def step() -> None:
             work.steps += _GRAIN
 
-        connection.set_progress_handler(step, _GRAIN)
+        if isinstance(connection, sqlite3.Connection):
+            connection.set_progress_handler(step, _GRAIN)
 
     def executed(_connection, cursor, *_statement) -> None:
         work.most_rows = max(work.most_rows, cursor.rowcount)

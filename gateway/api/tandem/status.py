@@ -286,9 +286,9 @@ async def remove_model(name: PathText, gateway: GatewayDep) -> None:
 async def config(gateway: GatewayDep) -> Settings:
     """Return the resolved settings, without the key and without the database's password."""
     settings = gateway.settings.model_dump(mode="json", exclude={"api_key"})
-    url = settings["database_url"]
-    if "@" in url:
-        settings["database_url"] = f"{url.partition('://')[0]}://…@{url.rpartition('@')[2]}"
+    url, _, _ = settings["database_url"].partition("?")  # a parameter may be the password
+    hidden = f"{url.partition('://')[0]}://…@{url.rpartition('@')[2]}"
+    settings["database_url"] = hidden if "@" in url else url
     return Settings.model_validate(settings)
 
 

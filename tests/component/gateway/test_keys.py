@@ -19,6 +19,7 @@ from tandem.cli.main import app
 from tandem.errors import InvalidRequest
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.running import KEY, running_gateway, settings_for
+from tests.support.postgres import url_for
 from tests.support.waiting import wait_until
 
 OWN = "/api/tandem/v1"
@@ -180,9 +181,11 @@ def test_the_command_works_with_a_gateway_and_without_one(tmp_path, monkeypatch)
     def said(*arguments: str):
         return json.loads(tandem(*arguments, "--json"))
 
+    monkeypatch.setenv("TANDEM_DATABASE_URL", url_for(tmp_path / "data"))
     (tmp_path / "data").mkdir(mode=0o755)
     before = said("create", "--owner", "ann", "--expires", "30d")
-    assert (tmp_path / "data" / "tandem.db").stat().st_mode & 0o077 == 0
+    files = [path for path in (tmp_path / "data").iterdir() if path.is_file()]
+    assert files and not any(path.stat().st_mode & 0o077 for path in files)
     assert (before["owner"], before["role"], before["state"]) == ("ann", "member", "active")
     with running_gateway(tmp_path, session_ttl=600) as gate:
         with gate.http(before["key"]) as client:

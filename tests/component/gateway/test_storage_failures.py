@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import pytest
 from sqlalchemy import delete, text
@@ -14,7 +13,10 @@ from tandem.errors import StorageFailed
 from tests.support.files import entries
 from tests.support.gateway.requests import finish, optim_step
 from tests.support.gateway.running import forward_backward_bytes, running_gateway
+from tests.support.postgres import locked_database, on_sqlite, wait_for_no_lock
 from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 MANY_PAGES = {"a": "x" * 16_000}
 
@@ -33,10 +35,8 @@ def run(gate) -> str:
 @contextmanager
 def locked(gate) -> Iterator[None]:
     """Another process writes, and does not end."""
-    gate.run(gate.gateway.database.write(text("PRAGMA busy_timeout = 0")))
-    path = gate.settings.data_dir / "tandem.db"
-    with closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
+    gate.run(wait_for_no_lock(gate.gateway.database))
+    with locked_database(gate.settings.data_dir):
         yield
 
 
@@ -59,7 +59,7 @@ def new_session(client):
     return client.post("/api/v1/create_session", json=body)
 
 
-def test_a_locked_database_fails_the_save_and_not_the_run(gate, run):
+def test_a_locked_database_fails_the_save_and_not_the_run(gate, run, each_database):
     _, trainer = gate.worker("trainer")
     with gate.http() as client:
         gate.run(trainer.gate.clear)
@@ -68,7 +68,8 @@ def test_a_locked_database_fails_the_save_and_not_the_run(gate, run):
             gate.run(trainer.gate.set)
             failed = gate.retrieve(f"{run}:1").json()
         assert (failed["type"], failed["category"]) == ("storage_failed", "server")
-        assert "SQLITE_BUSY" in failed["error"]
+        busy = "SQLITE_BUSY" if each_database == "sqlite" else "55P03"
+        assert busy in failed["error"]
         assert "INSERT" not in failed["error"]
         optim_step(client, run, 2)
         assert gate.retrieve(f"{run}:2").json()["metrics"] == {"grad_norm": 1.5}
@@ -88,6 +89,7 @@ def test_a_number_of_an_ended_sampling_session_is_refused_and_the_run_goes_on(ga
         assert gate.retrieve(f"{run}:3").json()["sampling_session_id"].endswith(":sample:8")
 
 
+@on_sqlite
 def test_a_full_database_is_told_with_a_time_to_come_back(gate):
     with gate.http() as client:
         with full(gate):
@@ -134,6 +136,7 @@ def test_a_gateway_on_a_disk_with_too_little_room_is_alive_and_not_ready(tmp_pat
         assert (ready.status_code, ready.json()["type"]) == (507, "storage_full")
 
 
+@on_sqlite
 def test_a_run_whose_creation_could_not_be_recorded_can_be_asked_for_again(gate):
     new = {"session_id": gate.session_id(), "model_seq_id": 0, "base_model": "tiny"}
     new["more"] = "x" * 28_000  # the journal keeps the request, which the database has no room for

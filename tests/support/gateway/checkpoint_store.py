@@ -17,6 +17,7 @@ from gateway.limits import Quotas
 from gateway.metrics import Metrics
 from gateway.storage.database import Database
 from tandem.settings import LimitSettings
+from tests.support.postgres import url_for
 
 RUN = "s-1:train:0"
 PATH = f"tinker://{RUN}/weights/a"
@@ -24,9 +25,11 @@ DAY = 86_400.0
 
 
 class Store:
-    def __init__(self, data_dir: Path, *, collector=GarbageCollector) -> None:
+    """`url` is that of the database, where it is not the directory's own."""
+
+    def __init__(self, data_dir: Path, *, collector=GarbageCollector, url: str = "") -> None:
         self.data_dir = data_dir
-        self.database = Database(url="", data_dir=data_dir)
+        self.database = Database(url=url or url_for(data_dir), data_dir=data_dir)
         self.checkpoints = CheckpointCatalog(
             database=self.database,
             data_dir=data_dir,

@@ -23,6 +23,7 @@ from gateway.app import GatewayServer, create_app, make_server
 from tandem.settings import GatewaySettings
 from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.fake_launcher import FakeLauncher
+from tests.support.postgres import url_for
 from tests.support.waiting import PATIENCE, until, wait_until
 
 KEY = "tml-test-key"
@@ -103,6 +104,7 @@ class Gate:
 def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
     values = {
         "data_dir": tmp_path / "data",
+        "database_url": url_for(tmp_path / "data"),
         "port": 0,
         "api_key": KEY,
         "session_left_ttl": 600,  # the tests open a connection for each request

@@ -17,6 +17,8 @@ from tandem.errors import CheckpointDamaged, UnknownWeights
 from tests.support.gateway.checkpoint_store import PATH, RUN, Store, checkpoint, folder
 from tests.support.waiting import PATIENCE
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 
 @pytest.fixture
 async def store(tmp_path):

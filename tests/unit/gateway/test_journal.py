@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from sqlalchemy import insert, select, text
+from sqlalchemy import insert, select
 from sqlalchemy.exc import IntegrityError
 
 from gateway.futures.table import Future, FutureTable, Result
@@ -19,7 +18,10 @@ from gateway.runs.operations import Operation
 from gateway.storage.database import Database
 from gateway.storage.tables import audit, operations
 from tandem.errors import GatewayRestarted, InvalidRequest, StorageFailed, UnknownRequest
+from tests.support.postgres import locked_database, on_sqlite, url_for, wait_for_no_lock
 from tests.support.waiting import PATIENCE
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 RUN = "s-1:train:0"
 LARGE = Result(media="protobuf", body=b"x" * 2**17)
@@ -33,7 +35,7 @@ class World:
 
     def __init__(self, data_dir: Path) -> None:
         self.data_dir = data_dir
-        self.database = Database(url="", data_dir=data_dir, kept_bytes=ROOM)
+        self.database = Database(url=url_for(data_dir), data_dir=data_dir, kept_bytes=ROOM)
         metrics = Metrics()
         futures = FutureTable(
             folder=data_dir / "samples",
@@ -69,21 +71,15 @@ class World:
         )
 
     async def states(self) -> dict[int, str]:
-        rows = await self.database.read(select(operations.c.seq_id, operations.c.state))
+        found = select(operations.c.seq_id, operations.c.state).order_by(operations.c.seq_id)
+        rows = await self.database.read(found)
         return {row["seq_id"]: row["state"] for row in rows}
 
     def payloads(self) -> list[str]:
         return sorted(p.name for p in (self.data_dir / "operations").rglob("*"))
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Another process writes, and does not end."""
-        other = sqlite3.connect(self.data_dir / "tandem.db", isolation_level=None)
-        other.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        finally:
-            other.close()
+    def locked(self) -> AbstractContextManager[None]:
+        return locked_database(self.data_dir)
 
 
 @pytest.fixture
@@ -91,7 +87,7 @@ async def world(tmp_path, monkeypatch):
     monkeypatch.setattr("gateway.storage.database._RETRY_AFTER", 0.01)
     world = World(tmp_path)
     await world.database.open()
-    await world.database.write(text("PRAGMA busy_timeout = 0"))
+    await wait_for_no_lock(world.database)
     yield world
     await world.database.close()
 
@@ -181,8 +177,10 @@ async def test_a_gateway_that_stops_writes_what_it_still_can(world):
         world.journal.end(operation, SMALL)
         await world.database.flush()
     await world.database.close()
-    with sqlite3.connect(world.data_dir / "tandem.db") as connection:
-        assert connection.execute("SELECT state FROM operations").fetchall() == [("done",)]
+    later = World(world.data_dir)
+    await later.database.open()
+    assert await later.states() == {1: "done"}
+    await later.database.close()
 
 
 async def test_an_operation_whose_end_nobody_recorded_says_so_after_a_restart(world):
@@ -207,6 +205,7 @@ async def test_a_payload_goes_when_its_operation_was_not_accepted(world):
     assert "2" not in world.payloads()
 
 
+@on_sqlite
 async def test_a_database_that_cannot_be_read_is_told_once_in_the_log_and_is_not_ready(
     world, capfd
 ):

@@ -11,11 +11,14 @@ from gateway.storage.database import Database
 from gateway.storage.tables import keys as table
 from tandem.cli.keys import parse_duration
 from tandem.errors import InvalidRequest, UnknownKey, UserError
+from tests.support.postgres import on_sqlite, url_for
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 
 @pytest.fixture
 async def database(tmp_path):
-    database = Database(url="", data_dir=tmp_path)
+    database = Database(url=url_for(tmp_path), data_dir=tmp_path)
     await database.open()
     yield database
     await database.close()
@@ -28,6 +31,7 @@ def new(role: str = "member", **about) -> NewKey:
 KEY = "tml-test-key"
 
 
+@on_sqlite
 async def test_the_database_holds_the_hash_of_a_key_and_never_the_key(database, tmp_path):
     keys = KeyStore(database=database)
     key, secret = await keys.create(new(name="laptop"))

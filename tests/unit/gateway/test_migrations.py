@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import create_engine, insert, select, text
+from sqlalchemy import insert, select, text
 
 from gateway.checkpoints.base_models import BaseModels
 from gateway.checkpoints.versions import WeightVersion
@@ -20,6 +19,7 @@ from gateway.storage.pairing import check_pair
 from gateway.storage.tables import metadata, released_folders
 from tests.support.gateway.checkpoint_store import RUN, Store, checkpoint, whole
 from tests.support.gateway.running import make_model
+from tests.support.postgres import url_for
 
 SCHEMA_0006 = Path(__file__).parents[2] / "support" / "gateway" / "schema_0006.sql"
 STATE = "checkpoints/s-1_train_0/a-11111111"
@@ -27,14 +27,29 @@ VERSION = "weights/s-1_train_0/v000001-22222222"
 RELEASED = "checkpoints/s-1_train_0/b-33333333"
 
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
+
 @pytest.fixture
 def old(tmp_path):
     """A data directory whose database is of revision 0006."""
     folder = tmp_path / "old"
     folder.mkdir()
-    with sqlite3.connect(folder / "tandem.db") as connection:
-        connection.executescript(SCHEMA_0006.read_text())
+    schema = SCHEMA_0006.read_text()
+    if url_for(folder):
+        schema = schema.replace("BLOB", "BYTEA")
+    execute(folder, *schema.split(";")[:-1])
     return folder
+
+
+def execute(data_dir, *statements):
+    with create_engine(data_dir).begin() as connection:
+        for statement in statements:
+            connection.exec_driver_sql(statement)
+
+
+def create_engine(data_dir):
+    return Database(url=url_for(data_dir), data_dir=data_dir)._engine
 
 
 def test_the_newest_revision_is_alembics_head_and_each_file_names_its_own():
@@ -45,7 +60,7 @@ def test_the_newest_revision_is_alembics_head_and_each_file_names_its_own():
 
 
 async def test_a_new_database_is_of_the_newest_revision(tmp_path):
-    database = Database(url="", data_dir=tmp_path)
+    database = Database(url=url_for(tmp_path), data_dir=tmp_path)
     await database.open()
     (row,) = await database.read(text("SELECT version_num FROM alembic_version"))
     assert row["version_num"] == migrations.newest_revision()
@@ -53,11 +68,11 @@ async def test_a_new_database_is_of_the_newest_revision(tmp_path):
 
 
 async def test_a_migrated_database_has_the_tables_of_a_new_one(old):
-    database = Database(url="", data_dir=old)
+    database = Database(url=url_for(old), data_dir=old)
     await database.open()
     await database.close()
-    with create_engine(f"sqlite:///{old / 'tandem.db'}").connect() as connection:
-        context = MigrationContext.configure(connection)
+    with create_engine(old).connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": False})
         assert compare_metadata(context, metadata) == []
 
 
@@ -67,15 +82,13 @@ async def test_what_an_old_database_names_is_found_after_its_directory_was_moved
 ):
     absolute = {
         "checkpoints": f"""('tinker://{RUN}/weights/a', '{RUN}', 'weights', 'tiny', '{old / STATE}',
-            '', 0, 7, 1, 'local', 0, NULL, 1.0, NULL, NULL)""",
+            '', 0, 7, true, 'local', false, NULL, 1.0, NULL, NULL)""",
         "released_folders": f"('{old / RELEASED}', '{RUN}')",
         "models": f"('in', '{old}/models/tiny', 64, 1.0), ('out', '/srv/tiny', 64, 1.0)",
         "weight_versions": f"""('{RUN}/v000001-22222222', '{RUN}', 'tiny', '{old / VERSION}', '',
-            1, 7, 0, 1.0, NULL)""",
+            1, 7, false, 1.0, NULL)""",
     }
-    with sqlite3.connect(old / "tandem.db") as connection:
-        for table, rows in absolute.items():
-            connection.execute(f"INSERT INTO {table} VALUES {rows}")
+    execute(old, *(f"INSERT INTO {table} VALUES {rows}" for table, rows in absolute.items()))
     before = Store(old)
     for relative in (STATE, VERSION, RELEASED):
         whole(before, relative)
@@ -85,7 +98,7 @@ async def test_what_an_old_database_names_is_found_after_its_directory_was_moved
         await before.database.close()
     new = old.rename(tmp_path / "new")
 
-    store = Store(new)
+    store = Store(new, url=url_for(old))
     await store.database.open()
     found = await store.checkpoints.find(parse_checkpoint_path(f"tinker://{RUN}/weights/a"))
     assert list(await store.versions.files(found)) == ["checkpoint.json", "file"]
@@ -128,7 +141,8 @@ async def test_a_data_directory_can_be_moved(tmp_path):
     await BaseModels(database=first.database, data_dir=first.data_dir).add(name="tiny", path=model)
     await first.database.close()
 
-    second = Store(first.data_dir.rename(tmp_path / "second"))
+    moved = first.data_dir.rename(tmp_path / "second")
+    second = Store(moved, url=url_for(first.data_dir))
     await second.database.open()
     assert await check_pair(second.database, second.data_dir)
     assert (await second.versions.version(version.name)).path == str(second.data_dir / VERSION)

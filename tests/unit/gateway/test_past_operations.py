@@ -14,7 +14,10 @@ from gateway.runs.journal import Journal
 from gateway.storage.database import Database
 from gateway.storage.tables import operations
 from tandem.errors import GatewayRestarted, UnknownRequest
+from tests.support.postgres import on_sqlite, url_for
 from tests.support.work import database_work
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 MANY = 5000
 
@@ -38,12 +41,12 @@ def ended(run_id: str, seq_id: int, *, ago: float, result: bytes | None = None) 
 async def journal_of(folder, *rows: dict):
     """The journal of a gateway that starts on a database with these rows."""
     folder.mkdir(exist_ok=True)
-    database = Database(url="", data_dir=folder)
+    database = Database(url=url_for(folder), data_dir=folder)
     await database.open()
     await database.write(insert(operations), *rows)
     await database.close()
     with database_work() as work:
-        database = Database(url="", data_dir=folder)
+        database = Database(url=url_for(folder), data_dir=folder)
         await database.open()
         metrics = Metrics()
         futures = FutureTable(
@@ -58,6 +61,7 @@ async def journal_of(folder, *rows: dict):
             await database.close()
 
 
+@on_sqlite
 @pytest.mark.parametrize("task", ["expire", "abandon"])
 async def test_neither_a_start_nor_expiry_looks_at_the_operations_of_the_past(task, tmp_path):
     steps = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
 from sqlalchemy import func, insert, select, text, update
 
 from gateway.auth.identity import Caller
@@ -14,7 +16,10 @@ from gateway.storage.database import Database
 from gateway.storage.tables import metadata
 from gateway.usage.meter import Subject, UsageMeter
 from gateway.usage.reports import BillingReports
+from tests.support.postgres import url_for
 from tests.support.work import database_work
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 DAY = 86_400.0
 KEPT = 30 * DAY
@@ -94,7 +99,7 @@ class History:
 @pytest.fixture
 async def history(tmp_path):
     with database_work() as work:
-        database = Database(url="", data_dir=tmp_path)
+        database = Database(url=url_for(tmp_path), data_dir=tmp_path)
         await database.open()
         found = History(database, tmp_path)
         found.work = work
@@ -184,7 +189,7 @@ RUN_COLUMNS = ("model", "published", "parent", "newest", "replay_after")
 
 
 async def test_a_database_of_the_first_revision_is_brought_up_to_date(tmp_path):
-    database = Database(url="", data_dir=tmp_path)
+    database = Database(url=url_for(tmp_path), data_dir=tmp_path)
     await database.open()
     session = {
         "id": "s-1:sample:0", "session_id": "s-1", "kind": "base", "base_model": "tiny",
@@ -210,13 +215,13 @@ async def test_a_database_of_the_first_revision_is_brought_up_to_date(tmp_path):
     ):
         await database.write(text(statement))
     await database.close()
-    upgraded = Database(url="", data_dir=tmp_path)
+    upgraded = Database(url=url_for(tmp_path), data_dir=tmp_path)
     await upgraded.open()
     history = History(upgraded, tmp_path)
     await history.add("s-old", days_ago=31)
     await history.retention.remove_old()
     assert await history.rows() == {}
-    found = await upgraded.read(text("SELECT name FROM sqlite_master"))
-    new = {"operations_with_result", "checkpoints_by_expired", "released_folders", "data_directory"}
-    assert new <= {row["name"] for row in found}
+    with upgraded._engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": False})
+        assert compare_metadata(context, tables.metadata) == []
     await upgraded.close()

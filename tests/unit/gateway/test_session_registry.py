@@ -11,11 +11,14 @@ from gateway.metrics import Metrics
 from gateway.sessions.registry import Connection, NewSession, SessionRegistry
 from gateway.storage.database import Database
 from tandem.settings import LimitSettings
+from tests.support.postgres import url_for
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 
 @pytest.fixture
 async def sessions(tmp_path):
-    database = Database(url="", data_dir=tmp_path)
+    database = Database(url=url_for(tmp_path), data_dir=tmp_path)
     await database.open()
     limits = Quotas(settings=LimitSettings(), metrics=Metrics())
     yield SessionRegistry(database=database, limits=limits, ttl=60, left_ttl=25)

@@ -22,6 +22,9 @@ from tests.support.gateway.checkpoint_store import (
     folder,
     whole,
 )
+from tests.support.postgres import lose_database, on_sqlite
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 STATE = "checkpoints/s-1_train_0/a-11111111"
 
@@ -165,6 +168,7 @@ async def test_a_clock_that_is_ahead_hides_a_checkpoint_and_loses_nothing(store,
     assert not path.exists()
 
 
+@on_sqlite
 async def test_what_is_acknowledged_is_synced_and_the_rest_waits_for_no_disk(store):
     """SQLite syncs its log at a commit that is FULL."""
     levels = []
@@ -200,7 +204,7 @@ async def test_a_foreign_database_removes_nothing_until_an_operator_says_so(tmp_
     left = [folder(store, "checkpoints/s-1_train_0/b-2"), folder(store, "weights/.trash/c")]
     await store.checkpoints.put(checkpoint(store, STATE))
     await store.database.close()
-    (tmp_path / "tandem.db").unlink()
+    lose_database(tmp_path)
 
     for _ in range(2):  # it is still foreign at the second start
         store = Store(tmp_path)
@@ -232,4 +236,4 @@ async def test_a_directory_without_files_belongs_to_any_database(tmp_path):
         await store.database.open()
         assert await check_pair(store.database, tmp_path)
         await store.database.close()
-        (tmp_path / "tandem.db").unlink()
+        lose_database(tmp_path)

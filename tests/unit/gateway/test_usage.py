@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
-from sqlalchemy import create_engine, insert, select, text
+from sqlalchemy import insert, select, text
 
 from gateway.auth.identity import Caller
 from gateway.limits import Quotas
@@ -18,6 +18,9 @@ from gateway.storage.tables import usage as table
 from gateway.usage.meter import Subject, TimeShares, UsageMeter
 from gateway.usage.reports import BillingReports, Used
 from tandem.settings import LimitSettings
+from tests.support.postgres import url_for
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 ADMIN = Caller(owner="local", key_id="k-1", role="admin")
 
@@ -40,7 +43,7 @@ def test_shares_of_a_clock_add_up_to_the_time_in_which_there_was_work():
 
 @pytest.fixture
 async def database(tmp_path):
-    database = Database(url="", data_dir=tmp_path)
+    database = Database(url=url_for(tmp_path), data_dir=tmp_path)
     await database.open()
     yield database
     await database.close()
@@ -189,7 +192,7 @@ async def test_usage_from_before_runs_were_noted_is_given_its_run(database, tmp_
     await database.flush()
     await database.write(text("ALTER TABLE usage DROP COLUMN run_id"))
     with (
-        create_engine(f"sqlite:///{tmp_path / 'tandem.db'}").begin() as connection,
+        database._engine.begin() as connection,
         Operations.context(MigrationContext.configure(connection)),
     ):
         v0003_usage_of_runs.upgrade()

@@ -1,0 +1,163 @@
+"""A PostgreSQL server of the tests' own, on a Unix socket in a folder that goes with it.
+
+`url_for` is what tests give to a `Database`: tests that use the fixture `each_database` run twice,
+on SQLite and on PostgreSQL.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import os
+import shutil
+import sqlite3
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import cache
+from pathlib import Path
+
+import psycopg
+import pytest
+from sqlalchemy import text
+
+from gateway.storage.database import Database
+from tests.support.waiting import PATIENCE
+
+_SETTINGS = {
+    "listen_addresses": "",
+    "fsync": "off",
+    "max_connections": "300",
+    "shared_buffers": "16MB",
+    "lc_messages": "C",
+}
+
+
+@cache
+def programs() -> Path | None:
+    """The folder of PostgreSQL's programs; None where it is not installed."""
+    found = shutil.which("initdb")
+    folders = [*Path("/usr/lib/postgresql").glob("*/bin")]
+    newest = max(folders, key=lambda folder: int(folder.parent.name), default=None)
+    return newest or (Path(found).resolve().parent if found else None)
+
+
+class Postgres:
+    """Its user is `postgres` where the tests run as root, which the server refuses."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._user = "postgres" if os.getuid() == 0 else getpass.getuser()
+        if os.getuid() == 0:
+            shutil.chown(folder, "postgres")
+        # Texts are ordered as in a dictionary, as on most servers, and not by their bytes.
+        order = ("--locale=C.UTF-8", "--locale-provider=icu", "--icu-locale=en")
+        self._run("initdb", "--no-sync", "--auth=trust", "--encoding=UTF8", *order)
+
+    def url(self, database: str = "postgres") -> str:
+        return f"postgresql://{self._user}@/{database}?host={self._folder}"
+
+    def start(self) -> None:
+        options = " ".join(f"-c {name}={value!r}" for name, value in _SETTINGS.items())
+        log = self._folder / "log"
+        self._run("pg_ctl", "-w", "-o", f"{options} -k {self._folder}", "-l", str(log), "start")
+
+    def stop(self, mode: str = "fast") -> None:
+        self._run("pg_ctl", "-w", "-m", mode, "stop")
+
+    def database_for(self, data_dir: Path) -> str:
+        """The URL of the database that belongs to a data directory, made when it is first asked."""
+        name = _name_for(data_dir)
+        with psycopg.connect(self.url(), autocommit=True) as connection:
+            known = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [name])
+            if known.fetchone() is None:
+                connection.execute(f'CREATE DATABASE "{name}"')
+        return self.url(name)
+
+    def drop_database_of(self, data_dir: Path) -> None:
+        with psycopg.connect(self.url(), autocommit=True) as connection:
+            connection.execute(f'DROP DATABASE "{_name_for(data_dir)}" WITH (FORCE)')
+
+    def _run(self, program: str, *arguments: str) -> None:
+        folder = programs()
+        assert folder is not None
+        done = subprocess.run(
+            [folder / program, "-D", self._folder / "data", *arguments],
+            user=self._user if os.getuid() == 0 else None,
+            extra_groups=[] if os.getuid() == 0 else None,
+            cwd=self._folder,
+            stdout=subprocess.PIPE if program != "pg_ctl" else subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
+            timeout=PATIENCE,
+            check=False,
+        )
+        assert done.returncode == 0, (done.stdout or b"").decode()
+
+
+def _name_for(data_dir: Path) -> str:
+    return f"d{hashlib.sha256(str(data_dir).encode()).hexdigest()[:16]}"
+
+
+@contextmanager
+def running_postgres() -> Iterator[Postgres]:
+    folder = Path(tempfile.mkdtemp(prefix="tandem-postgres-"))
+    server = Postgres(folder)
+    try:
+        server.start()
+        yield server
+        server.stop("immediate")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_server: Postgres | None = None
+
+
+@contextmanager
+def used_for_all(server: Postgres | None) -> Iterator[None]:
+    """Let `url_for` name databases of the server while the block runs; None: SQLite."""
+    global _server
+    before, _server = _server, server
+    try:
+        yield
+    finally:
+        _server = before
+
+
+on_sqlite = pytest.mark.parametrize("each_database", ["sqlite"], indirect=True)
+"""For a test that looks into SQLite, of a module that uses `each_database`."""
+
+
+def url_for(data_dir: Path) -> str:
+    """The URL of a data directory's database; empty for SQLite."""
+    return _server.database_for(data_dir) if _server is not None else ""
+
+
+def lose_database(data_dir: Path) -> None:
+    """Remove the database of a data directory that no gateway uses."""
+    if _server is not None:
+        _server.drop_database_of(data_dir)
+    else:
+        (data_dir / "tandem.db").unlink()
+
+
+@contextmanager
+def locked_database(data_dir: Path) -> Iterator[None]:
+    """Another process writes while the block runs: reads go on, writes wait."""
+    if url := url_for(data_dir):
+        with psycopg.connect(url) as other:
+            tables = other.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'")
+            names = ", ".join(f'"{name}"' for (name,) in tables)
+            other.execute(f"LOCK TABLE {names} IN EXCLUSIVE MODE")
+            yield
+    else:
+        with closing(sqlite3.connect(data_dir / "tandem.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            yield
+
+
+async def wait_for_no_lock(database: Database) -> None:
+    """Let writes fail at once while another process writes."""
+    setting = "SET lock_timeout = 1" if _server is not None else "PRAGMA busy_timeout = 0"
+    await database.write(text(setting))
