@@ -29,7 +29,7 @@ from rich.table import Table
 
 from benchmarks import record
 from benchmarks.raw_http import Connection
-from gateway.workers.launchers.process import ProcessLauncher
+from tandem.agent.launcher import ProcessLauncher
 from tandem.demo.tiny_model import write_tiny_model
 from tandem.settings import SamplerSettings
 from tandem.stack import Stack
@@ -119,7 +119,7 @@ def seed(client: int, number: int) -> int:
 
 
 async def direct(work: Path, model: Path, load: Load) -> dict[str, object]:
-    launcher = ProcessLauncher(data_dir=work / "direct", start_timeout=240, stop_timeout=20)
+    launcher = ProcessLauncher(data_dir=work / "direct")
     secret = secrets.token_urlsafe(32)
     spec = WorkerSpec(
         worker_id="sampler-direct",

@@ -7,9 +7,9 @@ import sys
 
 # Both are read when grpc is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-# uvloop starts workers by fork. With gRPC's fork support on, its handlers start threads in the
-# child, and one child in four dies of a segmentation fault before it becomes the worker, when
-# other workers are being talked to meanwhile. A child that becomes another program needs none.
+# uvloop starts processes by fork. With gRPC's fork support on, its handlers start threads in the
+# child, and one child in four dies of a segmentation fault before it becomes the program, when
+# workers are being talked to meanwhile. A child that becomes another program needs none.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 from pydantic import ValidationError

@@ -7,7 +7,6 @@ import asyncio
 import errno
 import gc
 import os
-import resource
 import signal
 import socket
 import sys
@@ -52,6 +51,7 @@ from tandem.errors import StorageFailed, TandemError
 from tandem.settings import GatewaySettings
 from tandem.stack import ENDPOINT_NAME, SENTENCE
 from tandem.telemetry import configure_logging, get_log
+from tandem.worker import set_process_limits
 
 _GRACEFUL_SECONDS = 5
 _OBJECTS_BETWEEN_COLLECTIONS = 10_000
@@ -225,20 +225,10 @@ def _keep_what_is_loaded() -> None:
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS, 10, 10)
 
 
-def _set_process_limits() -> None:
-    """Make new files readable only by their owner, and write no core dumps, which would contain
-    the secrets in memory. Allow many connections: each is an open file, and the usual soft limit
-    is 1024. Workers inherit all three."""
-    os.umask(0o077)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-
-
 def run(settings: GatewaySettings) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status."""
     configure_logging(service="gateway", level=settings.log_level)
-    _set_process_limits()
+    set_process_limits()
     # uvicorn handles these signals while it serves, and raises them again afterwards, when
     # everything is stopped already.
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -122,7 +122,11 @@ class Housekeeping:
                 max_bytes=settings.log_max_bytes,
                 copies=settings.log_copies,
                 ttl=settings.log_ttl,
-                in_use={"gateway", *(worker.worker_id for worker in self._gateway.fleet.all())},
+                in_use={
+                    "gateway",
+                    "agent",
+                    *(worker.worker_id for worker in self._gateway.fleet.all()),
+                },
             )
         except OSError as error:  # such as a full disk: the rest of the house is kept all the same
             self._log.error("logs_not_tidied", reason=str(error))

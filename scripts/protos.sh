@@ -11,7 +11,8 @@ if [ ! -x "$tools/bin/python" ]; then
 fi
 PATH="$PWD/$tools/bin:$PATH" "$tools/bin/python" -m grpc_tools.protoc -I protos \
   --python_out=. --mypy_out=quiet:. --grpc_python_out=. --mypy_grpc_out=quiet:. \
-  protos/tandem/v1/common.proto protos/tandem/v1/trainer.proto protos/tandem/v1/sampler.proto
+  protos/tandem/v1/common.proto protos/tandem/v1/trainer.proto protos/tandem/v1/sampler.proto \
+  protos/tandem/v1/agent.proto
 PATH="$PWD/$tools/bin:$PATH" "$tools/bin/python" -m grpc_tools.protoc -I protos \
   --python_out=. --mypy_out=quiet:. protos/tandem/wire/v1/tinker.proto
 rm -f tandem/v1/common_pb2_grpc.py tandem/v1/common_pb2_grpc.pyi  # it has no service

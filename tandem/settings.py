@@ -249,7 +249,9 @@ class GatewaySettings(BaseSettings):
     sequence_gap_timeout: float = Field(
         60.0, gt=0, description="Longest wait of an operation for one with a smaller seq_id."
     )
-    launcher: str = Field("process", description="How workers run; process: on this machine.")
+    launcher: str = Field(
+        "agent", description="What starts workers; agent: the `tandem agent` of the data directory."
+    )
     worker_start_timeout: float = Field(300.0, gt=0)
     worker_stop_timeout: float = Field(10.0, gt=0)
     worker_heartbeat: float = Field(

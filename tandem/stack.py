@@ -1,4 +1,4 @@
-"""A gateway as a child process: start it, wait until it answers, stop it.
+"""A gateway and its agent as child processes: start them, again when they end, and stop them.
 
 `tandem up`, `tandem demo`, the tests and the benchmarks start the stack through this module.
 """
@@ -9,22 +9,28 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tandem.errors import InvalidRequest, WorkerStartFailed
-from tandem.worker import die_with_parent
+from tandem.errors import InvalidRequest, ServerError, WorkerStartFailed
+from tandem.worker import die_with_parent, without_secrets
 
 ENDPOINT_NAME = "gateway.json"
 SENTENCE = "tandem gateway: "
 """Begins the line of standard error with which a gateway says why it does not start."""
 
 _TAIL_BYTES = 16 * 1024
+_POLL_SECONDS = 0.05
+_FIRST_WAIT = 0.25
+_MOST_ENDS = 5
+_MOST_ENDS_WITHIN = 60.0
 
 
 class Endpoint(BaseModel):
@@ -48,11 +54,13 @@ def read_endpoint(data_dir: Path) -> Endpoint | None:
 
 
 class Stack:
-    """A gateway that lives as long as this context manager.
+    """A gateway, and the agent that starts its workers, which live as long as this context manager.
 
     `settings` are `TANDEM_*` variables without the prefix, in lower case:
-    `Stack(data_dir=Path(".tandem"), settings={"port": "0", "trainer_ranks": "2"})`.
-    The gateway ends with this process, however that ends.
+    `Stack(data_dir=Path(".tandem"), settings={"port": "0", "trainer_ranks": "2"})`. Each of the two
+    is started again when it ends, the gateway on the port that it had; `tell` is given a sentence
+    then. One that ends again and again ends the stack. Both end with this process, however that
+    ends.
     """
 
     def __init__(
@@ -62,15 +70,35 @@ class Stack:
         settings: Mapping[str, str] | None = None,
         start_timeout: float = 60.0,
         stop_timeout: float = 30.0,
+        tell: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self.data_dir = data_dir
-        self.log_path = data_dir / "logs" / "gateway.log"
-        self._settings = dict(settings or {})
+        environment = dict(os.environ)
+        environment |= {f"TANDEM_{key.upper()}": value for key, value in (settings or {}).items()}
+        environment["TANDEM_DATA_DIR"] = str(data_dir)
+        self._agent = _Supervised(
+            name="agent",
+            command=[sys.executable, "-m", "tandem.agent", "--data-dir", str(data_dir)],
+            environment=without_secrets(environment),
+            log_path=data_dir / "logs" / "agent.log",
+        )
+        self._gateway = _Supervised(
+            name="gateway",
+            command=[sys.executable, "-m", "gateway"],
+            environment=environment,
+            log_path=data_dir / "logs" / "gateway.log",
+        )
         self._start_timeout = start_timeout
         self._stop_timeout = stop_timeout
-        self._process: subprocess.Popen[bytes] | None = None
+        self._tell = tell
         self._endpoint: Endpoint | None = None
-        self._log_start = 0
+        self._up = threading.Event()
+        self._stopping = threading.Event()
+        self._over = threading.Event()
+        self._fault: Exception | None = None
+        # The kernel ends agent and gateway with the thread that started them, and this is the one
+        # that does so whenever they are to be started.
+        self._thread = threading.Thread(target=self._run, name="stack", daemon=True)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -79,8 +107,18 @@ class Stack:
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        assert self._process is not None, "the stack is not started"
-        return self._process
+        """The gateway's process: another one after each time that it was started again."""
+        assert self._gateway.process is not None, "the stack is not started"
+        return self._gateway.process
+
+    @property
+    def agent_process(self) -> subprocess.Popen[bytes]:
+        assert self._agent.process is not None, "the stack is not started"
+        return self._agent.process
+
+    @property
+    def log_path(self) -> Path:
+        return self._gateway.log_path
 
     def client(self, *, timeout: float = 60.0) -> httpx.Client:
         """Return a client of the gateway's own API that sends the key."""
@@ -99,7 +137,15 @@ class Stack:
 
     def __enter__(self) -> Stack:
         try:
-            self._start()
+            self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.log_path.parent.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise unusable(self.data_dir, error) from error
+        self._thread.start()
+        try:
+            self._up.wait()
+            if self._fault is not None:
+                raise self._fault
         except BaseException:
             self.stop()
             raise
@@ -113,49 +159,139 @@ class Stack:
     ) -> None:
         self.stop()
 
-    def _start(self) -> None:
+    def wait(self) -> None:
+        """Block until the stack has ended by itself, and raise the `ServerError` that says why."""
+        self._over.wait()
+        if self._fault is not None:
+            raise self._fault
+
+    def stop(self) -> None:
+        """Stop the gateway, which stops its workers, and then the agent. Idempotent."""
+        self._stopping.set()
+        self._thread.join()
+        self._endpoint = None
+
+    def _run(self) -> None:
         try:
-            self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.log_path.parent.mkdir(mode=0o700, exist_ok=True)
+            self._supervise()
+        except Exception as error:  # noqa: BLE001 - raised again to whoever uses the stack
+            self._fault = error
+        finally:
+            # A gateway that does not answer yet has no workers and no clients.
+            self._gateway.stop(self._stop_timeout if self._answers() else 0)
+            self._agent.stop(self._stop_timeout)
+            self._over.set()
+            self._up.set()
+
+    def _supervise(self) -> None:
+        """Start both, and whichever ends, until told to stop. Raises `TandemError` when that is of
+        no use."""
+        self._agent.start()
+        self._gateway.start()
+        while not self._stopping.wait(_POLL_SECONDS):
+            for each in (self._agent, self._gateway):
+                if each.process is None:
+                    each.start_when_due()
+                elif each.process.poll() is not None:
+                    self._note_end(each)
+            if not self._answers() and self._gateway.process is not None:
+                self._note_answer(self._gateway)
+
+    def _note_end(self, ended: _Supervised) -> None:
+        why = ended.why_ended()
+        if not self._up.is_set():
+            raise WorkerStartFailed(f"the {ended.name} did not start: {why}")
+        ends = ended.note_end()
+        if ends >= _MOST_ENDS:
+            raise ServerError(
+                f"the {ended.name} ended by itself {ends} times within "
+                f"{_MOST_ENDS_WITHIN:.0f} s; the last time, {why}"
+            )
+        self._tell(f"the {ended.name} ended by itself and is started again: {why}")
+
+    def _answers(self) -> bool:
+        """Return whether the gateway that runs has answered."""
+        process = self._gateway.process
+        return (
+            process is not None and self._endpoint is not None and self._endpoint.pid == process.pid
+        )
+
+    def _note_answer(self, gateway: _Supervised) -> None:
+        assert gateway.process is not None
+        endpoint = read_endpoint(self.data_dir)
+        if endpoint is not None and endpoint.pid == gateway.process.pid and answers(endpoint):
+            self._endpoint = endpoint
+            gateway.environment["TANDEM_PORT"] = str(httpx.URL(endpoint.url).port)
+            self._up.set()
+        elif time.monotonic() > gateway.started_at + self._start_timeout:
+            if not self._up.is_set():
+                raise WorkerStartFailed(
+                    f"the gateway did not answer within {self._start_timeout:.0f} s; see "
+                    f"{gateway.log_path}"
+                )
+            gateway.process.kill()
+
+
+class _Supervised:
+    """The agent or the gateway: a child process that is started again when it ends."""
+
+    def __init__(
+        self, *, name: str, command: list[str], environment: dict[str, str], log_path: Path
+    ) -> None:
+        self.name = name
+        self.environment = environment
+        self.log_path = log_path
+        self.process: subprocess.Popen[bytes] | None = None
+        self.started_at = 0.0
+        self._command = command
+        self._log_start = 0
+        self._ends: deque[float] = deque()
+        self._due = 0.0
+
+    def start(self) -> None:
+        try:
             log = open(self.log_path, "ab", opener=_private)  # noqa: SIM115 - closed below
         except OSError as error:
-            raise unusable(self.data_dir, error) from error
-        environment = dict(os.environ)
-        environment |= {f"TANDEM_{key.upper()}": value for key, value in self._settings.items()}
-        environment["TANDEM_DATA_DIR"] = str(self.data_dir)
+            raise unusable(self.log_path.parent, error) from error
         with log:
             self._log_start = log.tell()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "gateway"],
-                env=environment,
+            self.started_at = time.monotonic()
+            self.process = subprocess.Popen(
+                self._command,
+                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # so that Ctrl-C reaches it once, through stop()
                 preexec_fn=die_with_parent,
             )
-        deadline = time.monotonic() + self._start_timeout
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise WorkerStartFailed(f"the gateway did not start: {self.why_ended()}")
-            endpoint = read_endpoint(self.data_dir)
-            if endpoint is not None and endpoint.pid == self._process.pid and answers(endpoint):
-                self._endpoint = endpoint
-                return
-            time.sleep(0.05)
-        raise WorkerStartFailed(
-            f"the gateway did not answer within {self._start_timeout:.0f} s; see {self.log_path}"
-        )
+
+    def start_when_due(self) -> None:
+        if time.monotonic() >= self._due:
+            self.start()
+
+    def note_end(self) -> int:
+        """Note that it has ended, and is to be started again after a while; return how often it
+        ended lately."""
+        now = time.monotonic()
+        self._ends.append(now)
+        while self._ends[0] < now - _MOST_ENDS_WITHIN:
+            self._ends.popleft()
+        self._due = now + _FIRST_WAIT * 2 ** (len(self._ends) - 1)
+        self.process = None
+        return len(self._ends)
 
     def why_ended(self) -> str:
-        """Return, of a gateway that has ended, the sentence that it left; else how it ended."""
+        """Return, of a process that has ended, the sentence that it left; else how it ended."""
+        assert self.process is not None
         with self.log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start if self._log_start <= size else 0, size - _TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
+        sentence = f"tandem {self.name}: "
         for line in reversed(lines):
-            if line.startswith(SENTENCE):
-                return f"{line.removeprefix(SENTENCE)} (log: {self.log_path})"
+            if line.startswith(sentence):
+                return f"{line.removeprefix(sentence)} (log: {self.log_path})"
         status = self.process.wait()
         if status < 0:
             name = next((s.name for s in signal.Signals if s == -status), f"signal {-status}")
@@ -163,20 +299,17 @@ class Stack:
             return f"it was killed by {name}{memory} (log: {self.log_path})"
         return f"it exited with status {status}; see its log, {self.log_path}"
 
-    def stop(self) -> None:
-        """Stop the gateway and, through it, every worker. Idempotent."""
-        process = self._process
-        if process is None:
+    def stop(self, timeout: float) -> None:
+        """Ask it to end, and kill it after `timeout` seconds."""
+        if self.process is None or self.process.poll() is not None:
             return
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(self._stop_timeout)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self._process = None
-        self._endpoint = None
+        if timeout:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 def _private(path: str, flags: int) -> int:

@@ -25,10 +25,14 @@ import argparse
 import ctypes
 import fcntl
 import os
+import re
+import resource
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import BinaryIO, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -91,7 +95,8 @@ class WorkerSpec(BaseModel):
 
     Literal example: `{"worker_id": "trainer-s-ab12-0", "kind": "trainer", "secret": "…",
     "model_name": "tiny", "model_path": "models/tiny", "run_id": "s-ab12:train:0", "session_id":
-    "s-ab12"}`. `training` is for trainers; None means all parameters by AdamW.
+    "s-ab12"}`. `training` is for trainers; None means all parameters by AdamW. The timeouts, in
+    seconds, are its launcher's: until it serves, and from SIGTERM to SIGKILL.
     """
 
     # An error must not quote its input: the secret would be in the log.
@@ -107,6 +112,8 @@ class WorkerSpec(BaseModel):
     training: TrainingSpec | None = None
     host: str = "127.0.0.1"
     log_level: str = "info"
+    start_timeout: float = 300.0
+    stop_timeout: float = 10.0
     trainer: TrainerSettings | None = None
     sampler: SamplerSettings | None = None
 
@@ -121,6 +128,44 @@ class WorkerReport(BaseModel):
     pid: int = 0
     error_type: str = ""
     error: str = ""
+
+
+# --- What a launcher says of a worker ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkerHandle:
+    """A worker that has bound its ports.
+
+    Literal example: `WorkerHandle(worker_id="trainer-s-ab12-0", kind="trainer",
+    session_id="s-ab12", run_id="s-ab12:train:0", address="127.0.0.1:40123",
+    metrics_port=40124)`; the secret is never printed.
+    """
+
+    worker_id: str
+    kind: WorkerKind
+    session_id: str
+    run_id: str
+    address: str
+    metrics_port: int
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class WorkerDetails:
+    """What a person may want to know of a running worker and not every launcher has: the process
+    id on its host (0: none) and the file that its output goes to."""
+
+    pid: int = 0
+    log_path: Path | None = None
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """The unrequested end of a worker. `reason` is one sentence for the client."""
+
+    worker_id: str
+    reason: str
 
 
 # --- How it travels ---------------------------------------------------------------------------
@@ -211,17 +256,43 @@ def _arm_kernel(fd: int) -> None:
         return
 
 
+# --- What the processes have in common ---------------------------------------------------------
+
+_SECRET_VARIABLES = re.compile(
+    r"TANDEM_DATABASE_URL|PGPASSWORD"
+    r"|.*(_KEY|_KEY_ID|_TOKEN|_SECRET|_PASSWORD|_PASSPHRASE|_CREDENTIALS)",
+    re.IGNORECASE,
+)
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables that, by their names, hold secrets: agents and
+    workers inherit none of them."""
+    return {k: v for k, v in environment.items() if not _SECRET_VARIABLES.fullmatch(k)}
+
+
+def set_process_limits() -> None:
+    """Make new files readable only by their owner, and write no core dumps, which would contain
+    the secrets in memory. Allow many connections: each is an open file, and the usual soft limit
+    is 1024. Child processes inherit all three."""
+    os.umask(0o077)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+
+
 def die_with_parent(parent_pid: int | None = None) -> None:
     """Ask the kernel to kill this process when the thread that started it ends (Linux).
 
     For processes that a worker starts, such as ranks, as their first act. `parent_pid` is that
     of the worker: one that ended before this call sends no signal any more, so the process ends
     itself. Not for the worker's own first process: killed before its lifeline could act, it would
-    leave its children behind.
+    leave its children behind. The stack starts agent and gateway so.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
-        if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL) != 0:
+        if _LIBC.prctl(pr_set_pdeathsig, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
     if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)

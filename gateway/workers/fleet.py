@@ -19,11 +19,20 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.metrics import Metrics
 from gateway.storage.database import Database
 from gateway.storage.tables import workers
-from gateway.workers.launchers.base import Launcher, WorkerDetails, WorkerExit, WorkerHandle
+from gateway.workers.launchers.base import Launcher
 from tandem.errors import TandemError, WorkerCrashed
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
-from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, TrainingSpec, WorkerKind, WorkerSpec
+from tandem.worker import (
+    GRPC_OPTIONS,
+    SECRET_METADATA_KEY,
+    TrainingSpec,
+    WorkerDetails,
+    WorkerExit,
+    WorkerHandle,
+    WorkerKind,
+    WorkerSpec,
+)
 
 _FIRST_WAIT = 0.5
 _JITTER = 0.2
@@ -123,7 +132,10 @@ class Fleet:
         self._log = get_log()
 
     async def open(self) -> None:
-        """Mark the rows of an earlier gateway's workers as ended, and watch for exits."""
+        """Stop the workers that an earlier gateway has left, mark their rows as ended, and watch
+        for exits."""
+        left = [handle.worker_id for handle in await self.launcher.list()]
+        await asyncio.gather(*(self.launcher.stop(each, at_once=True) for each in left))
         await self.database.write(
             update(workers)
             .where(workers.c.state != "ended")
@@ -186,6 +198,8 @@ class Fleet:
             run_id=run_id,
             training=training,
             log_level=settings.log_level,
+            start_timeout=settings.worker_start_timeout,
+            stop_timeout=settings.worker_stop_timeout,
             trainer=settings.trainer if kind == "trainer" else None,
             sampler=settings.sampler.model_copy(update={"max_lora_rank": max_lora_rank})
             if kind == "sampler"

@@ -1,4 +1,4 @@
-"""`tandem logs`: list the logs of the gateway and its workers, and print or follow one."""
+"""`tandem logs`: list the logs of gateway, agent and workers, and print or follow one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.3
 
 def logs(
     worker: Annotated[
-        str | None, typer.Argument(help="A worker id, or `gateway`. Default: list them.")
+        str | None, typer.Argument(help="A worker id, `gateway` or `agent`. Default: list them.")
     ] = None,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many lines.")] = 50,
     follow: Annotated[
@@ -95,7 +95,11 @@ def _states(data: Path) -> dict[str, str]:
     if read_endpoint(data) is None:
         return {}
     workers = cast(dict[str, list[dict[str, str]]], call(data, "GET", "status"))["workers"]
-    return {"gateway": "ready", **{worker["id"]: worker["state"] for worker in workers}}
+    return {
+        "gateway": "ready",
+        "agent": "ready",
+        **{worker["id"]: worker["state"] for worker in workers},
+    }
 
 
 def _first_line(path: Path) -> dict[str, str]:

@@ -19,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("up")(up.up)
+app.command("agent")(up.agent)
 app.command("demo")(demo.demo)
 app.command("status")(observe.status)
 app.command("usage")(usage.usage)

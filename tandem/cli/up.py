@@ -1,10 +1,13 @@
-"""`tandem up`: run a gateway in the foreground until Ctrl-C."""
+"""`tandem up`: run a gateway and its agent in the foreground until Ctrl-C. `tandem agent`: run an
+agent alone."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
-import time
+import sys
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, cast
@@ -20,7 +23,6 @@ from tandem.cli.context import (
     resolve_data_dir,
     say,
 )
-from tandem.errors import ServerError
 from tandem.stack import Stack
 
 
@@ -34,18 +36,19 @@ def up(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Start the gateway; print its URL and a key. Ctrl-C stops everything."""
+    """Start the gateway and its agent; print a URL and a key. Ctrl-C stops everything."""
     models = [parse_model(text) for text in model or []]
     directory = resolve_data_dir(data_dir)
     signal.signal(signal.SIGTERM, interrupt)
     settings = {"host": host, "port": str(port)}
     if models:
         settings["models"] = json.dumps({name: str(path.resolve()) for name, path in models})
-    with Stack(data_dir=directory, settings=settings) as stack:
+    warn = partial(fail, what="warning")
+    with Stack(data_dir=directory, settings=settings, tell=warn) as stack:
         endpoint = stack.endpoint
         status = cast(dict[str, list[str]], call(directory, "GET", "status"))
         for sentence in status["warnings"]:
-            fail(sentence, "warning")
+            warn(sentence)
         if as_json:
             print_json({"url": endpoint.url, "api_key": endpoint.api_key, "pid": endpoint.pid})
         else:
@@ -59,13 +62,17 @@ def up(
             )
             say("`tandem status` shows what runs. Ctrl-C stops everything.")
         try:
-            while stack.process.poll() is None:
-                time.sleep(0.5)
+            stack.wait()
         except KeyboardInterrupt:
             if not as_json:
                 say("\nStopping …")
-            return
-        raise ServerError(f"the gateway ended by itself: {stack.why_ended()}")
+
+
+def agent(data_dir: DataDir = None) -> None:
+    """Run the agent that starts workers on this machine, for a gateway of the same data directory
+    that is started without `tandem up`. Ctrl-C stops it and its workers."""
+    directory = str(resolve_data_dir(data_dir))
+    os.execv(sys.executable, [sys.executable, "-m", "tandem.agent", "--data-dir", directory])
 
 
 def interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 from tinker import ServiceClient, TrainingClient
@@ -185,7 +184,7 @@ def test_a_publish_on_a_full_disk_fails_and_the_old_version_goes_on_serving(faul
     assert largest_difference(then, prompt_logprobs(old, tokens)) < 1e-4
 
 
-def test_a_killed_gateway_leaves_no_process_and_the_next_one_goes_on_with_its_runs(
+def test_a_killed_gateway_is_replaced_and_the_next_one_goes_on_with_its_runs(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     with running(tmp_path, models=models) as stack:
@@ -197,15 +196,15 @@ def test_a_killed_gateway_leaves_no_process_and_the_next_one_goes_on_with_its_ru
         trainer = stack.worker("trainer", session_id=session_id)
         os.kill(trainer["pid"], signal.SIGSTOP)  # so that the next operation does not end
         under_way = client.forward_backward(message(run_id, 2, [1, 2, 3])).json()["request_id"]
-        assert len(stack.processes()) >= 2, "the gateway and its trainer"
+        pids = {process.pid for process in stack.processes_of(trainer)}
+        assert pids
 
+        killed = stack.stack.endpoint
         stack.stack.process.kill()
-        wait_until(lambda: not stack.processes(), what="the gateway and its workers are gone")
-        with pytest.raises(httpx.HTTPError):
-            client.heartbeat(session_id)
+        wait_until(lambda: stack.stack.endpoint.pid != killed.pid, what="there is another gateway")
+        assert stack.stack.endpoint.url == killed.url
+        assert gone(stack, pids)(), "it stopped the trainer, frozen as that was"
 
-    with running(tmp_path, models=models) as stack:
-        client = PlainClient(stack.stack.endpoint)
         assert client.retrieve(done) == result, "what had ended is still answered"
         assert client.heartbeat(session_id).is_success, "the session has outlived the gateway"
         assert (client.retrieve(under_way).logprobs == result.logprobs).all()
@@ -213,3 +212,19 @@ def test_a_killed_gateway_leaves_no_process_and_the_next_one_goes_on_with_its_ru
         client.retrieve(client.post("optim_step", step))
         later = client.forward_backward(message(run_id, 4, [1, 2, 3])).json()["request_id"]
         assert (client.retrieve(later).logprobs != result.logprobs).any()
+
+
+def test_a_killed_agent_takes_its_workers_along_and_the_run_is_restored(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    with running(tmp_path, models=models) as stack, stack.service() as service:
+        run = service.create_lora_training_client(f"{TIED}:full").result(timeout=240)
+        train(run, seed=205)
+        tokens = sequences(2, seed=206)
+        expected = logprobs(run, tokens)
+        pids = {process.pid for process in stack.processes_of(trainer_of(stack, run))}
+        assert pids
+        stack.stack.agent_process.kill()
+        assert largest_difference(expected, logprobs(run, tokens)) == 0
+        assert gone(stack, pids)()
+        assert stack.run(run)["restored"] == 1

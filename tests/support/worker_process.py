@@ -13,7 +13,7 @@ from typing import Any, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.workers.launchers.process import kill_group
+from tandem.agent.worker_process import kill_group
 from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerReport, WorkerSpec
 
 SECRET = "a secret of this test"

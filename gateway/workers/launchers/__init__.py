@@ -1,18 +1,21 @@
 """Launchers start workers, learn that they are ready or gone, and stop them.
 
-`base` is the seam that the rest of the gateway codes against; `process` implements it with
-processes on this machine. To add a launcher, implement `base.Launcher` in a module of its own and
-give it a name in `make_launcher`: `TANDEM_LAUNCHER` selects it by that name.
+`base` is the seam that the rest of the gateway codes against; `agent` implements it with the agent
+of this host (`tandem.agent`). To add a launcher, implement `base.Launcher` in a module of its own
+and give it a name in `make_launcher`: `TANDEM_LAUNCHER` selects it by that name.
 """
 
 from __future__ import annotations
 
+from gateway.workers.launchers.agent import AgentLauncher
 from gateway.workers.launchers.base import Launcher
-from gateway.workers.launchers.process import ProcessLauncher
 from tandem.errors import InvalidRequest
 from tandem.settings import GatewaySettings
 
 __all__ = ["Launcher", "make_launcher"]
+
+_CALL_SECONDS = 60.0
+"""Of a call to the agent, beyond what a worker may take to start or to stop."""
 
 
 def make_launcher(settings: GatewaySettings) -> Launcher:
@@ -21,11 +24,8 @@ def make_launcher(settings: GatewaySettings) -> Launcher:
     Raises `InvalidRequest`, naming the known ones, for an unknown name.
     """
     match settings.launcher:
-        case "process":
-            return ProcessLauncher(
-                data_dir=settings.data_dir,
-                start_timeout=settings.worker_start_timeout,
-                stop_timeout=settings.worker_stop_timeout,
-            )
+        case "agent":
+            bound = settings.worker_start_timeout + settings.worker_stop_timeout + _CALL_SECONDS
+            return AgentLauncher(data_dir=settings.data_dir, timeout=bound)
         case unknown:
-            raise InvalidRequest(f"unknown TANDEM_LAUNCHER {unknown!r}; known: process")
+            raise InvalidRequest(f"unknown TANDEM_LAUNCHER {unknown!r}; known: agent")

@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 from gateway.auth.identity import Readers
 from gateway.sampling.sessions import base_version
 from gateway.storage.tables import models, runs, sampling_sessions
-from gateway.workers.launchers.base import WorkerExit
 from tandem.cli.main import app
 from tandem.errors import InternalError, SessionFinished, StorageFull
-from tandem.worker import TrainingSpec
+from tandem.worker import TrainingSpec, WorkerExit
 from tests.support.files import entries
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.fake_trainer import FakeTrainer

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from gateway.identifiers import check_model_name, check_name, parse_checkpoint_path
-from gateway.workers.launchers.process import ProcessLauncher
+from tandem.agent.launcher import ProcessLauncher
 from tandem.errors import UserError
 from tandem.wire.v1 import tinker_pb2
 from tandem.worker import WorkerSpec
@@ -265,7 +265,7 @@ def test_the_parsers_let_nothing_through(form):
 
 
 async def test_a_worker_id_that_is_no_name_starts_nothing(tmp_path):
-    launcher = ProcessLauncher(data_dir=tmp_path, start_timeout=5, stop_timeout=5)
+    launcher = ProcessLauncher(data_dir=tmp_path)
     spec = WorkerSpec(
         worker_id="../evil", kind="trainer", secret="s", model_name="m", model_path="/m",
         session_id="s-1",

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.workers.launchers.process import ProcessLauncher
+from tandem.agent.launcher import ProcessLauncher
 from tandem.stack import _private
 from tandem.telemetry import configure_logging, get_log, without_credentials
 from tandem.worker import WorkerSpec
@@ -120,8 +120,6 @@ async def test_a_workers_log_is_for_its_owner_alone_and_its_spec_is_in_no_argume
     script = f"cat /proc/self/cmdline /proc/self/environ > {seen}; exit 3"
     launcher = ProcessLauncher(
         data_dir=tmp_path,
-        start_timeout=20,
-        stop_timeout=5,
         command=lambda _: ["sh", "-c", script],
     )
     with pytest.raises(Exception, match="exited with status 3"):

@@ -8,11 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from tandem.stack import Stack
+from tests.support.processes import marked
+from tests.support.waiting import wait_until
 
 TANDEM = str(Path(sys.executable).parent / "tandem")
 
@@ -101,19 +106,42 @@ def test_a_setting_that_is_wrong_is_a_sentence_that_names_its_variable(tmp_path)
     assert refused(TANDEM, "config", TANDEM_TRAINER_RANKS="0").startswith(f"error: {wrong}")
 
 
-def test_up_says_how_its_gateway_ended(tmp_path):
+def test_up_says_that_a_gateway_that_was_killed_is_started_again(tmp_path):
     with started(TANDEM, *up(tmp_path), "--json") as command:
-        assert command.stdout is not None
-        text = ""
-        while not text.rstrip().endswith("}"):
-            line = command.stdout.readline()
-            assert line, f"it ended after {text!r}"
-            text += line
-        os.kill(json.loads(text)["pid"], signal.SIGKILL)
-        _, said = command.communicate(timeout=60)
-    assert command.returncode == 1
-    assert "the gateway ended by itself: it was killed by SIGKILL" in said
+        assert command.stderr is not None
+        os.kill(printed(command)["pid"], signal.SIGKILL)
+        said = command.stderr.readline()
+        command.terminate()
+        command.communicate(timeout=60)
+    assert command.returncode == 0
+    assert said.startswith("warning: the gateway ended by itself and is started again: ")
+    assert "it was killed by SIGKILL" in said
     assert str(tmp_path / "logs" / "gateway.log") in said
+
+
+def printed(command: subprocess.Popen[str]) -> dict:
+    """What `tandem up --json` says when it is up."""
+    assert command.stdout is not None
+    text = ""
+    while not text.rstrip().endswith("}"):
+        line = command.stdout.readline()
+        assert line, f"it ended after {text!r}"
+        text += line
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_is_left_of_gateway_and_agent_however_up_ends(tmp_path, monkeypatch, number):
+    mark = f"test-{uuid.uuid4().hex}"
+    monkeypatch.setenv("TEST_MARK", mark)
+    with started(TANDEM, *up(tmp_path), "--json") as command:
+        printed(command)
+        commands = [process.command for process in marked(mark)]
+        for part in ("-m gateway", "-m tandem.agent"):
+            assert any(part in each for each in commands), commands
+        command.send_signal(number)
+        command.communicate(timeout=60)
+        wait_until(lambda: not marked(mark), what="every process of it has ended")
 
 
 def test_up_warns_of_a_database_that_was_lost(tmp_path):
@@ -132,7 +160,9 @@ def test_a_sentence_of_an_earlier_gateway_is_not_taken_for_this_ones(tmp_path):
     log = tmp_path / "logs" / "gateway.log"
     log.parent.mkdir()
     log.write_text("tandem gateway: an old story\n")
-    with Stack(data_dir=tmp_path, settings={"port": "0"}) as stack:
+    said: list[str] = []
+    with Stack(data_dir=tmp_path, settings={"port": "0"}, tell=said.append) as stack:
         stack.process.kill()
-        assert "an old story" not in stack.why_ended()
-        assert "SIGKILL" in stack.why_ended()
+        wait_until(lambda: said, what="the stack has said that the gateway ended")
+    assert "an old story" not in said[0]
+    assert "SIGKILL" in said[0]

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from gateway.workers.launchers.process import group_members
+from tandem.agent.worker_process import group_members
 from tandem.v1 import trainer_pb2
 from tandem.weights import open_version
 from tests.support.tiny_model import VOCABULARY

@@ -1,16 +1,18 @@
-"""The gateway starts workers while gRPC's threads, which do not survive a fork, talk to others."""
+"""Agent and gateway start processes while gRPC's threads, which do not survive a fork, are busy."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
-import gateway.__main__  # what is to be set before grpc is imported
+import {main}  # what is to be set before grpc is imported
 
 import asyncio
 import grpc.aio
-import uvloop
+import {loop} as loop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 CALLERS, CHILDREN = 16, 100
@@ -37,13 +39,17 @@ async def main():
     await asyncio.gather(*talking)
     await server.stop(None)
 
-uvloop.run(main())
+loop.run(main())
 """
 
 
-def test_no_worker_dies_between_fork_and_its_program():
+@pytest.mark.parametrize(
+    ("main", "loop"), [("tandem.agent.__main__", "asyncio"), ("gateway.__main__", "uvloop")]
+)
+def test_no_process_dies_between_fork_and_its_program(main, loop):
+    script = SCRIPT.replace("{main}", main).replace("{loop}", loop)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert set(done.stdout.split()) == {"0"}, "-11 is a segmentation fault"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.workers.launchers.process import group_members
+from tandem.agent.worker_process import group_members
 from tests.support.waiting import wait_until
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
@@ -17,12 +17,12 @@ DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 GATEWAY = """
 import asyncio, sys, uvloop
 from pathlib import Path
-from gateway.workers.launchers.process import ProcessLauncher
+from tandem.agent.launcher import ProcessLauncher
 from tandem.worker import WorkerSpec
 
 async def main():
     launcher = ProcessLauncher(
-        data_dir=Path(sys.argv[3]), start_timeout=60, stop_timeout=60,
+        data_dir=Path(sys.argv[3]),
         command=lambda spec: [sys.executable, sys.argv[2], "family"],
     )
     pids = []

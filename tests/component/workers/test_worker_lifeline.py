@@ -9,7 +9,7 @@ import threading
 import pytest
 from pydantic import ValidationError
 
-from gateway.workers.launchers.process import group_members
+from tandem.agent.worker_process import group_members
 from tandem.settings import SamplerSettings
 from tandem.worker import PipeLink, WorkerReport, WorkerSpec
 from tests.support.waiting import wait_until

@@ -10,10 +10,9 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.workers.launchers.base import WorkerDetails, WorkerExit, WorkerHandle
 from tandem.errors import WorkerCrashed, WorkerStartFailed
 from tandem.v1 import sampler_pb2_grpc, trainer_pb2_grpc
-from tandem.worker import WorkerSpec
+from tandem.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec
 from tests.support.gateway.fake_sampler import FakeSampler
 from tests.support.gateway.fake_trainer import FakeTrainer
 
@@ -69,6 +68,8 @@ class FakeLauncher:
         return WorkerHandle(
             worker_id=spec.worker_id,
             kind=spec.kind,
+            session_id=spec.session_id,
+            run_id=spec.run_id,
             address=f"127.0.0.1:{port}",
             metrics_port=0,
             secret=spec.secret,
@@ -91,7 +92,7 @@ class FakeLauncher:
         if server is not None:
             await server.stop(grace=None)
 
-    def list(self) -> list[WorkerHandle]:
+    async def list(self) -> list[WorkerHandle]:
         return []
 
     def describe(self, worker_id: str) -> WorkerDetails:

@@ -1,3 +1,6 @@
+"""What every launcher does: `ProcessLauncher` itself, and `AgentLauncher`, which asks an agent that
+has one, over its socket."""
+
 from __future__ import annotations
 
 import asyncio
@@ -10,40 +13,45 @@ from pathlib import Path
 
 import pytest
 
-from gateway.workers.launchers import make_launcher
-from gateway.workers.launchers.base import WorkerDetails, WorkerExit, wait_until_serving
-from gateway.workers.launchers.process import ProcessLauncher, default_command, group_members
+from gateway.workers.launchers import Launcher, make_launcher
+from gateway.workers.launchers.agent import AgentLauncher
+from tandem.agent.launcher import ProcessLauncher, default_command
+from tandem.agent.service import serving
+from tandem.agent.worker_process import WorkerProcess, group_members, wait_until_serving
 from tandem.errors import InvalidRequest, WorkerCrashed, WorkerStartFailed
 from tandem.settings import GatewaySettings
-from tandem.worker import WorkerSpec
+from tandem.worker import WorkerDetails, WorkerExit, WorkerSpec
 from tests.support.waiting import until
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 SECRET = "the-secret-of-this-worker"
 
 
-@pytest.fixture
-async def make(tmp_path):
-    """Makes launchers that run the dummy worker with a behaviour."""
-    made: list[ProcessLauncher] = []
+@pytest.fixture(params=["process", "agent"])
+async def make(tmp_path, request):
+    """Makes one launcher that runs the dummy worker with a behaviour, or another command."""
+    async with contextlib.AsyncExitStack() as opened:
 
-    def launcher(behaviour: str, *, start: float = 60, stop: float = 60) -> ProcessLauncher:
-        made.append(
-            ProcessLauncher(
-                data_dir=tmp_path,
-                start_timeout=start,
-                stop_timeout=stop,
-                command=lambda _: [sys.executable, DUMMY, behaviour],
-            )
-        )
-        return made[-1]
+        async def launcher(behaviour: str, command: list[str] | None = None) -> Launcher:
+            command = command or [sys.executable, DUMMY, behaviour]
+            processes = ProcessLauncher(data_dir=tmp_path, command=lambda _: command)
+            opened.push_async_callback(processes.close)
+            if request.param == "process":
+                return processes
+            await opened.enter_async_context(serving(processes, data_dir=tmp_path))
+            agent = AgentLauncher(data_dir=tmp_path, timeout=120)
+            opened.push_async_callback(agent.close)
+            agent.processes = processes
+            return agent
 
-    yield launcher
-    for each in made:
-        await each.close()
+        yield launcher
 
 
-def spec(worker_id: str = "trainer-s-1-0") -> WorkerSpec:
+def processes_of(launcher: Launcher) -> dict[str, WorkerProcess]:
+    return getattr(launcher, "processes", launcher)._workers
+
+
+def spec(worker_id: str = "trainer-s-1-0", *, start: float = 60, stop: float = 60) -> WorkerSpec:
     return WorkerSpec(
         worker_id=worker_id,
         kind="trainer",
@@ -52,6 +60,8 @@ def spec(worker_id: str = "trainer-s-1-0") -> WorkerSpec:
         model_path="models/tiny",
         session_id="s-1",
         run_id="s-1:train:0",
+        start_timeout=start,
+        stop_timeout=stop,
     )
 
 
@@ -70,10 +80,10 @@ async def next_end(watch) -> WorkerExit:
 
 
 async def test_a_started_worker_has_reported_its_address_and_becomes_ready(make, tmp_path):
-    launcher = make("serve")
+    launcher = await make("serve")
     handle = await launcher.start(spec())
     pid = launcher.describe(handle.worker_id).pid
-    assert launcher.list() == [handle]
+    assert await launcher.list() == [handle]
     assert handle.kind == "trainer"
     assert handle.metrics_port > 0
     assert launcher.describe(handle.worker_id).log_path == tmp_path / "logs" / "trainer-s-1-0.log"
@@ -83,14 +93,14 @@ async def test_a_started_worker_has_reported_its_address_and_becomes_ready(make,
 
 
 async def test_stopping_leaves_no_process_and_tells_no_watcher(make):
-    launcher = make("family")
+    launcher = await make("family")
     watch = launcher.watch()
     handle = await launcher.start(spec())
     pid = launcher.describe(handle.worker_id).pid
     assert len(group_members(pid)) == 2
     await launcher.stop(handle.worker_id)
     assert group_members(pid) == []
-    assert launcher.list() == []
+    assert await launcher.list() == []
     await launcher.stop(handle.worker_id)
     assert launcher.describe(handle.worker_id) == WorkerDetails()
     await launcher.stop("never-heard-of")
@@ -99,7 +109,7 @@ async def test_stopping_leaves_no_process_and_tells_no_watcher(make):
 
 
 async def test_a_worker_may_end_in_its_own_way_when_asked_to_stop(make):
-    launcher = make("polite")
+    launcher = await make("polite")
     handle = await launcher.start(spec())
     log_path = launcher.describe(handle.worker_id).log_path
     await launcher.stop(handle.worker_id)
@@ -110,16 +120,16 @@ async def test_a_worker_may_end_in_its_own_way_when_asked_to_stop(make):
 
 
 async def test_a_worker_that_does_not_listen_is_killed(make):
-    launcher = make("deaf", stop=0.2)
-    handle = await launcher.start(spec())
+    launcher = await make("deaf")
+    handle = await launcher.start(spec(stop=0.2))
     pid = launcher.describe(handle.worker_id).pid
     await launcher.stop(handle.worker_id)
     assert group_members(pid) == []
 
 
 async def test_a_worker_that_is_frozen_can_be_killed_without_being_asked(make):
-    launcher = make("family", stop=10_000)
-    handle = await launcher.start(spec())
+    launcher = await make("family")
+    handle = await launcher.start(spec(stop=10_000))
     pid = launcher.describe(handle.worker_id).pid
     os.killpg(pid, signal.SIGSTOP)
     await asyncio.wait_for(launcher.stop(handle.worker_id, at_once=True), 60)
@@ -127,7 +137,7 @@ async def test_a_worker_that_is_frozen_can_be_killed_without_being_asked(make):
 
 
 async def test_an_unexpected_end_is_told_to_every_watcher_and_takes_the_children_along(make):
-    launcher = make("family")
+    launcher = await make("family")
     watches = [launcher.watch(), launcher.watch()]
     handle = await launcher.start(spec())
     pid = launcher.describe(handle.worker_id).pid
@@ -137,11 +147,11 @@ async def test_an_unexpected_end_is_told_to_every_watcher_and_takes_the_children
             worker_id=handle.worker_id, reason="the trainer was killed by SIGKILL"
         )
     assert group_members(pid) == []
-    assert launcher.list() == []
+    assert await launcher.list() == []
 
 
 async def test_the_same_worker_id_can_be_started_again_after_its_end(make):
-    launcher = make("polite")
+    launcher = await make("polite")
     watch = launcher.watch()
     first = await launcher.start(spec())
     pid = launcher.describe(first.worker_id).pid
@@ -150,14 +160,14 @@ async def test_the_same_worker_id_can_be_started_again_after_its_end(make):
     os.kill(pid, signal.SIGKILL)
     await next_end(watch)
     second = await launcher.start(spec())
-    assert launcher.list() == [second]
+    assert await launcher.list() == [second]
 
 
 @pytest.mark.parametrize("behaviour", ["complain-on-signal", "complain-and-stay-on-signal"])
 async def test_what_a_worker_says_last_is_the_reason_of_its_end(make, behaviour):
-    launcher = make(behaviour, stop=0.2)
+    launcher = await make(behaviour)
     watch = launcher.watch()
-    handle = await launcher.start(spec())
+    handle = await launcher.start(spec(stop=0.2))
     pid = launcher.describe(handle.worker_id).pid
     os.kill(pid, signal.SIGUSR1)
     assert (await next_end(watch)).reason == "rank 1 was killed by SIGKILL"
@@ -166,17 +176,17 @@ async def test_what_a_worker_says_last_is_the_reason_of_its_end(make, behaviour)
 
 @pytest.mark.parametrize("behaviour", ["refuse", "refuse-and-stay"])
 async def test_a_worker_that_cannot_start_gives_its_own_reason(make, behaviour):
-    launcher = make(behaviour)
+    launcher = await make(behaviour)
     watch = launcher.watch()
     with pytest.raises(WorkerStartFailed, match="did not start: rank 1 was killed by SIGKILL"):
         await launcher.start(spec())
-    assert launcher.list() == []
+    assert await launcher.list() == []
     await launcher.close()
     assert [end async for end in watch] == []  # whoever called start knows it
 
 
 async def test_a_crash_at_the_start_is_explained_by_the_log_without_the_secret(make, tmp_path):
-    launcher = make("crash")
+    launcher = await make("crash")
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "trainer-s-1-0.log").write_text("a line of an earlier life\n")
@@ -191,23 +201,23 @@ async def test_a_crash_at_the_start_is_explained_by_the_log_without_the_secret(m
 
 async def test_a_fault_in_native_code_is_told_apart_from_a_refusal(make):
     with pytest.raises(WorkerCrashed, match="killed by SIGSEGV"):
-        await make("fault").start(spec())
+        await (await make("fault")).start(spec())
 
 
 async def test_a_worker_that_never_reports_is_killed_and_its_log_named(make, tmp_path):
-    launcher = make("silent", start=1)
+    launcher = await make("silent")
     with pytest.raises(WorkerStartFailed, match=r"within 1 s; its log is trainer-s-1-0\.log"):
-        await launcher.start(spec())
-    assert launcher.list() == []
+        await launcher.start(spec(start=1))
+    assert await launcher.list() == []
 
 
 async def test_a_worker_that_never_gets_ready_is_killed_and_the_reason_told(make):
-    launcher = make("never-ready")
+    launcher = await make("never-ready")
     watch = launcher.watch()
     handle = await launcher.start(spec())
     pid = launcher.describe(handle.worker_id).pid
     loop = asyncio.get_running_loop()
-    launcher._workers[handle.worker_id].deadline = loop.time() + 2  # the rest of its time
+    processes_of(launcher)[handle.worker_id].deadline = loop.time() + 2  # the rest of its time
     with pytest.raises(WorkerStartFailed, match=r"not become ready \(its health was NOT_SERVING;"):
         await launcher.wait_ready(handle.worker_id)
     assert group_members(pid) == []
@@ -216,12 +226,12 @@ async def test_a_worker_that_never_gets_ready_is_killed_and_the_reason_told(make
 
 
 async def test_waiting_for_readiness_ends_when_the_worker_ends(make):
-    launcher = make("never-ready", start=3600)
+    launcher = await make("never-ready")
     watch = launcher.watch()
     handle = await launcher.start(spec())
     pid = launcher.describe(handle.worker_id).pid
     waiting = asyncio.create_task(launcher.wait_ready(handle.worker_id))
-    await asyncio.sleep(0)
+    await until(lambda: processes_of(launcher)[handle.worker_id].awaited)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerStartFailed, match="the trainer was killed by SIGKILL"):
         await asyncio.wait_for(waiting, 60)
@@ -232,7 +242,7 @@ async def test_waiting_for_readiness_ends_when_the_worker_ends(make):
 
 
 async def test_a_wrong_secret_is_refused_at_once(make):
-    launcher = make("serve")
+    launcher = await make("serve")
     handle = await launcher.start(spec("a"))
     answer = await wait_until_serving(address=handle.address, secret="another", timeout=3600)
     assert answer.startswith("its health service answered UNAUTHENTICATED")
@@ -240,25 +250,26 @@ async def test_a_wrong_secret_is_refused_at_once(make):
 
 
 async def test_garbage_on_the_report_descriptor_is_passed_over(make):
-    launcher = make("garbage")
+    launcher = await make("garbage")
     handle = await launcher.start(spec())
     assert (handle.address, handle.metrics_port) == ("127.0.0.1:1", 2)
 
 
 async def test_a_cancelled_start_leaves_nothing(make, tmp_path):
-    launcher = make("silent")
+    launcher = await make("silent")
     starting = asyncio.create_task(launcher.start(spec()))
-    (worker,) = await until(lambda: tuple(launcher._workers.values()))
+    (worker,) = await until(lambda: tuple(processes_of(launcher).values()))
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
+    await launcher.stop(worker.spec.worker_id)  # returns when nothing is left
     assert group_members(worker.pid) == []
 
 
 async def test_stopping_and_closing_end_a_start_in_flight(make):
-    launcher = make("silent")
+    launcher = await make("silent")
     starting = [asyncio.create_task(launcher.start(spec(f"w{i}"))) for i in range(3)]
-    await until(lambda: "w0" in launcher._workers)
+    await until(lambda: "w0" in processes_of(launcher))
     await launcher.stop("w0")
     await launcher.close()
     for each in starting:
@@ -268,10 +279,11 @@ async def test_stopping_and_closing_end_a_start_in_flight(make):
         await launcher.start(spec("w4"))
 
 
-async def test_a_program_that_does_not_exist_and_a_log_that_cannot_be_opened_are_told(tmp_path):
-    launcher = ProcessLauncher(
-        data_dir=tmp_path, start_timeout=60, stop_timeout=1, command=lambda _: ["/no/such/program"]
-    )
+async def test_a_program_that_does_not_exist_and_a_log_that_cannot_be_opened_are_told(
+    make, tmp_path
+):
+    launcher = await make("", ["/no/such/program"])
+    await launcher.list()  # connects
     before = descriptors("self")
     with pytest.raises(WorkerStartFailed, match="No such file or directory: 'program'"):
         await launcher.start(spec())
@@ -285,7 +297,7 @@ async def test_a_program_that_does_not_exist_and_a_log_that_cannot_be_opened_are
 async def test_a_full_disk_for_the_log_does_not_hide_why_a_worker_ended(make, tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "w.log").symlink_to("/dev/full")
-    launcher = make("refuse")
+    launcher = await make("refuse")
     with pytest.raises(WorkerStartFailed, match="rank 1"):
         await launcher.start(spec("w"))
 
@@ -294,7 +306,7 @@ async def test_the_secret_is_in_no_argument_and_our_key_in_no_environment(make, 
     monkeypatch.setenv("TANDEM_API_KEY", "tml-key")
     monkeypatch.setenv("TINKER_API_KEY", "tml-key")
     monkeypatch.setenv("SOMETHING_ELSE", "1")
-    launcher = make("environment")
+    launcher = await make("environment")
     handle = await launcher.start(spec())
     log_path = launcher.describe(handle.worker_id).log_path
     text = log_path.read_text()
@@ -307,7 +319,7 @@ async def test_the_secret_is_in_no_argument_and_our_key_in_no_environment(make, 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 async def test_no_worker_inherits_the_lifeline_or_the_report_of_another(make):
-    launcher = make("polite")
+    launcher = await make("polite")
     pipes = []
     for i in range(3):
         handle = await launcher.start(spec(f"w{i}"))
@@ -319,7 +331,7 @@ async def test_no_worker_inherits_the_lifeline_or_the_report_of_another(make):
 
 
 async def test_a_specification_longer_than_a_pipe_is_refused(make):
-    launcher = make("serve")
+    launcher = await make("serve")
     long = spec().model_copy(update={"model_path": "x" * 100_000})
     with pytest.raises(WorkerStartFailed, match="bytes"):
         await launcher.start(long)
@@ -332,7 +344,7 @@ async def test_the_default_command_runs_the_service_of_its_kind():
 
 
 async def test_the_settings_name_the_launcher(monkeypatch, tmp_path):
-    assert isinstance(make_launcher(GatewaySettings(data_dir=tmp_path)), ProcessLauncher)
+    assert isinstance(make_launcher(GatewaySettings(data_dir=tmp_path)), AgentLauncher)
     monkeypatch.setenv("TANDEM_LAUNCHER", "kubernetes")
-    with pytest.raises(InvalidRequest, match=r"unknown TANDEM_LAUNCHER 'kubernetes'.* process"):
+    with pytest.raises(InvalidRequest, match=r"unknown TANDEM_LAUNCHER 'kubernetes'.* agent"):
         make_launcher(GatewaySettings(data_dir=tmp_path))

@@ -1,0 +1,223 @@
+"""`AgentLauncher` has this host's agent start the workers, so that they can outlive the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol, TypeVar, cast
+
+import grpc
+import grpc.aio
+
+from tandem.agent.service import agent_address, socket_path
+from tandem.errors import WorkerStartFailed, from_failure
+from tandem.telemetry import get_log
+from tandem.v1 import agent_pb2, agent_pb2_grpc
+from tandem.worker import (
+    GRPC_OPTIONS,
+    WorkerDetails,
+    WorkerExit,
+    WorkerHandle,
+    WorkerKind,
+    WorkerSpec,
+)
+
+_CONNECT_SECONDS = 10.0
+_RETRY_SECONDS = 0.1
+_OPTIONS = [
+    *GRPC_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+]
+
+Request = TypeVar("Request", contravariant=True)
+Reply = TypeVar("Reply", covariant=True)
+
+
+class Method(Protocol[Request, Reply]):
+    """A method of the agent's stub."""
+
+    def __call__(self, request: Request, *, timeout: float | None = None) -> Awaitable[Reply]: ...
+
+
+@dataclass(eq=False, kw_only=True)
+class AgentLauncher:
+    """Implements `Launcher`.
+
+    The agent is that of the data directory. It may start after the gateway, and once more while
+    the gateway runs: its workers have ended then, which the watchers are told. A call to it may
+    take `timeout` seconds.
+    """
+
+    data_dir: Path
+    timeout: float
+
+    def __post_init__(self) -> None:
+        self._starting: set[str] = set()
+        self._workers: dict[str, agent_pb2.AgentWorker] = {}
+        self._watchers: list[asyncio.Queue[WorkerExit | None]] = []
+        self._following: asyncio.Task[None] | None = None
+        self._closed = False
+        self._log = get_log()
+
+    @cached_property
+    def _channel(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(agent_address(self.data_dir), options=_OPTIONS)
+
+    @cached_property
+    def _stub(self) -> agent_pb2_grpc.AgentAsyncStub:
+        return agent_pb2_grpc.AgentStub(self._channel)
+
+    async def start(self, spec: WorkerSpec) -> WorkerHandle:
+        self._starting.add(spec.worker_id)
+        try:
+            request = agent_pb2.StartWorkerRequest(spec=spec.model_dump_json())
+            reply = await self._ask(self._stub.Start, request)
+        finally:
+            self._starting.discard(spec.worker_id)
+        if reply.HasField("failure"):
+            raise from_failure(reply.failure)
+        self._workers[spec.worker_id] = reply.worker
+        return _handle(reply.worker)
+
+    async def wait_ready(self, worker_id: str) -> None:
+        try:
+            reply = await self._ask(
+                self._stub.WaitReady, agent_pb2.WaitReadyRequest(worker_id=worker_id)
+            )
+            if reply.HasField("failure"):
+                raise from_failure(reply.failure)
+        except WorkerStartFailed:
+            self._workers.pop(worker_id, None)
+            raise
+
+    async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
+        self._workers.pop(worker_id, None)
+        request = agent_pb2.StopWorkerRequest(worker_id=worker_id, at_once=at_once)
+        try:
+            await self._stub.Stop(request, timeout=self.timeout)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:  # it has ended, and all its workers
+                reason = f"{error.code().name}: {error.details()}"
+                self._log.error("worker_not_stopped", worker_id=worker_id, reason=reason)
+
+    async def list(self) -> list[WorkerHandle]:
+        reply = await self._ask(self._stub.List, agent_pb2.ListWorkersRequest())
+        self._workers.update({worker.worker_id: worker for worker in reply.workers})
+        return [_handle(worker) for worker in reply.workers]
+
+    def describe(self, worker_id: str) -> WorkerDetails:
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return WorkerDetails()
+        return WorkerDetails(pid=worker.pid, log_path=Path(worker.log_path))
+
+    def watch(self) -> AsyncIterator[WorkerExit]:
+        queue: asyncio.Queue[WorkerExit | None] = asyncio.Queue()
+        self._watchers.append(queue)
+        if self._closed:
+            queue.put_nowait(None)
+        elif self._following is None:
+            self._following = asyncio.create_task(self._follow(), name="agent-follower")
+        return _exits(queue)
+
+    async def close(self) -> None:
+        """Stop every worker that this launcher started or listed; the agent goes on."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait({self._following})
+        await asyncio.gather(*(self.stop(each) for each in {*self._workers, *self._starting}))
+        await self._channel.close()
+        for queue in self._watchers:
+            queue.put_nowait(None)
+
+    async def _ask(self, method: Method[Request, Reply], request: Request) -> Reply:
+        """Raises `WorkerStartFailed` when the agent does not answer."""
+        if self._closed:
+            raise WorkerStartFailed("the launcher is closed")
+        try:
+            await self._connect()
+            return await method(request, timeout=self.timeout)
+        except grpc.aio.AioRpcError as error:
+            reason = (
+                "has ended"
+                if error.code() is grpc.StatusCode.UNAVAILABLE
+                else f"answered {error.code().name}: {error.details()}"
+            )
+            raise WorkerStartFailed(f"the agent that starts workers {reason}") from error
+        except (asyncio.CancelledError, grpc.aio.UsageError):
+            # Closing a channel cancels its calls, which is no cancellation of the current task.
+            task = asyncio.current_task()
+            if not self._closed or (task is not None and task.cancelling() > 0):
+                raise
+            raise WorkerStartFailed("the launcher is closed") from None
+
+    async def _connect(self) -> None:
+        """Wait for the agent, which starts beside the gateway, or once more."""
+        ready = grpc.ChannelConnectivity.READY
+        if self._channel.get_state(try_to_connect=True) is ready:
+            return
+        if not socket_path(self.data_dir).exists():
+            self._log.warning(
+                "agent_awaited", start_it_with=f"tandem agent --data-dir {self.data_dir}"
+            )
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                await self._channel.channel_ready()
+        except TimeoutError:
+            raise WorkerStartFailed(
+                "no agent answers that could start workers; start one with `tandem agent` and the "
+                "same --data-dir (TANDEM_DATA_DIR), or agent and gateway with `tandem up`"
+            ) from None
+
+    async def _follow(self) -> None:
+        """Tell the watchers of exits. The stream of them ends when the agent does."""
+        while True:
+            known, first = set(self._workers), True
+            with suppress(grpc.aio.AioRpcError):
+                request = agent_pb2.WatchRequest()
+                async for reply in self._stub.Watch(request, wait_for_ready=True):
+                    for ended in reply.ended:
+                        self._tell(ended.worker_id, ended.reason)
+                    if first:
+                        self._tell_lost(known.difference(reply.running))
+                        first = False
+            if not first:
+                self._log.error("agent_lost", workers=len(self._workers))
+            self._tell_lost(tuple(self._workers))
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    def _tell_lost(self, worker_ids: Collection[str]) -> None:
+        for worker_id in worker_ids:
+            if (worker := self._workers.get(worker_id)) is not None:
+                self._tell(worker_id, f"the {worker.kind} ended with the agent that had started it")
+
+    def _tell(self, worker_id: str, reason: str) -> None:
+        self._workers.pop(worker_id, None)
+        for queue in self._watchers:
+            queue.put_nowait(WorkerExit(worker_id=worker_id, reason=reason))
+
+
+def _handle(worker: agent_pb2.AgentWorker) -> WorkerHandle:
+    return WorkerHandle(
+        worker_id=worker.worker_id,
+        kind=cast(WorkerKind, worker.kind),
+        session_id=worker.session_id,
+        run_id=worker.run_id,
+        address=worker.address,
+        metrics_port=worker.metrics_port,
+        secret=worker.secret,
+    )
+
+
+async def _exits(queue: asyncio.Queue[WorkerExit | None]) -> AsyncIterator[WorkerExit]:
+    """Yield what comes through the queue until `None`."""
+    while (exit_ := await queue.get()) is not None:
+        yield exit_

@@ -1,0 +1,222 @@
+"""`ProcessLauncher` starts workers as processes on this machine, each the leader of its own session
+and process group, and speaks the handshake of `tandem.worker` with them over pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import select
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import orjson
+
+from tandem.agent.worker_process import WorkerProcess
+from tandem.errors import WorkerStartFailed, without_paths
+from tandem.telemetry import get_log
+from tandem.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec, without_secrets
+
+_MAX_SPEC_BYTES = 16 * select.PIPE_BUF  # the capacity of a pipe that nobody reads yet
+_REMEMBERED = 256
+"""Exits that are told to a watcher that comes later."""
+
+
+def default_command(spec: WorkerSpec) -> list[str]:
+    """Return the command that runs the service of the spec's kind with this interpreter."""
+    return [sys.executable, "-m", f"{spec.kind}_service"]
+
+
+@dataclass(eq=False, kw_only=True)
+class ProcessLauncher:
+    """Implements the gateway's `Launcher`, and does what the agent is asked for.
+
+    `command` says what to run for a spec; `--report-fd N` is added to it. Output is appended to
+    `data_dir/logs/WORKER.log`.
+    """
+
+    data_dir: Path
+    command: Callable[[WorkerSpec], list[str]] = default_command
+
+    def __post_init__(self) -> None:
+        self._workers: dict[str, WorkerProcess] = {}
+        self._ended: deque[WorkerProcess] = deque(maxlen=_REMEMBERED)
+        self._watchers: list[asyncio.Queue[WorkerExit | None]] = []
+        self._spawning = asyncio.Lock()
+        self._closed = False
+        self._log = get_log()
+
+    async def start(self, spec: WorkerSpec) -> WorkerHandle:
+        async with self._spawning:
+            if self._closed:
+                raise WorkerStartFailed("the launcher is closed")
+            if spec.worker_id in self._workers:
+                raise WorkerStartFailed(f"worker {spec.worker_id} runs already")
+            try:
+                worker = await self._spawn(spec)
+            except OSError as error:
+                raise WorkerStartFailed(
+                    f"the {spec.kind} could not be started: {without_paths(str(error))}"
+                ) from error
+            self._workers[spec.worker_id] = worker  # `stop` finds it from here on
+            worker.ended.add_done_callback(lambda _: self._forget(worker))
+        try:
+            handle = await worker.reported()
+        except BaseException:  # a cancelled start leaves nothing behind either
+            await worker.kill()
+            raise
+        self._log.info(
+            "worker_started",
+            worker_id=spec.worker_id,
+            pid=worker.pid,
+            address=handle.address,
+            session_id=spec.session_id,
+        )
+        return handle
+
+    async def wait_ready(self, worker_id: str) -> None:
+        ended = (worker for worker in self._ended if worker.spec.worker_id == worker_id)
+        worker = self._workers.get(worker_id) or next(ended, None)
+        if worker is None or worker.handle is None:
+            raise WorkerStartFailed(f"worker {worker_id} does not run")
+        if worker.ready and not worker.failed.done():
+            return
+        worker.awaited = True
+        try:
+            await worker.serving(worker.handle)
+        except WorkerStartFailed:
+            await worker.kill()
+            raise
+        finally:
+            worker.awaited = False
+
+    async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
+        async with self._spawning:  # one that is being spawned is known after this
+            worker = self._workers.get(worker_id)
+        if worker is not None:
+            await (worker.kill() if at_once else worker.stop())
+
+    def ids(self) -> tuple[str, ...]:
+        """Return the ids of all workers, those included that have reported no address yet."""
+        return tuple(self._workers)
+
+    async def list(self) -> list[WorkerHandle]:
+        return [worker.handle for worker in self._workers.values() if worker.handle is not None]
+
+    def describe(self, worker_id: str) -> WorkerDetails:
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return WorkerDetails()
+        return WorkerDetails(pid=worker.pid, log_path=worker.log_path)
+
+    def watch(self) -> AsyncIterator[WorkerExit]:
+        queue: asyncio.Queue[WorkerExit | None] = asyncio.Queue()
+        for worker in self._ended:
+            queue.put_nowait(_exit_of(worker))
+        self._watchers.append(queue)
+        if self._closed:
+            queue.put_nowait(None)
+        return self._exits(queue)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        async with self._spawning:  # a worker that is being spawned is registered after this
+            workers = tuple(self._workers.values())
+        await asyncio.gather(*(worker.stop() for worker in workers))
+        self._tell(None)
+
+    async def _spawn(self, spec: WorkerSpec) -> WorkerProcess:
+        """Raises `OSError` when the log cannot be opened or the program cannot be executed."""
+        assert re.fullmatch(r"[\w.-]+", spec.worker_id), spec.worker_id  # it names a file
+        line = spec.model_dump_json().encode() + b"\n"
+        if len(line) > _MAX_SPEC_BYTES:
+            raise WorkerStartFailed(
+                f"the specification of {spec.worker_id} has {len(line)} bytes; at most "
+                f"{_MAX_SPEC_BYTES} are allowed"
+            )
+        log_path = self.data_dir / "logs" / f"{spec.worker_id}.log"
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        # Python makes all of these uninheritable; only those named below reach the child, so
+        # that no worker holds the lifeline of another one open.
+        log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with suppress(OSError):  # a full disk costs log lines, not workers
+            os.write(log_fd, _first_line(spec))
+        log_start = os.fstat(log_fd).st_size
+        spec_fd, lifeline_fd = os.pipe()
+        report_fd, worker_report_fd = os.pipe()
+        try:
+            os.write(lifeline_fd, line)  # fits into the empty pipe, so it never blocks
+            process = await asyncio.create_subprocess_exec(
+                *self.command(spec),
+                "--report-fd",
+                str(worker_report_fd),
+                stdin=spec_fd,
+                stdout=log_fd,
+                stderr=log_fd,
+                pass_fds=(worker_report_fd,),
+                start_new_session=True,
+                env={**without_secrets(os.environ), "PYTHONUNBUFFERED": "1"},
+            )
+        except BaseException:
+            os.close(lifeline_fd)
+            os.close(report_fd)
+            raise
+        finally:
+            for fd in (log_fd, spec_fd, worker_report_fd):
+                os.close(fd)
+        return WorkerProcess(
+            spec=spec,
+            process=process,
+            lifeline_fd=lifeline_fd,
+            report_fd=report_fd,
+            log_path=log_path,
+            log_start=log_start,
+        )
+
+    def _forget(self, worker: WorkerProcess) -> None:
+        worker_id = worker.spec.worker_id
+        del self._workers[worker_id]
+        if worker.expected or worker.awaited or worker.handle is None:  # its caller is told
+            return
+        self._ended.append(worker)
+        exit_ = _exit_of(worker)
+        self._log.error("worker_ended", worker_id=worker_id, pid=worker.pid, reason=exit_.reason)
+        self._tell(exit_)
+
+    def _tell(self, exit_: WorkerExit | None) -> None:
+        for queue in self._watchers:
+            queue.put_nowait(exit_)
+
+    async def _exits(self, queue: asyncio.Queue[WorkerExit | None]) -> AsyncIterator[WorkerExit]:
+        """Yield what comes through the queue until `None`."""
+        try:
+            while (exit_ := await queue.get()) is not None:
+                yield exit_
+        finally:
+            self._watchers.remove(queue)
+
+
+def _exit_of(worker: WorkerProcess) -> WorkerExit:
+    return WorkerExit(worker_id=worker.spec.worker_id, reason=worker.ended.result())
+
+
+def _first_line(spec: WorkerSpec) -> bytes:
+    """Return the line that says what a log is the log of, also when the worker is forgotten."""
+    about = {
+        "event": "log_of_worker",
+        "level": "info",
+        "timestamp": datetime.now(UTC).isoformat(),
+        "service": spec.kind,
+        "worker_id": spec.worker_id,
+        "session_id": spec.session_id,
+        "run_id": spec.run_id,
+        "model": spec.model_name,
+    }
+    return orjson.dumps(about) + b"\n"

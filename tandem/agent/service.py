@@ -1,0 +1,207 @@
+"""The agent's gRPC service on a Unix socket, and the process that serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from tandem.agent import SENTENCE
+from tandem.agent.launcher import ProcessLauncher
+from tandem.errors import InvalidRequest, TandemError, WorkerStartFailed
+from tandem.telemetry import configure_logging, get_log
+from tandem.v1 import agent_pb2, agent_pb2_grpc
+from tandem.worker import WorkerHandle, WorkerSpec, set_process_limits
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[object, object]
+
+_KINDS = ("trainer", "sampler")
+_LONGEST_SOCKET_PATH = 100
+"""Bytes. The kernel takes 107, and 103 outside Linux."""
+
+
+class AgentServicer(agent_pb2_grpc.AgentServicer):
+    """Answers with what a launcher does; its errors travel as a `Failure`."""
+
+    def __init__(self, launcher: ProcessLauncher) -> None:
+        self._launcher = launcher
+
+    async def Describe(
+        self,
+        request: agent_pb2.DescribeAgentRequest,
+        context: Context,
+    ) -> agent_pb2.DescribeAgentReply:
+        return description()
+
+    async def Start(
+        self,
+        request: agent_pb2.StartWorkerRequest,
+        context: Context,
+    ) -> agent_pb2.StartWorkerReply:
+        try:
+            handle = await self._launcher.start(WorkerSpec.model_validate_json(request.spec))
+        except TandemError as error:
+            return agent_pb2.StartWorkerReply(failure=error.to_failure())
+        return agent_pb2.StartWorkerReply(worker=self._worker(handle))
+
+    async def WaitReady(
+        self,
+        request: agent_pb2.WaitReadyRequest,
+        context: Context,
+    ) -> agent_pb2.WaitReadyReply:
+        try:
+            await self._launcher.wait_ready(request.worker_id)
+        except TandemError as error:
+            return agent_pb2.WaitReadyReply(failure=error.to_failure())
+        return agent_pb2.WaitReadyReply()
+
+    async def Stop(
+        self,
+        request: agent_pb2.StopWorkerRequest,
+        context: Context,
+    ) -> agent_pb2.StopWorkerReply:
+        await self._launcher.stop(request.worker_id, at_once=request.at_once)
+        return agent_pb2.StopWorkerReply()
+
+    async def List(
+        self,
+        request: agent_pb2.ListWorkersRequest,
+        context: Context,
+    ) -> agent_pb2.ListWorkersReply:
+        return agent_pb2.ListWorkersReply(
+            workers=[self._worker(handle) for handle in await self._launcher.list()]
+        )
+
+    async def Watch(
+        self,
+        request: agent_pb2.WatchRequest,
+        context: Context,
+    ) -> AsyncIterator[agent_pb2.WatchReply]:
+        exits = self._launcher.watch()
+        yield agent_pb2.WatchReply(running=self._launcher.ids())
+        async for exit_ in exits:
+            ended = agent_pb2.WorkerEnded(worker_id=exit_.worker_id, reason=exit_.reason)
+            yield agent_pb2.WatchReply(ended=[ended])
+
+    def _worker(self, handle: WorkerHandle) -> agent_pb2.AgentWorker:
+        details = self._launcher.describe(handle.worker_id)
+        return agent_pb2.AgentWorker(
+            worker_id=handle.worker_id,
+            kind=handle.kind,
+            session_id=handle.session_id,
+            run_id=handle.run_id,
+            address=handle.address,
+            metrics_port=handle.metrics_port,
+            secret=handle.secret,
+            pid=details.pid,
+            log_path=str(details.log_path or ""),
+        )
+
+
+def description() -> agent_pb2.DescribeAgentReply:
+    """Return what workers can be started here, and on what."""
+    devices = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
+    return agent_pb2.DescribeAgentReply(
+        pid=os.getpid(),
+        kinds=[kind for kind in _KINDS if find_spec(f"{kind}_service") is not None],
+        cpus=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        cuda_devices=sorted(int(device) for device in devices if device.isdecimal()),
+    )
+
+
+def agent_address(data_dir: Path) -> str:
+    """Return the gRPC address of the data directory's agent.
+
+    The path of a socket must be short. That of a long directory goes through a descriptor of it,
+    which stays open for the life of the process.
+    """
+    path = socket_path(data_dir.absolute())
+    if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH:
+        return f"unix:{path}"
+    fd = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY)
+    return f"unix:{socket_path(Path(f'/proc/self/fd/{fd}'))}"
+
+
+def socket_path(data_dir: Path) -> Path:
+    return data_dir / "agent.sock"
+
+
+@contextmanager
+def _locked(data_dir: Path) -> Iterator[None]:
+    """Make the data directory if it is missing, and keep other agents out of it meanwhile."""
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(data_dir / "agent.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise InvalidRequest(
+                f"another agent uses the data directory {data_dir}; stop it, or choose another "
+                "directory with --data-dir (TANDEM_DATA_DIR)"
+            ) from error
+        yield
+    finally:
+        os.close(fd)
+
+
+@asynccontextmanager
+async def serving(launcher: ProcessLauncher, *, data_dir: Path) -> AsyncIterator[None]:
+    """Serve on the data directory's socket while the block runs; stop every worker after it."""
+    server = grpc.aio.server()
+    agent_pb2_grpc.add_AgentServicer_to_server(AgentServicer(launcher), server)
+    path = socket_path(data_dir)
+    path.unlink(missing_ok=True)  # of an agent that was killed
+    try:
+        server.add_insecure_port(agent_address(data_dir))
+    except RuntimeError as error:
+        raise WorkerStartFailed(f"the socket {path} cannot be made: {error}") from error
+    path.chmod(0o600)
+    await server.start()
+    try:
+        yield
+    finally:
+        await launcher.close()
+        await server.stop(grace=1)
+        path.unlink(missing_ok=True)
+
+
+async def _serve_until_signalled(data_dir: Path) -> None:
+    asked = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, asked.set)
+    async with serving(ProcessLauncher(data_dir=data_dir), data_dir=data_dir):
+        found = description()
+        get_log().info(
+            "agent_serves",
+            socket=str(socket_path(data_dir)),
+            kinds=list(found.kinds),
+            cpus=found.cpus,
+            cuda_devices=list(found.cuda_devices),
+        )
+        await asked.wait()
+
+
+def run(data_dir: Path) -> int:
+    """Serve until SIGTERM or SIGINT; return the exit status."""
+    configure_logging(service="agent")
+    set_process_limits()
+    try:
+        with _locked(data_dir):
+            asyncio.run(_serve_until_signalled(data_dir))
+    except TandemError as error:
+        print(f"{SENTENCE}{error.message}", file=sys.stderr)
+        return 1
+    except OSError as error:  # of the data directory
+        print(f"{SENTENCE}{error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,80 @@
+"""What the stack does when its gateway or its agent ends by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import grpc
+import pytest
+
+from tandem.agent.service import agent_address
+from tandem.errors import ServerError, WorkerStartFailed
+from tandem.stack import Stack, answers
+from tandem.v1 import agent_pb2, agent_pb2_grpc
+from tests.support.waiting import PATIENCE, wait_until
+
+
+@pytest.fixture
+def said() -> list[str]:
+    """What the stack under test has said."""
+    return []
+
+
+@pytest.fixture
+def stack(tmp_path, said):
+    with Stack(data_dir=tmp_path, settings={"port": "0"}, tell=said.append) as stack:
+        yield stack
+
+
+def another(stack: Stack, old: int) -> bool:
+    """Whether another gateway than the one that had this pid answers."""
+    return stack.endpoint.pid != old and answers(stack.endpoint)
+
+
+def test_a_killed_gateway_comes_back_on_its_port_and_its_agent_has_stayed(stack, said):
+    before, agent = stack.endpoint, stack.agent_process.pid
+    os.kill(before.pid, signal.SIGKILL)
+    wait_until(lambda: another(stack, before.pid), what="another gateway answers")
+    assert stack.endpoint.url == before.url
+    assert stack.endpoint.api_key == before.api_key
+    assert stack.agent_process.pid == agent
+    (sentence,) = said
+    assert sentence.startswith("the gateway ended by itself and is started again: it was killed by")
+
+
+def agent_pid(stack: Stack) -> int:
+    """The pid of the agent that answers; waits until one does."""
+    with grpc.insecure_channel(agent_address(stack.data_dir)) as channel:
+        request = agent_pb2.DescribeAgentRequest()
+        stub = agent_pb2_grpc.AgentStub(channel)
+        return stub.Describe(request, wait_for_ready=True, timeout=PATIENCE).pid
+
+
+def test_a_killed_agent_comes_back_and_its_gateway_has_stayed(stack, said):
+    gateway, agent = stack.endpoint.pid, agent_pid(stack)
+    assert agent == stack.agent_process.pid
+    os.kill(agent, signal.SIGKILL)
+    wait_until(lambda: said, what="the stack has noticed it")
+    assert agent_pid(stack) not in (agent, gateway)
+    assert said[0].startswith("the agent ended by itself and is started again: it was killed by")
+    assert stack.endpoint.pid == gateway
+    assert answers(stack.endpoint)
+
+
+def test_a_gateway_that_cannot_start_again_ends_the_stack_with_its_reason(stack, tmp_path):
+    gateway = stack.endpoint.pid
+    (tmp_path / "gateway.lock").unlink()
+    (tmp_path / "gateway.lock").mkdir()
+    os.kill(gateway, signal.SIGKILL)
+    with pytest.raises(ServerError, match=r"the gateway ended .* times .*gateway\.lock: Is a dir"):
+        stack.wait()
+
+
+def test_a_second_stack_on_the_same_data_directory_is_refused(stack, tmp_path):
+    with (
+        pytest.raises(WorkerStartFailed, match=r"another \w+ uses the data directory"),
+        Stack(data_dir=tmp_path, settings={"port": "0"}),
+    ):
+        pass
+    assert answers(stack.endpoint), "the first has stayed"

@@ -1,0 +1,153 @@
+"""The agent and a gateway that comes, goes and comes again: what each knows of the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+import gateway.workers.launchers.agent
+from gateway.workers.launchers.agent import AgentLauncher
+from tandem.agent.launcher import ProcessLauncher
+from tandem.agent.service import AgentServicer, serving, socket_path
+from tandem.agent.worker_process import group_members
+from tandem.errors import WorkerStartFailed
+from tandem.v1 import agent_pb2
+from tandem.worker import WorkerSpec
+from tests.support.waiting import until
+
+DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
+
+
+def agent_of(data_dir: Path, behaviour: str = "serve"):
+    """An agent whose workers are dummies, for the length of an `async with`."""
+    launcher = ProcessLauncher(
+        data_dir=data_dir, command=lambda _: [sys.executable, DUMMY, behaviour]
+    )
+    return serving(launcher, data_dir=data_dir)
+
+
+@contextlib.asynccontextmanager
+async def gateway_of(data_dir: Path):
+    """A gateway's launcher that ends as a killed gateway's does: its workers stay."""
+    launcher = AgentLauncher(data_dir=data_dir, timeout=120)
+    try:
+        yield launcher
+    finally:
+        launcher._workers.clear()
+        await launcher.close()
+
+
+def spec(worker_id: str = "trainer-s-1-0") -> WorkerSpec:
+    return WorkerSpec(
+        worker_id=worker_id,
+        kind="trainer",
+        secret="the secret of a worker",
+        model_name="tiny",
+        model_path="models/tiny",
+        session_id="s-1",
+        run_id="s-1:train:0",
+    )
+
+
+async def test_a_worker_outlives_its_gateway_and_the_next_one_has_all_that_it_needs(tmp_path):
+    async with agent_of(tmp_path):
+        async with gateway_of(tmp_path) as first:
+            handle = await first.start(spec())
+            details = first.describe(handle.worker_id)
+        async with gateway_of(tmp_path) as second:
+            assert await second.list() == [handle]
+            assert (handle.session_id, handle.run_id) == ("s-1", "s-1:train:0")
+            assert second.describe(handle.worker_id) == details
+            await second.wait_ready(handle.worker_id)
+            watch = second.watch()
+            os.kill(details.pid, signal.SIGKILL)
+            exit_ = await asyncio.wait_for(anext(watch), 60)
+        assert exit_.worker_id == handle.worker_id
+        assert exit_.reason == "the trainer was killed by SIGKILL"
+
+
+async def test_a_gateway_that_was_away_is_told_of_the_exits_meanwhile(tmp_path):
+    async with agent_of(tmp_path):
+        async with gateway_of(tmp_path) as first:
+            handle = await first.start(spec())
+            pid = first.describe(handle.worker_id).pid
+        os.kill(pid, signal.SIGKILL)
+        async with gateway_of(tmp_path) as second:
+            exit_ = await asyncio.wait_for(anext(second.watch()), 60)
+            assert exit_.reason == "the trainer was killed by SIGKILL"
+            assert await second.list() == []
+            with pytest.raises(WorkerStartFailed, match="did not start: the trainer was killed"):
+                await second.wait_ready(handle.worker_id)
+
+
+async def test_a_gateway_that_dies_while_a_worker_starts_leaves_nothing_of_it(tmp_path):
+    launcher = ProcessLauncher(
+        data_dir=tmp_path, command=lambda _: [sys.executable, DUMMY, "silent"]
+    )
+    async with serving(launcher, data_dir=tmp_path), gateway_of(tmp_path) as first:
+        starting = asyncio.create_task(first.start(spec()))
+        (worker,) = await until(lambda: tuple(launcher._workers.values()))
+        await first._channel.close()
+        with contextlib.suppress(asyncio.CancelledError, WorkerStartFailed):
+            await starting
+        await asyncio.wait_for(worker.ended, 60)
+        assert group_members(worker.pid) == []
+
+
+async def test_a_gateway_learns_that_its_workers_ended_with_the_agent_and_uses_the_next(tmp_path):
+    async with gateway_of(tmp_path) as launcher:
+        async with agent_of(tmp_path):
+            handle = await launcher.start(spec())
+            watch = launcher.watch()
+            await launcher.wait_ready(handle.worker_id)
+        exit_ = await asyncio.wait_for(anext(watch), 60)
+        assert exit_.worker_id == handle.worker_id
+        assert exit_.reason == "the trainer ended with the agent that had started it"
+        async with agent_of(tmp_path):
+            again = await launcher.start(spec())
+            assert await launcher.list() == [again]
+            os.kill(launcher.describe(again.worker_id).pid, signal.SIGKILL)
+            assert (await asyncio.wait_for(anext(watch), 60)).reason.endswith("SIGKILL")
+            await launcher.stop(again.worker_id)
+
+
+async def test_a_worker_whose_agent_was_replaced_unnoticed_is_told_to_have_ended(tmp_path):
+    async with gateway_of(tmp_path) as launcher:
+        async with agent_of(tmp_path):
+            handle = await launcher.start(spec())
+        async with agent_of(tmp_path):
+            watch = launcher.watch()
+            exit_ = await asyncio.wait_for(anext(watch), 60)
+    assert exit_.reason == "the trainer ended with the agent that had started it"
+    assert exit_.worker_id == handle.worker_id
+
+
+async def test_a_gateway_without_an_agent_says_how_to_start_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(gateway.workers.launchers.agent, "_CONNECT_SECONDS", 0.2)
+    async with gateway_of(tmp_path) as launcher:
+        with pytest.raises(WorkerStartFailed, match="start one with `tandem agent`"):
+            await launcher.list()
+        await launcher.stop("of-an-agent-that-is-gone")
+
+
+async def test_only_its_user_may_open_the_socket_and_its_path_may_be_long(tmp_path):
+    for data_dir in (tmp_path / "short", tmp_path / ("long" * 30)):
+        data_dir.mkdir()
+        async with agent_of(data_dir), gateway_of(data_dir) as launcher:
+            assert stat.S_IMODE(socket_path(data_dir).stat().st_mode) == 0o600
+            assert await launcher.list() == []
+        assert not socket_path(data_dir).exists()
+
+
+async def test_an_agent_says_what_it_has(tmp_path):
+    servicer = AgentServicer(ProcessLauncher(data_dir=tmp_path))
+    found = await servicer.Describe(agent_pb2.DescribeAgentRequest(), None)
+    assert list(found.kinds) == ["trainer", "sampler"]
+    assert found.cpus >= 1
