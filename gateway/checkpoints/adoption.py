@@ -25,6 +25,7 @@ from gateway.storage.tables import checkpoints, runs, sessions, weight_versions
 from tandem.errors import CheckpointDamaged, NameTaken, SessionFinished, TandemError
 from tandem.weights import Manifest
 from tandem.weights.manifest import MANIFEST_NAME
+from tandem.weights.store import read_again, sync_name
 
 _REASON = "its database was lost; its checkpoints were taken back from the disk"
 
@@ -160,9 +161,10 @@ class CheckpointAdopter:
             self._quarantine.take_back(folder)
         if not path.is_dir():
             raise CheckpointDamaged("it was put away meanwhile; adopt once more")
+        sync_name(path)  # which a gateway that was killed may not have done
         if not checkpoint.version:
             return None
-        manifest = Manifest.model_validate_json((path / MANIFEST_NAME).read_bytes())
+        manifest = Manifest.model_validate_json(read_again(Path.read_bytes, path / MANIFEST_NAME))
         return WeightVersion(
             name=checkpoint.version,
             path=str(path),

@@ -135,9 +135,13 @@ class CheckpointCatalog:
             await asyncio.to_thread(record.write, self._data_dir / checkpoint.relative_folder)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise StorageFull(f"there is no room to name {checkpoint.path}") from error
+                raise StorageFull(
+                    f"there is no room to name {checkpoint.path}; save again when there is"
+                ) from error
             why = error.strerror or "it cannot be written"
-            raise PublishFailed(f"{checkpoint.path} could not be named: {why}") from error
+            raise PublishFailed(
+                f"{checkpoint.path} could not be named: {why}; save again"
+            ) from error
         await self._database.write_together(
             *_release(checkpoints.c.path == str(checkpoint.path)),
             insert_row(checkpoint),

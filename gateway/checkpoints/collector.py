@@ -121,10 +121,12 @@ class GarbageCollector:
             return not unnamed
         unused = [folder for folder in unnamed if folder not in used]
         if unused:
-            removed = await asyncio.to_thread(self._put_away, unused, known)
+            removed, refused = await asyncio.to_thread(self._put_away, unused, known)
             self.empty_trash_soon()
             await self._note(run_id, removed)
             self._log.info("collected", run_id=run_id, folders=removed)
+            if refused:
+                return False
         if ended:
             await asyncio.to_thread(self._remove_empty_run_folders, run_id)
             self._checkpoints.given_up.pop(run_id or "", None)
@@ -203,22 +205,26 @@ class GarbageCollector:
         named = _is_own_folder(path) and not path.name.startswith(_PARTIAL_PREFIX)
         return named and any((path / name).is_file() for name in FILE_LISTS)
 
-    def _put_away(self, folders: list[str], known: set[str]) -> list[str]:
+    def _put_away(self, folders: list[str], known: set[str]) -> tuple[list[str], list[str]]:
         """Rename the complete folders that the database does not know into quarantine, the others
-        into the trash, so that nothing half removed has a name. Return the latter."""
+        into the trash, so that nothing half removed has a name. Return the latter, and those of
+        either kind that the disk refused to rename."""
         lost = [f for f in folders if f not in known and self._is_complete(f)]
-        for folder in lost:
+        removed, refused = [], []
+        for folder in folders:
             try:
-                self.quarantine.put(folder)
-            except OSError as error:  # stays where it is
-                self._log.error("not_quarantined", folder=folder, reason=str(error))
-        if lost:
-            self._log.warning("quarantined", folders=lost, hint=QUARANTINED)
-        removed = [folder for folder in folders if folder not in lost]
-        for folder in removed:
-            with suppress(FileNotFoundError):  # a partial folder that its writer just discarded
-                self._throw_away(folder, self._data_dir / folder)
-        return removed
+                if folder in lost:
+                    self.quarantine.put(folder)
+                    continue
+                with suppress(FileNotFoundError):  # a partial folder that its writer just discarded
+                    self._throw_away(folder, self._data_dir / folder)
+                removed.append(folder)
+            except OSError as error:  # stays where it is, and is tried again
+                self._log.error("not_put_away", folder=folder, reason=str(error))
+                refused.append(folder)
+        if quarantined := [folder for folder in lost if folder not in refused]:
+            self._log.warning("quarantined", folders=quarantined, hint=QUARANTINED)
+        return removed, refused
 
     def _end_quarantine(self) -> list[str]:
         """Return the folders whose quarantine is over, and which are in the trash now."""

@@ -25,9 +25,15 @@ from gateway.checkpoints.versions import VersionStore, files_of, insert_version
 from gateway.identifiers import CheckpointPath, new_session_id, new_state_folder, run_id_of
 from gateway.storage.database import Database
 from gateway.storage.tables import runs, sessions
-from tandem.errors import CheckpointDamaged, InvalidRequest, StorageFull, without_paths
+from tandem.errors import (
+    CheckpointDamaged,
+    InvalidRequest,
+    StorageFailed,
+    StorageFull,
+    without_paths,
+)
 from tandem.weights import Manifest, PartialVersion, new_version_name
-from tandem.weights.store import fsync_path
+from tandem.weights.store import fsync_path, give_name
 
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS})
 _REASON = "it holds a copy of weights and cannot be trained"
@@ -65,8 +71,8 @@ class CheckpointCopier:
     async def copy(self, request: CopyRequest) -> str:
         """Return the path of the copy. Copying continues if the client goes away.
 
-        Raises `UnknownWeights`, `InvalidRequest` if the run exists already, `LimitExceeded` or
-        `StorageFull`.
+        Raises `UnknownWeights`, `InvalidRequest` if the run exists already, `LimitExceeded`,
+        `CheckpointDamaged`, `StorageFull` or `StorageFailed`.
         """
         run_id = request.run_id or run_id_of(session_id=_session_id(request), model_seq_id=0)
         if run_id not in self._under_way:
@@ -166,7 +172,7 @@ class CheckpointCopier:
                 created_at=now,
             )
             statements.append(insert_version(version))
-        with self._checkpoints.pins.pinned(copy.relative_folder):
+        with self._checkpoints.writing(copy.relative_folder, run_id=run_id):
             await asyncio.to_thread(
                 _link_files, source, self._data_dir / source.relative_folder, copy, target, record
             )
@@ -188,8 +194,8 @@ def _link_files(
     """Link the files into a new folder, with a record of its own. The folder of a weight version
     gets a manifest of its own, too, which names the version and its run."""
     partial = PartialVersion(target)
-    partial.create()
     try:
+        partial.create()
         for name, file in files_of(source, folder).items():
             _link(file, partial.path / name)
         record.write(partial.path)
@@ -202,15 +208,20 @@ def _link_files(
             }
             partial.commit(manifest.model_copy(update=changes))
         else:
-            fsync_path(partial.path)
-            partial.path.rename(target)
-            fsync_path(target.parent)
+            give_name(partial.path, target)
     except OSError as error:
         partial.discard()
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageFull(f"there is no room for a copy of {source.path}") from error
+            raise StorageFull(
+                f"there is no room for a copy of {source.path}; nothing of it is left, try again "
+                "when there is"
+            ) from error
         why = without_paths(str(error))
-        raise CheckpointDamaged(f"{source.path} could not be copied: {why}") from error
+        if isinstance(error, FileNotFoundError):
+            raise CheckpointDamaged(f"{source.path} could not be copied: {why}") from error
+        raise StorageFailed(
+            f"{source.path} could not be copied: {why}; nothing of the copy is left, try again"
+        ) from error
 
 
 def _link(file: Path, target: Path) -> None:

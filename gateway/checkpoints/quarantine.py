@@ -2,15 +2,18 @@
 
 A folder has the path there that it had in the data directory. It goes when its time is over and
 the gateway has seen that for a grace period, so that a clock that jumped removes nothing. Two
-empty files in the folder have the times as theirs.
+empty files in the folder have the times as theirs; the time of a folder without them, since a crash
+came between, begins when it is seen.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from tandem.telemetry import get_log
+from tandem.weights.store import give_name, make_folder
 
 _SINCE = ".quarantined"
 _OVERDUE = ".overdue"
@@ -40,9 +43,11 @@ class Quarantine:
         (target / _SINCE).touch()
 
     def take_back(self, folder: str) -> None:
+        """Move a folder to its place for good."""
         target = self._data_dir / folder
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self.path(folder).rename(target)
+        with suppress(FileExistsError):
+            make_folder(target.parent)
+        give_name(self.path(folder), target)
         for mark in (_SINCE, _OVERDUE):
             (target / mark).unlink(missing_ok=True)
 
@@ -53,7 +58,10 @@ class Quarantine:
             path, now = self.path(folder), time.time()
             overdue = path / _OVERDUE
             try:
-                if (path / _SINCE).stat().st_mtime + self._ttl > now:
+                since = path / _SINCE
+                if not since.exists():
+                    since.touch()
+                if since.stat().st_mtime + self._ttl > now:
                     overdue.unlink(missing_ok=True)  # the clock was ahead
                 elif not overdue.exists() or overdue.stat().st_mtime > now:
                     overdue.touch()

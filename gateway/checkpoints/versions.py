@@ -21,7 +21,7 @@ from tandem.errors import CheckpointDamaged, StorageFull, UnknownWeights, withou
 from tandem.v1 import common_pb2
 from tandem.weights import Manifest, version_path
 from tandem.weights.manifest import MANIFEST_NAME
-from tandem.weights.store import check_own_file
+from tandem.weights.store import check_own_file, read_again
 
 _STATE_RECORD = "checkpoint.json"
 """The file in which a trainer lists the files of its saved state."""
@@ -135,10 +135,11 @@ def files_of(checkpoint: Checkpoint, folder: Path) -> dict[str, Path]:
     """
     try:
         if checkpoint.path.kind == "weights":
-            record = json.loads((folder / _STATE_RECORD).read_bytes())
+            record = json.loads(read_again(Path.read_bytes, folder / _STATE_RECORD))
             names = [_STATE_RECORD, *(str(entry["name"]) for entry in record["files"])]
         else:
-            manifest = Manifest.model_validate_json((folder / MANIFEST_NAME).read_bytes())
+            content = read_again(Path.read_bytes, folder / MANIFEST_NAME)
+            manifest = Manifest.model_validate_json(content)
             names = [entry.name for entry in manifest.files]
         return {name: check_own_file(folder, name) for name in names}
     except (OSError, ValidationError, ValueError, KeyError, TypeError) as error:

@@ -24,7 +24,7 @@ from gateway.storage.database import Database, from_row
 from gateway.storage.tables import runs, snapshots
 from tandem.errors import TandemError
 from tandem.telemetry import get_log
-from tandem.weights.store import make_folder
+from tandem.weights.store import give_name, make_folder
 
 _FOLDER = "snapshots"
 
@@ -163,4 +163,4 @@ def _remove(folder: Path) -> None:
 def _move(source: Path, target: Path) -> None:
     with suppress(FileExistsError):
         make_folder(target.parent)
-    source.rename(target)
+    give_name(source, target)

@@ -66,13 +66,18 @@ def _keep(path: Path, new: str) -> str:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file atomically that only its owner may read."""
+    """Write a file atomically that only its owner may read. Raises `OSError`."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
     fsync_path(path.parent)

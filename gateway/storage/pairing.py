@@ -16,6 +16,7 @@ from sqlalchemy import insert, select
 from gateway.storage.data_directory import write_private
 from gateway.storage.database import Database
 from gateway.storage.tables import data_directory
+from tandem.errors import StorageFailed
 
 MISMATCH = (
     "the database does not belong to this data directory: it was lost or replaced, or "
@@ -42,12 +43,17 @@ async def check_pair(database: Database, data_dir: Path) -> bool:
 
 
 async def pair(database: Database, data_dir: Path) -> None:
-    """Let the database and the directory belong together from now on."""
+    """Let the database and the directory belong together from now on. Raises `StorageFailed`."""
     known = await _id_of(database)
     id_ = known or _id_in(data_dir) or secrets.token_hex(16)
     if not known:
         await database.write(insert(data_directory), {"id": id_}, durable=True)
-    write_private(data_dir / _NAME, f"{id_}\n".encode())
+    try:
+        write_private(data_dir / _NAME, f"{id_}\n".encode())
+    except OSError as error:
+        raise StorageFailed(
+            f"the data directory cannot be written ({error.strerror}); try again when it can"
+        ) from error
 
 
 def _has_files(data_dir: Path) -> bool:

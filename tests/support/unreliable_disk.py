@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 from pathlib import Path
+from threading import RLock
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -100,6 +101,7 @@ class _Unsynced:
 class UnreliableDisk:
     def __init__(self, root: Path) -> None:
         self.now = 0.0
+        self.lock = RLock()
         self.strike: Strike | None = None
         self._root = str(root)
         self._replaced = f"{root}-replaced"
@@ -274,7 +276,7 @@ class UnreliableDisk:
         path = _path_of(file) if isinstance(file, int) else self._path(file)
         if not self._is_below(path):
             return _real_open(file, mode, buffering, encoding, errors, newline, **more)
-        fd = file if isinstance(file, int) else self.open_fd(file, _flags_of(mode), 0o666)
+        fd = file if isinstance(file, int) else os.open(file, _flags_of(mode), 0o666)
         raw = _File(self, fd, path, mode.replace("x", "w").translate({98: None, 116: None}))
         if buffering == 0:
             return raw
@@ -452,7 +454,11 @@ _real_open = builtins.open
 
 
 def _bound(disk: UnreliableDisk, call: Callable[..., object]) -> Callable[..., object]:
-    return lambda *args, **more: call(disk, *args, **more)
+    def locked(*args, **more):
+        with disk.lock:
+            return call(disk, *args, **more)
+
+    return locked
 
 
 def _flags_of(mode: str) -> int:

@@ -34,6 +34,7 @@ from tandem.errors import (
     CheckpointDamaged,
     InvalidRequest,
     SessionFinished,
+    StorageFailed,
     StorageFull,
     UnknownRun,
     UnknownSession,
@@ -270,7 +271,14 @@ async def weights_info(body: Annotated[TinkerPath, CHECKPOINT], access: AccessDe
     "/copy_weights",
     role="member",
     audit="checkpoint_copy",
-    errors=[UnknownWeights, UnknownSession, SessionFinished, StorageFull, CheckpointDamaged],
+    errors=[
+        UnknownWeights,
+        UnknownSession,
+        SessionFinished,
+        StorageFailed,
+        StorageFull,
+        CheckpointDamaged,
+    ],
     rules=[
         "A copy needs a `destination_project_id`, or a `session_id` with a `model_seq_id`.",
         "The path must be one, and the time to live from an hour to ten years.",

@@ -1,0 +1,276 @@
+"""What the gateway writes and reads, on NFS and on disks that fill up, fail and lose power."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from sqlalchemy import delete
+
+from gateway.auth.identity import Readers
+from gateway.checkpoints.copies import CheckpointCopier, CopyRequest
+from gateway.runs.replay import Snapshot
+from gateway.runs.snapshots import SnapshotStore
+from gateway.storage.data_directory import keep_signing_key
+from gateway.storage.tables import checkpoints
+from tandem.errors import CheckpointDamaged, StorageFailed, StorageFull, TandemError
+from tandem.weights.store import fsync_path, make_folder
+from tests.support.gateway.checkpoint_store import DAY, PATH, RUN, Store, checkpoint, whole
+from tests.support.unreliable_disk import Fault, UnreliableDisk
+
+STATE = "checkpoints/s-1_train_0/a-11111111"
+FAILING = pytest.mark.parametrize("fault", [Fault.FULL, Fault.LOST])
+
+
+@pytest.fixture
+def disk(tmp_path):
+    (tmp_path / "data").mkdir()
+    with UnreliableDisk(tmp_path / "data") as disk:
+        yield disk
+
+
+@pytest.fixture
+async def store(disk, tmp_path):
+    store = Store(tmp_path / "data")
+    await store.database.open()
+    yield store
+    await store.database.close()
+
+
+@pytest.fixture
+async def saved(store) -> Path:
+    """A checkpoint that is saved, and on the disk for good."""
+    folder = whole(store, STATE)
+    for path in (*folder.iterdir(), folder, *folder.parents[:3]):
+        fsync_path(path)
+    await store.checkpoints.put(checkpoint(store, STATE, public=True))
+    return folder
+
+
+def folders(store, *roots: str) -> set[str]:
+    """All folders that may hold a checkpoint, partial ones too, and not those in the trash."""
+    found = {path for root in roots for path in store.data_dir.glob(f"{root}/[!.]*/*")}
+    return {str(path.relative_to(store.data_dir)) for path in found if path.is_dir()}
+
+
+async def is_whole(store, path: str) -> bool:
+    async with store.reading(path) as found:
+        files = await store.versions.files(found)
+        return files["file"].read_text() == "content"
+
+
+# --- Copies ----------------------------------------------------------------------------------
+
+
+def copier(store) -> CheckpointCopier:
+    return CheckpointCopier(
+        database=store.database,
+        data_dir=store.data_dir,
+        checkpoints=store.checkpoints,
+        versions=store.versions,
+    )
+
+
+def request(key: str) -> CopyRequest:
+    return CopyRequest(
+        source=PATH,
+        readers=Readers(()),
+        owner="local",
+        project_id="",
+        run_id=None,
+        ttl_seconds=None,
+        idempotency_key=key,
+    )
+
+
+@FAILING
+async def test_a_copy_that_the_disk_does_not_take_leaves_nothing_and_can_be_made_again(
+    store, disk, saved, fault
+):
+    copies = copier(store)
+    for nth, strike in enumerate(disk.strikes(fault)):
+        before = folders(store, "checkpoints")
+        try:
+            with strike:
+                await copies.copy(request(str(nth)))
+        except StorageFailed as error:
+            assert isinstance(error, StorageFull) == (fault is Fault.FULL), strike.hit
+            assert "try again" in error.message
+        for run_id in store.checkpoints.take_marked():
+            await store.collector.collect(run_id, ended=True)
+        if strike.hit:
+            assert folders(store, "checkpoints") == before, strike.hit
+        path = await copies.copy(request(str(nth)))
+        disk.lose_power()
+        assert await is_whole(store, path) and await is_whole(store, PATH), strike.hit
+    assert store.quarantine.folders() == []
+
+
+async def test_a_copy_that_the_database_does_not_take_is_removed_and_not_quarantined(
+    store, saved, monkeypatch
+):
+    async def refuse(*_statements: object, durable: bool) -> None:
+        raise StorageFailed("no")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(store.database, "write_together", refuse)
+        with pytest.raises(StorageFailed):
+            await copier(store).copy(request("k"))
+    (run_id,) = set(store.checkpoints.take_marked()) - {RUN}
+    await store.collector.collect(run_id, ended=True)
+    assert folders(store, "checkpoints", "quarantine/checkpoints") == {STATE}
+
+
+# --- Names -----------------------------------------------------------------------------------
+
+
+@FAILING
+async def test_a_checkpoint_that_cannot_be_named_is_told_and_removed(store, disk, fault):
+    for nth, strike in enumerate(disk.strikes(fault)):
+        name, relative = f"tinker://{RUN}/weights/{nth}", f"{STATE}-{nth}"
+        whole(store, relative)
+        told = ""
+        with strike:
+            try:
+                with store.checkpoints.writing(relative, run_id=RUN):
+                    await store.checkpoints.put(checkpoint(store, relative, path=name))
+            except TandemError as error:
+                told = error.message
+        assert ("save again" in told) == bool(strike.hit), strike.hit
+        await store.collector.collect(RUN)
+        assert (store.data_dir / relative).exists() != bool(strike.hit), strike.hit
+
+
+@FAILING
+def test_a_secret_that_could_not_be_kept_leaves_no_file(disk, tmp_path, fault):
+    data = tmp_path / "data"
+    for strike in disk.strikes(fault):
+        try:
+            with strike:
+                key = keep_signing_key(data)
+        except OSError:
+            assert {file.name for file in data.iterdir()} <= {"signing_key"}, strike.hit
+        key = keep_signing_key(data)
+        assert keep_signing_key(data) == key
+        (data / "signing_key").unlink()
+
+
+# --- The collector, the quarantine and adoption ----------------------------------------------
+
+
+async def test_what_cannot_be_put_away_holds_nothing_up_and_is_tried_again(store, disk, saved):
+    others = [f"checkpoints/s-1_train_0/{name}-22222222" for name in ("b", "c", "d")]
+    for strike in disk.strikes(Fault.FULL):
+        for other in others:
+            make_folder(store.data_dir / other)
+        with strike:
+            done = await store.collector.collect(RUN)
+        assert done != bool(strike.hit)
+        assert len(folders(store, "checkpoints") & {*others}) == bool(strike.hit), strike.hit
+        assert await store.collector.collect(RUN)
+        assert not folders(store, "checkpoints") & {*others}
+
+
+@pytest.mark.parametrize("fault", [Fault.FULL, Fault.KILL])
+async def test_quarantine_ends_also_for_what_a_crash_left_on_its_way_there(
+    store, disk, fault, monkeypatch
+):
+    for strike in disk.strikes(fault):
+        whole(store, STATE)
+        with strike:
+            await store.collector.collect_all()
+        await store.collector.collect_all()
+        assert store.quarantine.folders() == [STATE], strike.hit
+        assert store.quarantine.overdue() == []
+        _let_pass(store, ".quarantined", 31 * DAY)
+        assert store.quarantine.overdue() == []
+        _let_pass(store, ".overdue", 2 * DAY)
+        assert store.quarantine.overdue() == [STATE], strike.hit
+        await store.collector.expire_quarantine()
+        await store.collector.empty_trash()
+        assert folders(store, "checkpoints", "quarantine/checkpoints") == set()
+        assert store.trash() == []
+
+
+def _let_pass(store, mark: str, seconds: float) -> None:
+    file = store.quarantine.path(STATE) / mark
+    then = file.stat().st_mtime - seconds
+    os.utime(file, (then, then))
+
+
+@pytest.mark.parametrize("fault", [Fault.FULL, Fault.LOST, Fault.KILL])
+async def test_what_was_adopted_is_in_its_place_also_after_a_power_failure(
+    store, disk, saved, fault
+):
+    for strike in disk.strikes(fault):
+        await store.database.write(delete(checkpoints))
+        await store.collector.collect_all()
+        assert store.quarantine.folders() == [STATE]
+        with strike, suppress(StorageFailed):
+            await store.adopter.adopt()
+        done = await store.adopter.adopt()
+        assert done.refused == {}, strike.hit
+        disk.lose_power()
+        assert await is_whole(store, PATH), strike.hit
+
+
+# --- Snapshots -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str = "tiny"
+
+
+@dataclass(frozen=True)
+class Run:
+    id: str = RUN
+    owner: str = "local"
+    model: Model = Model()
+
+
+@pytest.mark.parametrize("fault", [Fault.FULL, Fault.LOST])
+async def test_a_snapshot_that_becomes_a_checkpoint_is_one_also_after_a_power_failure(
+    store, disk, fault
+):
+    snapshots = SnapshotStore(
+        database=store.database,
+        data_dir=store.data_dir,
+        checkpoints=store.checkpoints,
+        versions=store.versions,
+    )
+    for nth, strike in enumerate(disk.strikes(fault)):
+        folder = whole(store, f"snapshots/s-1_train_0/{nth:08d}-11111111")
+        for path in (*folder.iterdir(), folder, *folder.parents[:3]):
+            fsync_path(path)
+        snapshot = Snapshot(folder=str(folder), seq_id=nth, step=nth, bytes=7)
+        with strike:
+            kept = await snapshots.keep(Run(), snapshot)
+        assert (kept is None) == bool(strike.hit), strike.hit
+        disk.lose_power()
+        if kept is not None:
+            assert await is_whole(store, str(kept))
+
+
+# --- Reading on another host -----------------------------------------------------------------
+
+
+async def test_a_checkpoint_is_read_by_a_gateway_whose_host_looked_too_early(store, disk):
+    with disk.at("standby"):
+        assert not (store.data_dir / STATE).exists()
+        with pytest.raises(CheckpointDamaged):
+            await store.versions.files(checkpoint(store, STATE))
+    whole(store, STATE)
+    await store.checkpoints.put(checkpoint(store, STATE))
+    with disk.at("standby"):
+        assert not (store.data_dir / STATE).exists()
+        assert await is_whole(store, PATH)
+
+
+async def test_a_checkpoint_is_read_although_open_files_get_stale(store, disk, saved):
+    for strike in disk.strikes(Fault.STALE):
+        with strike:
+            await store.versions.files(checkpoint(store, STATE))
