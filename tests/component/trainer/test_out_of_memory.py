@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from gateway.workers.launchers.process import group_members
 from safetensors.numpy import load_file
 
+from tandem.agent.worker_process import group_members
 from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
 from tests.support import small_memory
 from tests.support.trainer_worker import TrainerClient, datum, request, trainer_process
