@@ -13,10 +13,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from tandem.errors import NoGradients
+from tandem.errors import CheckpointDamaged, NoGradients, OutOfMemory, TandemError, WorkerDied
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
+from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
 from trainer_service.service.servicer import KEPT_RESULTS, TrainerMetrics, TrainerServicer
 
 
@@ -27,10 +28,17 @@ class Aborted(Exception):
 
 
 class Context:
-    """A call without a deadline."""
+    """A call with so many seconds left."""
 
-    def time_remaining(self) -> None:
-        return None
+    def __init__(self, left: float | None = None) -> None:
+        self.left = left
+        self.metadata: dict[str, str] = {}
+
+    def time_remaining(self) -> float | None:
+        return self.left
+
+    def set_trailing_metadata(self, pairs: tuple[tuple[str, str], ...]) -> None:
+        self.metadata = dict(pairs)
 
     async def abort(self, code: grpc.StatusCode, sentence: str) -> NoReturn:
         raise Aborted(code, sentence)
@@ -45,6 +53,14 @@ class Operations:
         self.progress = SimpleNamespace(begin=lambda seq_id: None, end=lambda: None)
 
     def note_refused(self, reason: str) -> None: ...
+
+    def describe(self, *, last_seq_id: int) -> trainer_pb2.DescribeTrainerReply:
+        return trainer_pb2.DescribeTrainerReply(last_seq_id=last_seq_id)
+
+    def restore(self, request: trainer_pb2.RestoreRequest) -> trainer_pb2.RestoreReply:
+        if request.path == "damaged":
+            return trainer_pb2.RestoreReply(failure=CheckpointDamaged("it is").to_failure())
+        return trainer_pb2.RestoreReply()
 
     def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepReply:
         number = request.header.seq_id
@@ -76,26 +92,35 @@ class Engine:
 
 
 class Trainer:
-    def __init__(self) -> None:
+    def __init__(self, *, operation_timeout: float = 60) -> None:
         self.engine: Any = Engine()
+        self.broken: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
         self.servicer = TrainerServicer(
             engine=self.engine,
-            operation_timeout=60,
+            operation_timeout=operation_timeout,
             metrics=TrainerMetrics(CollectorRegistry()),
             log=get_log(),
-            broken=asyncio.get_running_loop().create_future(),
+            broken=self.broken,
         )
 
     @property
     def applied(self) -> list[int]:
         return self.engine.operations.applied
 
-    def step(self, seq_id: int) -> asyncio.Task[trainer_pb2.OptimStepReply]:
+    def step(self, seq_id: int, *, context: Any = None) -> asyncio.Task[trainer_pb2.OptimStepReply]:
         header = common_pb2.OperationHeader(seq_id=seq_id, previous_seq_id=seq_id - 1)
+        request = trainer_pb2.OptimStepRequest(header=header)
+        return asyncio.create_task(self.servicer.OptimStep(request, context or Context()))
+
+    async def restore(self, seq_id: int, path: str = "") -> trainer_pb2.RestoreReply:
         context: Any = Context()
-        return asyncio.create_task(
-            self.servicer.OptimStep(trainer_pb2.OptimStepRequest(header=header), context)
-        )
+        request = trainer_pb2.RestoreRequest(path=path, seq_id=seq_id)
+        return await self.servicer.Restore(request, context)
+
+    async def last_seq_id(self) -> int:
+        context: Any = Context()
+        reply = await self.servicer.Describe(trainer_pb2.DescribeTrainerRequest(), context)
+        return reply.last_seq_id
 
 
 @pytest.fixture
@@ -170,3 +195,81 @@ def test_no_gateway_sends_more_ahead_than_a_trainer_remembers():
     assert GatewaySettings(dispatch_window=KEPT_RESULTS).dispatch_window == KEPT_RESULTS
     with pytest.raises(ValidationError, match="dispatch_window"):
         GatewaySettings(dispatch_window=KEPT_RESULTS + 1)
+
+
+async def test_operations_are_applied_in_their_order_and_not_in_that_of_their_arrival(trainer):
+    third, second = trainer.step(3), trainer.step(2)
+    await asyncio.sleep(0)
+    assert trainer.applied == []
+    await asyncio.gather(trainer.step(1), second, third)
+    assert trainer.applied == [1, 2, 3]
+
+
+async def test_an_operation_that_waited_too_long_for_the_one_before_may_be_delivered_again():
+    trainer = Trainer(operation_timeout=0.001)
+    with pytest.raises(Aborted, match=r"waited 0\.001 s for operation 1, which did not") as caught:
+        await trainer.step(2)
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert [(await trainer.step(number)).step for number in (1, 2)] == [1, 2]
+
+
+async def test_a_call_ends_at_its_deadline_and_its_operation_later(trainer):
+    trainer.engine.holds = True
+    with pytest.raises(Aborted, match="took too long") as caught:
+        await trainer.step(1, context=Context(left=0.001))
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    trainer.engine.let_go()
+    assert (await trainer.step(1)).step == 1
+    assert trainer.applied == [1]
+
+
+async def test_the_newest_operation_that_has_ended_is_told(trainer):
+    assert await trainer.last_seq_id() == 0
+    await trainer.step(1)
+    await trainer.step(2)
+    await trainer.step(1)
+    assert await trainer.last_seq_id() == 2
+
+
+async def test_a_restored_trainer_goes_on_after_the_operations_that_its_state_contains(trainer):
+    damaged = await trainer.restore(7, path="damaged")
+    assert damaged.failure.type == "checkpoint_damaged"
+    assert await trainer.last_seq_id() == 0
+    waiting = trainer.step(6)
+    await asyncio.sleep(0)
+    with pytest.raises(Aborted, match="operations are under way") as caught:
+        await trainer.restore(5)
+    assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
+    waiting.cancel()
+    trainer = Trainer()
+    assert not (await trainer.restore(5)).HasField("failure")
+    assert await trainer.last_seq_id() == 5
+    with pytest.raises(Aborted, match="operation 5 was applied already"):
+        await trainer.step(5)
+    await trainer.step(6)
+    assert trainer.applied == [6]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "metadata"),
+    [
+        (WorkerDied("rank 1 was killed"), grpc.StatusCode.ABORTED, {}),
+        (
+            OutOfMemory("rank 1 failed", tokens=4096),
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            {OUT_OF_MEMORY_METADATA_KEY: "4096"},
+        ),
+    ],
+)
+async def test_every_call_hears_why_the_process_group_broke(trainer, error, code, metadata):
+    trainer.engine.holds = True
+    contexts = [Context(), Context()]
+    under_way = trainer.step(1, context=contexts[0])
+    await asyncio.sleep(0)
+    trainer.broken.set_result(error)
+    later = trainer.step(2, context=contexts[1])
+    for call, context in zip((under_way, later), contexts, strict=True):
+        with pytest.raises(Aborted, match=error.message) as caught:
+            await call
+        assert caught.value.code is code
+        assert context.metadata == metadata
