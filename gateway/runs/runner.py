@@ -177,6 +177,8 @@ class OperationRunner:
         while True:
             client = await self._trainer.client()
             gone = self._trainer.gone
+            if isinstance(request, trainer_pb2.ForwardBackwardRequest):
+                request.out_of_memory_at = self._trainer.too_large(call.operation.seq_id)
             try:
                 async with self._trainer.following(call, client):
                     reply = await client.call(pick(client, payload), request, begun=call.begun)

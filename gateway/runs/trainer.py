@@ -7,6 +7,7 @@ way is delivered again. Their clients wait, and notice nothing else. See `docs/r
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -36,6 +37,7 @@ from tandem.errors import (
     GatewayRestarted,
     InternalError,
     LimitExceeded,
+    OutOfMemory,
     StorageFailed,
     TandemError,
     WorkerDied,
@@ -102,6 +104,8 @@ class RunTrainer:
         self._exit: asyncio.Future[str] = asyncio.Future()
         self._backoff = Backoff()
         self._deaths: Counter[int] = Counter()
+        self._too_large: dict[int, int] = {}
+        """By operation: how many tokens of a micro-batch were too many for a trainer."""
         self._at: SentCall | None = None
         self._restore_task: asyncio.Task[None] | None = None
         self._snapshot_task: asyncio.Task[None] | None = None
@@ -155,6 +159,11 @@ class RunTrainer:
             self._restore(error), name=f"restore-{self._run.id}"
         )
 
+    def too_large(self, seq_id: int) -> int:
+        """Return the tokens of the micro-batch of an operation that ended its trainer by running
+        out of memory; 0 if none did."""
+        return self._too_large.get(seq_id, 0)
+
     async def client(self) -> TrainerClient:
         """Return the client of the trainer once one serves. Raises `RunBroken`."""
         return await asyncio.shield(self._serving)
@@ -196,9 +205,24 @@ class RunTrainer:
         """Note what the trainer has answered, and wait for the snapshot that it takes."""
         if self.log is not None:
             seq_id, failure = call.operation.seq_id, reply.failure.type
+            self._note_plan(seq_id, reply)
             self.log.note_answered(seq_id, seconds=reply.seconds, failure=failure)
         if isinstance(request, trainer_pb2.OptimStepRequest) and request.snapshot:
             self._follow_snapshot(request, applied=not reply.HasField("failure"))
+
+    def _note_plan(self, seq_id: int, reply: TrainerReply) -> None:
+        """Note with how large micro-batches a batch was computed, or could not be: a replay does
+        the same, and gives the same bits."""
+        if self.log is None or not isinstance(reply, trainer_pb2.ForwardBackwardReply):
+            return
+        self._too_large.pop(seq_id, None)
+        if reply.micro_batch_tokens:
+            self._run.about.micro_batch_tokens = reply.micro_batch_tokens
+        if (call := self.log.held(seq_id)) is not None:
+            call.request += trainer_pb2.ForwardBackwardRequest(
+                micro_batch_tokens=reply.micro_batch_tokens,
+                out_of_memory_at=reply.out_of_memory_at,
+            ).SerializeToString()
 
     @asynccontextmanager
     async def following(self, call: Call, client: TrainerClient) -> AsyncIterator[None]:
@@ -380,7 +404,9 @@ class RunTrainer:
             if isinstance(request, trainer_pb2.LoadCheckpointRequest):
                 request.path = str(self._settings.data_dir / request.path)
             request.header.previous_seq_id = previous + 1
-            return (await client.replay(method, request)).failure.type
+            reply = await client.replay(method, request)
+            self._note_plan(call.seq_id, reply)
+            return reply.failure.type
 
         match call.kind:
             case "optim_step":
@@ -391,7 +417,9 @@ class RunTrainer:
         definition = await self._definition_of(call.body)
         return await send(
             client.forward_backward(payload),
-            trainer_pb2.ForwardBackwardRequest(loss_definition=definition),
+            trainer_pb2.ForwardBackwardRequest(
+                loss_definition=definition, out_of_memory_at=self.too_large(call.seq_id)
+            ),
         )
 
     async def _load_newest(self, client: TrainerClient, log: ReplayLog) -> Snapshot:
@@ -425,6 +453,11 @@ class RunTrainer:
         self._unusable.clear()
 
     def _note_death_at(self, call: SentCall, error: TandemError) -> None:
+        if isinstance(error, OutOfMemory) and call.kind in ("forward", "forward_backward"):
+            before = self._too_large.get(call.seq_id, math.inf)
+            self._too_large[call.seq_id] = error.tokens
+            if error.tokens < before:  # until the trainer has none smaller, and refuses it
+                return
         self._deaths[call.seq_id] += 1
         if self._deaths[call.seq_id] >= _MOST_DEATHS:
             raise _GiveUp(

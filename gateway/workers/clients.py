@@ -11,8 +11,15 @@ import grpc
 import grpc.aio
 
 from gateway.workers.fleet import Worker
-from tandem.errors import InternalError, OperationTimedOut, WorkerDied, without_paths
+from tandem.errors import (
+    InternalError,
+    OperationTimedOut,
+    OutOfMemory,
+    WorkerDied,
+    without_paths,
+)
 from tandem.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
 
 _DESCRIBE_TIMEOUT = 30.0
 _PROGRESS_TIMEOUT = 5.0
@@ -235,6 +242,8 @@ async def _errors_translated(worker: Worker) -> AsyncIterator[None]:
             raise WorkerUnavailable(details or code.name) from error
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise OperationTimedOut(f"the {kind} gave up: {error.details()}") from error
+        if tokens := dict(error.trailing_metadata() or ()).get(OUT_OF_MEMORY_METADATA_KEY):
+            raise OutOfMemory(details, tokens=int(tokens)) from error
         if code is grpc.StatusCode.ABORTED:  # the worker says that it is of no use any more
             raise WorkerDied(details or f"the {kind} is broken") from error
         raise InternalError(f"the {kind} answered {code.name}: {details}") from error

@@ -561,26 +561,20 @@ class RestoreRequest(google.protobuf.message.Message):
     PATH_FIELD_NUMBER: builtins.int
     SEQ_ID_FIELD_NUMBER: builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: builtins.int
-    MICRO_BATCH_TOKENS_FIELD_NUMBER: builtins.int
     path: builtins.str
     """The snapshot to load; empty: the state stays as it is."""
     seq_id: builtins.int
     """The newest operation that the state contains, and that needs no answer any more."""
     weight_version: builtins.str
     """The newest version that the run has published."""
-    micro_batch_tokens: builtins.int
-    """The plan of the newest forward_backward, which is used from now on if it is smaller than the
-    trainer's own; 0: none is known.
-    """
     def __init__(
         self,
         *,
         path: builtins.str = ...,
         seq_id: builtins.int = ...,
         weight_version: builtins.str = ...,
-        micro_batch_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["micro_batch_tokens", b"micro_batch_tokens", "path", b"path", "seq_id", b"seq_id", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["path", b"path", "seq_id", b"seq_id", "weight_version", b"weight_version"]) -> None: ...
 
 Global___RestoreRequest: typing_extensions.TypeAlias = RestoreRequest
 

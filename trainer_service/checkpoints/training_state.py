@@ -55,7 +55,8 @@ RECORD_NAME = "checkpoint.json"
 class CheckpointRecord(BaseModel):
     """`checkpoint.json`. `parameters` maps each to its whole shape; `optimizer` says whether there
     is optimizer state (there is none before the first step); `base_model` and `base_fingerprint`
-    identify the base model of a LoRA run's adapter."""
+    identify the base model of a LoRA run's adapter. `micro_batch_tokens` is the trainer's plan, for
+    one that is restored: larger micro-batches may have run out of memory."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -68,6 +69,7 @@ class CheckpointRecord(BaseModel):
     training: TrainingSpec = TrainingSpec()
     base_model: str = ""
     base_fingerprint: str = ""
+    micro_batch_tokens: int = 0
     parameters: dict[str, list[int]]
     files: list[FileEntry]
 
@@ -170,6 +172,7 @@ def describe(
         training=backend.training,
         base_model=trainer.base.name,
         base_fingerprint=trainer.base.fingerprint() if backend.training.lora else "",
+        micro_batch_tokens=trainer.micro_batch_tokens,
         parameters=_shapes(backend),
         files=[],
     )

@@ -34,6 +34,7 @@ from trainer_service.checkpoints.publish import (
     published_by,
 )
 from trainer_service.checkpoints.snapshots import Snapshots
+from trainer_service.checkpoints.training_state import CheckpointRecord
 from trainer_service.compute.trainer import Op, RankTrainer
 from trainer_service.optimizers import step_settings
 
@@ -241,28 +242,27 @@ class Operations:
         )
 
     def restore(self, request: trainer_pb2.RestoreRequest) -> trainer_pb2.RestoreReply:
-        """Loads a snapshot, if one is named. Replayed versions are not published again, so that
-        the newest is told."""
-        began = time.perf_counter()
+        """Loads a snapshot, if one is named, and goes on with its plan if that is smaller. Replayed
+        versions are not published again, so that the newest is told."""
+        began, trainer = time.perf_counter(), self._trainer
         if request.path:
             try:
-                self._load(Path(request.path), optimizer=True)
+                record = self._load(Path(request.path), optimizer=True)
             except TandemError as error:
                 return trainer_pb2.RestoreReply(failure=error.to_failure())
+            plan = record.micro_batch_tokens or trainer.micro_batch_tokens
+            trainer.micro_batch_tokens = min(plan, trainer.micro_batch_tokens)
         self._published = request.weight_version
-        if plan := request.micro_batch_tokens:
-            self._trainer.micro_batch_tokens = min(plan, self._trainer.micro_batch_tokens)
-        return trainer_pb2.RestoreReply(
-            step=self._trainer.step, seconds=time.perf_counter() - began
-        )
+        return trainer_pb2.RestoreReply(step=trainer.step, seconds=time.perf_counter() - began)
 
-    def _load(self, path: Path, *, optimizer: bool) -> None:
+    def _load(self, path: Path, *, optimizer: bool) -> CheckpointRecord:
         trainer = self._trainer
-        training_state.check(path, trainer, optimizer=optimizer)
+        record = training_state.check(path, trainer, optimizer=optimizer)
         request = trainer_pb2.LoadCheckpointRequest(path=str(path), optimizer=optimizer)
         trainer.control.broadcast(Op.LOAD_CHECKPOINT, request)
         training_state.load(path, trainer, optimizer=optimizer)
         self._held, self._refused = None, ""
+        return record
 
     def _drop_gradients(self) -> None:
         self._trainer.control.broadcast(Op.DROP_GRADIENTS)

@@ -73,7 +73,8 @@ class OperationUnderWay(Answer):
 class RunStatus(Answer):
     """`restored` counts how often its trainer was brought back after it died. `snapshot_step` is
     that of the newest snapshot, 0 without one, and `snapshot_problem` why there is none since, or
-    why it would be of no use."""
+    why it would be of no use. `micro_batch_tokens` are computed at once, at most: fewer once memory
+    ran out."""
 
     id: str
     session_id: str
@@ -84,6 +85,7 @@ class RunStatus(Answer):
     step: int
     parameters: int
     ranks: int
+    micro_batch_tokens: int
     queued: int
     under_way: int
     operation: OperationUnderWay | None
@@ -193,6 +195,7 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
                 operation=_under_way(run.dispatcher.first),
                 parameters=run.about.parameters,
                 ranks=run.about.ranks,
+                micro_batch_tokens=run.about.micro_batch_tokens,
                 weight_version=run.parent,
                 restored=run.trainer.restored if run.trainer else 0,
                 snapshot_step=run.trainer.snapshot_step if run.trainer else 0,

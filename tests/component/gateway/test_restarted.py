@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from types import MappingProxyType
 
 import pytest
 import tinker
@@ -21,6 +22,8 @@ from tests.component.gateway.test_restored import (
     train,
     undisturbed,
 )
+from tests.support.gateway.fake_launcher import FakeLauncher
+from tests.support.gateway.fake_trainer import FakeTrainer
 from tests.support.gateway.running import running_gateway
 from tests.support.gateway.runs import Run
 from tests.support.sdk import supervised
@@ -75,6 +78,21 @@ def test_a_run_goes_on_under_the_next_gateway(start):
         counted = select(usage.c.event, func.sum(usage.c.count)).group_by(usage.c.event)
         rows = gate.run(gate.gateway.database.read(counted))
         assert {tuple(row.values()) for row in rows} == {("forward_backward", 3), ("optim_step", 3)}
+
+
+def test_the_next_gateway_replays_with_the_micro_batches_that_fitted_into_memory(start):
+    class Small(FakeTrainer):
+        memory = MappingProxyType({3: 1500})
+
+    with start(recovery=SELDOM, launcher=FakeLauncher(Small)) as gate:
+        run = new_run(gate)
+        train(run, 1, 2)
+    with start(recovery=SELDOM, launcher=FakeLauncher(Small)) as gate:
+        run = seen_by(gate, run)
+        train(run, 3)
+        plans = [request.micro_batch_tokens for request in run.newest.requests[:4:2]]
+        assert plans == [2048, 1024]
+        assert run.newest.history == undisturbed(3)
 
 
 def test_what_was_under_way_or_waited_ends_without_being_sent_again(start):

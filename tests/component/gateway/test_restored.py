@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import tinker
@@ -12,6 +13,7 @@ from sqlalchemy import func, select
 
 from gateway.storage.tables import operations, usage
 from tandem.errors import GradientsNotFinite, StorageFull
+from tandem.v1 import trainer_pb2
 from tests.support.files import tree
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.fake_trainer import FakeTrainer, after
@@ -230,6 +232,55 @@ def test_an_operation_that_kills_its_trainer_three_times_ends_the_run(start, new
         assert [each["tinker_path"] for each in listed["checkpoints"]] == [path]
         assert len([spec for spec in launcher.specs if spec.kind == "trainer"]) == 3
         wait_until(lambda: not snapshots(gate))
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_an_operation_that_runs_out_of_memory_is_computed_in_smaller_parts_and_so_replayed(
+    start, new_run
+):
+    class Small(FakeTrainer):
+        memory = MappingProxyType({3: 600})
+
+    launcher = FakeLauncher(Small)
+    with start(recovery=SELDOM, launcher=launcher) as gate:
+        run = new_run(gate)
+        train(run, 1, 2)
+        assert len([spec for spec in launcher.specs if spec.kind == "trainer"]) == 3
+        assert run.newest.history == undisturbed(2)
+        (status,) = run.client.get("/api/tandem/v1/status").json()["runs"]
+        assert (status["restored"], status["micro_batch_tokens"]) == (2, 512)
+        run.die()
+        train(run, 3)
+        assert run.newest.history == undisturbed(3)
+        batches = [
+            request
+            for request in run.newest.requests
+            if isinstance(request, trainer_pb2.ForwardBackwardRequest)
+        ]
+        assert [request.micro_batch_tokens for request in batches] == [2048, 512, 0]
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_an_operation_that_needs_too_much_memory_is_refused_again_when_it_is_replayed(
+    start, new_run
+):
+    class Small(FakeTrainer):
+        memory = MappingProxyType({1: 0})
+
+    with start(recovery=SELDOM, launcher=FakeLauncher(Small)) as gate:
+        run = new_run(gate)
+        run.backward(1)
+        refused = run.outcome(1).json()
+        assert (refused["type"], refused["error"]) == (
+            "out_of_memory",
+            "out_of_memory: one sequence is too long",
+        )
+        run.backward(2)
+        assert run.outcome(2).status_code == 200
+        run.die()
+        run.backward(3)
+        assert run.outcome(3).status_code == 200
+        assert [seq for _, seq in run.newest.applied] == [1, 2, 3]
 
 
 def test_a_trainer_that_dies_at_different_operations_is_restored_again_and_again(start, new_run):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import grpc
 import numpy as np
 
-from tandem.errors import CheckpointDamaged, TandemError
+from tandem.errors import CheckpointDamaged, OutOfMemory, TandemError
 from tandem.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem.weights import Manifest, PartialVersion, checksum_file
 from tandem.wire.v1 import tinker_pb2
-from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
+from tandem.worker import OUT_OF_MEMORY_METADATA_KEY, SECRET_METADATA_KEY, WorkerSpec
 
 if TYPE_CHECKING:
     from tests.support.gateway.fake_launcher import FakeLauncher
@@ -26,7 +28,11 @@ def after(history: str, kind: str, seq_id: int) -> str:
 
 
 class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
-    """Applies operations in log order. `gate` holds them back while it is not set."""
+    """Applies operations in log order. `gate` holds them back while it is not set. By `seq_id`,
+    `memory` says how many tokens of a forward_backward it can compute at once, if not 2048; fewer
+    than 500 it never does."""
+
+    memory: Mapping[int, int] = {}
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
@@ -74,7 +80,11 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
 
     async def Describe(self, request, context):
         return trainer_pb2.DescribeTrainerReply(
-            architecture="Fake", parameters=7, trainable_parameters=7, ranks=1
+            architecture="Fake",
+            parameters=7,
+            trainable_parameters=7,
+            ranks=1,
+            micro_batch_tokens=2048,
         )
 
     async def Progress(self, request, context):
@@ -82,9 +92,19 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
 
     async def ForwardBackward(self, request, context):
         error = await self._admit(context, request.header)
+        plan = request.micro_batch_tokens or 2048
+        if request.out_of_memory_at:
+            plan = min(plan, request.out_of_memory_at // 2)
+        if plan < 500:
+            error = OutOfMemory("one sequence is too long")
+        elif plan > self.memory.get(request.header.seq_id - 1, 2048):
+            context.set_trailing_metadata(((OUT_OF_MEMORY_METADATA_KEY, str(plan)),))
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rank 1 ran out of memory")
         await self._apply("forward_backward", request)
         if error is not None:
-            return trainer_pb2.ForwardBackwardReply(failure=error.to_failure())
+            return trainer_pb2.ForwardBackwardReply(
+                failure=error.to_failure(), out_of_memory_at=request.out_of_memory_at
+            )
         message = tinker_pb2.ForwardBackwardRequest.FromString(request.payload)
         lengths = [len(d.model_input[0].encoded_text.tokens) for d in message.data]
         output = tinker_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
@@ -97,7 +117,10 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
             self.held += sum(lengths) // 4
         output.metrics["loss:sum"] = float(len(lengths))
         return trainer_pb2.ForwardBackwardReply(
-            output=output.SerializeToString(), tokens=sum(lengths) // 4, seconds=0.5
+            output=output.SerializeToString(),
+            tokens=sum(lengths) // 4,
+            seconds=0.5,
+            micro_batch_tokens=plan,
         )
 
     async def OptimStep(self, request, context):

@@ -15,7 +15,7 @@ from tandem.errors import OutOfMemory
 from tandem.settings import TrainerSettings
 from tandem.v1 import trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
-from tests.support.local_trainer import compute, data_of, gradients, step
+from tests.support.local_trainer import compute, data_of, gradients, load, save, step
 from tests.support.small_memory import SmallMemory, Where
 from tests.support.trainer_worker import datum, request
 from trainer_service.backends import World
@@ -199,11 +199,22 @@ def test_a_call_that_ended_a_trainer_is_computed_in_smaller_micro_batches_or_ref
     assert before.read() == trainer.progress.read()
 
 
-def test_a_new_trainer_is_told_the_plan_of_the_one_before(model):
-    operations = Operations(make(model))
-    for told, plan in ((0, 2048), (512, 512), (4096, 512)):
-        operations.restore(trainer_pb2.RestoreRequest(micro_batch_tokens=told))
-        assert operations.describe(last_seq_id=0).micro_batch_tokens == plan
+@pytest.mark.parametrize(("own", "plan"), [(2048, 512), (256, 256)])
+def test_a_trainer_that_is_restored_goes_on_with_the_smaller_plan(model, tmp_path, own, plan):
+    lost, restored = Operations(make(model, plan=512)), Operations(make(model, plan=own))
+    send(lost, sequences(4, 5))
+    step(lost)
+    path = tmp_path / "snapshot"
+    save(lost, path)
+    restored.restore(trainer_pb2.RestoreRequest(path=str(path)))
+    assert restored.describe(last_seq_id=0).micro_batch_tokens == plan
+
+
+def test_a_checkpoint_that_is_loaded_says_nothing_of_the_memory_here(model, tmp_path):
+    saved, loading = Operations(make(model, plan=512)), Operations(make(model))
+    save(saved, tmp_path / "checkpoint")
+    assert not load(loading, tmp_path / "checkpoint", optimizer=False).HasField("failure")
+    assert loading.describe(last_seq_id=0).micro_batch_tokens == 2048
 
 
 def too_much(allocate) -> Exception:
