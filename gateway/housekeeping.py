@@ -107,7 +107,7 @@ class Housekeeping:
         gateway = self._gateway
         await self._tidy_logs()
         touched = self._in_use | set(gateway.sampling.expire_idle())
-        touched.update(run.id for run in gateway.runs.all() if run.published)
+        touched.update(run.id for run in gateway.runs.all() if run.parent)
         await self._collect(sorted(touched))
         gateway.collector.empty_trash_soon()
         await gateway.collector.expire_quarantine()

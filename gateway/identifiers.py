@@ -144,11 +144,11 @@ def result_blob(data_dir: Path, *, request_id: str) -> Path:
     return data_dir / "results" / run_folder_name(request_id)
 
 
-def new_state_folder(*, run_id: str, name: str) -> str:
+def new_state_folder(*, run_id: str, name: str, suffix: str = "") -> str:
     """Return a new folder for a trainer's state, relative to the data directory:
-    `checkpoints/s-ab12_train_0/warm-up-9f2c41d0`. Its end is random, because a name that is
-    overwritten keeps the old folder until the new one is complete."""
-    return f"checkpoints/{run_folder_name(run_id)}/{name}-{secrets.token_hex(4)}"
+    `checkpoints/s-ab12_train_0/warm-up-9f2c41d0`. Its end is random, or the `suffix`, because a
+    name that is overwritten keeps the old folder until the new one is complete."""
+    return f"checkpoints/{run_folder_name(run_id)}/{name}-{suffix or secrets.token_hex(4)}"
 
 
 def relative_version_folder(name: str) -> str:

@@ -51,8 +51,8 @@ from tandem.worker import TrainingSpec
 @dataclass(frozen=True)
 class Checkpoint:
     """A named save. `folder`, relative to the data directory, is set for the kind `weights`,
-    `version` for the two others. `seq_id` is that of the operation that saved it. Times are in
-    seconds since 1970; `expires_at` is None for a checkpoint that does not expire."""
+    `version` for the two others. Times are in seconds since 1970; `expires_at` is None for a
+    checkpoint that does not expire."""
 
     path: CheckpointPath
     base_model: str
@@ -65,7 +65,6 @@ class Checkpoint:
     owner: str
     public: bool = False
     user_metadata: Mapping[str, str] | None = None
-    seq_id: int | None = None
     expires_at: float | None = None
 
     @property

@@ -114,6 +114,7 @@ class GarbageCollector:
         named, known = await self._named(run_id), await self._known(run_id)
         known |= self._checkpoints.given_up.get(run_id or "", set())
         used |= self._pins.folders()
+        used |= {f"{path.parent}/{_PARTIAL_PREFIX}{path.name}" for path in map(Path, used)}
         unnamed = [folder for folder in found if folder not in named]
         if run_id is not None and self._pins.is_resolving(run_id):
             if unnamed:

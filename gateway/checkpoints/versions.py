@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
-from sqlalchemy import Insert, RowMapping, insert, select, update
+from sqlalchemy import Executable, Insert, insert, select, update
 
 from gateway.checkpoints.catalog import Checkpoint
 from gateway.identifiers import relative_version_folder
@@ -65,45 +65,31 @@ class VersionStore:
         return str(version_path(self._data_dir, name))
 
     async def add_version(
-        self,
-        version: WeightVersion,
-        *,
-        seq_id: int | None = None,
-        facts: Mapping[str, object] | None = None,
+        self, version: WeightVersion, *, facts: Mapping[str, object] | None = None
     ) -> None:
-        """Write the row of a version that the operation `seq_id` of its run has published, and, in
-        the same transaction, these `facts` (columns) of the run."""
-        add = insert_version(version, seq_id=seq_id)
-        if facts is None:
-            await self._database.write(add)
-            return
-        change = update(runs).where(runs.c.id == version.run_id).values(**facts)
-        await self._database.write_together(add, change)
+        """Write the row of a version and, in the same transaction, these `facts` (columns) of its
+        run."""
+        writes: list[Executable] = [insert_version(version)]
+        if facts:
+            writes.append(update(runs).where(runs.c.id == version.run_id).values(**facts))
+        await self._database.write_together(*writes)
 
-    async def published_by(self, run_id: str, seq_id: int) -> WeightVersion | None:
-        """Return the version that an operation has published, if it has and it is there."""
-        row = await self._database.read_one(
-            select(weight_versions).where(
-                weight_versions.c.run_id == run_id,
-                weight_versions.c.seq_id == seq_id,
-                weight_versions.c.collected_at.is_(None),
-            )
-        )
-        return self._of_row(row) if row is not None else None
-
-    async def version(self, name: str) -> WeightVersion:
-        """Raise `UnknownWeights` for a version that never existed or was collected."""
+    async def find(self, name: str) -> WeightVersion | None:
+        """Return a version; None if it never existed or was collected."""
         row = await self._database.read_one(
             select(weight_versions).where(
                 weight_versions.c.name == name, weight_versions.c.collected_at.is_(None)
             )
         )
         if row is None:
-            raise UnknownWeights(f"there is no weight version {name!r}")
-        return self._of_row(row)
-
-    def _of_row(self, row: RowMapping) -> WeightVersion:
+            return None
         return from_row(WeightVersion, row, path=str(self._data_dir / row["path"]))
+
+    async def version(self, name: str) -> WeightVersion:
+        """Raise `UnknownWeights` for a version that never existed or was collected."""
+        if (found := await self.find(name)) is None:
+            raise UnknownWeights(f"there is no weight version {name!r}")
+        return found
 
     async def files(self, checkpoint: Checkpoint) -> dict[str, Path]:
         """Return the files of a checkpoint by name. Raise `CheckpointDamaged`."""
@@ -122,9 +108,9 @@ class VersionStore:
             )
 
 
-def insert_version(version: WeightVersion, *, seq_id: int | None = None) -> Insert:
-    path = relative_version_folder(version.name)
-    return insert(weight_versions).values(vars(version) | {"path": path, "seq_id": seq_id})
+def insert_version(version: WeightVersion) -> Insert:
+    values = {**vars(version), "path": relative_version_folder(version.name)}
+    return insert(weight_versions).values(values)
 
 
 def files_of(checkpoint: Checkpoint, folder: Path) -> dict[str, Path]:

@@ -13,10 +13,17 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from gateway.auth.identity import Caller, Readers
 from gateway.futures.table import Future, Outcome, Result
-from gateway.identifiers import check_name, check_ttl, parse_checkpoint_path
+from gateway.identifiers import (
+    check_name,
+    check_ttl,
+    new_state_folder,
+    parse_checkpoint_path,
+    relative_version_folder,
+)
 from gateway.sessions.registry import TextMetadata
 from gateway.usage.meter import UsageKind
 from tandem.errors import InvalidRequest, TandemError
+from tandem.weights import new_version_name
 
 TRAINER_AT_WORK = "the trainer is at work on it"
 
@@ -192,6 +199,23 @@ class Operation:
             return "publish"
         assert self.kind != "create_model", "creating a model asks nothing of a trainer"
         return self.kind
+
+    @property
+    def folder(self) -> str:
+        """Return where the trainer writes for it, relative to the data directory, or "". Delivered
+        again, also by another gateway, an operation finds there what it has written before."""
+        if isinstance(self.body, SaveWeights):
+            suffix = f"{self.seq_id:08x}"
+            return new_state_folder(run_id=self.run_id, name=self.body.path, suffix=suffix)
+        if isinstance(self.body, SaveWeightsForSampler | SaveWeightsExternal):
+            return relative_version_folder(self.version)
+        return ""
+
+    @property
+    def version(self) -> str:
+        """Return the name of the version that it publishes."""
+        suffix = self.digest.hex()[:8]
+        return new_version_name(run_id=self.run_id, number=self.seq_id, suffix=suffix)
 
     @property
     def changes_state(self) -> bool:

@@ -118,7 +118,7 @@ class RunRegistry:
             training=TrainingSpec.model_validate(row["training"]),
             recovery=recovery_of(row["user_metadata"], self.settings.recovery),
         )
-        run.published, run.parent, run.newest = row["published"], row["parent"], row["newest"]
+        run.parent, run.newest = row["parent"], row["newest"]
         snapshots = await self.snapshots.resume(run)
         newest = snapshots[-1] if snapshots else Snapshot()
         left = await unfinished(
@@ -130,7 +130,7 @@ class RunRegistry:
         for call in left.calls:
             self._pin_loaded(call)
         for operation in left.waiting:
-            await self._take_up(run, operation)
+            self._take_up(run, operation)
         run.trainer = self._trainer_of(run)
         run.trainer.take_up(snapshots, left, missing_to=row["replay_after"])
         run.dispatcher.resume(
@@ -150,18 +150,18 @@ class RunRegistry:
             pins.pin(folder)
             call.release = partial(pins.unpin, folder)
 
-    async def _take_up(self, run: TrainingRun, operation: Operation) -> None:
-        """Hold for an operation that was accepted by an earlier gateway what it needs."""
+    def _take_up(self, run: TrainingRun, operation: Operation) -> None:
+        """Hold for an operation that was accepted by an earlier gateway what it needs, and keep
+        what its trainer may have written for it."""
         held = self.limits.reserve(
             run.owner,
             (self.limits.operations, 1),
             (self.limits.operation_bytes, operation.size),
             forced=True,
         )
-        if version := await self.tools.versions.published_by(run.id, operation.seq_id):
-            folder = relative_version_folder(version.name)
-            self.tools.checkpoints.pins.pin(folder)
-            held.callback(self.tools.checkpoints.pins.unpin, folder)
+        if operation.folder:
+            self.tools.checkpoints.pins.pin(operation.folder)
+            held.callback(self.tools.checkpoints.pins.unpin, operation.folder)
         operation.future.on_end(lambda _outcome: held.close())
         self.journal.futures.add(operation.future)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from gateway.futures.table import Outcome, Result
 from gateway.identifiers import (
     CheckpointKind,
     CheckpointPath,
-    new_state_folder,
     relative_version_folder,
 )
 from gateway.metrics import Metrics
@@ -255,13 +254,11 @@ class OperationRunner:
             what="save a checkpoint",
             overwrite=body.overwrite,
         )
-        folder = new_state_folder(run_id=run.id, name=body.path)
+        folder = call.operation.folder
         request = trainer_pb2.SaveCheckpointRequest(path=str(self._tools.data_dir / folder))
         with self._checkpoints.writing(folder, run_id=run.id):
             reply = await self._deliver(call, lambda client, _: client.stub.SaveCheckpoint, request)
-            await self._put_checkpoint(
-                call, path, body, step=reply.step, size=reply.bytes, folder=folder
-            )
+            await self._put_checkpoint(path, body, step=reply.step, size=reply.bytes, folder=folder)
         return json_result(type="save_weights", path=str(path))
 
     async def _load(self, call: Call, body: LoadWeights) -> Outcome:
@@ -311,10 +308,10 @@ class OperationRunner:
             sampler.start_engine()
         else:
             path = await self._free_path("sampler_weights", body.path, size=size, what=what)
-        with self._new_version() as name:
+        with self._writing(name := call.operation.version):
             version = await self._publish(call, name, sampled=True)
             if path is not None:
-                await self._put_checkpoint(call, path, body, version=version)
+                await self._put_checkpoint(path, body, version=version)
                 return json_result(type="save_weights_for_sampler", path=str(path))
             assert body.sampling_session_seq_id is not None
             call.explain = lambda: (
@@ -346,11 +343,12 @@ class OperationRunner:
         )
         try:
             with ExitStack() as pinned:
-                name = pinned.enter_context(self._new_version())
+                pinned.enter_context(self._writing(name := call.operation.version))
                 version = await self._publish(call, name, becomes_parent=not recipients)
                 if recipients:
                     call.waiting_for = "the files are being encrypted"
-                    name = pinned.enter_context(self._new_version())
+                    name = new_version_name(run_id=run.id, number=call.operation.seq_id)
+                    pinned.enter_context(self._writing(name))
                     folder = self._versions.path_of(name)
                     size = await encrypt_version(
                         Path(version.path), Path(folder), name=name, recipients=recipients
@@ -359,7 +357,7 @@ class OperationRunner:
                         version, name=name, path=folder, parent=version.name, bytes=size
                     )
                     await self._versions.add_version(version)
-                await self._put_checkpoint(call, path, body, version=version)
+                await self._put_checkpoint(path, body, version=version)
         finally:
             if recipients:  # nobody uses the plain files any more
                 self._checkpoints.mark(run.id)
@@ -369,11 +367,11 @@ class OperationRunner:
         self, call: Call, name: str, *, sampled: bool = False, becomes_parent: bool = True
     ) -> WeightVersion:
         """Let the trainer write a weight version, which may be `sampled` from; return it."""
-        run, path, seq_id = self._run, self._versions.path_of(name), call.operation.seq_id
-        if call.operation.resumed and (
-            version := await self._versions.published_by(run.id, seq_id)
-        ):
-            return version
+        run, path = self._run, self._versions.path_of(name)
+        if call.operation.resumed:
+            if (published := await self._versions.find(name)) is not None:
+                return published
+            assert not call.released, "its version is recorded before a sampler gets it"
         request = trainer_pb2.PublishRequest(
             version=common_pb2.WeightVersion(name=name, path=path, run_id=run.id),
             parent=run.parent,
@@ -389,10 +387,9 @@ class OperationRunner:
             parent=run.parent,
             bytes=reply.bytes,
         )
-        facts: dict[str, object] = {"published": run.published}
-        facts |= {"parent": name} if becomes_parent else {}
+        facts = {"parent": name} if becomes_parent else {}
         facts |= {"newest": name} if sampled else {}
-        await self._versions.add_version(version, seq_id=seq_id, facts=facts)
+        await self._versions.add_version(version, facts=facts)
         if becomes_parent:
             self._pins.pin(relative_version_folder(name))
             if run.parent:
@@ -408,13 +405,9 @@ class OperationRunner:
         call.release()
         return version
 
-    @contextmanager
-    def _new_version(self) -> Iterator[str]:
-        """Return the name of a new version, whose folder is pinned while the block runs."""
-        self._run.published += 1
-        name = new_version_name(run_id=self._run.id, number=self._run.published)
-        with self._checkpoints.writing(relative_version_folder(name), run_id=self._run.id):
-            yield name
+    def _writing(self, version: str) -> AbstractContextManager[None]:
+        """Pin the folder of a new version while the block runs."""
+        return self._checkpoints.writing(relative_version_folder(version), run_id=self._run.id)
 
     # --- Named checkpoints --------------------------------------------------------------------
 
@@ -441,12 +434,15 @@ class OperationRunner:
         if not call.operation.resumed:
             return None
         path = CheckpointPath(run_id=self._run.id, kind=kind, name=name)
-        found = await self._checkpoints.find(path)
-        return found if found and found.seq_id == call.operation.seq_id else None
+        if (found := await self._checkpoints.find(path)) is None:
+            return None
+        folders = [found.relative_folder]
+        if kind == "external_weights" and (version := await self._versions.find(found.version)):
+            folders.append(relative_version_folder(version.parent))  # what it was encrypted from
+        return found if call.operation.folder in folders else None
 
     async def _put_checkpoint(
         self,
-        call: Call,
         path: CheckpointPath,
         body: SaveWeights | SaveWeightsForSampler | SaveWeightsExternal,
         *,
@@ -471,7 +467,6 @@ class OperationRunner:
                 user_metadata=(
                     None if isinstance(body, SaveWeightsExternal) else body.user_metadata
                 ),
-                seq_id=call.operation.seq_id,
                 expires_at=now + ttl if ttl is not None else None,
             )
         )

@@ -29,8 +29,8 @@ class TrainingRun:
     it; `trainer` calls the trainer, and brings it back when it dies; `creation` is the operation
     of the run's own creation, once it is in the journal; `about` what the trainer says of itself.
 
-    `published` counts the weight versions; `parent` is the newest, which is pinned, and `newest`
-    the newest that can be sampled from. `version_bytes` is the size of the last one.
+    `parent` is the newest weight version, which is pinned, and `newest` the newest that can be
+    sampled from. `version_bytes` is the size of the last one.
     """
 
     id: str
@@ -51,7 +51,6 @@ class TrainingRun:
         default_factory=trainer_pb2.DescribeTrainerReply
     )
     step: int = 0
-    published: int = 0
     parent: str = ""
     newest: str = ""
     version_bytes: int = 0

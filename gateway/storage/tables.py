@@ -100,11 +100,10 @@ runs = Table(
     Column("error_type", String(64), nullable=False, default=""),
     Column("reason", Text, nullable=False, default=""),
     Column("user_metadata", JSON),
-    # What its trainer is restored from: the base model as it was registered; the versions that it
-    # published, the newest of them, and the newest that can be sampled from; and the newest
-    # operation that no replay goes back to.
+    # What its trainer is restored from: the base model as it was registered; the newest version
+    # that it published, and the newest that can be sampled from; and the newest operation that no
+    # replay goes back to.
     Column("model", JSON),  # a BaseModelEntry
-    Column("published", Integer, nullable=False, default=0, server_default="0"),
     Column("parent", String(200), nullable=False, default="", server_default=""),
     Column("newest", String(200), nullable=False, default="", server_default=""),
     Column("replay_after", BigInteger, nullable=False, default=-1, server_default="-1"),
@@ -201,7 +200,6 @@ weight_versions = Table(
     Column("step", BigInteger, nullable=False),
     Column("bytes", BigInteger, nullable=False),
     Column("adapter", Boolean, nullable=False, default=False),
-    Column("seq_id", BigInteger),  # of the operation that published it
     Column("created_at", Float, nullable=False),
     Column("collected_at", Float),
     Index("weight_versions_by_run", "run_id"),
@@ -222,7 +220,6 @@ checkpoints = Table(
     Column("owner", String(100), nullable=False),
     Column("public", Boolean, nullable=False, default=False),
     Column("user_metadata", JSON),
-    Column("seq_id", BigInteger),  # of the operation that saved it
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float),
     Column("expired_at", Float),  # when it was first seen to have expired

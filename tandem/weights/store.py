@@ -34,9 +34,10 @@ _NOT_SEEN = frozenset({errno.ENOENT, errno.ESTALE})
 Result = TypeVar("Result")
 
 
-def new_version_name(*, run_id: str, number: int) -> str:
-    """Return a new name, such as `s-ab12:train:0/v000003-9f2c41d0`."""
-    return f"{run_id}/v{number:06d}-{secrets.token_hex(4)}"
+def new_version_name(*, run_id: str, number: int, suffix: str = "") -> str:
+    """Return a new name, such as `s-ab12:train:0/v000003-9f2c41d0`: with a random end, or with the
+    `suffix` that tells it from others with its number."""
+    return f"{run_id}/v{number:06d}-{suffix or secrets.token_hex(4)}"
 
 
 def version_path(data_dir: Path, name: str) -> Path:

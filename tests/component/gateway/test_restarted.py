@@ -24,7 +24,7 @@ from tests.component.gateway.test_restored import (
 )
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.fake_trainer import FakeTrainer
-from tests.support.gateway.running import running_gateway
+from tests.support.gateway.running import forward_backward_bytes, running_gateway
 from tests.support.gateway.runs import Run
 from tests.support.sdk import supervised
 from tests.support.waiting import PATIENCE, wait_until
@@ -100,7 +100,7 @@ def test_what_was_under_way_or_waited_ends_without_being_sent_again(start):
         run = new_run(gate)
         train(run, 1)
         run.hold()
-        large = supervised_batch(run, 3, tokens=40_000)
+        large = forward_backward_bytes(run.id, 3, tokens=40_000)
         for answer in (run.backward(3, large), run.step(4), run.backward(6), run.step(7)):
             assert answer.status_code == 200
         refused = run.client.post("/api/v1/optim_step", json={"model_id": run.id, "seq_id": 8})
@@ -114,14 +114,6 @@ def test_what_was_under_way_or_waited_ends_without_being_sent_again(start):
         assert run.outcome(8).json()["type"] == "optimizer_setting"
         assert [seq for _, seq in run.newest.applied] == [1, 2, 3, 4, 5, 6, 7]
         assert len(run.newest.requests[2].payload) == len(large)
-
-
-def supervised_batch(run: Run, seq_id: int, *, tokens: int) -> bytes:
-    message = tinker_pb2.ForwardBackwardRequest(
-        model_id=run.id, seq_id=seq_id, loss_fn="cross_entropy"
-    )
-    message.data.add().model_input.add().encoded_text.tokens = bytes(4 * tokens)
-    return message.SerializeToString()
 
 
 def test_a_snapshot_outlives_the_gateway_and_what_it_covers_is_gone(start):

@@ -121,7 +121,7 @@ def test_a_payload_that_the_disk_does_not_take_is_told_the_same_way(gate, run, m
     with gate.http() as client:
         answer = client.post(
             "/api/v1/forward_backward",
-            content=forward_backward_bytes(run, 1),
+            content=forward_backward_bytes(run, 1, tokens=2**15),
             headers={"Content-Type": "application/x-protobuf"},
         )
     assert (answer.status_code, answer.json()["type"]) == (507, "storage_full")
@@ -139,7 +139,7 @@ def test_a_gateway_on_a_disk_with_too_little_room_is_alive_and_not_ready(tmp_pat
 @on_sqlite
 def test_a_run_whose_creation_could_not_be_recorded_can_be_asked_for_again(gate):
     new = {"session_id": gate.session_id(), "model_seq_id": 0, "base_model": "tiny"}
-    new["more"] = "x" * 28_000  # the journal keeps the request, which the database has no room for
+    new["user_metadata"] = {"more": "x" * 16_000}  # which the database has no room for
     with gate.http() as client:
         with full(gate):
             refused = client.post("/api/v1/create_model", json=new)

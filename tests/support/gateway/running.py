@@ -169,11 +169,13 @@ def _no_signals() -> Iterator[None]:
     yield
 
 
-def forward_backward_bytes(run_id: str, seq_id: int, *, forward_only: bool = False) -> bytes:
+def forward_backward_bytes(
+    run_id: str, seq_id: int, *, forward_only: bool = False, tokens: int = 3
+) -> bytes:
     message = tinker_pb2.ForwardBackwardRequest(
         model_id=run_id, seq_id=seq_id, loss_fn="cross_entropy", forward_only=forward_only
     )
     message.data.add().model_input.add().encoded_text.tokens = np.arange(
-        3, dtype=np.int32
+        tokens, dtype=np.int32
     ).tobytes()
     return message.SerializeToString()

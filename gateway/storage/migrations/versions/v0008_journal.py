@@ -23,7 +23,6 @@ _REASON = (
 def upgrade() -> None:
     columns: list[sa.Column[Any]] = [
         sa.Column("model", sa.JSON()),
-        sa.Column("published", sa.Integer, nullable=False, server_default="0"),
         sa.Column("parent", sa.String(200), nullable=False, server_default=""),
         sa.Column("newest", sa.String(200), nullable=False, server_default=""),
         sa.Column("replay_after", sa.BigInteger, nullable=False, server_default="-1"),
@@ -36,8 +35,6 @@ def upgrade() -> None:
         ("seconds", sa.Float()),
     ):
         op.add_column("operations", sa.Column(name, type_))
-    op.add_column("weight_versions", sa.Column("seq_id", sa.BigInteger()))
-    op.add_column("checkpoints", sa.Column("seq_id", sa.BigInteger()))
     op.create_table(
         "snapshots",
         sa.Column("folder", sa.String(300), primary_key=True),
