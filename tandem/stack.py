@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -236,17 +237,24 @@ class _Supervised:
     """The agent or the gateway: a child process that is started again when it ends."""
 
     def __init__(
-        self, *, name: str, command: list[str], environment: dict[str, str], log_path: Path
+        self,
+        *,
+        name: str,
+        command: list[str],
+        environment: dict[str, str],
+        log_path: Path,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.environment = environment
         self.log_path = log_path
         self.process: subprocess.Popen[bytes] | None = None
         self.started_at = 0.0
+        self.due = 0.0
         self._command = command
+        self._clock = clock
         self._log_start = 0
         self._ends: deque[float] = deque()
-        self._due = 0.0
 
     def start(self) -> None:
         try:
@@ -255,7 +263,7 @@ class _Supervised:
             raise unusable(self.log_path.parent, error) from error
         with log:
             self._log_start = log.tell()
-            self.started_at = time.monotonic()
+            self.started_at = self._clock()
             self.process = subprocess.Popen(
                 self._command,
                 env=self.environment,
@@ -263,21 +271,21 @@ class _Supervised:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # so that Ctrl-C reaches it once, through stop()
-                preexec_fn=die_with_parent,
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
 
     def start_when_due(self) -> None:
-        if time.monotonic() >= self._due:
+        if self._clock() >= self.due:
             self.start()
 
     def note_end(self) -> int:
         """Note that it has ended, and is to be started again after a while; return how often it
         ended lately."""
-        now = time.monotonic()
+        now = self._clock()
         self._ends.append(now)
         while self._ends[0] < now - _MOST_ENDS_WITHIN:
             self._ends.popleft()
-        self._due = now + _FIRST_WAIT * 2 ** (len(self._ends) - 1)
+        self.due = now + _FIRST_WAIT * 2 ** (len(self._ends) - 1)
         self.process = None
         return len(self._ends)
 

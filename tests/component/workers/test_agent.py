@@ -87,6 +87,16 @@ async def test_a_gateway_that_was_away_is_told_of_the_exits_meanwhile(tmp_path):
                 await second.wait_ready(handle.worker_id)
 
 
+async def test_an_agent_forgets_the_gateways_that_watched_it(tmp_path):
+    launcher = ProcessLauncher(data_dir=tmp_path)
+    async with serving(launcher, data_dir=tmp_path):
+        for _ in range(3):
+            async with gateway_of(tmp_path) as gateway:
+                gateway.watch()
+                await until(lambda: launcher._watchers, what="it watches")
+            await until(lambda: not launcher._watchers, what="it watches no more")
+
+
 async def test_a_gateway_that_dies_while_a_worker_starts_leaves_nothing_of_it(tmp_path):
     launcher = ProcessLauncher(
         data_dir=tmp_path, command=lambda _: [sys.executable, DUMMY, "silent"]
