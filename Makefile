@@ -1,5 +1,5 @@
 ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_lists openai_models operations \
-	restored retention run_history search security_names sessions trace usage_summary
+	restarted restored retention run_history search security_names sessions trace usage_summary
 
 .PHONY: setup demo first-hour test test-postgresql conformance lint bench bench-bombs bench-gateway bench-history bench-recovery bench-versus fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
