@@ -10,8 +10,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -29,6 +29,7 @@ from gateway.api.openai.routes import PREFIX, openai_refusal
 from gateway.api.openai.routes import router as openai
 from gateway.api.openai.service import InferenceService
 from gateway.api.routing import PathOperation, identify
+from gateway.api.standby import StandbyBoundary
 from gateway.api.tandem import keys, runs, status, usage
 from gateway.api.tinker import (
     auth,
@@ -46,6 +47,8 @@ from gateway.housekeeping import Housekeeping
 from gateway.http_connection import BoundedProtocol
 from gateway.metrics import Metrics
 from gateway.storage.data_directory import write_private
+from gateway.storage.database import is_postgresql
+from gateway.storage.lease import Lease
 from gateway.workers.launchers import Launcher, make_launcher
 from tandem.errors import StorageFailed, TandemError
 from tandem.settings import GatewaySettings
@@ -80,28 +83,48 @@ ROUTERS = (
 """In the order of how often they are called: routes are tried one after the other."""
 
 
+def _exit() -> None:
+    """End this process at once, without its `finally` clauses."""
+    os._exit(1)
+
+
 def create_app(
     settings: GatewaySettings,
     *,
     launcher: Launcher | None = None,
+    end: Callable[[], object] = _exit,
 ) -> FastAPI:
     """Return the gateway as an application; it lives as long as the lifespan.
 
     `launcher` starts the workers (by default the one that the settings name). While it runs, the
-    `Gateway` is `app.state.gateway`.
+    `Gateway` is `app.state.gateway`. `end` is called when another gateway has taken over: what this
+    one still has in hand is that one's, and it must not even stop its workers.
     """
     launcher = launcher or make_launcher(settings)
     metrics = Metrics()
+    opened = asyncio.Event()
+
+    @asynccontextmanager
+    async def serving(app: FastAPI, *, epoch: int) -> AsyncIterator[None]:
+        found = Gateway.open(settings, launcher=launcher, metrics=metrics, epoch=epoch)
+        async with found as gateway, Housekeeping(gateway).running():
+            app.state.gateway = gateway
+            app.state.inference = InferenceService(gateway)
+            custom_losses.provide(gateway)
+            opened.set()
+            yield
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        opened = Gateway.open(settings, launcher=launcher, metrics=metrics)
         try:
-            async with opened as gateway, Housekeeping(gateway).running():
-                app.state.gateway = gateway
-                app.state.inference = InferenceService(gateway)
-                custom_losses.provide(gateway)
-                yield
+            if is_postgresql(settings.database_url):
+                async with _serving_with_lease(
+                    app, settings, serving=partial(serving, app), opened=opened, end=end
+                ):
+                    yield
+            else:
+                async with serving(app, epoch=0):
+                    yield
         except Exception as error:
             app.state.start_error = _sentence(error)
             raise
@@ -117,10 +140,55 @@ def create_app(
     app.openapi = partial(status.document, app)  # type: ignore[method-assign]
     errors = ErrorResponses({PREFIX: openai_refusal})
     errors.register(app)
+    app.state.on_opened = lambda: None
     app.add_middleware(RequestBoundary, errors=errors)
+    app.add_middleware(
+        StandbyBoundary,
+        opened=opened,
+        longest_wait=settings.long_poll,
+        registry=metrics.registry,
+        errors=errors,
+    )
     app.router.default = _unknown_path
     path_operations(app)
     return app
+
+
+@asynccontextmanager
+async def _serving_with_lease(
+    app: FastAPI,
+    settings: GatewaySettings,
+    *,
+    serving: Callable[..., AbstractAsyncContextManager[None]],
+    opened: asyncio.Event,
+    end: Callable[[], object],
+) -> AsyncIterator[None]:
+    """Let the gateway serve when it has the lease: at once, if that is free, or later, while the
+    application answers as a standby."""
+    async with Lease.open(url=settings.database_url, ttl=settings.lease_ttl) as lease:
+        async with AsyncExitStack() as stack:
+
+            async def follow() -> None:
+                try:
+                    if not opened.is_set():
+                        await lease.wait()
+                        await stack.enter_async_context(serving(epoch=lease.epoch))
+                        app.state.on_opened()
+                    await lease.lost()
+                except Exception as error:  # noqa: BLE001 - whoever started it does so again
+                    get_log().error("not_taken_over", reason=_sentence(error))
+                end()
+
+            if await lease.take():
+                await stack.enter_async_context(serving(epoch=lease.epoch))
+            else:
+                get_log().info("standing_by", holder=lease.holder)
+            following = asyncio.create_task(follow(), name="lease")
+            yield
+            if not opened.is_set():
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+        following.cancel()  # until here it has counted the beats
 
 
 async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
@@ -149,13 +217,20 @@ class GatewayServer(uvicorn.Server):
             raise
         if self.started:
             _keep_what_is_loaded()
-            endpoint = {"url": self.url, "pid": os.getpid(), "api_key": self.gateway.api_key}
-            write_private(self._announcement, orjson.dumps(endpoint))
             get_log().info("listening", url=self.url)
+            state = cast(FastAPI, self.config.app).state
+            state.on_opened = self._announce
+            if hasattr(state, "gateway"):
+                self._announce()
+
+    def _announce(self) -> None:
+        endpoint = {"url": self.url, "pid": os.getpid(), "api_key": self.gateway.api_key}
+        write_private(self._announcement, orjson.dumps(endpoint))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._announcement.unlink(missing_ok=True)
-        self.gateway.futures.release_waiters()
+        if hasattr(cast(FastAPI, self.config.app).state, "gateway"):
+            self._announcement.unlink(missing_ok=True)
+            self.gateway.futures.release_waiters()
         await super().shutdown(sockets)
 
     def _why_deaf(self, error: OSError) -> str:

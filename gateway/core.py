@@ -64,17 +64,18 @@ class Gateway:
         *,
         launcher: Launcher,
         metrics: Metrics,
+        epoch: int = 0,
     ) -> AsyncIterator[Gateway]:
         """Opens the data directory and everything in it; closes it at the end of the block.
 
         Sessions and runs of an earlier gateway go on; what it left of others is failed or removed
         first. At the end all workers are stopped; sessions and runs stay, and clients come back to
-        the next gateway. Raises
-        `InvalidRequest` when another gateway uses the directory, or when others could reach this
-        one without a key.
+        the next gateway. `epoch` is that of the lease, which stands for the lock of the directory;
+        0: there is none. Raises `InvalidRequest` when another gateway uses the directory, or when
+        others could reach this one without a key.
         """
-        with locked_data_directory(settings.data_dir):
-            gateway = cls(settings, launcher=launcher, metrics=metrics)
+        with locked_data_directory(settings.data_dir, shared=bool(epoch)):
+            gateway = cls(settings, launcher=launcher, metrics=metrics, epoch=epoch)
             try:
                 await gateway._restore()
                 yield gateway
@@ -90,6 +91,7 @@ class Gateway:
         *,
         launcher: Launcher,
         metrics: Metrics,
+        epoch: int,
     ) -> None:
         self.settings = settings
         self.metrics = metrics
@@ -97,7 +99,7 @@ class Gateway:
         data_dir = settings.data_dir
         self.api_key = settings.api_key or keep_api_key(data_dir)
         self.signing_key = signing_key = keep_signing_key(data_dir)
-        database = Database(url=settings.database_url, data_dir=data_dir)
+        database = Database(url=settings.database_url, data_dir=data_dir, epoch=epoch)
         self.database = database
         self.keys = KeyStore(database=database)
         self.identity = Identity(

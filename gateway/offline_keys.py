@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from contextlib import AsyncExitStack
 from typing import Literal
 
 import orjson
@@ -21,8 +22,9 @@ from gateway.auth.audit import AuditLog, Entry
 from gateway.auth.identity import urn_of
 from gateway.auth.keys import LOCAL_OWNER, KeyStore, NewKey
 from gateway.storage.data_directory import locked_data_directory
-from gateway.storage.database import Database
-from tandem.errors import TandemError
+from gateway.storage.database import Database, is_postgresql
+from gateway.storage.lease import Lease
+from tandem.errors import InvalidRequest, TandemError
 from tandem.settings import GatewaySettings
 from tandem.telemetry import configure_logging
 
@@ -34,9 +36,19 @@ class Request(BaseModel):
 
 
 async def answer(request: Request, settings: GatewaySettings) -> dict[str, object]:
-    """Raise a `TandemError`, also if a gateway uses the directory after all."""
-    with locked_data_directory(settings.data_dir):
-        database = Database(url=settings.database_url, data_dir=settings.data_dir)
+    """Raise a `TandemError`, also if a gateway uses the directory or the database after all."""
+    url = settings.database_url
+    async with AsyncExitStack() as stack:
+        stack.enter_context(locked_data_directory(settings.data_dir))
+        epoch = 0
+        if is_postgresql(url):
+            lease = await stack.enter_async_context(Lease.open(url=url, ttl=settings.lease_ttl))
+            if not await lease.take():
+                raise InvalidRequest(
+                    "a gateway uses the database; ask that one (it is another data directory's)"
+                )
+            epoch = lease.epoch
+        database = Database(url=url, data_dir=settings.data_dir, epoch=epoch)
         try:
             await database.open()
             keys = KeyStore(database=database)

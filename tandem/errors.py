@@ -48,6 +48,7 @@
         ├── OperationTimedOut
         ├── OutOfMemory
         ├── GatewayRestarted
+        ├── StandingBy              503
         ├── StorageFailed           503
         │   └── StorageFull         507
         ├── PublishFailed
@@ -392,6 +393,13 @@ class OutOfMemory(ServerError):
 
 class GatewayRestarted(ServerError):
     """A restart or the shutdown of the gateway ended the request."""
+
+
+class StandingBy(ServerError):
+    """Another gateway serves now; this one waits to take over."""
+
+    status = 503
+    retry_after = 1.0
 
 
 class StorageFailed(ServerError):

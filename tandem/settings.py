@@ -219,6 +219,12 @@ class GatewaySettings(BaseSettings):
     database_url: str = Field(
         "", description="postgresql://USER:PASSWORD@HOST/NAME; empty: SQLite under data_dir."
     )
+    lease_ttl: float = Field(
+        5.0,
+        gt=0,
+        description="With PostgreSQL, another gateway takes over when this one has not been heard "
+        "of for this long.",
+    )
     api_key: str = Field("", description="Empty: generated, kept in data_dir.", repr=False)
     models: dict[str, Path] = Field(
         default_factory=dict,

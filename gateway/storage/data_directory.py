@@ -15,10 +15,10 @@ from tandem.weights.store import fsync_path, make_folder
 
 
 @contextmanager
-def locked_data_directory(data_dir: Path) -> Iterator[None]:
+def locked_data_directory(data_dir: Path, *, shared: bool = False) -> Iterator[None]:
     """Make the directory if it is missing, and lock it while the block runs, so that only one
-    gateway uses it. Raise `InvalidRequest` if another process has locked it, or if it cannot be
-    used."""
+    gateway uses it; or those that have a lease between them (`shared`). Raise `InvalidRequest` if
+    another process has locked it, or if it cannot be used."""
     try:
         with suppress(FileExistsError):
             make_folder(data_dir, mode=0o700)
@@ -27,7 +27,7 @@ def locked_data_directory(data_dir: Path) -> Iterator[None]:
         raise unusable(data_dir, error) from error
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
             raise InvalidRequest(
                 f"another gateway uses the data directory {data_dir}; stop it, or choose another "

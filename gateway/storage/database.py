@@ -76,15 +76,18 @@ _MAX_KEPT_BYTES = 256 * 2**20
 
 _READ_LITTLE = text("SELECT version_num FROM alembic_version")
 _CHANGE_NOTHING = text("UPDATE alembic_version SET version_num = version_num")
-_TRANSACTION = text("SELECT CAST(pg_current_xact_id_if_assigned() AS text)")
+_TRANSACTION = text("SELECT CAST(pg_current_xact_id() AS text)")
+_TRANSACTION_UNDER_LEASE = text(
+    "SELECT CAST(pg_current_xact_id() AS text), epoch FROM gateway_lease FOR SHARE"
+)
 _OUTCOME = text("SELECT pg_xact_status(CAST(:number AS xid8))")
 _COMMIT_UNKNOWN = 20.0
 """Seconds for which PostgreSQL is asked whether it committed what it was lost in."""
 _RETRY_COMMIT_UNKNOWN = 0.2
 _ROWS_AT_ONCE = 500
 """Of a statement or a query for many rows."""
-_LOCK_TIMEOUT = 10_000
-"""Milliseconds that a statement waits for another process's transaction."""
+_TIMEOUTS = "-c lock_timeout=10000 -c idle_in_transaction_session_timeout=5000"
+"""Milliseconds. The latter is for a gateway that is frozen, and must not hold its lease's row."""
 _POSTGRESQL = {
     "fallback_application_name": "tandem",
     "connect_timeout": 10,
@@ -120,11 +123,14 @@ class _Write:
 class Database:
     """Call `await open()` before use, and `await close()`, which writes what is queued. Without a
     URL, it is SQLite in the data directory. `kept_bytes` bounds what waits in memory for a storage
-    that fails."""
+    that fails. `epoch` is that of the lease under which PostgreSQL is written; 0: there is none."""
 
-    def __init__(self, *, url: str, data_dir: Path, kept_bytes: int = _MAX_KEPT_BYTES) -> None:
+    def __init__(
+        self, *, url: str, data_dir: Path, kept_bytes: int = _MAX_KEPT_BYTES, epoch: int = 0
+    ) -> None:
         self._data_dir = data_dir
-        self._engine = _make_engine(url or f"sqlite:///{data_dir / 'tandem.db'}")
+        self._epoch = epoch
+        self._engine = make_engine(url or f"sqlite:///{data_dir / 'tandem.db'}")
         self._is_sqlite = self._engine.dialect.name == "sqlite"
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="database-reader")
         self._writer_thread = ThreadPoolExecutor(1, thread_name_prefix="database-writer")
@@ -303,7 +309,7 @@ class Database:
                 with self._engine.connect() as connection:
                     return query(connection)
             except DBAPIError as error:
-                raise _typed(error) from error
+                raise typed(error) from error
 
         loop = asyncio.get_running_loop()
         try:
@@ -330,7 +336,7 @@ class Database:
             try:
                 await loop.run_in_executor(self._sync_thread, _sync, paths)
             except OSError as error:
-                failed = _typed(error)
+                failed = typed(error)
                 self._log.error("sync_failed", reason=str(error))
             for _, done in batch:
                 if done.done():  # its caller is gone
@@ -359,7 +365,7 @@ class Database:
             await self._work.wait()
             self._work.clear()
             while batch := self._take_batch():
-                errors = await in_thread(_write, connection, batch)
+                errors = await in_thread(_write, connection, batch, self._epoch)
                 self._note_failure(batch, errors)
                 done = [write for write, error in zip(batch, errors, strict=True) if error is None]
                 self._settle(batch, errors)
@@ -432,12 +438,12 @@ class Database:
         self._log.error("write_failed", error=reason, statements=statements)
 
 
-def _write(connection: Connection, batch: Sequence[_Write]) -> list[Exception | None]:
+def _write(connection: Connection, batch: Sequence[_Write], epoch: int) -> list[Exception | None]:
     """Do the file work that comes first, commit the writes, and undo the file work of those that
     failed; return the error of each."""
     errors = _errors_of([write.before for write in batch])
     ready = [index for index, error in enumerate(errors) if error is None]
-    committed = _commit(connection, [batch[index] for index in ready])
+    committed = _commit(connection, [batch[index] for index in ready], epoch)
     for index, error in zip(ready, committed, strict=True):
         errors[index] = error
     failed = [write for write, error in zip(batch, errors, strict=True) if error is not None]
@@ -462,7 +468,7 @@ def _sync_commits(connection: Connection, *, durable: bool) -> None:
         connection.info["durable"] = durable
 
 
-def _commit(connection: Connection, batch: Sequence[_Write]) -> list[Exception | None]:
+def _commit(connection: Connection, batch: Sequence[_Write], epoch: int) -> list[Exception | None]:
     """Execute the writes in one transaction; return the error of each. If PostgreSQL is lost while
     it commits, ask it afterwards whether it did."""
     merged: list[tuple[Executable, list[dict[str, object]]]] = []
@@ -477,20 +483,32 @@ def _commit(connection: Connection, batch: Sequence[_Write]) -> list[Exception |
         with connection.begin():
             for statement, parameters in merged:
                 connection.execute(statement, parameters or None)
-            if connection.dialect.name == "postgresql":
-                number = connection.execute(_TRANSACTION).scalar_one()
+            if merged and connection.dialect.name == "postgresql":
+                number = _end(connection, epoch)
     except Exception as error:  # noqa: BLE001 - a driver's refusal is no SQLAlchemyError
-        failure = _typed(error)
+        failure = typed(error)
         if number is not None and _was_committed(connection, number):
             return [None] * len(batch)
         if len(batch) == 1 or isinstance(failure, StorageFailed):
             return [failure if write.statements else None for write in batch]
         # One bad row must neither fail the others nor end the writer: try each alone.
-        return [failure for write in batch for failure in _commit(connection, [write])]
+        return [failure for write in batch for failure in _commit(connection, [write], epoch)]
     return [None] * len(batch)
 
 
-def _was_committed(connection: Connection, number: object) -> bool:
+def _end(connection: Connection, epoch: int) -> str:
+    """Return the number of PostgreSQL's transaction, which is about to be committed. Raise
+    `StorageFailed` if another gateway has taken the lease since `epoch`; none can before the
+    commit."""
+    if not epoch:
+        return str(connection.execute(_TRANSACTION).scalar_one())
+    number, newest = connection.execute(_TRANSACTION_UNDER_LEASE).one()
+    if newest != epoch:
+        raise StorageFailed("another gateway has taken over from this one; ask that one")
+    return str(number)
+
+
+def _was_committed(connection: Connection, number: str) -> bool:
     """Return whether PostgreSQL committed a transaction whose connection was lost. Ask for some
     seconds; a server that stays away that long is taken to have not."""
     deadline = time.monotonic() + _COMMIT_UNKNOWN
@@ -521,7 +539,7 @@ def _errors_of(work: Sequence[FileWork | None]) -> list[Exception | None]:
             if call is not None:
                 call()
         except Exception as error:  # noqa: BLE001 - its caller is told, or the log
-            return _typed(error)
+            return typed(error)
         return None
 
     return [error_of(call) for call in work]
@@ -534,7 +552,7 @@ _FAULT_OF_THE_ROW = ("21", "22", "23", "42", "44", "54", "0A")
 those of its server or of the connection to it, which has no code."""
 
 
-def _typed(error: Exception) -> Exception:
+def typed(error: Exception) -> Exception:
     """Return what to raise for an error of the database or of a file: a sentence for clients,
     without SQL, values or paths, if it is no fault of the row; the error itself otherwise."""
     if isinstance(error, OSError):
@@ -576,7 +594,11 @@ def _to_json(value: object) -> str:
     return json.dumps(value, allow_nan=False)
 
 
-def _make_engine(url: str) -> Engine:
+def is_postgresql(url: str) -> bool:
+    return url.partition(":")[0].partition("+")[0] in ("postgresql", "postgres")
+
+
+def make_engine(url: str) -> Engine:
     """Return the engine of `sqlite:///FILE` or `postgresql://USER@HOST/NAME`. Raise
     `InvalidRequest`."""
     wanted = "it must be postgresql://USER:PASSWORD@HOST/NAME or sqlite:///FILE"
@@ -590,9 +612,10 @@ def _make_engine(url: str) -> Engine:
             event.listen(engine, "connect", _prepare_sqlite)
             return engine
         case "postgresql" | "postgres":
-            limits = f"{given.query.get('options', '')} -c lock_timeout={_LOCK_TIMEOUT}"
             given = given.set(drivername="postgresql+psycopg")
-            given = given.update_query_dict({"options": limits})
+            given = given.update_query_dict(
+                {"options": f"{given.query.get('options', '')} {_TIMEOUTS}"}
+            )
             try:
                 return create_engine(
                     given, connect_args=_POSTGRESQL, pool_pre_ping=True, json_serializer=_to_json

@@ -246,6 +246,16 @@ data_directory = Table(
     Column("id", String(32), primary_key=True),
 )
 
+# One row: which gateway may use a PostgreSQL database (`lease`). No migration makes or changes it.
+gateway_lease = Table(
+    "gateway_lease",
+    MetaData(),
+    Column("only", Boolean, primary_key=True, default=True),
+    Column("epoch", BigInteger, nullable=False, default=0),
+    Column("beat", BigInteger, nullable=False, default=0),
+    Column("holder", Text, nullable=False, default=""),  # empty: nobody
+)
+
 custom_losses = Table(
     "custom_losses",
     metadata,

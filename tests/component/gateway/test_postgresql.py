@@ -10,7 +10,7 @@ from psycopg import errors
 from sqlalchemy import Table, insert, select, update
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
-from gateway.storage.database import Database, _typed
+from gateway.storage.database import Database, typed
 from gateway.storage.tables import audit, sessions, training_steps, usage
 from tandem.errors import InvalidRequest, StorageFailed, StorageFull
 from tests.support.gateway.requests import optim_step
@@ -175,8 +175,8 @@ async def test_text_of_any_characters_is_kept(database):
 )
 def test_an_error_is_the_rows_or_the_storages(cause, kind):
     wrapped = DBAPIError.instance("SELECT 1", {}, cause, psycopg.Error)
-    assert isinstance(_typed(wrapped), kind)
-    assert isinstance(_typed(wrapped), StorageFailed) == issubclass(kind, StorageFailed)
+    assert isinstance(typed(wrapped), kind)
+    assert isinstance(typed(wrapped), StorageFailed) == issubclass(kind, StorageFailed)
 
 
 @pytest.mark.parametrize("url", ["no url", "mysql://localhost/x", "oracle://x"])

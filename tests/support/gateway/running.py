@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future as ThreadFuture
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,8 +36,11 @@ class Gate:
         self.server = server
         self.launcher = launcher
         self.settings = settings
-        self.gateway = server.gateway
         self._loop = loop
+
+    @property
+    def gateway(self):
+        return self.server.gateway
 
     @property
     def url(self) -> str:
@@ -129,15 +132,21 @@ def make_model(folder: Path) -> Path:
 
 @contextmanager
 def running_gateway(
-    tmp_path: Path, *, launcher: FakeLauncher | None = None, **changes
+    tmp_path: Path,
+    *,
+    launcher: FakeLauncher | None = None,
+    standby: bool = False,
+    end: Callable[[], object] = lambda: None,
+    **changes,
 ) -> Iterator[Gate]:
-    """A gateway on a free port that knows the model `tiny`."""
+    """A gateway on a free port that knows the model `tiny`; a `standby` takes over one that does.
+    `end` is called when it must end because another one has taken over."""
     launcher = launcher or FakeLauncher()
     settings = settings_for(tmp_path, **changes)
     ready: ThreadFuture[Gate] = ThreadFuture()
 
     async def serve() -> None:
-        server = make_server(create_app(settings, launcher=launcher), settings)
+        server = make_server(create_app(settings, launcher=launcher, end=end), settings)
         server.config.load()
         server.capture_signals = _no_signals  # we are not in the main thread
         task = asyncio.create_task(server.serve())
@@ -156,7 +165,9 @@ def running_gateway(
     thread.start()
     gate = ready.result(PATIENCE)
     try:
-        gate.run(gate.gateway.models.add(name="tiny", path=str(make_model(tmp_path / "tiny"))))
+        if not standby:
+            model = make_model(tmp_path / "tiny")
+            gate.run(gate.gateway.models.add(name="tiny", path=str(model)))
         yield gate
     finally:
         gate.server.should_exit = True

@@ -1,0 +1,58 @@
+"""What a gateway answers that waits for the lease of its database, while another one serves."""
+
+from __future__ import annotations
+
+import asyncio
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.api.errors import ErrorResponses, json_response
+from gateway.auth.keys import is_loopback
+from tandem.errors import StandingBy
+
+_REASON = "this gateway waits until the one that serves now has ended"
+
+
+class StandbyBoundary:
+    """Health is that of the process; readiness fails, so that a load balancer sends nothing. A
+    `retrieve_future` that comes all the same is held, and answered by the gateway if it opens
+    meanwhile: after a 5xx the SDK would ask again at once."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        opened: asyncio.Event,
+        longest_wait: float,
+        registry: CollectorRegistry,
+        errors: ErrorResponses,
+    ) -> None:
+        self._app = app
+        self._opened = opened
+        self._longest_wait = longest_wait
+        self._registry = registry
+        self._errors = errors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = None
+        if scope["type"] == "http" and not self._opened.is_set():
+            response = await self._answer(scope)
+        await (response or self._app)(scope, receive, send)
+
+    async def _answer(self, scope: Scope) -> Response | None:
+        client = scope.get("client")
+        match scope["path"]:
+            case "/api/v1/healthz":
+                return json_response({"status": "ok"})
+            case "/metrics" if client is not None and is_loopback(client[0]):
+                return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+            case "/api/v1/retrieve_future":
+                try:
+                    await asyncio.wait_for(self._opened.wait(), self._longest_wait)
+                except TimeoutError:
+                    waiting = {"queue_state": "paused_capacity", "queue_state_reason": _REASON}
+                    return json_response({"type": "try_again", **waiting}, status=408)
+                return None
+        return self._errors.response(StandingBy(_REASON), path=scope["path"])

@@ -1,0 +1,167 @@
+"""The lease: which of several gateways may use a PostgreSQL database.
+
+One row has the epoch, which each new holder raises, and a beat, which the holder counts up. A
+gateway that waits takes the lease when its holder has given it back, when the holder is a process
+of this machine that has ended, or when the beat stood still for `ttl` seconds by the waiting
+gateway's own clock: clocks of two machines are never compared.
+
+A gateway that lost the lease while it was frozen, or cut off, changes nothing any more: each of its
+transactions ends with a look at the epoch (`Database`), and it ends itself at the next beat.
+
+SQLite has no lease: the lock of the data directory keeps other gateways away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+from sqlalchemy import Connection, select, text, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.exc import DBAPIError
+
+from gateway.storage.database import make_engine, typed
+from gateway.storage.tables import gateway_lease
+from tandem.errors import StorageFailed
+from tandem.telemetry import get_log
+
+_POLL = 0.5
+"""Seconds between two looks at the lease of another."""
+_BEATS = 5
+"""In the seconds of the `ttl`."""
+
+_ONE_AT_A_TIME = text("SELECT pg_advisory_xact_lock(hashtext('gateway_lease'))")
+"""Creates the table: PostgreSQL refuses the second of two that do so at once."""
+
+Result = TypeVar("Result")
+
+
+class Lease:
+    """`Lease.open` makes one. `epoch` is set once it is taken, `holder` says who else has it."""
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, *, url: str, ttl: float) -> AsyncIterator[Lease]:
+        """Connect; at the end of the block, give the lease back if it is still held."""
+        lease = cls(url=url, ttl=ttl)
+        try:
+            yield lease
+        finally:
+            await lease._close()
+
+    def __init__(self, *, url: str, ttl: float) -> None:
+        self.epoch = 0
+        self.holder = ""
+        self._ttl = ttl
+        self._name = _this_process()
+        self._engine = make_engine(url)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lease")
+        self._seen: tuple[int, int] | None = None
+        self._seen_at = 0.0
+        self._log = get_log()
+
+    async def take(self) -> bool:
+        """Take the lease if it is free. Raises `StorageFailed`."""
+        taken = await self._in_thread(self._take)
+        if taken:
+            self._log.info("lease_taken", epoch=self.epoch)
+        return taken
+
+    async def wait(self) -> None:
+        """Return when the lease is taken. While the database cannot be asked, its holder's time
+        does not run out."""
+        while True:
+            try:
+                if await self.take():
+                    return
+            except StorageFailed:
+                self._seen = None
+            await asyncio.sleep(_POLL)
+
+    async def lost(self) -> None:
+        """Count the beats, and return when another gateway has the lease. A database that cannot be
+        reached is an outage of the storage, and no loss."""
+        while True:
+            await asyncio.sleep(self._ttl / _BEATS)
+            try:
+                if not await self._in_thread(self._beat):
+                    self._log.error("lease_lost", epoch=self.epoch)
+                    return
+            except StorageFailed:
+                pass  # the writer says so in the log
+
+    async def _close(self) -> None:
+        if self.epoch:
+            try:
+                await self._in_thread(self._give_back)
+            except StorageFailed as error:  # it runs out
+                self._log.warning("lease_not_given_back", reason=error.message)
+        self._thread.shutdown()
+        self._engine.dispose()
+
+    async def _in_thread(self, work: Callable[[Connection], Result]) -> Result:
+        def in_transaction() -> Result:
+            try:
+                with self._engine.begin() as connection:
+                    return work(connection)
+            except DBAPIError as error:
+                raise typed(error) from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, in_transaction)
+
+    def _take(self, connection: Connection) -> bool:
+        if self._seen is None:  # it is not among the migrations, which only a holder may apply
+            connection.execute(_ONE_AT_A_TIME)
+            gateway_lease.create(connection, checkfirst=True)
+            connection.execute(insert(gateway_lease).on_conflict_do_nothing(), {})
+        row, table = connection.execute(select(gateway_lease)).one(), gateway_lease.c
+        if self._seen != (row.epoch, row.beat):
+            self._seen, self._seen_at = (row.epoch, row.beat), time.monotonic()
+        overdue = time.monotonic() - self._seen_at >= self._ttl
+        self.holder = row.holder
+        if row.holder and not overdue and not _has_ended(row.holder):
+            return False
+        same = (table.epoch == row.epoch) & (table.beat == row.beat) & (table.holder == row.holder)
+        change = update(gateway_lease).where(same)
+        values = {"epoch": row.epoch + 1, "beat": 0, "holder": self._name}
+        if connection.execute(change.values(values)).rowcount != 1:  # another was faster
+            return False
+        self.epoch = row.epoch + 1
+        return True
+
+    def _beat(self, connection: Connection) -> bool:
+        mine, beat = gateway_lease.c.epoch == self.epoch, gateway_lease.c.beat
+        change = update(gateway_lease).where(mine).values(beat=beat + 1)
+        return connection.execute(change).rowcount == 1
+
+    def _give_back(self, connection: Connection) -> None:
+        mine = gateway_lease.c.epoch == self.epoch
+        connection.execute(update(gateway_lease).where(mine).values(holder=""))
+
+
+def _this_process() -> str:
+    return f"{_machine()} {os.getpid()} {psutil.Process().create_time()}"
+
+
+def _machine() -> str:
+    """Return what two processes have in common that see each other's process ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{os.uname().nodename} {boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _has_ended(holder: str) -> bool:
+    """Whether a holder is known to have ended: a process of this machine that is no more."""
+    machine, pid, created = holder.rsplit(" ", 2)
+    if machine != _machine():
+        return False
+    try:
+        return str(psutil.Process(int(pid)).create_time()) != created
+    except psutil.NoSuchProcess:
+        return True

@@ -1,0 +1,221 @@
+"""Two gateways on one PostgreSQL database: one serves, the other waits."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from contextlib import AsyncExitStack
+
+import pytest
+from sqlalchemy import insert, select, update
+
+from gateway.storage.database import Database
+from gateway.storage.lease import Lease
+from gateway.storage.tables import audit, gateway_lease
+from tandem.errors import InvalidRequest, StorageFailed
+from tests.support.gateway.requests import optim_step
+from tests.support.gateway.running import running_gateway
+from tests.support.postgres import url_for, used_for_all
+from tests.support.waiting import PATIENCE, until, wait_until
+
+ROW = {"at": 0.0, "actor": "a", "action": "a", "status": 200}
+NEVER = 1e6
+SOON = 0.3
+
+
+@pytest.fixture(autouse=True)
+def on_postgres(postgres):
+    with used_for_all(postgres):
+        yield
+
+
+@pytest.fixture
+async def lease_of(tmp_path):
+    """Makes leases of one database, each of a gateway of its own."""
+    async with AsyncExitStack() as stack:
+
+        async def open_(ttl: float = NEVER) -> Lease:
+            lease = Lease.open(url=url_for(tmp_path), ttl=ttl)
+            return await stack.enter_async_context(lease)
+
+        yield open_
+
+
+async def test_one_of_many_gets_the_lease_and_the_next_one_when_it_is_given_back(tmp_path):
+    async with Lease.open(url=url_for(tmp_path), ttl=NEVER) as last:
+        async with AsyncExitStack() as stack:
+            opened = [Lease.open(url=url_for(tmp_path), ttl=NEVER) for _ in range(4)]
+            leases = [await stack.enter_async_context(lease) for lease in opened]
+            taken = await asyncio.gather(*(lease.take() for lease in leases))
+            assert taken.count(True) == 1
+            assert not await last.take()
+            assert last.holder
+            waiting = asyncio.create_task(last.wait())
+        await asyncio.wait_for(waiting, PATIENCE)
+        assert last.epoch == 2
+
+
+async def test_a_holder_whose_beat_stands_still_loses_the_lease_and_learns_it(lease_of):
+    first, second = await lease_of(), await lease_of(ttl=0.0)
+    assert await first.take()
+    assert await second.take()
+    assert (first.epoch, second.epoch) == (1, 2)
+    first._ttl = SOON
+    await asyncio.wait_for(first.lost(), PATIENCE)
+
+
+async def test_a_holder_that_counts_keeps_the_lease(lease_of, monkeypatch):
+    """By the clock of the one that waits, in which an age passes between any two looks."""
+    first, second = await lease_of(ttl=SOON), await lease_of(ttl=NEVER)
+    now = [0.0]
+    monkeypatch.setattr("gateway.storage.lease.time.monotonic", lambda: now[0])
+    assert await first.take()
+    assert not await second.take()
+    for _ in range(3):
+        now[0] += 2 * NEVER
+        assert await first._in_thread(first._beat)
+        assert not await second.take()
+    now[0] += 2 * NEVER
+    assert await second.take()
+
+
+async def test_the_lease_of_a_process_that_was_killed_is_free_at_once(lease_of, tmp_path):
+    hold = (
+        "import asyncio, sys, time\n"
+        "from gateway.storage.lease import Lease\n"
+        "async def hold():\n"
+        "    async with Lease.open(url=sys.argv[1], ttl=1e6) as lease:\n"
+        "        print(await lease.take(), flush=True)\n"
+        "        await asyncio.sleep(600)\n"
+        "asyncio.run(hold())\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", hold, url_for(tmp_path), stdout=subprocess.PIPE
+    )
+    async with asyncio.timeout(PATIENCE):
+        while await process.stdout.readline() != b"True\n":
+            pass
+        second = await lease_of()
+        assert not await second.take()
+        process.kill()
+        await process.wait()
+    assert await second.take()
+
+
+async def test_the_database_refuses_what_an_older_gateway_writes(lease_of, tmp_path):
+    first = await lease_of()
+    assert await first.take()
+    database = Database(url=url_for(tmp_path), data_dir=tmp_path, epoch=first.epoch)
+    await database.open()
+    await database.write(insert(audit), ROW)
+    assert await (await lease_of(ttl=0.0)).take()
+    with pytest.raises(StorageFailed, match="another gateway has taken over"):
+        await database.write(insert(audit), ROW)
+    database.write_soon(insert(audit), ROW)
+    assert not await database.flush()
+    assert len(await database.read(select(audit))) == 1
+    await database.close()
+
+
+def test_a_standby_is_alive_and_not_ready_until_it_takes_over(tmp_path):
+    with running_gateway(tmp_path, session_ttl=600, lease_ttl=NEVER) as first:
+        run = first.run_id(first.session_id())
+        with first.http() as client:
+            optim_step(client, run, 1)
+            result = first.retrieve(f"{run}:1").content
+        with (
+            running_gateway(tmp_path, standby=True, long_poll=SOON, lease_ttl=NEVER) as second,
+            second.http() as client,
+        ):
+            assert client.get("/api/v1/healthz").json() == {"status": "ok"}
+            assert "tandem_gateway_" in client.get("/metrics").text
+            for path in ("readyz", "sessions"):
+                refused = client.get(f"/api/v1/{path}")
+                assert (refused.status_code, refused.json()["type"]) == (503, "standing_by")
+                assert "Retry-After" in refused.headers
+            held = client.post("/api/v1/retrieve_future", json={"request_id": f"{run}:1"})
+            assert (held.status_code, held.json()["type"]) == (408, "try_again")
+            first.server.should_exit = True
+            wait_until(lambda: client.get("/api/v1/readyz").status_code == 200)
+            found = client.post("/api/v1/retrieve_future", json={"request_id": f"{run}:1"})
+            assert found.content == result
+            assert client.get("/api/v1/sessions").json()["sessions"]
+            assert second.run_id(run.partition(":")[0], number=1)
+
+
+def test_a_poll_that_reaches_the_standby_is_answered_when_it_takes_over(tmp_path):
+    answers = []
+    with running_gateway(tmp_path, session_ttl=600, lease_ttl=NEVER) as first:
+        run = first.run_id(first.session_id())
+        with first.http() as client:
+            optim_step(client, run, 1)
+            result = first.retrieve(f"{run}:1").content
+        with running_gateway(tmp_path, standby=True, long_poll=40, lease_ttl=NEVER) as second:
+
+            def poll() -> None:
+                with second.http() as client:
+                    body = {"request_id": f"{run}:1"}
+                    answers.append(client.post("/api/v1/retrieve_future", json=body))
+
+            polling = threading.Thread(target=poll, daemon=True)
+            polling.start()
+            first.server.should_exit = True
+            polling.join(PATIENCE)
+            assert [answer.content for answer in answers] == [result]
+
+
+def test_a_gateway_that_another_one_has_superseded_ends_itself(tmp_path, postgres):
+    ended = threading.Event()
+    with running_gateway(tmp_path, lease_ttl=SOON, end=ended.set) as first:
+        newer = update(gateway_lease).values(epoch=gateway_lease.c.epoch + 1, holder="another")
+        with first.gateway.database._engine.begin() as connection:
+            connection.execute(newer)
+        assert ended.wait(PATIENCE)
+        with first.http() as client:
+            refused = client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "1"})
+            assert (refused.status_code, refused.json()["type"]) == (503, "storage_failed")
+
+
+def test_a_standby_stops_without_the_lease(tmp_path):
+    with running_gateway(tmp_path, lease_ttl=NEVER) as first:
+        with running_gateway(tmp_path, standby=True, lease_ttl=NEVER):
+            pass
+        with first.http() as client:
+            assert client.get("/api/v1/readyz").status_code == 200
+            assert (tmp_path / "data" / "gateway.json").exists()
+
+
+async def test_keys_are_not_changed_beside_a_gateway_that_does_not_know(lease_of, tmp_path):
+    from gateway.offline_keys import Request, answer
+    from tests.support.gateway.running import settings_for
+
+    holder = await lease_of()
+    assert await holder.take()
+    settings = settings_for(tmp_path, database_url=url_for(tmp_path))
+    with pytest.raises(InvalidRequest, match="a gateway uses the database"):
+        await answer(Request(action="list"), settings)
+
+
+async def test_a_database_that_is_away_takes_no_lease_from_its_holder(lease_of, monkeypatch):
+    first, second = await lease_of(ttl=SOON), await lease_of(ttl=NEVER)
+    assert await first.take()
+    away, asked, take = [True], [], second.take
+
+    async def take_or_fail() -> bool:
+        asked.append(away[0])
+        if away[0]:
+            raise StorageFailed("away")
+        return await take()
+
+    assert not await second.take()
+    monkeypatch.setattr(second, "take", take_or_fail)
+    monkeypatch.setattr("gateway.storage.lease._POLL", 0.01)
+    second._seen_at -= 2 * NEVER
+    waiting = asyncio.create_task(second.wait())
+    await until(lambda: asked.count(True) > 1)
+    away[0] = False
+    await until(lambda: asked.count(False) > 1)
+    assert not waiting.done()
+    waiting.cancel()
