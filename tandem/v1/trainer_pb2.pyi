@@ -438,9 +438,14 @@ class SaveCheckpointReply(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
+    AT_STEP_FIELD_NUMBER: builtins.int
     step: builtins.int
     bytes: builtins.int
     seconds: builtins.float
+    at_step: builtins.bool
+    """No gradients were held, nor any that are incomplete: the checkpoint is the whole state, and may
+    be restored like a snapshot.
+    """
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     def __init__(
@@ -450,9 +455,10 @@ class SaveCheckpointReply(google.protobuf.message.Message):
         step: builtins.int = ...,
         bytes: builtins.int = ...,
         seconds: builtins.float = ...,
+        at_step: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "failure", b"failure", "seconds", b"seconds", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_step", b"at_step", "bytes", b"bytes", "failure", b"failure", "seconds", b"seconds", "step", b"step"]) -> None: ...
 
 Global___SaveCheckpointReply: typing_extensions.TypeAlias = SaveCheckpointReply
 

@@ -223,7 +223,10 @@ class Operations:
             return trainer_pb2.SaveCheckpointReply(failure=error.to_failure())
         assert record is not None
         return trainer_pb2.SaveCheckpointReply(
-            step=record.step, bytes=record.bytes, seconds=time.perf_counter() - began
+            step=record.step,
+            bytes=record.bytes,
+            seconds=time.perf_counter() - began,
+            at_step=self._held is None and not self._refused,
         )
 
     def load_checkpoint(

@@ -241,6 +241,7 @@ def test_metrics_count_operations_and_steps(two):
         for sample in family.samples
     }
     assert samples["tandem_trainer_step",] == step.step
+    assert samples["tandem_trainer_micro_batch_tokens",] == two.describe().micro_batch_tokens == 40
     assert samples["tandem_trainer_operations_total", "OptimStep", "ok"] >= 1
     assert samples["tandem_trainer_tokens_total",] > 0
 

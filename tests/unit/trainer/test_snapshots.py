@@ -15,8 +15,10 @@ from tests.support.local_trainer import (
     SPEC,
     data_of,
     forward_backward,
+    load,
     make,
     publish,
+    save,
     weights,
 )
 from tests.support.worker_process import RUN
@@ -72,6 +74,33 @@ def test_a_restored_trainer_goes_on_bit_by_bit(models, tmp_path, lora, optimizer
     for number in (3, 4):
         step(other, number, optimizer=optimizer)
     assert equal(weights(other), weights(undisturbed))
+
+
+def test_a_checkpoint_restores_a_trainer_as_a_snapshot_does(models, tmp_path):
+    undisturbed = make(models["qwen3"], None)
+    step(undisturbed, 1)
+    assert save(undisturbed, tmp_path / "c1").at_step
+    for number in (2, 3):
+        step(undisturbed, number)
+    other = make(models["qwen3"], None)
+    assert restore(other, tmp_path / "c1").step == 1
+    for number in (2, 3):
+        step(other, number)
+    assert equal(weights(other), weights(undisturbed))
+
+
+def test_a_checkpoint_says_whether_it_is_the_whole_state(models, tmp_path):
+    operations = make(models["qwen3"], None)
+    assert save(operations, tmp_path / "c0").at_step
+    forward_backward(operations, data_of(1))
+    assert not save(operations, tmp_path / "c1").at_step, "gradients are held"
+    assert not load(operations, tmp_path / "c0").HasField("failure")
+    assert save(operations, tmp_path / "c2").at_step
+    operations.note_refused("a batch was too large")
+    assert not save(operations, tmp_path / "c3").at_step, "the next step is to be refused"
+    forward_backward(operations, data_of(1), forward_only=True)
+    assert operations.optim_step(trainer_pb2.OptimStepRequest(adamw=ADAMW)).HasField("failure")
+    assert save(operations, tmp_path / "c4").at_step
 
 
 def test_training_goes_on_while_a_snapshot_is_written_and_does_not_change_it(
