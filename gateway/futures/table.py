@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import shutil
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -27,6 +29,7 @@ import xxhash
 from gateway.metrics import Metrics
 from tandem.errors import TandemError
 from tandem.telemetry import get_log
+from tandem.weights.store import fsync_path, make_folder
 
 Media = Literal["json", "protobuf"]
 Source = Literal["operation", "sample"]
@@ -305,10 +308,26 @@ def digest_of(kind: str, request: bytes) -> bytes:
     return digest.digest()
 
 
-def write_file(file: Path, content: bytes) -> None:
-    """Write a file, and its folder if there is none."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(content)
+def write_file(file: Path, content: bytes, *, synced: bool = False) -> None:
+    """Write a file, and its folder if there is none. A reader finds all of it, or what was there
+    before; if it is `synced`, also after a power failure. Raises `OSError`."""
+    if not file.parent.is_dir():
+        with suppress(FileExistsError):
+            make_folder(file.parent)
+    partial = file.with_name(f".{file.name}")
+    try:
+        with partial.open("wb") as stream:
+            stream.write(content)
+            if synced:
+                stream.flush()
+                os.fsync(stream.fileno())
+        partial.replace(file)
+        if synced:
+            fsync_path(file.parent)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
 
 
 async def _remove(file: Path) -> None:

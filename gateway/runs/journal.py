@@ -31,12 +31,14 @@ from gateway.storage.tables import operations, runs
 from tandem.errors import (
     GatewayRestarted,
     SequenceTaken,
+    StorageFailed,
     TandemError,
     UnknownRequest,
     from_type,
 )
 from tandem.settings import RecoverySettings
 from tandem.telemetry import get_log
+from tandem.weights.store import read_again
 
 _INLINE_RESULT_BYTES = 64 * 1024
 """Larger results are files."""
@@ -82,6 +84,7 @@ class Journal:
     def __post_init__(self) -> None:
         self._reads = FairSemaphore(slots=_READS)
         self._unwritten: dict[str, Outcome] = {}
+        self._unsynced: set[Path] = set()
         self._replay_logs: dict[str, ReplayLog] = {}
         self._log = get_log()
 
@@ -102,6 +105,7 @@ class Journal:
         self._replay_logs.pop(run_id, None)
         self.database.write_soon(_DROP, {"this_run": run_id, "up_to": 2**62})
         folder = self._file_of(run_id, 0).parent
+        self._unsynced = {file for file in self._unsynced if file.parent != folder}
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def accept(self, operation: Operation, *, payload: bytes | None) -> None:
@@ -129,13 +133,21 @@ class Journal:
         )
         self.futures.add(operation.future)
 
-    async def kept(self, operation: Operation) -> None:
+    async def kept(self, run_id: str, seq_id: int, *, payload: bytes | None = None) -> None:
         """Return once an operation that was accepted would survive a power failure. Raises
-        `StorageFailed`."""
+        `StorageFailed`; the payload is written anew then when it is repeated, since a disk may have
+        dropped what it could not write, and say nothing of it the next time."""
         files = []
-        if operation.has_payload and operation.size > INLINE_PAYLOAD_BYTES:
-            files.append(self._file_of(operation.run_id, operation.seq_id))
-        await self.database.sync(*files)
+        if payload is not None and len(payload) > INLINE_PAYLOAD_BYTES:
+            files.append(file := self._file_of(run_id, seq_id))
+            if file in self._unsynced:
+                await self.database.do(partial(_write_anew, file, payload))
+        try:
+            await self.database.sync(*files)
+        except StorageFailed:
+            self._unsynced.update(files)
+            raise
+        self._unsynced.difference_update(files)
 
     async def accept_creation(self, operation: Operation, *, run: Executable) -> None:
         """As `accept`, for operation 0 of a run: `run` inserts the run's row, and both are written
@@ -194,7 +206,7 @@ class Journal:
         )
         if row is not None and row["payload"] is not None:
             return bytes(row["payload"])
-        return await asyncio.to_thread(self._file_of(run_id, seq_id).read_bytes)
+        return await asyncio.to_thread(read_again, Path.read_bytes, self._file_of(run_id, seq_id))
 
     def end(self, operation: Operation, outcome: Outcome) -> None:
         """Resolve the operation's future and write the outcome. The first outcome counts.
@@ -245,7 +257,7 @@ class Journal:
                 row["result"] = outcome.body
             else:
                 file = result_blob(self.data_dir, request_id=operation.future.request_id)
-                write_result = partial(write_file, file, outcome.body)
+                write_result = partial(write_file, file, outcome.body, synced=True)
         statement, remove = _END, None
         log = self._replay_logs.get(operation.run_id)
         call = log.held(operation.seq_id) if log is not None else None
@@ -289,7 +301,7 @@ class Journal:
             return Result(media=row["media"], body=row["result"])
         file = result_blob(self.data_dir, request_id=request_id)
         try:
-            size = (await asyncio.to_thread(file.stat)).st_size
+            size = (await asyncio.to_thread(read_again, Path.stat, file)).st_size
         except OSError:
             return UnknownRequest(f"the result of {request_id} was fetched or has expired")
         return Result(media=row["media"], file=file, file_bytes=size)
@@ -373,6 +385,11 @@ def _remove_payload(file: Path) -> None:
     file.unlink(missing_ok=True)
     with suppress(OSError):  # others are left, or there is no such folder
         file.parent.rmdir()
+
+
+def _write_anew(file: Path, payload: bytes) -> None:
+    if file.exists():  # otherwise the operation has ended, and it is needed no more
+        write_file(file, payload)
 
 
 def remove_all_but(folder: Path, kept: Container[str]) -> None:

@@ -261,7 +261,7 @@ class RunRegistry:
         else:
             run.trainer = self._trainer_of(run)
             run.life = asyncio.create_task(self._live(run), name=f"run-{run_id}")
-        await self.journal.kept(creation)
+        await self.journal.kept(run_id, creation.seq_id)
         return request_id
 
     def _new_run(
@@ -363,6 +363,7 @@ class RunRegistry:
             if known or run.dispatcher.passed(seq_id):
                 known |= await self.journal.has(run_id=run_id, seq_id=seq_id, digest=digest)
             if known:
+                await self.journal.kept(run_id, seq_id, payload=payload)
                 return request_id
             if run.error is not None:
                 await self.journal.accept_failed(
@@ -405,7 +406,7 @@ class RunRegistry:
                 release = reserved.pop_all().close  # not now, but when the operation ends
         operation.future.on_end(lambda _outcome: release())
         run.dispatcher.put(operation)
-        await self.journal.kept(operation)  # while it is carried out
+        await self.journal.kept(run_id, seq_id, payload=payload)  # while it is carried out
         return request_id
 
     def _check_queue(self, run: TrainingRun) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 import sqlite3
 import time
 from collections import deque
@@ -149,6 +150,7 @@ class Database:
         self._sync_thread = ThreadPoolExecutor(1, thread_name_prefix="database-sync")
         self._to_sync: list[tuple[Sequence[Path], asyncio.Future[None]]] = []
         self._syncing: asyncio.Task[None] | None = None
+        self._log_in_doubt = False
         self._writer: asyncio.Task[None] | None = None
         self._log = get_log()
 
@@ -208,6 +210,11 @@ class Database:
         if self._syncing is None or self._syncing.done():
             self._syncing = asyncio.create_task(self._sync_all(), name="database-sync")
         await done
+
+    async def do(self, work: FileWork) -> None:
+        """Do file work in the writer's thread, between transactions. Raises `StorageFailed`,
+        `StorageFull`, or what else the work raises."""
+        await self._committed(_Write([], before=work))
 
     def write_soon(
         self,
@@ -334,10 +341,11 @@ class Database:
                 paths.add(Path(f"{self._engine.url.database}-wal"))
             failed: Exception | None = None
             try:
-                await loop.run_in_executor(self._sync_thread, _sync, paths)
-            except OSError as error:
+                await loop.run_in_executor(self._sync_thread, self._sync, paths)
+            except (OSError, DBAPIError) as error:
                 failed = typed(error)
                 self._log.error("sync_failed", reason=str(error))
+            self._log_in_doubt = failed is not None
             for _, done in batch:
                 if done.done():  # its caller is gone
                     continue
@@ -345,6 +353,18 @@ class Database:
                     done.set_exception(failed)
                 else:
                     done.set_result(None)
+
+    def _sync(self, paths: Iterable[Path]) -> None:
+        """Sync the files. A disk that could not write SQLite's log may have dropped some of it, and
+        say at the next sync that all is well: what is in the log is written into the database."""
+        if self._log_in_doubt and self._is_sqlite:
+            with self._engine.connect() as connection:
+                busy, *_ = connection.exec_driver_sql("PRAGMA wal_checkpoint(FULL)").one()
+                if busy:
+                    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        for path in paths:
+            with suppress(FileNotFoundError):
+                fsync_path(path)
 
     async def _committed(self, write: _Write, owner: str = "") -> None:
         write.done = asyncio.get_running_loop().create_future()
@@ -449,12 +469,6 @@ def _write(connection: Connection, batch: Sequence[_Write], epoch: int) -> list[
     failed = [write for write, error in zip(batch, errors, strict=True) if error is not None]
     _errors_of([write.undo for write in failed])  # whatever becomes of it, the write's error counts
     return errors
-
-
-def _sync(paths: Iterable[Path]) -> None:
-    for path in paths:
-        with suppress(FileNotFoundError):
-            fsync_path(path)
 
 
 def _sync_commits(connection: Connection, *, durable: bool) -> None:

@@ -236,6 +236,7 @@ class UnreliableDisk:
     # --- What survives ------------------------------------------------------------------------
 
     def _note_name(self, path: str, *, was: tuple[int, str] | None = None) -> None:
+        self._forget_name(path)
         folder, _, name = path.rpartition("/")
         self._names.append(_Unsynced(_inode(folder), name, was))
 

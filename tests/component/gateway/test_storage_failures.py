@@ -129,6 +129,39 @@ def test_a_payload_that_the_disk_does_not_take_is_told_the_same_way(gate, run, m
     assert "/srv" not in answer.text
 
 
+def test_an_operation_whose_payload_could_not_be_synced_is_not_believed_when_it_comes_again(
+    gate, run, monkeypatch
+):
+    monkeypatch.setattr("gateway.runs.journal.INLINE_PAYLOAD_BYTES", 0)
+    database, sync = gate.gateway.database, gate.gateway.database.sync
+    synced, written = [], []
+
+    async def sync_third(*files) -> None:
+        synced.append(files)
+        if len(synced) < 3:
+            raise StorageFailed("the disk failed")
+        await sync(*files)
+
+    async def do(work) -> None:
+        written.append(work)
+
+    monkeypatch.setattr(database, "sync", sync_third)
+    monkeypatch.setattr(database, "do", do)
+    with gate.http() as client:
+        statuses = [
+            client.post(
+                "/api/v1/forward_backward",
+                content=forward_backward_bytes(run, 1),
+                headers={"Content-Type": "application/x-protobuf"},
+            ).status_code
+            for _ in range(3)
+        ]
+    assert statuses == [503, 503, 200]
+    assert len({*synced}) == 1
+    assert len(written) == 2  # of the same payload, before each repeated sync
+    assert gate.retrieve(f"{run}:1").is_success
+
+
 def test_a_gateway_on_a_disk_with_too_little_room_is_alive_and_not_ready(tmp_path):
     with running_gateway(tmp_path, min_free_bytes=2**62) as gate, gate.http(key="") as client:
         assert client.get("/api/v1/healthz").status_code == 200

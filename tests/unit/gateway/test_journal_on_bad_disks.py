@@ -1,0 +1,182 @@
+"""The files of the journal, and of results, on disks that fill up, fail and lose power."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+from sqlalchemy import delete
+
+from gateway.futures.table import Future, FutureTable, Result, write_file
+from gateway.identifiers import operation_blob, result_blob
+from gateway.metrics import Metrics
+from gateway.runs.journal import INLINE_PAYLOAD_BYTES, Journal
+from gateway.runs.operations import Operation
+from gateway.storage.database import Database
+from gateway.storage.tables import operations
+from tandem.errors import StorageFailed
+from tests.support.unreliable_disk import Fault, UnreliableDisk
+from tests.support.waiting import PATIENCE
+
+RUN = "s-1:train:0"
+BATCH = b"batch" * INLINE_PAYLOAD_BYTES
+RESULT = Result(media="protobuf", body=b"result" * INLINE_PAYLOAD_BYTES)
+FAULTS = pytest.mark.parametrize("fault", [Fault.FULL, Fault.LOST])
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    monkeypatch.setattr("gateway.storage.database._RETRY_AFTER", 0.01)
+    (tmp_path / "data").mkdir()
+    with UnreliableDisk(tmp_path / "data") as disk:
+        yield disk
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture
+async def database(disk, data):
+    database = Database(url="", data_dir=data)
+    await database.open()
+    yield database
+    await database.close()
+
+
+def futures(data: Path, *, max_bytes: int = 2**20) -> FutureTable:
+    return FutureTable(
+        folder=data / "samples",
+        result_ttl=60,
+        bytes_in_memory=max_bytes,
+        max_samples=9,
+        metrics=Metrics(),
+    )
+
+
+@pytest.fixture
+def journal(database, data) -> Journal:
+    return Journal(
+        database=database,
+        data_dir=data,
+        futures=futures(data),
+        metrics=Metrics(),
+        result_ttl=60,
+    )
+
+
+async def wait_until_written(database: Database) -> None:
+    """Return when nothing is left to be tried again."""
+    async with asyncio.timeout(PATIENCE):
+        while not await database.flush():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def operation(seq_id: int) -> Operation:
+    future = Future(
+        request_id=f"{RUN}:{seq_id}", source="operation", describe=lambda: None, owner="ann"
+    )
+    return Operation(
+        run_id=RUN,
+        seq_id=seq_id,
+        kind="forward_backward",
+        future=future,
+        has_payload=True,
+        size=len(BATCH),
+    )
+
+
+async def accept(journal: Journal, seq_id: int) -> bool:
+    """Whether the operation was accepted, and its client told so."""
+    try:
+        await journal.accept(operation(seq_id), payload=BATCH)
+        await journal.kept(RUN, seq_id, payload=BATCH)
+    except StorageFailed:
+        return False
+    return True
+
+
+@FAULTS
+async def test_an_operation_of_which_its_client_is_told_survives_a_power_failure(
+    journal, database, disk, data, fault
+):
+    for nth, strike in enumerate(disk.strikes(fault)):
+        await journal.forget_run(RUN)
+        await database.write(delete(operations))
+        with strike:
+            told = await accept(journal, nth)
+        assert told != bool(strike.hit), strike.hit
+        is_row = await journal.has(run_id=RUN, seq_id=nth, digest=b"")
+        assert operation_blob(data, run_id=RUN, seq_id=nth).exists() == is_row, strike.hit
+        if is_row:  # it was accepted, and the client sends it again
+            await journal.kept(RUN, nth, payload=BATCH)
+        else:
+            assert await accept(journal, nth)
+        disk.lose_power()
+        assert await journal.read_payload(RUN, nth) == BATCH, strike.hit
+
+
+async def test_a_log_of_the_database_that_could_not_be_synced_is_written_into_the_database(
+    journal, database, disk, data, tmp_path
+):
+    for nth, strike in enumerate(disk.strikes(Fault.LOST)):
+        await journal.accept(operation(nth), payload=b"small")
+        with strike:
+            try:
+                await database.sync()
+            except StorageFailed:
+                assert strike.hit == "sync /tandem.db-wal"
+        if strike.hit:
+            await database.sync()
+            shutil.copyfile(data / "tandem.db", tmp_path / "alone.db")
+            with sqlite3.connect(tmp_path / "alone.db") as alone:
+                found = alone.execute("SELECT seq_id FROM operations").fetchall()
+            assert found == [(nth,)]
+
+
+@FAULTS
+async def test_a_result_that_is_recorded_survives_a_power_failure(
+    journal, database, disk, data, fault
+):
+    for nth, strike in enumerate(disk.strikes(fault)):
+        await journal.accept(done := operation(nth), payload=b"")
+        with strike:
+            journal.end(done, RESULT)
+            await database.flush()
+        await wait_until_written(database)
+        disk.lose_power()
+        recalled = await journal.recall(f"{RUN}:{nth}")
+        assert recalled.file.read_bytes() == RESULT.body, strike.hit
+        assert list(recalled.file.parent.glob(".*")) == []
+        await database.write(delete(operations))
+        shutil.rmtree(data / "results")
+
+
+@FAULTS
+async def test_a_sample_that_does_not_fit_on_the_disk_stays_in_memory(disk, data, fault):
+    table = futures(data, max_bytes=1)
+    for nth, strike in enumerate(disk.strikes(fault)):
+        sample = Future(request_id=f"s-1:{nth}", source="sample", describe=lambda: None)
+        table.add(sample)
+        with strike:
+            sample.resolve(RESULT)
+            await asyncio.sleep(0)
+            await asyncio.gather(*table._file_work)
+        outcome = sample.outcome
+        content = outcome.body if strike.hit else outcome.file.read_bytes()
+        assert content == RESULT.body, strike.hit
+        assert bool(list((data / "samples").rglob("*/*"))) != bool(strike.hit), strike.hit
+        await table.close()
+
+
+def test_a_file_that_is_read_while_it_is_written_anew_is_one_or_the_other(disk, data):
+    file = result_blob(data, request_id=f"{RUN}:1")
+    write_file(file, b"one")
+    for strike in disk.strikes(Fault.KILL):
+        with strike:
+            write_file(file, b"other", synced=True)
+        assert file.read_bytes() in (b"one", b"other"), strike.hit
