@@ -254,11 +254,12 @@ class Gateway:
             await self.models.add(name=name, path=str(path))
         await self.fleet.open()
         await self.sessions.open()
-        await self.runs.open()
-        await self.sampling.open()
         self.collector.paired = await check_pair(self.database, self.settings.data_dir)
-        if not self.collector.paired:
+        if self.collector.paired:
+            await self.runs.open()
+        else:
             self._log.error("database_mismatch", hint=MISMATCH)
+        await self.sampling.open()
         await self.collector.collect_all()
 
     async def _close(self) -> None:

@@ -51,9 +51,21 @@ class Retention:
 
     async def remove_old(self) -> None:
         now = time.time()
-        before = now - self.history_ttl
+        before, later = now - self.history_ttl, operations.alias()
         removed = {
-            "operations": await self._remove(operations, operations.c.ended_at < before),
+            # Not what a replay needs, nor the newest of a run that goes on: it says where that is.
+            "operations": await self._remove(
+                operations,
+                (operations.c.ended_at < before)
+                & operations.c.call.is_(None)
+                & (
+                    exists().where(
+                        later.c.run_id == operations.c.run_id,
+                        later.c.seq_id > operations.c.seq_id,
+                    )
+                    | operations.c.run_id.not_in(select(runs.c.id).where(runs.c.state == "active"))
+                ),
+            ),
             "sampling_sessions": await self._remove(
                 sampling_sessions, sampling_sessions.c.ended_at < before
             ),

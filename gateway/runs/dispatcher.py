@@ -104,11 +104,11 @@ class Dispatcher:
     def resume(
         self, operations: Sequence[Operation], *, ended: int, gradients_incomplete: str
     ) -> None:
-        """Go on where another dispatcher was: the operations up to `ended` have ended, except those
-        of `operations`, which were answered by the trainer, and only a sampler works at."""
+        """Go on where another dispatcher was: the operations up to `ended` have ended. Those of
+        `operations` that are up to there, too, are published, and only a sampler works at them."""
         self._next, self._incomplete = max(ended, 0) + 1, gradients_incomplete
         for operation in operations:
-            if operation.seq_id > ended:
+            if operation.seq_id > ended or not operation.folder:
                 self.put(operation)
             else:
                 call = Call(operation, wake=self._wake, sent=True, answered=True, released=True)
@@ -120,6 +120,7 @@ class Dispatcher:
         been given already, or -1. Raises `RunBroken` when an operation ended the run."""
         self._sent = sent
         self._ready = True
+        self._gap_since = None  # nobody could fill it before
         try:
             async with asyncio.TaskGroup() as calls:
                 for resumed in self._under_way.values():

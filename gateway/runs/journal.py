@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Container, Iterable
-from contextlib import suppress
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,12 +25,11 @@ from gateway.identifiers import operation_blob, result_blob, run_folder_name, sp
 from gateway.metrics import Metrics
 from gateway.runs.operations import Kind, Operation, body_to_json
 from gateway.runs.replay import ReplayLog
-from gateway.storage.database import Database
+from gateway.storage.database import Database, typed
 from gateway.storage.tables import operations, runs
 from tandem.errors import (
     GatewayRestarted,
     SequenceTaken,
-    StorageFailed,
     TandemError,
     UnknownRequest,
     from_type,
@@ -58,6 +56,7 @@ _DROP = (
     update(operations)
     .where(
         operations.c.run_id == bindparam("this_run"),
+        operations.c.seq_id > bindparam("after"),
         operations.c.seq_id <= bindparam("up_to"),
         operations.c.call.is_not(None),
     )
@@ -84,70 +83,65 @@ class Journal:
     def __post_init__(self) -> None:
         self._reads = FairSemaphore(slots=_READS)
         self._unwritten: dict[str, Outcome] = {}
-        self._unsynced: set[Path] = set()
         self._replay_logs: dict[str, ReplayLog] = {}
         self._log = get_log()
 
-    def keep(self, run_id: str, settings: RecoverySettings) -> ReplayLog:
+    def open_log(self, run_id: str, settings: RecoverySettings) -> ReplayLog:
         """Keep the payloads of a run from now on as long as its log needs them; return the log."""
 
-        def drop(up_to: int, with_payload: list[int]) -> None:
-            rows = {"this_run": run_id, "up_to": up_to}
+        def drop(after: int, up_to: int, with_payload: list[int]) -> None:
             files = [self._file_of(run_id, seq_id) for seq_id in with_payload]
-            self.database.write_soon(_DROP, rows)
-            self.database.write_soon(_REPLAY_AFTER, rows, after=lambda: _unlink(files))
+            self._drop(run_id, after=after, up_to=up_to, files=files)
 
         log = self._replay_logs[run_id] = ReplayLog(settings, dropped=drop)
         return log
 
-    async def forget_run(self, run_id: str) -> None:
+    def forget_run(self, run_id: str) -> None:
+        """Keep nothing for a replay of a run that has ended, and is about to be written as such."""
+        if (log := self._replay_logs.pop(run_id, None)) is not None:
+            self._drop(run_id, after=log.missing_to, up_to=2**62)
+
+    async def remove_payloads(self, run_id: str) -> None:
         """Remove the payloads of a run whose trainer has stopped for good."""
-        self._replay_logs.pop(run_id, None)
-        self.database.write_soon(_DROP, {"this_run": run_id, "up_to": 2**62})
         folder = self._file_of(run_id, 0).parent
-        self._unsynced = {file for file in self._unsynced if file.parent != folder}
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def _drop(self, run_id: str, *, after: int, up_to: int, files: Sequence[Path] = ()) -> None:
+        """Note that no replay goes back to these operations, and then remove what it would have
+        needed. A crash in between leaves too much; without the note, a replay would lack it."""
+        self.database.write_soon(_REPLAY_AFTER, {"this_run": run_id, "up_to": up_to})
+        self.database.write_soon(
+            _DROP,
+            {"this_run": run_id, "after": after, "up_to": up_to},
+            after=lambda: _unlink(files),
+        )
 
     async def accept(self, operation: Operation, *, payload: bytes | None) -> None:
         """Write an operation and add its future to the table. Returns once the operation would
-        survive the end of this process; `kept` returns once it would survive a power failure.
+        survive the end of this process; a power failure, once `database.sync` has returned.
 
         `payload` is the protobuf of a forward_backward. Raises `StorageFailed`, or sqlalchemy's
         `IntegrityError` for a `seq_id` that is taken.
         """
-        write_payload = remove_payload = None
-        row = _accepted_row(operation)
+        row, remove_payload = _accepted_row(operation), None
         if payload is not None and len(payload) > INLINE_PAYLOAD_BYTES:
             file = self._file_of(operation.run_id, operation.seq_id)
-            write_payload = partial(write_file, file, payload)
-            remove_payload = partial(_remove_payload, file)
+            remove_payload = partial(_unlink, [file])
+            try:
+                await asyncio.to_thread(write_file, file, payload, synced=True)
+            except OSError as error:
+                await asyncio.to_thread(_unlink, [file])
+                raise typed(error) from error
         else:
             row["payload"] = payload
         await self.database.write(
             _ACCEPT,
             row,
-            before=write_payload,
             undo=remove_payload,
             owner=operation.future.owner,
             size=len(payload or b""),
         )
         self.futures.add(operation.future)
-
-    async def kept(self, run_id: str, seq_id: int, *, payload: bytes | None = None) -> None:
-        """Return once an operation that was accepted would survive a power failure. Raises
-        `StorageFailed`; the payload is written anew then when it is repeated, since a disk may have
-        dropped what it could not write, and say nothing of it the next time."""
-        files = []
-        if payload is not None and len(payload) > INLINE_PAYLOAD_BYTES:
-            files.append(file := self._file_of(run_id, seq_id))
-            if file in self._unsynced:
-                await self.database.do(partial(_write_anew, file, payload))
-        try:
-            await self.database.sync(*files)
-        except StorageFailed:
-            self._unsynced.update(files)
-            raise
-        self._unsynced.difference_update(files)
 
     async def accept_creation(self, operation: Operation, *, run: Executable) -> None:
         """As `accept`, for operation 0 of a run: `run` inserts the run's row, and both are written
@@ -213,7 +207,7 @@ class Journal:
 
         The client may hear of it before it is committed; until then it is kept in memory, without
         its result where the storage fails and there is no more room for it. If the gateway dies in
-        between, the next one reports the operation as failed.
+        between, the next one carries the operation out again.
         """
         if operation.future.ended:
             return
@@ -264,7 +258,7 @@ class Journal:
         if call is not None:
             statement, row = _END_HELD, row | {"call": call.request, "seconds": call.seconds}
         elif operation.has_payload and operation.size > INLINE_PAYLOAD_BYTES:
-            remove = partial(_remove_payload, self._file_of(operation.run_id, operation.seq_id))
+            remove = partial(_unlink, [self._file_of(operation.run_id, operation.seq_id)])
         request_id = operation.future.request_id
         self._unwritten[request_id] = outcome
         self.database.write_soon(
@@ -294,8 +288,7 @@ class Journal:
             return from_type(row["error_type"], row["error"])
         if row["state"] == "accepted":
             return GatewayRestarted(
-                "the gateway lost this operation when it restarted, or its end while its storage "
-                "failed"
+                "the gateway lost the end of this operation while its storage failed"
             )
         if row["result"] is not None:
             return Result(media=row["media"], body=row["result"])
@@ -377,19 +370,6 @@ def _accepted_row(operation: Operation) -> dict[str, object]:
         "error_type": refused.type if refused is not None else "",
         "error": refused.message if refused is not None else "",
     }
-
-
-def _remove_payload(file: Path) -> None:
-    """Remove a payload, and the folder of its run if it was the last. Payloads are written and
-    removed in one thread, so that no folder goes while a payload is on its way into it."""
-    file.unlink(missing_ok=True)
-    with suppress(OSError):  # others are left, or there is no such folder
-        file.parent.rmdir()
-
-
-def _write_anew(file: Path, payload: bytes) -> None:
-    if file.exists():  # otherwise the operation has ended, and it is needed no more
-        write_file(file, payload)
 
 
 def remove_all_but(folder: Path, kept: Container[str]) -> None:

@@ -100,7 +100,12 @@ class RunRegistry:
         await self.snapshots.open()
         lost = await self.journal.abandon()
         for row in restored:
-            await self._resume(row)
+            try:
+                await self._resume(row)
+            except Exception as error:  # noqa: BLE001 - the other runs go on
+                self._log.exception("run_not_resumed", run_id=row["id"])
+                what = f"{type(error).__name__} in the gateway when it restarted; see its log"
+                self._write_end(row["id"], InternalError(what))
         if found:
             self._log.warning(
                 "restarted", resumed=len(restored), ended=len(others), operations_failed=lost
@@ -172,13 +177,13 @@ class RunRegistry:
             await self._live(run, ended=ended)
 
     async def close(self) -> None:
-        """Cancel everything. The next gateway fails what has not ended."""
-        trainers = [run.trainer for run in self._runs.values() if run.trainer is not None]
-        await asyncio.gather(*(trainer.close() for trainer in trainers))
+        """Cancel everything. The next gateway goes on with what has not ended."""
         lives = [run.life for run in self._runs.values() if run.life is not None]
-        for life in lives:
+        for life in lives:  # first: what ends without its log is not replayed
             life.cancel()
         await asyncio.gather(*lives, *self._stopping, return_exceptions=True)
+        trainers = [run.trainer for run in self._runs.values() if run.trainer is not None]
+        await asyncio.gather(*(trainer.close() for trainer in trainers))
 
     def all(self) -> list[TrainingRun]:
         return list(self._runs.values())
@@ -217,6 +222,7 @@ class RunRegistry:
         async with self._arrival(request_id):
             if known or run_id in self._runs:
                 await self.journal.has(run_id=run_id, seq_id=0, digest=digest)
+                await self.database.sync()
                 return request_id
             # Nothing is awaited from here to where the run is registered.
             session = self.sessions.require(session_id)
@@ -261,7 +267,7 @@ class RunRegistry:
         else:
             run.trainer = self._trainer_of(run)
             run.life = asyncio.create_task(self._live(run), name=f"run-{run_id}")
-        await self.journal.kept(run_id, creation.seq_id)
+        await self.database.sync()
         return request_id
 
     def _new_run(
@@ -349,7 +355,7 @@ class RunRegistry:
         Idempotent: a repeated `seq_id` with the same request returns the original request_id. A
         `refused` operation consumes its `seq_id` and fails with that error at its turn. Raises
         `SequenceTaken` for another request, or `UnknownRun`, `SessionFinished` or `Overloaded`,
-        which leave the `seq_id` free.
+        which leave the `seq_id` free, or `StorageFailed`: then the client asks again.
         """
         digest = digest_of(kind, request if payload is None else payload)
         run = self._runs.get(run_id)
@@ -363,7 +369,7 @@ class RunRegistry:
             if known or run.dispatcher.passed(seq_id):
                 known |= await self.journal.has(run_id=run_id, seq_id=seq_id, digest=digest)
             if known:
-                await self.journal.kept(run_id, seq_id, payload=payload)
+                await self.database.sync()
                 return request_id
             if run.error is not None:
                 await self.journal.accept_failed(
@@ -402,11 +408,12 @@ class RunRegistry:
                     await self.journal.accept(operation, payload=payload)
                 except IntegrityError:  # the journal has this seq_id; memory has forgotten it
                     await self.journal.has(run_id=run_id, seq_id=seq_id, digest=digest)
+                    await self.database.sync()
                     return request_id
                 release = reserved.pop_all().close  # not now, but when the operation ends
         operation.future.on_end(lambda _outcome: release())
         run.dispatcher.put(operation)
-        await self.journal.kept(run_id, seq_id, payload=payload)  # while it is carried out
+        await self.database.sync()  # while it is carried out
         return request_id
 
     def _check_queue(self, run: TrainingRun) -> None:
@@ -481,6 +488,7 @@ class RunRegistry:
         if run.creation is not None:
             self.journal.end(run.creation, error)
         run.dispatcher.end(error)
+        self.journal.forget_run(run.id)
         if run.life is not None and run.life is not asyncio.current_task():
             run.life.cancel()
         self._write_end(run.id, error)
@@ -513,7 +521,7 @@ class RunRegistry:
             if worker is not None:
                 await self.fleet.stop(worker, reason=reason)
             await self.snapshots.remove_all(run)
-            await self.journal.forget_run(run.id)
+            await self.journal.remove_payloads(run.id)
             await self.collector.collect(run.id, ended=True)
         except Exception:  # noqa: BLE001 - the other runs of its session must end all the same
             self._log.exception("trainer_not_stopped", run_id=run.id)

@@ -86,18 +86,19 @@ class SentCall:
 
 
 class ReplayLog:
-    """Of one run. `dropped` is called when the calls up to a `seq_id` are needed no longer, with
-    that number and those of the calls that have a payload."""
+    """Of one run. `dropped` is called when the calls after a `seq_id` up to another one are needed
+    no longer, with the two and with the numbers of the calls that have a payload. `missing_to` is
+    the newest such."""
 
     def __init__(
-        self, settings: RecoverySettings, *, dropped: Callable[[int, list[int]], None]
+        self, settings: RecoverySettings, *, dropped: Callable[[int, int, list[int]], None]
     ) -> None:
         self._settings = settings
         self._dropped = dropped
         self._calls: dict[int, SentCall] = {}
         self._snapshots = deque([Snapshot()])
         self._answered = -1
-        self._missing_to = -1
+        self.missing_to = -1
         self._cost: float | None = None
         self.bytes = 0
         self.work = 0.0
@@ -107,7 +108,7 @@ class ReplayLog:
     def complete(self) -> bool:
         """Whether all calls after the newest snapshot are there, so that the run can be
         restored."""
-        return self.newest.seq_id >= self._missing_to
+        return self.newest.seq_id >= self.missing_to
 
     @property
     def newest(self) -> Snapshot:
@@ -116,7 +117,7 @@ class ReplayLog:
     @property
     def snapshots(self) -> list[Snapshot]:
         """Return those that the log goes back to, newest first."""
-        return [each for each in reversed(self._snapshots) if each.seq_id >= self._missing_to]
+        return [each for each in reversed(self._snapshots) if each.seq_id >= self.missing_to]
 
     @property
     def first_unanswered(self) -> SentCall | None:
@@ -145,7 +146,7 @@ class ReplayLog:
         if len(snapshots) >= _GENERATIONS or missing_to >= 0:
             self._snapshots.popleft()
         self._calls = {call.seq_id: call for call in calls}
-        self._missing_to, self._answered = missing_to, answered
+        self.missing_to, self._answered = missing_to, answered
         self.bytes = sum(call.size for call in calls)
         self.work = sum(call.seconds for call in calls if call.seq_id > self.newest.seq_id)
 
@@ -187,7 +188,7 @@ class ReplayLog:
         superfluous."""
         self._cost = cost
         # From one that is older than a missing call, nothing leads to the present.
-        before = [each for each in self._snapshots if each.seq_id >= self._missing_to]
+        before = [each for each in self._snapshots if each.seq_id >= self.missing_to]
         kept = [*before[-_GENERATIONS + 1 :], snapshot]
         old = [each for each in self._snapshots if each not in kept]
         self._snapshots = deque(kept)
@@ -220,8 +221,9 @@ class ReplayLog:
         """Forget the calls up to this one; those of which no answer arrived are still needed."""
         calls = [c for c in self._calls.values() if c.answered and c.seq_id <= seq_id]
         self._forget(calls)
-        self._missing_to = max(self._missing_to, seq_id)
-        self._dropped(self._missing_to, [call.seq_id for call in calls if call.has_payload])
+        if seq_id > self.missing_to:
+            after, self.missing_to = self.missing_to, seq_id
+            self._dropped(after, seq_id, [call.seq_id for call in calls if call.has_payload])
 
     def _forget(self, calls: list[SentCall]) -> None:
         for call in calls:

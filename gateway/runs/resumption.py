@@ -132,4 +132,5 @@ def _sizes_in(folder: Path) -> dict[int, int]:
     """Return the bytes of the payloads in files, by number."""
     if not folder.is_dir():
         return {}
-    return {int(path.name): path.stat().st_size for path in folder.iterdir()}
+    files = (path for path in folder.iterdir() if path.name.isdecimal())
+    return {int(path.name): path.stat().st_size for path in files}

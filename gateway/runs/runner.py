@@ -54,6 +54,7 @@ from tandem.errors import (
     InternalError,
     NameTaken,
     OperationTimedOut,
+    SequenceGap,
     TandemError,
     UnknownModel,
     from_failure,
@@ -371,7 +372,8 @@ class OperationRunner:
         if call.operation.resumed:
             if (published := await self._versions.find(name)) is not None:
                 return published
-            assert not call.released, "its version is recorded before a sampler gets it"
+            if call.released:  # it came after a gap that was given up
+                raise SequenceGap(f"operation {call.operation.seq_id} was not carried out")
         request = trainer_pb2.PublishRequest(
             version=common_pb2.WeightVersion(name=name, path=path, run_id=run.id),
             parent=run.parent,

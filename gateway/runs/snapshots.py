@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Container
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy import delete, insert, select
@@ -82,9 +83,9 @@ class SnapshotStore:
         self._database.write_soon(insert(snapshots), row)
 
     async def remove(self, run: TrainingRun, snapshot: Snapshot) -> None:
-        """Remove a snapshot, or what was written of one."""
-        self._forget(run, snapshot.folder)
-        await asyncio.to_thread(_remove, Path(snapshot.folder))
+        """Remove a snapshot, or what was written of one: the row first."""
+        if not self._forget(run, snapshot.folder):
+            await asyncio.to_thread(_remove, Path(snapshot.folder))
 
     async def remove_all(self, run: TrainingRun) -> None:
         """Remove the snapshots of a run that has ended."""
@@ -134,15 +135,18 @@ class SnapshotStore:
         self._bytes[run.id][snapshot.folder] = snapshot.bytes
         self._checkpoints.snapshot_bytes[run.owner] += snapshot.bytes
 
-    def _forget(self, run: TrainingRun, folder: str) -> None:
+    def _forget(self, run: TrainingRun, folder: str) -> bool:
+        """Remove a snapshot with its row, soon. Returns False for one that was not noted."""
         if (size := self._bytes[run.id].pop(folder, None)) is None:
-            return
+            return False
         self._checkpoints.snapshot_bytes[run.owner] -= size
         if not self._checkpoints.snapshot_bytes[run.owner]:
             del self._checkpoints.snapshot_bytes[run.owner]
         self._database.write_soon(
-            delete(snapshots).where(snapshots.c.folder == self._name_of(folder))
+            delete(snapshots).where(snapshots.c.folder == self._name_of(folder)),
+            after=partial(_remove, Path(folder)),
         )
+        return True
 
 
 def _remove_others(folder: Path, kept: Container[Path]) -> None:

@@ -92,7 +92,7 @@ class RunTrainer:
         self._metrics = metrics
         self._definition_of = definition_of
         self._on_lost = on_lost
-        self.log = journal.keep(run.id, run.recovery) if run.recovery.enabled else None
+        self.log = journal.open_log(run.id, run.recovery) if run.recovery.enabled else None
         self.restoring = ""
         """Says what is done to bring the trainer back; "" while it serves."""
         self.restored = 0
@@ -283,6 +283,7 @@ class RunTrainer:
             self.lose(self._serving.result(), WorkerDied(f"the trainer died: {reason}"))
 
     def _serve(self, client: TrainerClient) -> None:
+        self.restoring = ""
         self.gone = asyncio.Future()
         self._backoff.ready()
         self._serving.set_result(client)

@@ -177,6 +177,7 @@ class SamplingSessionRegistry:
             session = await self._add(
                 session_id=session_id, number=number, kind=kind, version=version
             )
+            await self.database.sync()  # its client trains on, and may ask for it much later
         if kind == "inflight":
             of_run = [s for s in self._active.values() if s.version.run_id == version.run_id]
             inflight = [s for s in of_run if s.kind == "inflight"]

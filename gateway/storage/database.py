@@ -22,9 +22,8 @@ import os
 import sqlite3
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -148,7 +147,7 @@ class Database:
         """Why the last transaction failed; None when it was committed."""
         self._unreadable = False
         self._sync_thread = ThreadPoolExecutor(1, thread_name_prefix="database-sync")
-        self._to_sync: list[tuple[Sequence[Path], asyncio.Future[None]]] = []
+        self._to_sync: list[asyncio.Future[None]] = []
         self._syncing: asyncio.Task[None] | None = None
         self._log_in_doubt = False
         self._writer: asyncio.Task[None] | None = None
@@ -199,22 +198,19 @@ class Database:
         write = _Write([(statement, ()) for statement in statements], durable=durable)
         await self._committed(write)
 
-    async def sync(self, *files: Path) -> None:
-        """Return when what was committed before, and these files, would survive a power failure.
+    async def sync(self) -> None:
+        """Return when what was committed before would survive a power failure.
 
-        Calls share a sync, and the writer goes on meanwhile: with `durable` it would wait. A file
-        that is gone is needed no more. Raises `StorageFailed`.
+        Calls share a sync, and the writer goes on meanwhile: with `durable` it would wait. Raises
+        `StorageFailed`.
         """
+        if not self._is_sqlite:  # others sync at every commit
+            return
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._to_sync.append((files, done))
+        self._to_sync.append(done)
         if self._syncing is None or self._syncing.done():
             self._syncing = asyncio.create_task(self._sync_all(), name="database-sync")
         await done
-
-    async def do(self, work: FileWork) -> None:
-        """Do file work in the writer's thread, between transactions. Raises `StorageFailed`,
-        `StorageFull`, or what else the work raises."""
-        await self._committed(_Write([], before=work))
 
     def write_soon(
         self,
@@ -335,18 +331,14 @@ class Database:
         loop = asyncio.get_running_loop()
         while self._to_sync:
             batch, self._to_sync = self._to_sync, []
-            paths = {file for files, _ in batch for file in files}
-            paths |= {file.parent for file in paths}
-            if self._is_sqlite:  # others sync at every commit
-                paths.add(Path(f"{self._engine.url.database}-wal"))
             failed: Exception | None = None
             try:
-                await loop.run_in_executor(self._sync_thread, self._sync, paths)
+                await loop.run_in_executor(self._sync_thread, self._sync_log)
             except (OSError, DBAPIError) as error:
                 failed = typed(error)
                 self._log.error("sync_failed", reason=str(error))
             self._log_in_doubt = failed is not None
-            for _, done in batch:
+            for done in batch:
                 if done.done():  # its caller is gone
                     continue
                 if failed is not None:
@@ -354,17 +346,15 @@ class Database:
                 else:
                     done.set_result(None)
 
-    def _sync(self, paths: Iterable[Path]) -> None:
-        """Sync the files. A disk that could not write SQLite's log may have dropped some of it, and
-        say at the next sync that all is well: what is in the log is written into the database."""
-        if self._log_in_doubt and self._is_sqlite:
+    def _sync_log(self) -> None:
+        """Sync SQLite's log. A disk that could not write it may have dropped some of it, and say at
+        the next sync that all is well: what is in the log is written into the database then."""
+        if self._log_in_doubt:
             with self._engine.connect() as connection:
                 busy, *_ = connection.exec_driver_sql("PRAGMA wal_checkpoint(FULL)").one()
                 if busy:
                     raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-        for path in paths:
-            with suppress(FileNotFoundError):
-                fsync_path(path)
+        fsync_path(Path(f"{self._engine.url.database}-wal"))
 
     async def _committed(self, write: _Write, owner: str = "") -> None:
         write.done = asyncio.get_running_loop().create_future()

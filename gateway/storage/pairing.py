@@ -26,7 +26,13 @@ MISMATCH = (
     "the two belong together from then on"
 )
 _NAME = "data_id"
-_FILES = ("weights/[!.]*/*", "checkpoints/[!.]*/*", "quarantine/*/*/*")
+_FILES = (
+    "weights/[!.]*/*",
+    "checkpoints/[!.]*/*",
+    "quarantine/*/*/*",
+    "snapshots/*/*",
+    "operations/*/*",
+)
 
 
 async def check_pair(database: Database, data_dir: Path) -> bool:

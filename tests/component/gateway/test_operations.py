@@ -239,7 +239,7 @@ def test_payloads_are_gone_when_their_operations_have_ended(run):
     wait_until(lambda: (folder / "1").exists())
     run.release()
     run.outcome(1)
-    wait_until(lambda: not folder.exists())
+    wait_until(lambda: not (folder / "1").exists())
 
 
 def test_an_operation_of_an_ended_run_leaves_no_payload_however_often_it_is_sent(run):

@@ -94,7 +94,7 @@ async def accept(journal: Journal, seq_id: int) -> bool:
     """Whether the operation was accepted, and its client told so."""
     try:
         await journal.accept(operation(seq_id), payload=BATCH)
-        await journal.kept(RUN, seq_id, payload=BATCH)
+        await journal.database.sync()
     except StorageFailed:
         return False
     return True
@@ -105,7 +105,7 @@ async def test_an_operation_of_which_its_client_is_told_survives_a_power_failure
     journal, database, disk, data, fault
 ):
     for nth, strike in enumerate(disk.strikes(fault)):
-        await journal.forget_run(RUN)
+        await journal.remove_payloads(RUN)
         await database.write(delete(operations))
         with strike:
             told = await accept(journal, nth)
@@ -113,7 +113,7 @@ async def test_an_operation_of_which_its_client_is_told_survives_a_power_failure
         is_row = await journal.has(run_id=RUN, seq_id=nth, digest=b"")
         assert operation_blob(data, run_id=RUN, seq_id=nth).exists() == is_row, strike.hit
         if is_row:  # it was accepted, and the client sends it again
-            await journal.kept(RUN, nth, payload=BATCH)
+            await database.sync()
         else:
             assert await accept(journal, nth)
         disk.lose_power()

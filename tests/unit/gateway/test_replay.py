@@ -47,7 +47,7 @@ def watched() -> Watched:
 def make(**changes) -> Watched:
     dropped: list[int] = []
 
-    def drop(_up_to: int, with_payload: list[int]) -> None:
+    def drop(_after: int, _up_to: int, with_payload: list[int]) -> None:
         dropped.extend(with_payload)
 
     return Watched(ReplayLog(RecoverySettings(**changes), dropped=drop), dropped)

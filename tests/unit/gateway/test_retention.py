@@ -172,8 +172,8 @@ async def test_operations_and_samplers_of_a_run_that_goes_on_for_months_go_too(h
     history.work.most_rows = 0
     await history.retention.remove_old()
     assert await history.rows() == {name: n for name, n in ONE.items() if n > 1} | {
-        "sessions": 1, "runs": 1, "workers": 1, "weight_versions": 1,
-    }  # fmt: skip
+        "sessions": 1, "runs": 1, "workers": 1, "weight_versions": 1, "operations": 3,
+    }, "the newest says where the run is"  # fmt: skip
     assert history.work.most_rows == 500, "other writes pass between batches"
 
 
