@@ -18,7 +18,6 @@ import pyrage
 
 from tandem.errors import InvalidRequest, PublishFailed, without_paths
 from tandem.weights import PartialVersion, checksum_file, open_version
-from tandem.weights.store import fsync_path
 from tandem.worker import die_with_parent
 
 _MIN_BYTES_PER_SECOND = 4 * 2**20
@@ -84,20 +83,28 @@ def _parse_recipient(text: str) -> object:
 def main(parent_pid: str, plain: str, sealed: str, name: str) -> None:
     die_with_parent(int(parent_pid))
     recipients = [_parse_recipient(line) for line in sys.stdin.read().splitlines()]
-    manifest = open_version(Path(plain), checksums=False)
-    partial = PartialVersion(Path(sealed))
+    print(seal_version(Path(plain), Path(sealed), name=name, recipients=recipients))
+
+
+def seal_version(plain: Path, sealed: Path, *, name: str, recipients: Sequence[object]) -> int:
+    """Write the version, and return its bytes. Raises `LoadFailed`, or `OSError` or pyrage's
+    `EncryptError` if the disk does not take it."""
+    manifest = open_version(plain, checksums=False)
+    partial = PartialVersion(sealed)
     partial.create()
     entries = []
     for entry in manifest.files:
         target = partial.path / f"{entry.name}.age"
-        pyrage.encrypt_file(f"{plain}/{entry.name}", str(target), recipients)
-        fsync_path(target)
+        with (plain / entry.name).open("rb") as source, target.open("xb") as file:
+            pyrage.encrypt_io(source, file, recipients)
+            file.flush()
+            os.fsync(file.fileno())
         entries.append(checksum_file(target))
     written = manifest.model_copy(
         update={"version": name, "parent": manifest.version, "files": entries, "canary": None}
     )
     partial.commit(written)
-    print(written.bytes)
+    return written.bytes
 
 
 if __name__ == "__main__":

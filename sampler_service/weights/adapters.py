@@ -30,6 +30,7 @@ from sampler_service.weights.loader import (
 from tandem.errors import LoadFailed
 from tandem.model_config import read_json
 from tandem.weights import Canary, Manifest
+from tandem.weights.store import read_again
 
 CONFIG_NAME = "adapter_config.json"
 TENSORS_NAME = "adapter_model.safetensors"
@@ -43,7 +44,7 @@ def check_adapter(directory: Path, *, base: Inventory, max_rank: int, name: str)
 
     `base` are the base model's tensors by the names in its files; `name` is for messages.
     """
-    config = read_json(directory / CONFIG_NAME)
+    config = read_again(read_json, directory / CONFIG_NAME)
     rank = config.get("r")
     if not isinstance(rank, int) or rank < 1:
         raise LoadFailed(f"{name}: {CONFIG_NAME} is missing, or names no rank r")

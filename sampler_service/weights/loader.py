@@ -20,6 +20,7 @@ from sampler_service.engine import Engine, EngineFacts, Float32Array, WeightsTou
 from tandem.errors import LoadFailed
 from tandem.model_config import text_config
 from tandem.weights import Canary, Manifest, open_version
+from tandem.weights.store import read_again
 
 _BASE_PREFIX = "base/"
 _FLOATING = {"F64", "F32", "F16", "BF16"}
@@ -159,7 +160,8 @@ def compare_with_canary(
 
 def is_tied(directory: Path) -> bool:
     """Return whether the output head is the embedding matrix."""
-    return bool(text_config(directory).get("tie_word_embeddings", False))
+    config = read_again(lambda file: text_config(file.parent), directory / "config.json")
+    return bool(config.get("tie_word_embeddings", False))
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyrage
 import pytest
 from sqlalchemy import delete
 
 from gateway.auth.identity import Readers
 from gateway.checkpoints.copies import CheckpointCopier, CopyRequest
+from gateway.checkpoints.encryption import seal_version
 from gateway.runs.replay import Snapshot
 from gateway.runs.snapshots import SnapshotStore
 from gateway.storage.data_directory import keep_signing_key
 from gateway.storage.tables import checkpoints
 from tandem.errors import CheckpointDamaged, StorageFailed, StorageFull, TandemError
-from tandem.weights.store import fsync_path, make_folder
+from tandem.weights import Manifest, PartialVersion, checksum_file, open_version
+from tandem.weights.store import fsync_path, make_folder, write_synced
 from tests.support.gateway.checkpoint_store import DAY, PATH, RUN, Store, checkpoint, whole
 from tests.support.unreliable_disk import Fault, UnreliableDisk
 
@@ -253,6 +256,45 @@ async def test_a_snapshot_that_becomes_a_checkpoint_is_one_also_after_a_power_fa
         disk.lose_power()
         if kept is not None:
             assert await is_whole(store, str(kept))
+
+
+# --- Encrypted versions ----------------------------------------------------------------------
+
+
+@FAILING
+def test_an_encrypted_version_is_whole_or_absent_wherever_its_disk_fails(disk, tmp_path, fault):
+    versions = tmp_path / "data" / "weights" / "run"
+    plain = PartialVersion(versions / "v1")
+    plain.create()
+    write_synced(plain.path / "file", b"content" * 10_000)
+    manifest = Manifest(
+        version="run/v1",
+        run_id="run",
+        step=1,
+        dtype="float32",
+        tensors=1,
+        created="2026-01-01T00:00:00Z",
+        files=[checksum_file(plain.path / "file")],
+    )
+    plain.commit(manifest)
+    identity = pyrage.x25519.Identity.generate()
+    for nth, strike in enumerate(disk.strikes(fault), start=2):
+        sealed = versions / f"v{nth}"
+        failed = False
+        with strike:
+            try:
+                seal_version(
+                    plain.final, sealed, name=f"run/v{nth}", recipients=[identity.to_public()]
+                )
+            except (OSError, pyrage.EncryptError):
+                PartialVersion(sealed).discard()
+                failed = True
+        assert failed == bool(strike.hit), strike.hit
+        disk.lose_power()
+        assert sealed.exists() != failed, strike.hit
+    open_version(sealed)
+    content = pyrage.decrypt((sealed / "file.age").read_bytes(), [identity])
+    assert content == b"content" * 10_000
 
 
 # --- Reading on another host -----------------------------------------------------------------

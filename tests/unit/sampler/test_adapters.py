@@ -13,6 +13,7 @@ from sampler_service.weights.loader import WeightVersion
 from tandem.errors import LoadFailed
 from tandem.weights import Canary, Manifest, checksum_file
 from tests.support.fake_engine import BASE, NEW, Bench
+from tests.support.unreliable_disk import Fault, UnreliableDisk
 
 RANK = 4
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -222,6 +223,32 @@ def test_an_adapter_of_a_tied_output_head_fits_the_embeddings(base: Path, tmp_pa
     answer = bench.ask(version, "a")
     bench.settle()
     assert answer.result(0).version == version
+
+
+def test_an_adapter_is_loaded_by_a_host_that_looked_too_early_and_whose_files_get_stale(
+    base: Path, tmp_path: Path
+):
+    (data := tmp_path / "run").mkdir()
+    with UnreliableDisk(data) as disk:
+        early = WeightVersion(name="run/v1", path=data / "v1", adapter=True)
+        with disk.at("sampler"):
+            bench = Bench(base=base, rank=RANK)
+            answer = bench.ask(early, "early")
+            bench.settle()
+            with pytest.raises(LoadFailed, match="not a published weight version"):
+                answer.result(0)
+        version = adapter(data, 1)
+        with disk.at("sampler"):
+            assert not version.path.exists()
+            answer = bench.ask(version, "told")
+            bench.settle()
+            assert answer.result(0).version == version
+            for strike in disk.strikes(Fault.STALE):
+                bench = Bench(base=base, rank=RANK)
+                with strike:
+                    answer = bench.ask(version, "stale")
+                    bench.settle()
+                assert answer.result(0).version == version, strike.hit
 
 
 def test_a_sampler_without_adapters_says_so(base: Path, tmp_path: Path):
