@@ -67,7 +67,7 @@ class GarbageCollector:
         self.quarantine = quarantine
         self._database = database
         self._data_dir = data_dir
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints
         self._pins = checkpoints.pins
         self._emptying = asyncio.Lock()
         self._closing = False
@@ -109,16 +109,16 @@ class GarbageCollector:
         used = self._pins.folders()
         if not await self._database.flush():  # it may name what has lost its name
             if run_id is not None:
-                self._checkpoints.mark(run_id)
+                self.checkpoints.mark(run_id)
             return False
         named, known = await self._named(run_id), await self._known(run_id)
-        known |= self._checkpoints.given_up.get(run_id or "", set())
+        known |= self.checkpoints.given_up.get(run_id or "", set())
         used |= self._pins.folders()
         used |= {f"{path.parent}/{_PARTIAL_PREFIX}{path.name}" for path in map(Path, used)}
         unnamed = [folder for folder in found if folder not in named]
         if run_id is not None and self._pins.is_resolving(run_id):
             if unnamed:
-                self._checkpoints.mark(run_id)
+                self.checkpoints.mark(run_id)
             return not unnamed
         unused = [folder for folder in unnamed if folder not in used]
         if unused:
@@ -130,7 +130,7 @@ class GarbageCollector:
                 return False
         if ended:
             await asyncio.to_thread(self._remove_empty_run_folders, run_id)
-            self._checkpoints.given_up.pop(run_id or "", None)
+            self.checkpoints.given_up.pop(run_id or "", None)
         return len(unused) == len(unnamed)
 
     async def expire_quarantine(self) -> None:

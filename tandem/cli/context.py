@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import httpx
 import orjson
@@ -12,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tandem.errors import ServerError
+from tandem.errors import ServerError, UserError
 from tandem.settings import GatewaySettings
 from tandem.stack import Endpoint, read_endpoint
 
@@ -92,3 +95,31 @@ def call(
     if answer.is_error:
         raise ServerError(answer.json().get("error", answer.text))
     return answer.json() if answer.content else None
+
+
+def run_offline(
+    module: str, data_dir: Path, request: Mapping[str, object], *, timeout: float = 60
+) -> dict[str, object]:
+    """Give a module of the gateway a request, as JSON, and return its answer. It runs in a process
+    of its own: the command line must not import the gateway. Raises what it answers as an error."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", module],
+            input=orjson.dumps(request),
+            capture_output=True,
+            env={**os.environ, "TANDEM_DATA_DIR": str(data_dir)},
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ServerError(
+            f"the database of {data_dir} did not answer within {timeout:g} s"
+        ) from error
+    try:
+        answer = cast(dict[str, object], orjson.loads(done.stdout))
+    except orjson.JSONDecodeError as error:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise ServerError(f"the database could not be reached: {''.join(last)}") from error
+    if "error" in answer:
+        raise UserError(str(answer["error"]))
+    return answer

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, cast
 
-import orjson
 import typer
 
-from tandem.cli.context import DataDir, JsonFlag, call, print_json, resolve_data_dir, say
+from tandem.cli.context import (
+    DataDir,
+    JsonFlag,
+    call,
+    print_json,
+    resolve_data_dir,
+    run_offline,
+    say,
+)
 from tandem.cli.tables import Column, moment, show_table
-from tandem.errors import ServerError, UserError
+from tandem.errors import UserError
 from tandem.stack import read_endpoint
 
 app = typer.Typer(help="API keys: create, list and revoke.", no_args_is_help=True)
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
-_OFFLINE_SECONDS = 60
 _COLUMNS = {
     "id": Column("id"),
     "owner": Column("owner"),
@@ -119,7 +122,8 @@ def _ask(
     """Ask the gateway of this data directory, or change its database where none runs."""
     directory = resolve_data_dir(data_dir)
     if read_endpoint(directory) is None:
-        return _offline(directory, {"action": action, "create": body, "key_id": key_id})
+        request = {"action": action, "create": body, "key_id": key_id}
+        return run_offline("gateway.offline_keys", directory, request)
     if not re.fullmatch(r"[A-Za-z0-9-]{0,64}", key_id):
         raise UserError(f"{key_id[:80]!r} is not the id of a key; `tandem keys list` shows them")
     method, path = {
@@ -128,28 +132,3 @@ def _ask(
         "revoke": ("DELETE", f"keys/{key_id}"),
     }[action]
     return cast(dict[str, object], call(directory, method, path, body=body))
-
-
-def _offline(directory: Path, request: Mapping[str, object]) -> dict[str, object]:
-    """Run in a process of its own: the command line must not import the gateway."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "gateway.offline_keys"],
-            input=orjson.dumps(request),
-            capture_output=True,
-            env={**os.environ, "TANDEM_DATA_DIR": str(directory)},
-            timeout=_OFFLINE_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ServerError(
-            f"the database of {directory} did not answer within {_OFFLINE_SECONDS} s"
-        ) from error
-    try:
-        answer = cast(dict[str, object], orjson.loads(done.stdout))
-    except orjson.JSONDecodeError as error:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise ServerError(f"the keys could not be reached: {''.join(last)}") from error
-    if "error" in answer:
-        raise UserError(str(answer["error"]))
-    return answer

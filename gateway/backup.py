@@ -1,0 +1,344 @@
+"""Backs up and restores the database of a data directory: `python -m gateway.backup`.
+
+`tandem backup` and `tandem restore` start it. It reads one request as JSON from standard input and
+writes one answer, or `{"error"}` with exit status 1.
+
+A backup is a folder with a consistent copy of the database, made while the gateway serves; then the
+manifests and records of what lies in the directory, small files that say which files a checkpoint
+has; and `backup.json`, last. The weights themselves are not in it.
+
+A restored database is older than the directory, and nothing in the directory may suffer for it.
+What was saved since is taken back from its records. A version that had no name when the backup was
+made may have one since: the database forgets it first, so that it is taken back or quarantined, and
+not removed. Runs and sessions that were active then have ended. What the restored database replaces
+is kept in `DATA/replaced`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sqlite3
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, closing
+from pathlib import Path
+from typing import Literal
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from sqlalchemy import delete, make_url, select, update
+
+from gateway.auth.audit import AuditLog, Entry
+from gateway.auth.identity import urn_of
+from gateway.auth.keys import LOCAL_OWNER
+from gateway.checkpoints.adoption import CheckpointAdopter
+from gateway.checkpoints.catalog import CheckpointCatalog, checkpoint_of
+from gateway.checkpoints.collector import GarbageCollector
+from gateway.checkpoints.pins import Pins
+from gateway.checkpoints.quarantine import Quarantine
+from gateway.checkpoints.records import CheckpointRecord
+from gateway.checkpoints.versions import FILE_LISTS, files_of
+from gateway.identifiers import make_checkpoint_path
+from gateway.limits import Quotas
+from gateway.metrics import Metrics
+from gateway.storage.data_directory import locked_data_directory, write_private
+from gateway.storage.database import Database, is_postgresql
+from gateway.storage.lease import Lease
+from gateway.storage.migrations import newest_revision
+from gateway.storage.tables import (
+    checkpoints,
+    operations,
+    runs,
+    sampling_sessions,
+    sessions,
+    snapshots,
+    weight_versions,
+    workers,
+)
+from tandem import __version__
+from tandem.errors import CheckpointDamaged, GatewayRestarted, InvalidRequest, TandemError
+from tandem.settings import GatewaySettings
+from tandem.telemetry import configure_logging
+from tandem.weights.manifest import RECORD_NAME
+from tandem.weights.store import fsync_path
+
+_ABOUT = "backup.json"
+_DATABASE = "tandem.db"
+_MANIFESTS = "manifests"
+_REASON = "the database was restored from a backup; create the run again, from a checkpoint"
+_REPLACED = ("snapshots", "operations", "results")
+"""What belongs to the rows of a database that is replaced, beside the database itself."""
+
+
+class Request(BaseModel):
+    """`folder` is where the backup is to be made, or lies; restoring PostgreSQL needs none."""
+
+    action: Literal["backup", "restore"]
+    folder: Path | None = None
+
+
+class About(BaseModel):
+    """`at` is in seconds since 1970; `revision` is empty for PostgreSQL, which is not copied."""
+
+    version: str
+    revision: str
+    at: float
+    checkpoints: int
+
+
+class Restored(BaseModel):
+    """The checkpoints, by path, that were taken back; by folder, why others were not; and those
+    whose files are not in the directory. `replaced` is where the old database lies, if any."""
+
+    adopted: list[str]
+    refused: dict[str, str]
+    missing: list[str]
+    replaced: str
+
+
+def back_up(folder: Path, settings: GatewaySettings) -> About:
+    """Make a backup in a new folder, which appears when it is complete."""
+    if folder.exists():
+        raise InvalidRequest(f"{folder} exists already; name a new folder")
+    data_dir, url = settings.data_dir, settings.database_url
+    partial = folder.with_name(f".partial-{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(mode=0o700, parents=True)
+    revision = ""
+    if not is_postgresql(url):
+        revision = _copy_sqlite(_sqlite_file(url, data_dir), partial / _DATABASE)
+    found = 0
+    for file in _manifests(data_dir):
+        target = partial / _MANIFESTS / file.relative_to(data_dir)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+        found += file.name == RECORD_NAME
+    about = About(version=__version__, revision=revision, at=time.time(), checkpoints=found)
+    write_private(partial / _ABOUT, about.model_dump_json().encode())
+    partial.rename(folder)
+    fsync_path(folder.parent)
+    return about
+
+
+async def restore(folder: Path | None, settings: GatewaySettings) -> Restored:
+    """Put the database of a backup into the place of the directory's, and let it know what lies
+    there. With PostgreSQL, whose database its own tools have restored, only the latter."""
+    data_dir, url = settings.data_dir, settings.database_url
+    if is_postgresql(url) != (folder is None):
+        raise InvalidRequest(
+            "name the folder of a backup"
+            if folder is None
+            else "PostgreSQL is restored by its own tools (pg_restore); then run `tandem restore` "
+            "without a folder"
+        )
+    async with AsyncExitStack() as stack:
+        stack.enter_context(locked_data_directory(data_dir))
+        epoch, replaced = 0, ""
+        if folder is None:
+            lease = await stack.enter_async_context(Lease.open(url=url, ttl=settings.lease_ttl))
+            try:  # a dump has the lease of the gateway that ran then, which nobody holds now
+                async with asyncio.timeout(2 * settings.lease_ttl):
+                    await lease.wait()
+            except TimeoutError as error:
+                raise InvalidRequest("a gateway uses the database; stop it first") from error
+            epoch = lease.epoch
+        else:
+            replaced = await asyncio.to_thread(_replace_sqlite, folder, settings)
+        database = Database(url=url, data_dir=data_dir, epoch=epoch)
+        stack.push_async_callback(database.close)
+        await database.open()
+        await _forget_what_went_on(database)
+        collector = _collector(database, settings)
+        await _let_newer_win(database, collector, data_dir)
+        adopter = CheckpointAdopter(
+            database=database,
+            data_dir=data_dir,
+            checkpoints=collector.checkpoints,
+            collector=collector,
+        )
+        done = await adopter.adopt()
+        entry = Entry(
+            actor=urn_of(LOCAL_OWNER),
+            action="organization_restore",
+            target=str(folder or ""),
+            address="",
+            status=200,
+            detail={"adopted": str(len(done.adopted)), "refused": str(len(done.refused))},
+        )
+        AuditLog(database=database).record(entry)
+        return Restored(
+            adopted=done.adopted,
+            refused=done.refused,
+            missing=await _missing(database, data_dir),
+            replaced=replaced,
+        )
+
+
+def _sqlite_file(url: str, data_dir: Path) -> Path:
+    return Path(make_url(url).database or "") if url else data_dir / _DATABASE
+
+
+def _copy_sqlite(source: Path, target: Path) -> str:
+    """Copy the database as of one moment, in one file; return its revision."""
+    if not source.is_file():
+        raise InvalidRequest(f"there is no database {source}")
+    uri = f"{source.resolve().as_uri()}?mode=ro"
+    with closing(sqlite3.connect(uri, uri=True)) as live, closing(sqlite3.connect(target)) as copy:
+        live.backup(copy)
+        copy.execute("PRAGMA journal_mode = DELETE")
+        revision = _check(copy, target)
+    fsync_path(target)
+    return revision
+
+
+def _check(database: sqlite3.Connection, file: Path) -> str:
+    """Return the revision of a database. Raise `InvalidRequest` if it is damaged, or newer."""
+    try:
+        (said,) = database.execute("PRAGMA quick_check(1)").fetchone()
+        (revision,) = database.execute("SELECT version_num FROM alembic_version").fetchone()
+    except sqlite3.DatabaseError as error:
+        raise InvalidRequest(f"{file} is not a database of Tandem: {error}") from error
+    if said != "ok":
+        raise InvalidRequest(f"{file} is damaged: {said}")
+    if revision > newest_revision():
+        raise InvalidRequest(f"{file} is of a newer release of Tandem (revision {revision})")
+    return str(revision)
+
+
+def _manifests(folder: Path) -> Iterator[Path]:
+    """Yield the manifests and records below a data directory, or a copy of it."""
+    for root in ("weights", "checkpoints"):
+        for name in (*FILE_LISTS, RECORD_NAME):
+            yield from folder.glob(f"{root}/[!.]*/[!.]*/{name}")
+
+
+def _replace_sqlite(folder: Path, settings: GatewaySettings) -> str:
+    """Return where the old database lies now, if there was one."""
+    data_dir = settings.data_dir
+    try:
+        About.model_validate_json((folder / _ABOUT).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise InvalidRequest(f"{folder} is not a backup of Tandem") from error
+    source, target = folder / _DATABASE, _sqlite_file(settings.database_url, data_dir)
+    if not source.is_file():
+        raise InvalidRequest(f"{folder} has no database; it is a backup beside PostgreSQL")
+    with closing(sqlite3.connect(f"{source.resolve().as_uri()}?mode=ro", uri=True)) as copy:
+        _check(copy, source)
+    partial = target.with_name(f".partial-{target.name}")
+    shutil.copyfile(source, partial)
+    fsync_path(partial)
+    old = [*target.parent.glob(f"{target.name}*"), *(data_dir / name for name in _REPLACED)]
+    aside = data_dir / "replaced" / time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    for path in old:
+        if path.exists():
+            aside.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.rename(aside / path.name)
+    partial.rename(target)
+    fsync_path(target.parent)
+    for file in _manifests(folder / _MANIFESTS):
+        here = data_dir / file.relative_to(folder / _MANIFESTS)
+        if here.parent.is_dir() and not here.exists():
+            shutil.copyfile(file, here)
+    return str(aside) if aside.exists() else ""
+
+
+async def _forget_what_went_on(database: Database) -> None:
+    """End what was active when the database was copied, and forget what may have changed since."""
+    now = time.time()
+    why = {"error_type": GatewayRestarted.type}
+    named = select(checkpoints.c.version)
+    await database.write_together(
+        update(sessions)
+        .where(sessions.c.state == "active")
+        .values(state="expired", reason="expired", detail=_REASON, ended_at=now),
+        update(runs)
+        .where(runs.c.state == "active")
+        .values(state="ended", reason=_REASON, ended_at=now, **why),
+        update(sampling_sessions)
+        .where(sampling_sessions.c.state == "active")
+        .values(state="ended", ended_at=now),
+        update(operations)
+        .where(operations.c.ended_at.is_(None))
+        .values(state="failed", error=_REASON, ended_at=now, **why),
+        update(workers)
+        .where(workers.c.state != "ended")
+        .values(state="ended", reason=_REASON, ended_at=now),
+        delete(snapshots),
+        delete(weight_versions).where(
+            weight_versions.c.collected_at.is_(None), weight_versions.c.name.not_in(named)
+        ),
+        update(checkpoints).values(expired_at=None),
+        durable=True,
+    )
+
+
+def _collector(database: Database, settings: GatewaySettings) -> GarbageCollector:
+    data_dir, grace = settings.data_dir, settings.expiry_grace
+    return GarbageCollector(
+        database=database,
+        data_dir=data_dir,
+        checkpoints=CheckpointCatalog(
+            database=database,
+            data_dir=data_dir,
+            pins=Pins(),
+            limits=Quotas(settings=settings.limit, metrics=Metrics()),
+            expiry_grace=grace,
+        ),
+        quarantine=Quarantine(data_dir=data_dir, ttl=settings.quarantine_ttl, grace=grace),
+    )
+
+
+async def _let_newer_win(database: Database, collector: GarbageCollector, data_dir: Path) -> None:
+    """Forget the row of a checkpoint whose name was given to other files since."""
+    for folder in await collector.unknown_folders():
+        quarantined = collector.quarantine.path(folder)
+        try:
+            place = quarantined if quarantined.exists() else data_dir / folder
+            record = CheckpointRecord.read(place)
+            path = make_checkpoint_path(run_id=record.run_id, kind=record.kind, name=record.name)
+        except TandemError:
+            continue  # adopting it says why
+        await database.write(
+            delete(checkpoints).where(
+                checkpoints.c.path == str(path), checkpoints.c.created_at < record.created_at
+            )
+        )
+
+
+async def _missing(database: Database, data_dir: Path) -> list[str]:
+    """Return the checkpoints whose files are not all there."""
+    missing = []
+    async for rows in database.read_in_batches(select(checkpoints), checkpoints.c.path):
+        for checkpoint in map(checkpoint_of, rows):
+            try:
+                files_of(checkpoint, data_dir / checkpoint.relative_folder)
+            except CheckpointDamaged:
+                missing.append(str(checkpoint.path))
+    return missing
+
+
+def main() -> int:
+    configure_logging(service="gateway", level="warning")
+    os.umask(0o077)
+    settings = GatewaySettings()
+    settings = settings.model_copy(update={"data_dir": settings.data_dir.resolve()})
+    try:
+        request = Request.model_validate_json(sys.stdin.buffer.read())
+        if request.action == "restore":
+            said = asyncio.run(restore(request.folder, settings)).model_dump()
+        else:
+            assert request.folder is not None
+            said = back_up(request.folder, settings).model_dump()
+    except TandemError as error:
+        said = {"error": error.message}
+    except OSError as error:
+        said = {"error": f"{error.filename}: {error.strerror}"}
+    sys.stdout.buffer.write(orjson.dumps(said))
+    return 1 if "error" in said else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""A backup that is made while a gateway serves, and a directory that went on after it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import subprocess
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import tinker
+from typer.testing import CliRunner
+
+from tandem.cli.main import app
+from tests.support.gateway.running import KEY, running_gateway
+from tests.support.postgres import on_sqlite, programs, url_for
+
+pytestmark = pytest.mark.usefixtures("each_database")
+
+
+class Place:
+    """A data directory, its backups, and the commands for them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.data_dir = folder / "data"
+        self.backup = folder / "backup"
+        self.dump = folder / "dump.sql"
+
+    def tandem(self, *arguments: str, ok: bool = True):
+        done = CliRunner().invoke(app, [*arguments, "--data-dir", str(self.data_dir)])
+        assert (done.exception is None) == ok, done.output
+        return done
+
+    def back_up(self) -> None:
+        if url_for(self.data_dir):
+            self._postgres("pg_dump", "--file", str(self.dump), "--clean")
+        self.tandem("backup", str(self.backup))
+
+    def restore(self) -> dict:
+        source = [str(self.backup)]
+        if url_for(self.data_dir):
+            self._postgres("psql", "--quiet", "--file", str(self.dump))
+            source = []
+        return json.loads(self.tandem("restore", *source, "--json").stdout)
+
+    def _postgres(self, program: str, *arguments: str) -> None:
+        command = [programs() / program, *arguments, url_for(self.data_dir)]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+    def files(self) -> set[Path]:
+        """Of checkpoints and versions, relative to the data directory."""
+        found = [*self.data_dir.glob("weights/**/*"), *self.data_dir.glob("checkpoints/**/*")]
+        return {path.relative_to(self.data_dir) for path in found if path.is_file()}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_DATABASE_URL", url_for(tmp_path / "data"))
+    monkeypatch.setenv("TANDEM_LEASE_TTL", "1")
+    return Place(tmp_path)
+
+
+def step(training) -> None:
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints([1, 2, 3]),
+        loss_fn_inputs={"target_tokens": [1, 2, 3], "weights": [1.0, 1.0, 1.0]},
+    )
+    training.forward_backward([datum], "cross_entropy").result()
+    training.optim_step(tinker.AdamParams()).result()
+
+
+def listed(gate) -> set[str]:
+    rest = tinker.RestClient(base_url=gate.url, api_key=KEY)
+    found = rest.list_user_checkpoints(limit=1000).result().checkpoints
+    return {checkpoint.tinker_path for checkpoint in found}
+
+
+def test_a_restored_database_keeps_all_that_was_saved_before_and_since(place):
+    with running_gateway(place.folder, session_ttl=600) as gate, gate.service() as service:
+        training = service.create_lora_training_client("tiny:full").result()
+        step(training)
+        before = [training.save_state("before").result().path]
+        before.append(training.save_weights_for_sampler("before").result().path)
+        overwritten = training.save_state("twice").result().path
+        gone = training.save_state("gone").result().path
+        place.back_up()
+        step(training)
+        since = [training.save_state("since").result().path]
+        since.append(training.save_weights_for_sampler("since").result().path)
+        assert training.save_state("twice", overwrite=True).result().path == overwritten
+        tinker.RestClient(base_url=gate.url, api_key=KEY).delete_checkpoint_from_tinker_path(
+            gone
+        ).result()
+        kept = {*before, *since, overwritten}
+        assert listed(gate) == kept
+    files = place.files()
+    done = place.restore()
+    assert set(done["adopted"]) == {*since, overwritten}
+    assert done["missing"] == [gone]
+    assert place.files() >= files
+    with running_gateway(place.folder, session_ttl=600) as gate, gate.service() as service:
+        assert gate.gateway.collector.paired
+        assert listed(gate) == {*kept, gone}
+        assert place.files() >= files
+        for path, expected in ((since[0], 2), (overwritten, 2), (before[0], 1)):
+            service.create_training_client_from_state_with_optimizer(path).result()
+            _, trainer = gate.worker("trainer")
+            assert trainer.step == expected
+        client = service.create_sampling_client(model_path=since[1]).result()
+        prompt = tinker.ModelInput.from_ints([1, 2])
+        assert client.sample(prompt, 1, tinker.SamplingParams(max_tokens=2)).result().sequences
+        with gate.http() as http:
+            info = http.get(f"/api/v1/training_runs/{training.model_id}").json()
+        assert info["training_run_id"] == training.model_id
+
+
+def test_a_run_that_was_active_has_ended_and_says_why(place):
+    with running_gateway(place.folder, session_ttl=600) as gate, gate.http() as client:
+        run = gate.run_id(gate.session_id())
+        place.back_up()
+    place.restore()
+    with running_gateway(place.folder, session_ttl=600) as gate, gate.http() as client:
+        body = {"model_id": run, "seq_id": 1, "adam_params": {}}
+        refused = client.post("/api/v1/optim_step", json=body)
+        assert refused.status_code == 410, refused.text
+        assert gate.run_id(gate.session_id())
+
+
+def test_what_is_restored_is_refused_beside_a_gateway(place):
+    with running_gateway(place.folder, session_ttl=600) as gate:
+        place.back_up()
+        source = [] if url_for(place.data_dir) else [str(place.backup)]
+        refused = place.tandem("restore", *source, ok=False)
+        assert "gateway uses the data" in str(refused.exception)
+        assert gate.run_id(gate.session_id())
+
+
+@on_sqlite
+def test_a_backup_beside_writes_is_of_one_moment_and_replaces_nothing_for_good(place):
+    stop = threading.Event()
+    with running_gateway(place.folder, session_ttl=600) as gate:
+        first = gate.session_id()
+
+        def create() -> None:
+            while not stop.is_set():
+                gate.session_id()
+
+        creating = threading.Thread(target=create, daemon=True)
+        creating.start()
+        try:
+            place.back_up()
+        finally:
+            stop.set()
+            creating.join(60)
+        assert "exists already" in str(
+            place.tandem("backup", str(place.backup), ok=False).exception
+        )
+    with closing(sqlite3.connect(place.backup / "tandem.db")) as copy:
+        assert copy.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        assert (first,) in copy.execute("SELECT id FROM sessions").fetchall()
+    old = (place.data_dir / "tandem.db").read_bytes()
+    replaced = Path(place.restore()["replaced"])
+    assert (replaced / "tandem.db").read_bytes() == old
+
+
+@on_sqlite
+@pytest.mark.parametrize("fault", ["no backup", "damaged", "newer", "without a database"])
+def test_what_is_no_backup_of_this_release_is_refused_and_changes_nothing(place, fault):
+    with running_gateway(place.folder, session_ttl=600):
+        place.back_up()
+    database = place.backup / "tandem.db"
+    match fault:
+        case "no backup":
+            (place.backup / "backup.json").unlink()
+        case "damaged":
+            database.write_bytes(b"x" * 8192)
+        case "newer":
+            with closing(sqlite3.connect(database, isolation_level=None)) as copy:
+                copy.execute("UPDATE alembic_version SET version_num = '9999'")
+        case _:
+            database.unlink()
+    shutil.copytree(place.data_dir, place.folder / "copy")
+    place.tandem("restore", str(place.backup), ok=False)
+    assert not (place.data_dir / "replaced").exists()
+    for file in (place.folder / "copy").glob("tandem.db*"):
+        assert (place.data_dir / file.name).read_bytes() == file.read_bytes()
+
+
+@on_sqlite
+def test_a_directory_that_was_lost_but_for_the_weights_is_whole_again(place):
+    """The manifests are put back beside the files that they list."""
+    with running_gateway(place.folder, session_ttl=600) as gate, gate.service() as service:
+        training = service.create_lora_training_client("tiny:full").result()
+        step(training)
+        path = training.save_state("a").result().path
+        place.back_up()
+    for name in ("checkpoint.json", "tandem.json"):
+        (file,) = place.data_dir.glob(f"checkpoints/*/*/{name}")
+        file.unlink()
+    for file in place.data_dir.glob("tandem.db*"):
+        file.unlink()
+    assert place.restore()["missing"] == []
+    with running_gateway(place.folder, session_ttl=600) as gate:
+        assert listed(gate) == {path}
