@@ -325,7 +325,8 @@ class RunRegistry:
                 self.journal.end(run.creation, await runner.carry_out(call))
                 ended = 0 if call.sent else -1
             else:
-                run.trainer.resume()
+                why = "the gateway restarted, and the trainer ended with it"
+                run.trainer.resume(GatewayRestarted(why))
             run.state = "ready"
             await run.dispatcher.serve(runner.carry_out, sent=ended)
         except RunBroken as broken:

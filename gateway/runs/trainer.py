@@ -34,7 +34,6 @@ from gateway.workers.clients import (
 )
 from gateway.workers.fleet import Backoff, Fleet
 from tandem.errors import (
-    GatewayRestarted,
     InternalError,
     LimitExceeded,
     OutOfMemory,
@@ -135,13 +134,18 @@ class RunTrainer:
         return self.log.newest.step if self.log is not None else 0
 
     async def start(self) -> None:
-        """Start the trainer for the first time. Raises `WorkerStartFailed` or `WorkerDied`."""
+        """Start the trainer for the first time. Raises `WorkerStartFailed` or `WorkerDied`. One
+        that dies as soon as it serves is restored like any other."""
         client = await self._start_worker()
         try:
             self._run.about = await client.describe()
         except WorkerUnavailable as error:
-            raise await self._why(error) from error
-        self._serve(client)
+            why = await self._why(error)
+            if self.log is None:
+                raise why from error
+            self.resume(why)
+        else:
+            self._serve(client)
 
     def take_up(self, snapshots: Sequence[Snapshot], left: Unfinished, *, missing_to: int) -> None:
         """Take over the log of an earlier gateway; `resume` goes on from it."""
@@ -151,10 +155,9 @@ class RunTrainer:
         )
         self.restoring = "the gateway restarted; the trainer starts when its client is heard of"
 
-    def resume(self) -> None:
-        """Start the trainer of a run whose trainer ended with an earlier gateway, and bring it to
-        where that one was."""
-        error = GatewayRestarted("the gateway restarted, and the trainer ended with it")
+    def resume(self, error: TandemError) -> None:
+        """Start the trainer of a run whose trainer ended with this error, before it served this
+        gateway, and bring it to where that one was."""
         self._restore_task = asyncio.create_task(
             self._restore(error), name=f"restore-{self._run.id}"
         )
