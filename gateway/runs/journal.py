@@ -203,13 +203,16 @@ class Journal:
         return await asyncio.to_thread(read_again, Path.read_bytes, self._file_of(run_id, seq_id))
 
     def end(self, operation: Operation, outcome: Outcome) -> None:
-        """Resolve the operation's future and write the outcome. The first outcome counts.
+        """Write the outcome, and resolve the operation's future. The first outcome counts.
 
-        The client may hear of it before it is committed; until then it is kept in memory, without
-        its result where the storage fails and there is no more room for it. If the gateway dies in
-        between, the next one carries the operation out again.
+        The client may hear of a result before it is committed; until then it is kept in memory,
+        without its body where the storage fails and there is no more room for it. If the gateway
+        dies in between, the next one carries the operation out with the same result. It need not
+        fail again, though: the gap may be filled, the room be there. So the client hears of a
+        failure when it is committed, unless the storage fails.
         """
-        if operation.future.ended:
+        request_id = operation.future.request_id
+        if operation.future.ended or request_id in self._unwritten:
             return
         error = outcome if isinstance(outcome, TandemError) else None
         labels = {"kind": operation.kind, "outcome": error.type if error else "done"}
@@ -217,12 +220,14 @@ class Journal:
         self.metrics.operation_seconds.labels(kind=operation.kind).observe(
             time.monotonic() - operation.future.accepted_at
         )
-        operation.future.resolve(outcome)
-        if error is not None:
+        ended = partial(operation.future.resolve, outcome)
+        if error is None:
+            ended()
+        else:
             self._log.info(
                 "operation_failed",
                 run_id=operation.run_id,
-                request_id=operation.future.request_id,
+                request_id=request_id,
                 kind=operation.kind,
                 type=error.type,
                 reason=error.message,
@@ -250,7 +255,7 @@ class Journal:
             elif size <= _INLINE_RESULT_BYTES:
                 row["result"] = outcome.body
             else:
-                file = result_blob(self.data_dir, request_id=operation.future.request_id)
+                file = result_blob(self.data_dir, request_id=request_id)
                 write_result = partial(write_file, file, outcome.body, synced=True)
         statement, remove = _END, None
         log = self._replay_logs.get(operation.run_id)
@@ -259,14 +264,19 @@ class Journal:
             statement, row = _END_HELD, row | {"call": call.request, "seconds": call.seconds}
         elif operation.has_payload and operation.size > INLINE_PAYLOAD_BYTES:
             remove = partial(_unlink, [self._file_of(operation.run_id, operation.seq_id)])
-        request_id = operation.future.request_id
         self._unwritten[request_id] = outcome
+
+        def settled() -> None:
+            del self._unwritten[request_id]
+            ended()
+
         self.database.write_soon(
             statement,
             row,
             before=write_result,
             after=remove,
-            settled=lambda: self._unwritten.pop(request_id, None),
+            settled=settled,
+            refused=ended,
             size=size,
         )
 

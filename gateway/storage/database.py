@@ -118,6 +118,7 @@ class _Write:
     durable: bool = False
     done: asyncio.Future[None] | None = None
     settled: Callable[[], object] | None = None
+    refused: Callable[[], object] | None = None
 
 
 class Database:
@@ -219,13 +220,22 @@ class Database:
         before: FileWork | None = None,
         after: FileWork | None = None,
         settled: Callable[[], object] | None = None,
+        refused: Callable[[], object] | None = None,
         size: int = 0,
     ) -> None:
         """As `write`, without waiting. It is tried again while the storage fails; a row that the
         database does not take is dropped and logged. `settled` is called once the rest is committed
-        or dropped, and `after` is file work that is done only when it is committed. Ask `has_room`
-        before a write that holds many bytes (`size`)."""
-        write = _Write([(statement, rows)], before=before, after=after, settled=settled, size=size)
+        or dropped, `refused` whenever the storage fails before, and `after` is file work that is
+        done only when it is committed. Ask `has_room` before a write that holds many bytes
+        (`size`)."""
+        write = _Write(
+            [(statement, rows)],
+            before=before,
+            after=after,
+            settled=settled,
+            refused=refused,
+            size=size,
+        )
         self._kept += 1
         self._bytes_kept += size
         if self.failure is not None and self._kept > _MAX_KEPT:
@@ -421,6 +431,8 @@ class Database:
                     write.done.set_result(None)
             elif isinstance(error, StorageFailed):
                 refused.append(write)
+                if write.refused is not None:
+                    write.refused()
             elif error is not None:
                 self._drop(write, str(error))
             else:

@@ -122,6 +122,17 @@ async def test_an_outcome_is_told_while_the_database_fails_and_recorded_afterwar
     assert "1" not in world.payloads()
 
 
+async def test_a_failure_is_told_when_it_is_recorded_or_cannot_be(world):
+    recorded, refused = await world.accept(1), await world.accept(2)
+    world.journal.end(recorded, InvalidRequest("no such field"))
+    assert not recorded.future.ended, "a gateway that dies now has told nobody"
+    await asyncio.wait_for(recorded.future.done, PATIENCE)
+    assert (await world.states())[1] == "failed"
+    with world.locked():
+        world.journal.end(refused, InvalidRequest("no such field"))
+        await asyncio.wait_for(refused.future.done, PATIENCE)
+
+
 async def test_results_beyond_what_memory_may_hold_are_given_up_while_the_database_fails(world):
     first, second, third, later = [await world.accept(seq_id) for seq_id in range(1, 5)]
     with world.locked():
