@@ -1,0 +1,426 @@
+"""Workers as a model, in the gateway's own process and without gRPC: for tests in virtual time.
+
+A trainer's weights are a hash of everything that changed them, in its order, so that two trainers
+have the same weights only if the same was applied to them. Its results show its weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2
+
+from gateway.workers.launchers.base import WorkerDetails, WorkerExit, WorkerHandle
+from tandem.errors import (
+    CheckpointDamaged,
+    GradientsIncomplete,
+    MalformedPayload,
+    NoGradients,
+    PublishFailed,
+    TandemError,
+    WorkerStartFailed,
+)
+from tandem.v1 import sampler_pb2, trainer_pb2
+from tandem.weights import Manifest, PartialVersion, checksum_file, open_version
+from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
+
+_BYTES = 100
+"""Of a snapshot or a checkpoint."""
+UNREADABLE = b"unreadable"
+FORWARD = b"forward"
+"""What the payload of a forward pass begins with."""
+
+
+def after(*what: object) -> str:
+    """What stands for weights, or gradients, that came of all this."""
+    return hashlib.sha256("\0".join(map(str, what)).encode()).hexdigest()[:12]
+
+
+@dataclass
+class Misfortune:
+    """What goes wrong with workers, so many times at most; each time it could, with a chance."""
+
+    rng: random.Random
+    deaths: int = 0
+    broken_connections: int = 0
+    damaged_snapshots: int = 0
+    chance: float = 0.02
+
+    def strikes(self, what: str) -> bool:
+        left = getattr(self, what)
+        if left == 0 or self.rng.random() > self.chance:
+            return False
+        setattr(self, what, left - 1)
+        return True
+
+    async def delay(self, most: float) -> None:
+        await asyncio.sleep(self.rng.random() * most)
+
+
+class ModelWorker:
+    """One that was started. `died` is done when it is dead; its tasks end with it."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def task(self, work) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def die(self) -> None:
+        if not self.died.done():
+            self.died.set_result(None)
+        for task in self._tasks:
+            task.cancel()
+
+    async def Check(self, request):
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+
+class ModelSampler(ModelWorker):
+    async def Load(self, request):
+        assert (Path(request.version.path) / "manifest.json").is_file()
+        return sampler_pb2.LoadReply(version=request.version, bytes=7)
+
+
+@dataclass
+class State:
+    """What a checkpoint or a snapshot has."""
+
+    weights: str = "base"
+    step: int = 0
+
+
+@dataclass
+class Held(State):
+    """What a trainer has besides: gradients, and why they are incomplete."""
+
+    gradients: str = ""
+    refused: str = ""
+    published: str = ""
+    applied: list[int] = field(default_factory=list)
+
+
+class ModelTrainer(ModelWorker):
+    """Applies operations in order and each once, as the real one does."""
+
+    def __init__(self, spec: WorkerSpec, misfortune: Misfortune) -> None:
+        super().__init__(spec)
+        self.state = Held()
+        self._misfortune = misfortune
+        self._replies: dict[int, asyncio.Task[Any]] = {}
+        self._snapshots: dict[str, asyncio.Task[trainer_pb2.AwaitSnapshotReply]] = {}
+        self._turn = asyncio.Condition()
+        self._done = 0
+
+    async def _in_order(self, request, apply: Callable[[Any], Any]):
+        """The reply of an operation, which is applied now if it was not before."""
+        seq_id = request.header.seq_id
+        if seq_id not in self._replies:
+            assert seq_id > self._done, f"{seq_id} is applied a second time"
+            self._replies[seq_id] = self.task(self._apply(request, apply))
+        return await asyncio.shield(self._replies[seq_id])
+
+    async def _apply(self, request, apply: Callable[[Any], Any]):
+        header = request.header
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._done >= header.previous_seq_id)
+        await self._misfortune.delay(2.0)
+        assert self._done == header.previous_seq_id or header.seq_id > self._done
+        self.state.refused = header.gradients_incomplete or self.state.refused
+        reply = await apply(request)
+        self.state.applied.append(header.seq_id - 1)
+        async with self._turn:
+            self._done = header.seq_id
+            self._turn.notify_all()
+        return reply
+
+    async def Describe(self, request):
+        return trainer_pb2.DescribeTrainerReply(
+            architecture="Model", parameters=7, trainable_parameters=7, ranks=1, step=0
+        )
+
+    async def Progress(self, request):
+        return trainer_pb2.ProgressReply()
+
+    async def ForwardBackward(self, request):
+        return await self._in_order(request, self._forward_backward)
+
+    async def _forward_backward(self, request):
+        state, payload = self.state, request.payload
+        if payload.startswith(UNREADABLE):
+            error = MalformedPayload("the payload cannot be read")
+            state.refused = error.message
+            return trainer_pb2.ForwardBackwardReply(failure=error.to_failure())
+        result = after(state.weights, hashlib.sha256(payload).hexdigest())
+        if not payload.startswith(FORWARD):
+            state.gradients = result = after(state.gradients, result)
+        return trainer_pb2.ForwardBackwardReply(
+            output=result.encode(), seconds=self._misfortune.rng.random(), tokens=1
+        )
+
+    async def OptimStep(self, request):
+        return await self._in_order(request, self._optim_step)
+
+    async def _optim_step(self, request):
+        state = self.state
+        gradients, refused = state.gradients, state.refused
+        state.gradients = state.refused = ""
+        if refused or not gradients:
+            error = GradientsIncomplete(refused) if refused else NoGradients("there are none")
+            return trainer_pb2.OptimStepReply(failure=error.to_failure(), step=state.step)
+        state.weights = after(state.weights, gradients, request.adamw.learning_rate)
+        state.step += 1
+        if request.snapshot:
+            copy = State(state.weights, state.step)
+            writing = self._write_snapshot(request.snapshot, copy, request.header.seq_id)
+            self._snapshots[request.snapshot] = self.task(writing)
+        return trainer_pb2.OptimStepReply(
+            seconds=self._misfortune.rng.random(),
+            step=state.step,
+            metrics={"weights": float(int(state.weights, 16))},
+            batch_tokens=1,
+            weight_version=state.published,
+        )
+
+    async def _write_snapshot(self, folder: str, state: State, seq_id: int):
+        try:
+            spoiled = self._misfortune.strikes("damaged_snapshots")
+            await self._write(Path(folder), state, spoiled=spoiled)
+        except OSError as error:  # the gateway has given it up
+            failure = PublishFailed(str(error)).to_failure()
+            return trainer_pb2.AwaitSnapshotReply(failure=failure)
+        return trainer_pb2.AwaitSnapshotReply(
+            seq_id=seq_id, step=state.step, bytes=_BYTES, seconds=0.01
+        )
+
+    async def _write(
+        self, path: Path, state: State, *, operation: str = "", spoiled: bool = False
+    ) -> None:
+        """Write a state to the disk, and name it when it is whole."""
+        partial = path.parent / f".partial-{path.name}"
+        shutil.rmtree(partial, ignore_errors=True)  # left by a trainer that died
+        partial.mkdir(parents=True)
+        await self._misfortune.delay(1.0)
+        (partial / "state").write_text(json.dumps(asdict(state)))
+        await self._misfortune.delay(1.0)
+        files = [checksum_file(partial / "state").model_dump()]
+        record = json.dumps({"step": state.step, "operation": operation, "files": files})
+        (partial / "checkpoint.json").write_text("spoiled" if spoiled else record)
+        partial.rename(path)
+
+    async def AwaitSnapshot(self, request):
+        return await asyncio.shield(self._snapshots[request.path])
+
+    def _read(self, folder: str) -> State:
+        path = Path(folder)
+        try:
+            json.loads((path / "checkpoint.json").read_text())
+            return State(**json.loads((path / "state").read_text()))
+        except ValueError as error:
+            raise CheckpointDamaged(str(error)) from error
+
+    async def Restore(self, request):
+        assert self._replies.keys() <= set(range(self._done + 1)), "operations are under way"
+        await self._misfortune.delay(1.0)
+        if request.path:
+            try:
+                found = self._read(request.path)
+            except TandemError as error:
+                return trainer_pb2.RestoreReply(failure=error.to_failure())
+            self.state = Held(found.weights, found.step)
+        self.state.published = request.weight_version
+        async with self._turn:
+            self._done = max(self._done, request.seq_id)
+            self._turn.notify_all()
+        return trainer_pb2.RestoreReply(step=self.state.step)
+
+    async def Publish(self, request):
+        return await self._in_order(request, self._publish)
+
+    async def _publish(self, request):
+        version, state = request.version, self.state
+        version.step = state.step
+        path, operation = Path(version.path), request.header.operation_id
+        if not path.is_dir():  # noqa: ASYNC240
+            partial = PartialVersion(path)
+            partial.discard()  # left by a trainer that died while writing it
+            partial.create()
+            await self._misfortune.delay(1.0)
+            (partial.path / "model.safetensors").write_text(state.weights)
+            await self._misfortune.delay(1.0)
+            manifest = Manifest(
+                version=version.name,
+                run_id=version.run_id,
+                step=state.step,
+                operation=operation,
+                dtype="float32",
+                tensors=1,
+                created="2026-01-01T00:00:00+00:00",
+                files=[checksum_file(partial.path / "model.safetensors")],
+            )
+            partial.commit(manifest)
+        elif open_version(path).operation != operation:
+            return trainer_pb2.PublishReply(failure=PublishFailed("it exists").to_failure())
+        state.published = version.name
+        return trainer_pb2.PublishReply(version=version, bytes=12)
+
+    async def SaveCheckpoint(self, request):
+        return await self._in_order(request, self._save)
+
+    async def _save(self, request):
+        state, path = State(self.state.weights, self.state.step), Path(request.path)
+        operation = request.header.operation_id
+        if not path.is_dir():  # noqa: ASYNC240
+            await self._write(path, state, operation=operation)
+        elif json.loads((path / "checkpoint.json").read_text())["operation"] != operation:
+            return trainer_pb2.SaveCheckpointReply(failure=PublishFailed("").to_failure())
+        return trainer_pb2.SaveCheckpointReply(step=state.step, bytes=_BYTES)
+
+    async def LoadCheckpoint(self, request):
+        return await self._in_order(request, self._load)
+
+    async def _load(self, request):
+        found, published = self._read(request.path), self.state.published
+        weights = found.weights if request.optimizer else after(found.weights, "a new optimizer")
+        self.state = Held(weights, found.step, published=published, applied=self.state.applied)
+        return trainer_pb2.LoadCheckpointReply(step=found.step)
+
+
+class ModelChannel:
+    """What a `grpc.aio.Channel` is to the clients, with a network that takes its time."""
+
+    def __init__(self, worker: ModelWorker, misfortune: Misfortune, kill: Callable[[], None]):
+        self._worker = worker
+        self._misfortune = misfortune
+        self._kill = kill
+        self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def close(self) -> None:
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+    def unary_stream(self, *_args, **_more) -> None:
+        """No sample is streamed."""
+
+    def unary_unary(self, method: str, *_args, **_more) -> Callable[..., Awaitable[Any]]:
+        name = method.rpartition("/")[2]
+
+        async def call(request, *, metadata, timeout=None):
+            assert dict(metadata)[SECRET_METADATA_KEY] == self._worker.spec.secret
+            try:
+                async with asyncio.timeout(timeout):
+                    return await self._call(name, request)
+            except TimeoutError:
+                raise _broken(grpc.StatusCode.DEADLINE_EXCEEDED) from None
+
+        return call
+
+    async def _call(self, name: str, request: Any) -> Any:
+        if isinstance(request, bytes):
+            request = trainer_pb2.ForwardBackwardRequest.FromString(request)
+        message = type(request).FromString(request.SerializeToString())
+        await self._travel()
+        if name != "Check" and self._misfortune.strikes("deaths"):
+            asyncio.get_running_loop().call_later(self._misfortune.rng.random() * 3, self._kill)
+        answer = self._worker.task(getattr(self._worker, name)(message))
+        await asyncio.wait(
+            {answer, self._closed, self._worker.died}, return_when=asyncio.FIRST_COMPLETED
+        )
+        await self._travel()
+        if not answer.done() or answer.cancelled():
+            raise _broken()
+        return answer.result()
+
+    async def _travel(self) -> None:
+        await self._misfortune.delay(0.01)
+        if self._closed.done() or self._worker.died.done():
+            raise _broken()
+        if self._misfortune.strikes("broken_connections"):
+            raise _broken()
+
+
+def _broken(code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> grpc.aio.AioRpcError:
+    nothing = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(code, nothing, nothing, "the connection broke")
+
+
+class ModelLauncher:
+    """Implements `Launcher` for the workers of one gateway, which die with it."""
+
+    def __init__(self, misfortune: Misfortune) -> None:
+        self._misfortune = misfortune
+        self._workers: dict[str, ModelWorker] = {}
+        self._exits: asyncio.Queue[WorkerExit | None] = asyncio.Queue()
+        self.trainers: list[ModelTrainer] = []
+
+    def channel(self, address: str, options: object = None) -> ModelChannel:
+        worker = self._workers[address]
+        return ModelChannel(worker, self._misfortune, lambda: self._kill(address))
+
+    async def start(self, spec: WorkerSpec) -> WorkerHandle:
+        await self._misfortune.delay(3.0)
+        worker: ModelWorker
+        if spec.kind == "trainer":
+            worker = ModelTrainer(spec, self._misfortune)
+            self.trainers.append(worker)
+        else:
+            worker = ModelSampler(spec)
+        self._workers[spec.worker_id] = worker
+        return WorkerHandle(
+            worker_id=spec.worker_id,
+            kind=spec.kind,
+            session_id=spec.session_id,
+            run_id=spec.run_id,
+            address=spec.worker_id,
+            metrics_port=0,
+            secret=spec.secret,
+        )
+
+    async def wait_ready(self, worker_id: str) -> None:
+        await self._misfortune.delay(3.0)
+        if worker_id not in self._workers:
+            raise WorkerStartFailed("it was killed while it started")
+
+    async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
+        if (worker := self._workers.pop(worker_id, None)) is not None:
+            worker.die()
+        await self._misfortune.delay(0.5)
+
+    def _kill(self, worker_id: str) -> None:
+        """The worker dies, which is reported a little later."""
+        if (worker := self._workers.pop(worker_id, None)) is not None:
+            worker.die()
+            exit_ = WorkerExit(worker_id=worker_id, reason="it was killed by SIGKILL")
+            asyncio.get_running_loop().call_later(
+                self._misfortune.rng.random(), self._exits.put_nowait, exit_
+            )
+
+    async def list(self) -> list[WorkerHandle]:
+        return []
+
+    def describe(self, worker_id: str) -> WorkerDetails:
+        return WorkerDetails()
+
+    async def watch(self) -> AsyncIterator[WorkerExit]:
+        while (exit_ := await self._exits.get()) is not None:
+            yield exit_
+
+    async def close(self) -> None:
+        for worker_id in tuple(self._workers):
+            await self.stop(worker_id)
+        self._exits.put_nowait(None)

@@ -1,0 +1,123 @@
+"""A gateway that dies at any moment, again and again, and a trainer that dies beside it: what comes
+of a run is what came of it undisturbed.
+
+Each test is named by its numbers, which decide all that happens in it: run it by its name again.
+`make nightly` runs some thousands.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.support.gateway.crash_scenarios import (
+    Left,
+    Life,
+    Scenario,
+    Script,
+    alone,
+    batch,
+    export,
+    forward,
+    large_batch,
+    late,
+    load,
+    missing,
+    publish,
+    random_script,
+    refused,
+    save,
+    save_for_sampler,
+    step,
+    unreadable,
+)
+
+OFTEN = {"share": 1.0, "replay": 0.0}
+"""As many snapshots as can be written."""
+SELDOM = {"share": 1e-9, "replay": 1e6}
+SCRIPTS: Mapping[str, Script] = {
+    "training": [batch(1), step(), large_batch(2), forward(), step(), batch(3), step(), forward()],
+    "saves": [
+        *(batch(1), step(), save("a"), publish(0), batch(2), step(), save("a", overwrite=True)),
+        *(save_for_sampler("b"), load("a"), batch(3), export("c"), step(), forward()),
+    ],
+    "refusals": [
+        *(batch(1), refused("forward_backward"), step(), batch(2), unreadable(), step(), step()),
+        *(load("none"), refused(), batch(3), missing(), late(step()), alone(batch(4)), step()),
+        *(batch(5), step(), forward()),
+    ],
+}
+PARTS = 25
+
+
+@functools.cache
+def undisturbed(name: str) -> tuple[Left, int]:
+    """What a script leaves if nothing dies, and how many steps its gateway has lived."""
+    with TemporaryDirectory() as folder:
+        scenario = Scenario(script_of(name), Path(folder, "data"), seed=1)
+        return scenario.run(), scenario.steps[0]
+
+
+def script_of(name: str) -> Script:
+    return SCRIPTS[name] if name in SCRIPTS else random_script(random.Random(int(name)))
+
+
+def die_at(steps: int, name: str, folder: Path, **how) -> None:
+    scenario = Scenario(script_of(name), folder, lives=[Life(steps)], seed=1, **how)
+    expected, _ = undisturbed(name)
+    assert not scenario.run().differences(expected), f"the gateway died before step {steps}"
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_gateway_may_die_anywhere(name, part, tmp_path):
+    _, steps = undisturbed(name)
+    die_at(1 + (7 * part + steps * part) // PARTS, name, tmp_path / "data")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_gateway_may_die_at_every_step(name, part, tmp_path):
+    _, steps = undisturbed(name)
+    for number in range(1 + part, steps, PARTS):
+        die_at(number, name, tmp_path / f"{number}")
+
+
+def die_again_and_again(seed: int, folder: Path) -> None:
+    rng = random.Random(seed)
+    name = rng.choice([*SCRIPTS, str(seed)])
+    longest = rng.choice((100, 400, 1500))
+    scenario = Scenario(
+        script_of(name),
+        folder / "data",
+        seed=seed,
+        lives=[
+            Life(rng.randrange(1, longest), planned=rng.random() < 0.2)
+            for _ in range(rng.randrange(1, 7))
+        ],
+        trouble=rng.random() < 0.5,
+        settings={
+            "recovery": rng.choice((OFTEN, SELDOM, {})),
+            "dispatch_window": rng.choice((1, 2, 4)),
+            "max_queued_operations": rng.choice((2, 1000)),
+        },
+    )
+    expected, _ = undisturbed(name)
+    assert not scenario.run().differences(expected)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_gateways_and_workers_may_die_again_and_again(seed, tmp_path):
+    die_again_and_again(seed, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(30, 2500))
+def test_gateways_and_workers_may_die_thousands_of_times(seed, tmp_path):
+    die_again_and_again(seed, tmp_path)
