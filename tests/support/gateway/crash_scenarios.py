@@ -329,6 +329,8 @@ class Scenario:
     def __post_init__(self) -> None:
         self.steps: list[int] = []
         """That each gateway has lived."""
+        self.files: list[int] = []
+        """Before these, a file was half written."""
         self.log: list[dict[str, Any]] = []
         """What the gateways have logged."""
         self._rng = random.Random(self.seed)
@@ -361,7 +363,7 @@ class Scenario:
             patched.enter_context(_logged_to(self.log))
             patched.enter_context(self._clock.everywhere())
             for name, replacement in {
-                "gateway.core.locked_data_directory": lambda _folder: nullcontext(),
+                "gateway.core.locked_data_directory": lambda *_args, **_more: nullcontext(),
                 "gateway.storage.database._MAX_BATCH": self._rng.choice((1, 2, 512)),
                 "gateway.storage.database.create_engine": self._engine,
                 "gateway.storage.database.fsync_path": lambda _path: None,
@@ -396,6 +398,7 @@ class Scenario:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.with_name(f".{file.name}").write_bytes(content[: len(content) // 2])
         self._loop.step()
+        self.files.append(self._loop.steps)
         write_file(file, content, synced=synced)
 
     def _live(self, life: Life | None) -> Left | None:

@@ -56,11 +56,11 @@ PARTS = 25
 
 
 @functools.cache
-def undisturbed(name: str) -> tuple[Left, int]:
-    """What a script leaves if nothing dies, and how many steps its gateway has lived."""
+def undisturbed(name: str) -> tuple[Left, Scenario]:
+    """What a script leaves if nothing dies, and how that was."""
     with TemporaryDirectory() as folder:
         scenario = Scenario(script_of(name), Path(folder, "data"), seed=1)
-        return scenario.run(), scenario.steps[0]
+        return scenario.run(), scenario
 
 
 def script_of(name: str) -> Script:
@@ -76,15 +76,22 @@ def die_at(steps: int, name: str, folder: Path, **how) -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_gateway_may_die_anywhere(name, part, tmp_path):
-    _, steps = undisturbed(name)
+    steps = undisturbed(name)[1].steps[0]
     die_at(1 + (7 * part + steps * part) // PARTS, name, tmp_path / "data")
+
+
+def test_a_gateway_may_die_while_it_writes_a_file(tmp_path):
+    _, scenario = undisturbed("training")
+    assert scenario.files
+    for number in scenario.files:
+        die_at(number, "training", tmp_path / f"{number}")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_gateway_may_die_at_every_step(name, part, tmp_path):
-    _, steps = undisturbed(name)
+    steps = undisturbed(name)[1].steps[0]
     for number in range(1 + part, steps, PARTS):
         die_at(number, name, tmp_path / f"{number}")
 
