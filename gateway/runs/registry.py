@@ -80,15 +80,11 @@ class RunRegistry:
 
     async def open(self) -> None:
         """Go on with the runs of an earlier gateway that can be restored; end the others."""
-        await self.database.write(
-            update(runs)
-            .where(
-                runs.c.state == "active",
-                runs.c.session_id.in_(select(sessions.c.id).where(sessions.c.state != "active")),
-            )
-            .values(state="ended", reason="its session has ended", ended_at=time.time())
-        )
-        found = await self.database.read(select(runs).where(runs.c.state == "active"))
+        over = runs.c.session_id.in_(select(sessions.c.id).where(sessions.c.state != "active"))
+        active = runs.c.state == "active"
+        for row in await self.database.read(select(runs.c.id).where(active, over)):
+            self._write_end(row["id"], SessionFinished("its session has ended"))
+        found = await self.database.read(select(runs).where(active, ~over))
         restored: list[RowMapping] = []
         others: list[RowMapping] = []
         for row in found:
@@ -489,12 +485,12 @@ class RunRegistry:
         if run.creation is not None:
             self.journal.end(run.creation, error)
         run.dispatcher.end(error)
-        self.journal.forget_run(run.id)
         if run.life is not None and run.life is not asyncio.current_task():
             run.life.cancel()
         self._write_end(run.id, error)
 
     def _write_end(self, run_id: str, error: TandemError) -> None:
+        self.journal.forget_run(run_id)
         self.database.write_soon(
             update(runs)
             .where(runs.c.id == run_id)
