@@ -20,7 +20,8 @@ from tandem.settings import TrainerSettings
 from tandem.telemetry import configure_logging
 from tandem.worker import TrainingSpec, WorkerSpec
 from trainer_service.backends.base import ParallelBackend, TrainerBackend, World, backend_named
-from trainer_service.compute.trainer import ControlGroup, ParallelMicroBatches, RankTrainer
+from trainer_service.compute.parallel import ParallelMicroBatches
+from trainer_service.compute.trainer import ControlGroup, RankTrainer
 from trainer_service.lora.adapters import chosen_layers
 from trainer_service.models.huggingface import empty_model
 

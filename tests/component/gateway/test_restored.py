@@ -283,6 +283,43 @@ def test_an_operation_that_needs_too_much_memory_is_refused_again_when_it_is_rep
         assert [seq for _, seq in run.newest.applied] == [1, 2, 3]
 
 
+@pytest.mark.usefixtures("no_wait")
+def test_a_replay_that_runs_out_of_memory_goes_on_in_smaller_parts(start, new_run):
+    class Shrinking(FakeTrainer):
+        """The first one has more memory than those after it."""
+
+        def __init__(self, spec) -> None:
+            super().__init__(spec)
+            self.memory = {1: 1500} if launcher.servicers else {}
+
+    launcher = FakeLauncher(Shrinking)
+    with start(recovery=SELDOM, launcher=launcher) as gate:
+        run = new_run(gate)
+        for number, trainers in ((1, 1), (2, 3), (3, 4)):
+            train(run, number)
+            assert len(launcher.servicers) == trainers
+            assert run.newest.history == undisturbed(number)
+            run.die()
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_trainer_that_never_tries_smaller_micro_batches_ends_the_run(start, new_run):
+    class Stubborn(FakeTrainer):
+        memory = MappingProxyType({1: 0})
+
+        async def ForwardBackward(self, request, context):
+            request.out_of_memory_at = 0
+            return await super().ForwardBackward(request, context)
+
+    with start(recovery=SELDOM, launcher=FakeLauncher(Stubborn)) as gate:
+        run = new_run(gate)
+        run.backward(1)
+        refused = run.outcome(1).json()
+        assert refused["type"] == "worker_died"
+        assert "died 3 times at operation 1" in refused["error"]
+        assert "rank 1 ran out of memory" in refused["error"]
+
+
 def test_a_trainer_that_dies_at_different_operations_is_restored_again_and_again(start, new_run):
     with start(recovery=SELDOM) as gate:
         run = new_run(gate)

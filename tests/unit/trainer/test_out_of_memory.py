@@ -21,7 +21,8 @@ from tests.support.small_memory import SmallMemory, Where
 from tests.support.trainer_worker import datum, request
 from trainer_service.backends import World
 from trainer_service.compute.memory import MicroBatchTooLarge, ran_out_of_memory
-from trainer_service.compute.trainer import ControlGroup, ParallelMicroBatches, RankTrainer
+from trainer_service.compute.parallel import ParallelMicroBatches
+from trainer_service.compute.trainer import ControlGroup, RankTrainer
 from trainer_service.service.operations import Operations
 
 WAYS = ("plain", "parallel", "sharded")

@@ -13,7 +13,8 @@ from tests.support.losses.batches import REQUESTS, mixed_request
 from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import datum, request
 from trainer_service.backends.base import add_gradients
-from trainer_service.compute.trainer import Computed, ParallelMicroBatches, RankTrainer
+from trainer_service.compute.parallel import ParallelMicroBatches
+from trainer_service.compute.trainer import Computed, RankTrainer
 
 
 def one_rank(path: Path, *, parallel: int = 0) -> RankTrainer:
