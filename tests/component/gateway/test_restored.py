@@ -247,9 +247,14 @@ def test_an_operation_that_runs_out_of_memory_is_computed_in_smaller_parts_and_s
         train(run, 1, 2)
         assert len([spec for spec in launcher.specs if spec.kind == "trainer"]) == 3
         assert run.newest.history == undisturbed(2)
-        (status,) = run.client.get("/api/tandem/v1/status").json()["runs"]
-        assert (status["restored"], status["micro_batch_tokens"]) == (2, 512)
+
+        def restored() -> tuple[int, int]:
+            (status,) = run.client.get("/api/tandem/v1/status").json()["runs"]
+            return status["restored"], status["micro_batch_tokens"]
+
+        assert restored() == (2, 512)
         run.die()
+        wait_until(lambda: restored() == (3, 512))
         train(run, 3)
         assert run.newest.history == undisturbed(3)
         batches = [
@@ -267,7 +272,8 @@ def test_an_operation_that_needs_too_much_memory_is_refused_again_when_it_is_rep
     class Small(FakeTrainer):
         memory = MappingProxyType({1: 0})
 
-    with start(recovery=SELDOM, launcher=FakeLauncher(Small)) as gate:
+    launcher = FakeLauncher(Small)
+    with start(recovery=SELDOM, launcher=launcher) as gate:
         run = new_run(gate)
         run.backward(1)
         refused = run.outcome(1).json()
@@ -281,6 +287,7 @@ def test_an_operation_that_needs_too_much_memory_is_refused_again_when_it_is_rep
         run.backward(3)
         assert run.outcome(3).status_code == 200
         assert [seq for _, seq in run.newest.applied] == [1, 2, 3]
+        assert len(launcher.servicers) == 5, "at 2048, 1024 and 512 tokens; refused; killed"
 
 
 @pytest.mark.usefixtures("no_wait")
