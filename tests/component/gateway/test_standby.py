@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import threading
 from contextlib import AsyncExitStack
 
+import httpx
 import pytest
 from sqlalchemy import insert, select, update
 
@@ -15,6 +18,7 @@ from gateway.storage.database import Database
 from gateway.storage.lease import Lease
 from gateway.storage.tables import audit, gateway_lease
 from tandem.errors import InvalidRequest, StorageFailed
+from tandem.stack import Stack, read_endpoint
 from tests.support.gateway.requests import optim_step
 from tests.support.gateway.running import running_gateway
 from tests.support.postgres import url_for, used_for_all
@@ -219,3 +223,40 @@ async def test_a_database_that_is_away_takes_no_lease_from_its_holder(lease_of, 
     await until(lambda: asked.count(False) > 1)
     assert not waiting.done()
     waiting.cancel()
+
+
+def test_a_frozen_gateway_is_taken_over_from_and_ends_itself_when_it_goes_on(tmp_path):
+    """With processes, of which the first is supervised: it becomes the standby of the second."""
+    data_dir = tmp_path / "data"
+    shared = {"database_url": url_for(data_dir), "lease_ttl": "1", "port": "0"}
+    variables = {f"TANDEM_{name.upper()}": value for name, value in shared.items()}
+    with (
+        (tmp_path / "second.log").open("wb") as log,
+        Stack(data_dir=data_dir, settings=shared) as stack,
+        subprocess.Popen(
+            [sys.executable, "-m", "gateway"],
+            env=os.environ | variables | {"TANDEM_DATA_DIR": str(data_dir)},
+            stdout=log,
+            stderr=log,
+        ) as second,
+    ):
+
+        def has_said(event: str) -> bool:
+            return f'"event":"{event}"' in (tmp_path / "second.log").read_text()
+
+        try:
+            wait_until(lambda: has_said("standing_by"))
+            first, served_by = stack.process, stack.endpoint.pid
+            assert served_by == first.pid
+            os.kill(first.pid, signal.SIGSTOP)
+            wait_until(lambda: read_endpoint(data_dir).pid == second.pid)
+            os.kill(first.pid, signal.SIGCONT)
+            assert first.wait(PATIENCE) == 1
+            endpoint = read_endpoint(data_dir)
+            assert endpoint.pid == second.pid, "it announces itself no more, and removes nothing"
+            assert httpx.get(f"{endpoint.url}/api/v1/readyz", timeout=30).json()
+        finally:
+            second.terminate()
+            assert second.wait(PATIENCE) == 0
+        wait_until(lambda: stack.process.poll() is None and read_endpoint(data_dir) is not None)
+        assert httpx.get(f"{read_endpoint(data_dir).url}/api/v1/readyz", timeout=30).is_success
