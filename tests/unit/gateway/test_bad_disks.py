@@ -112,6 +112,23 @@ async def test_a_copy_that_the_disk_does_not_take_leaves_nothing_and_can_be_made
     assert store.quarantine.folders() == []
 
 
+async def test_a_copy_in_which_the_gateway_was_killed_is_not_left_in_parts(store, disk, saved):
+    for nth, strike in enumerate(disk.strikes(Fault.KILL)):
+        copies = copier(store)
+        with strike:
+            await copies.copy(request(str(nth)))
+        next_one = Store(store.data_dir)
+        await next_one.database.open()
+        await next_one.collector.collect_all()
+        for left in next_one.quarantine.folders():  # whole, and nobody was told of it
+            assert (next_one.quarantine.path(left) / "file").read_text() == "content", strike.hit
+        path = await copier(next_one).copy(request(str(nth)))
+        disk.lose_power()
+        assert await is_whole(next_one, path) and await is_whole(next_one, PATH), strike.hit
+        assert list(store.data_dir.glob("checkpoints/*/.partial-*")) == []
+        await next_one.database.close()
+
+
 async def test_a_copy_that_the_database_does_not_take_is_removed_and_not_quarantined(
     store, saved, monkeypatch
 ):
