@@ -101,7 +101,9 @@ async def unfinished(
                 resumed=True,
             )
             found.waiting.append(operation)
-    sent = max(newest.seq_id, found.calls[-1].seq_id if found.calls else -1)
+    # A forward that failed is in the log, but tells the trainer nothing of what was refused.
+    told = [call.seq_id for call in found.calls if call.kind != "forward"]
+    sent = max([newest.seq_id, *told])
     found.gradients_incomplete = await _why_incomplete(run.id, sent, database=database)
     return found
 
