@@ -1,15 +1,18 @@
-"""An event loop in virtual time whose process can die between any two steps."""
+"""An event loop in virtual time, for processes that can die between any two steps."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
 import random
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from unittest.mock import patch
+from weakref import WeakSet
 
 Result = TypeVar("Result")
 
@@ -39,20 +42,28 @@ class Clock:
             yield
 
 
+_PROCESS: ContextVar[str] = ContextVar("process", default="")
+"""To which process belongs what runs now."""
+
+
 class CrashingLoop(asyncio.SelectorEventLoop):
     """Runs one callback a step, and jumps to the next timer when nothing else is to be done.
 
-    Work for threads is done in this thread, a random while later: its caller hears of it in a
-    further step. `at_step` is called before each step, and wherever `step` is called.
+    What runs belongs to a process, and so does all that it starts: a process lives in `live`, or
+    is one of a name of its own (`as_process`) which survives the others. Of one that is dead,
+    nothing runs any more. Work for threads is done in this thread, a random while later: its
+    caller hears of it in a further step.
     """
 
-    def __init__(self, clock: Clock, rng: random.Random, at_step: Callable[[int], None]) -> None:
+    def __init__(self, clock: Clock, rng: random.Random) -> None:
         super().__init__()
         self._clock = clock
         self._rng = rng
-        self._at_step = at_step
-        self._dead = False
-        self._kept: Any = ()
+        self._at_step: Callable[[int], None] = lambda _number: None
+        self._tasks: defaultdict[str, WeakSet[asyncio.Task[Any]]] = defaultdict(WeakSet)
+        self._dead: dict[str, Any] = {}
+        self._undone: list[asyncio.Handle] = []
+        self._buried = False
         self.steps = 0
 
     def time(self) -> float:
@@ -60,23 +71,21 @@ class CrashingLoop(asyncio.SelectorEventLoop):
 
     def step(self) -> None:
         """Count a step, before which the process may die."""
-        if self._dead:
-            return
         self.steps += 1
         assert self.steps < _MOST_STEPS, "this does not end"
-        try:
-            self._at_step(self.steps)
-        except Crash:
-            self._dead = True
-            # What a garbage collector would close, running its `finally`, is kept until `bury`.
-            self._kept = asyncio.all_tasks(self)
-            raise
+        self._at_step(self.steps)
+
+    def create_task(self, coro, *, name=None, context=None):
+        context = context or copy_context()
+        task = super().create_task(coro, name=name, context=context)
+        self._tasks[context.get(_PROCESS, "")].add(task)
+        return task
 
     def run_in_executor(self, executor, func, *args):
         done = self.create_future()
 
         def work() -> None:
-            if self._dead:
+            if self._buried:
                 return
             try:
                 result = func(*args)
@@ -94,39 +103,67 @@ class CrashingLoop(asyncio.SelectorEventLoop):
         while not self._ready:
             timer = heapq.heappop(self._scheduled)
             timer._scheduled = False
-            if not timer._cancelled:
+            if not self._is_over(timer):
                 self._clock.now = max(self._clock.now, timer._when)
                 self._ready.append(timer)
-        if not self._ready[0]._cancelled:
-            self.step()
+        if self._is_over(self._ready[0]):
+            self._ready.popleft()
+            return
+        self.step()
         handle = self._ready.popleft()
         if not handle._cancelled:
             handle._run()
 
+    def _is_over(self, handle) -> bool:
+        if dead := handle._context.get(_PROCESS, "") in self._dead:
+            self._undone.append(handle)
+        return handle._cancelled or dead
+
     def _timer_handle_cancelled(self, handle) -> None:
         """Cancelled timers are passed over when they are due."""
 
-    def live(self, main: Coroutine[None, None, Result]) -> Result:
-        """Run until `main` ends. Raises `Crash`."""
+    def live(
+        self,
+        process: str,
+        main: Coroutine[None, None, Result],
+        *,
+        at_step: Callable[[int], None] = lambda _number: None,
+    ) -> Result:
+        """Run until `main` of a process ends. `at_step` is called before each step, and wherever
+        `step` is called; if it raises `Crash`, the process is dead, and so this is raised."""
+        self._at_step, self.steps = at_step, 0
         try:
-            result = self.run_until_complete(main)
-            self._end()
-            return result
-        finally:
-            if not self._dead:
-                self.close()
+            result = self.run_until_complete(self.create_task(main, context=as_process(process)))
+        except Crash:
+            # What a garbage collector would close, running its `finally`, is kept until `bury`.
+            self._dead[process] = list(self._tasks.pop(process))
+            raise
+        self._end(process)
+        return result
 
     def bury(self) -> None:
-        """Free what the dead process held. What its tasks do now must have no effect any more."""
-        self._kept = ()
-        self._end()
+        """Free what the dead processes held, and end the others. What they do now has no effect
+        any more."""
+        self._buried, self._at_step, self.steps = True, lambda _number: None, 0
+        kept, self._dead = self._dead, {}
+        self._ready.extend(self._undone)
+        for process, tasks in (kept | self._tasks).items():
+            self._tasks[process] = WeakSet(tasks)
+            self._end(process)
         self.close()
 
-    def _end(self) -> None:
+    def _end(self, process: str) -> None:
         for _ in range(10):
-            if not (tasks := asyncio.all_tasks(self)):
+            if not (tasks := [task for task in self._tasks[process] if not task.done()]):
                 return
             for task in tasks:
                 task.cancel()
             self.run_until_complete(asyncio.wait(tasks, timeout=60))
         raise AssertionError(f"these tasks cannot be cancelled: {tasks}")
+
+
+def as_process(name: str) -> Context:
+    """Return a context for the tasks of a process."""
+    context = copy_context()
+    context.run(_PROCESS.set, name)
+    return context

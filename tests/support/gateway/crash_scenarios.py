@@ -54,7 +54,14 @@ from tandem.errors import OptimizerSetting, Overloaded, TandemError
 from tandem.settings import GatewaySettings
 from tandem.worker import TrainingSpec
 from tests.support.crashing_loop import Clock, Crash, CrashingLoop
-from tests.support.gateway.model_workers import FORWARD, UNREADABLE, Misfortune, ModelLauncher
+from tests.support.gateway.model_workers import (
+    EMPTY,
+    FORWARD,
+    UNREADABLE,
+    Misfortune,
+    ModelHost,
+    ModelLauncher,
+)
 
 DEADLINE = 3 * 3600.0
 """Of a client in the life of one gateway, in virtual seconds."""
@@ -103,6 +110,14 @@ def forward(number: int = 0) -> Planned:
 
 def unreadable(kind: Kind = "forward_backward") -> Planned:
     return Planned(kind, payload=UNREADABLE)
+
+
+def empty_batch() -> Planned:
+    return Planned("forward_backward", payload=b"batch" + EMPTY)
+
+
+def empty_forward() -> Planned:
+    return Planned("forward", payload=FORWARD + EMPTY)
 
 
 def step(rate: float = 0.1) -> Planned:
@@ -158,7 +173,13 @@ def random_script(rng: random.Random) -> Script:
             name, own = rng.choice("ab"), len(script)
             others = [
                 *(large_batch(own), forward(own), publish(own), step(), unreadable()),
-                *(unreadable("forward"), refused(), refused("forward_backward")),
+                *(
+                    empty_batch(),
+                    empty_forward(),
+                    unreadable("forward"),
+                    refused(),
+                    refused("forward_backward"),
+                ),
                 *(save(name), save(name, overwrite=True), save_for_sampler(name), export(name)),
                 *(load(name), load(name, optimizer=False)),
             ]
@@ -308,10 +329,12 @@ class Left:
 
 @dataclass
 class Life:
-    """Of one gateway: it ends at this step; `planned`, as by SIGTERM."""
+    """Of one gateway: it ends at this step; `planned`, as by SIGTERM. Its workers end with it, if
+    they do not outlive it."""
 
     steps: int
     planned: bool = False
+    outlived: bool = False
 
 
 @dataclass
@@ -338,11 +361,13 @@ class Scenario:
         self._misfortune = Misfortune(
             self._rng,
             deaths=2 * self.trouble,
+            engine_deaths=1 * self.trouble,
             broken_connections=2 * self.trouble,
             damaged_snapshots=1 * self.trouble,
         )
         self._client = Client(self.script, self._rng)
-        self._dead: list[CrashingLoop] = []
+        self._loop = CrashingLoop(self._clock, self._rng)
+        self._host = ModelHost(self._misfortune)
         self._connections: list[DBAPIConnection] = []
         self._settings = GatewaySettings.model_validate(
             {
@@ -375,7 +400,7 @@ class Scenario:
             # It would tell that the connections of the dead are closed.
             pool = logging.getLogger("sqlalchemy.pool.impl.QueuePool")
             patched.enter_context(patch.object(pool, "disabled", True))
-            patched.callback(lambda: [loop.bury() for loop in self._dead])
+            patched.callback(self._loop.bury)
             for life in self.lives:
                 self._live(life)
             left = self._live(None)
@@ -411,20 +436,21 @@ class Scenario:
                     raise Crash
                 stopping.set()
 
-        loop = self._loop = CrashingLoop(self._clock, self._rng, at_step)
-        launcher = ModelLauncher(self._misfortune)
+        launcher = ModelLauncher(self._host)
         try:
             with patch.object(grpc.aio, "insecure_channel", launcher.channel):
-                return loop.live(self._main(launcher, stopping))
+                gateway = f"gateway {len(self.steps)}"
+                return self._loop.live(gateway, self._main(launcher, stopping), at_step=at_step)
         except Crash:
-            self._dead.append(loop)
             for connection in self._connections:
                 connection.close()
             self._connections.clear()
-            self._clock.now += self._rng.random() * 10
+            if life is not None and not life.outlived:
+                self._host.kill_all()
             return None
         finally:
-            self.steps.append(loop.steps)
+            self.steps.append(self._loop.steps)
+            self._loop.live("outage", asyncio.sleep(self._rng.random() * 10))
 
     async def _main(self, launcher: ModelLauncher, stopping: asyncio.Event) -> Left | None:
         async with Gateway.open(self._settings, launcher=launcher, metrics=Metrics()) as gateway:

@@ -23,6 +23,7 @@ from grpc_health.v1 import health_pb2
 from gateway.workers.launchers.base import WorkerDetails, WorkerExit, WorkerHandle
 from tandem.errors import (
     CheckpointDamaged,
+    EmptyBatch,
     GradientsIncomplete,
     MalformedPayload,
     NoGradients,
@@ -33,12 +34,15 @@ from tandem.errors import (
 from tandem.v1 import sampler_pb2, trainer_pb2
 from tandem.weights import Manifest, PartialVersion, checksum_file, open_version
 from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
+from tests.support.crashing_loop import as_process
 
 _BYTES = 100
 """Of a snapshot or a checkpoint."""
 UNREADABLE = b"unreadable"
 FORWARD = b"forward"
 """What the payload of a forward pass begins with."""
+EMPTY = b" without a datum"
+"""What the payload of a batch ends with that can be read and is refused all the same."""
 
 
 def after(*what: object) -> str:
@@ -48,10 +52,12 @@ def after(*what: object) -> str:
 
 @dataclass
 class Misfortune:
-    """What goes wrong with workers, so many times at most; each time it could, with a chance."""
+    """What goes wrong with workers, so many times at most; each time it could, with a chance. More
+    of it would fail an operation: a trainer may die three times at one, an engine twice."""
 
     rng: random.Random
     deaths: int = 0
+    engine_deaths: int = 0
     broken_connections: int = 0
     damaged_snapshots: int = 0
     chance: float = 0.02
@@ -75,8 +81,21 @@ class ModelWorker:
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
 
+    @property
+    def handle(self) -> WorkerHandle:
+        return WorkerHandle(
+            worker_id=self.spec.worker_id,
+            kind=self.spec.kind,
+            session_id=self.spec.session_id,
+            run_id=self.spec.run_id,
+            address=self.spec.worker_id,
+            metrics_port=0,
+            secret=self.spec.secret,
+        )
+
     def task(self, work) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
+        """Begin some work of this process, whatever becomes of the one that asks for it."""
+        task = asyncio.create_task(work, context=as_process(self.spec.worker_id))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -166,6 +185,11 @@ class ModelTrainer(ModelWorker):
             error = MalformedPayload("the payload cannot be read")
             state.refused = error.message
             return trainer_pb2.ForwardBackwardReply(failure=error.to_failure())
+        if payload.endswith(EMPTY):
+            empty = EmptyBatch("there is no datum")
+            if not payload.startswith(FORWARD):
+                state.refused = empty.message
+            return trainer_pb2.ForwardBackwardReply(failure=empty.to_failure())
         result = after(state.weights, hashlib.sha256(payload).hexdigest())
         if not payload.startswith(FORWARD):
             state.gradients = result = after(state.gradients, result)
@@ -224,6 +248,9 @@ class ModelTrainer(ModelWorker):
         partial.rename(path)
 
     async def AwaitSnapshot(self, request):
+        if request.path not in self._snapshots:
+            failure = PublishFailed("no such snapshot was asked for").to_failure()
+            return trainer_pb2.AwaitSnapshotReply(failure=failure)
         return await asyncio.shield(self._snapshots[request.path])
 
     def _read(self, folder: str) -> State:
@@ -304,7 +331,9 @@ class ModelTrainer(ModelWorker):
 class ModelChannel:
     """What a `grpc.aio.Channel` is to the clients, with a network that takes its time."""
 
-    def __init__(self, worker: ModelWorker, misfortune: Misfortune, kill: Callable[[], None]):
+    def __init__(
+        self, worker: ModelWorker | None, misfortune: Misfortune, kill: Callable[[], None]
+    ):
         self._worker = worker
         self._misfortune = misfortune
         self._kill = kill
@@ -321,36 +350,37 @@ class ModelChannel:
         name = method.rpartition("/")[2]
 
         async def call(request, *, metadata, timeout=None):
-            assert dict(metadata)[SECRET_METADATA_KEY] == self._worker.spec.secret
+            if (worker := self._worker) is None:
+                raise _broken()
+            assert dict(metadata)[SECRET_METADATA_KEY] == worker.spec.secret
             try:
                 async with asyncio.timeout(timeout):
-                    return await self._call(name, request)
+                    return await self._call(worker, name, request)
             except TimeoutError:
                 raise _broken(grpc.StatusCode.DEADLINE_EXCEEDED) from None
 
         return call
 
-    async def _call(self, name: str, request: Any) -> Any:
+    async def _call(self, worker: ModelWorker, name: str, request: Any) -> Any:
         if isinstance(request, bytes):
             request = trainer_pb2.ForwardBackwardRequest.FromString(request)
         message = type(request).FromString(request.SerializeToString())
-        await self._travel()
-        if name != "Check" and self._misfortune.strikes("deaths"):
+        await self._travel(worker)
+        deaths = "deaths" if isinstance(worker, ModelTrainer) else "engine_deaths"
+        if name != "Check" and self._misfortune.strikes(deaths):
             asyncio.get_running_loop().call_later(self._misfortune.rng.random() * 3, self._kill)
-        answer = self._worker.task(getattr(self._worker, name)(message))
-        await asyncio.wait(
-            {answer, self._closed, self._worker.died}, return_when=asyncio.FIRST_COMPLETED
-        )
-        await self._travel()
+        answer = worker.task(getattr(worker, name)(message))
+        await asyncio.wait({answer, self._closed, worker.died}, return_when=asyncio.FIRST_COMPLETED)
+        await self._travel(worker)
         if not answer.done() or answer.cancelled():
             raise _broken()
         return answer.result()
 
-    async def _travel(self) -> None:
+    async def _travel(self, worker: ModelWorker) -> None:
         await self._misfortune.delay(0.01)
-        if self._closed.done() or self._worker.died.done():
+        if self._closed.done() or worker.died.done():
             raise _broken()
-        if self._misfortune.strikes("broken_connections"):
+        if isinstance(worker, ModelTrainer) and self._misfortune.strikes("broken_connections"):
             raise _broken()
 
 
@@ -359,68 +389,67 @@ def _broken(code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> grpc.aio.Aio
     return grpc.aio.AioRpcError(code, nothing, nothing, "the connection broke")
 
 
-class ModelLauncher:
-    """Implements `Launcher` for the workers of one gateway, which die with it."""
+class ModelHost:
+    """Where workers run: they end with their gateway only if they are killed."""
 
     def __init__(self, misfortune: Misfortune) -> None:
-        self._misfortune = misfortune
-        self._workers: dict[str, ModelWorker] = {}
-        self._exits: asyncio.Queue[WorkerExit | None] = asyncio.Queue()
-        self.trainers: list[ModelTrainer] = []
+        self.misfortune = misfortune
+        self.workers: dict[str, ModelWorker] = {}
+        self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
+
+    def kill(self, worker_id: str) -> None:
+        """A worker dies, which is reported a little later."""
+        if (worker := self.workers.pop(worker_id, None)) is not None:
+            worker.die()
+            exit_ = WorkerExit(worker_id=worker_id, reason="it was killed by SIGKILL")
+            self.exits.put_nowait(exit_)
+
+    def kill_all(self) -> None:
+        for worker_id in tuple(self.workers):
+            self.kill(worker_id)
+
+
+class ModelLauncher:
+    """Implements `Launcher` for one gateway."""
+
+    def __init__(self, host: ModelHost) -> None:
+        self._host = host
+        self._misfortune = host.misfortune
 
     def channel(self, address: str, options: object = None) -> ModelChannel:
-        worker = self._workers[address]
-        return ModelChannel(worker, self._misfortune, lambda: self._kill(address))
+        worker = self._host.workers.get(address)
+        return ModelChannel(worker, self._misfortune, lambda: self._host.kill(address))
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         await self._misfortune.delay(3.0)
         worker: ModelWorker
         if spec.kind == "trainer":
             worker = ModelTrainer(spec, self._misfortune)
-            self.trainers.append(worker)
         else:
             worker = ModelSampler(spec)
-        self._workers[spec.worker_id] = worker
-        return WorkerHandle(
-            worker_id=spec.worker_id,
-            kind=spec.kind,
-            session_id=spec.session_id,
-            run_id=spec.run_id,
-            address=spec.worker_id,
-            metrics_port=0,
-            secret=spec.secret,
-        )
+        self._host.workers[spec.worker_id] = worker
+        return worker.handle
 
     async def wait_ready(self, worker_id: str) -> None:
         await self._misfortune.delay(3.0)
-        if worker_id not in self._workers:
+        if worker_id not in self._host.workers:
             raise WorkerStartFailed("it was killed while it started")
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
-        if (worker := self._workers.pop(worker_id, None)) is not None:
+        if (worker := self._host.workers.pop(worker_id, None)) is not None:
             worker.die()
         await self._misfortune.delay(0.5)
 
-    def _kill(self, worker_id: str) -> None:
-        """The worker dies, which is reported a little later."""
-        if (worker := self._workers.pop(worker_id, None)) is not None:
-            worker.die()
-            exit_ = WorkerExit(worker_id=worker_id, reason="it was killed by SIGKILL")
-            asyncio.get_running_loop().call_later(
-                self._misfortune.rng.random(), self._exits.put_nowait, exit_
-            )
-
     async def list(self) -> list[WorkerHandle]:
-        return []
+        return [worker.handle for worker in self._host.workers.values()]
 
     def describe(self, worker_id: str) -> WorkerDetails:
         return WorkerDetails()
 
     async def watch(self) -> AsyncIterator[WorkerExit]:
-        while (exit_ := await self._exits.get()) is not None:
-            yield exit_
+        while True:
+            yield await self._host.exits.get()
 
     async def close(self) -> None:
-        for worker_id in tuple(self._workers):
+        for worker_id in tuple(self._host.workers):
             await self.stop(worker_id)
-        self._exits.put_nowait(None)

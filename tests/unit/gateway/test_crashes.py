@@ -22,6 +22,7 @@ from tests.support.gateway.crash_scenarios import (
     Script,
     alone,
     batch,
+    empty_forward,
     export,
     forward,
     large_batch,
@@ -47,7 +48,8 @@ SCRIPTS: Mapping[str, Script] = {
         *(save_for_sampler("b"), load("a"), batch(3), export("c"), step(), forward()),
     ],
     "refusals": [
-        *(batch(1), refused("forward_backward"), step(), batch(2), unreadable(), step(), step()),
+        *(batch(1), refused("forward_backward"), empty_forward(), forward(), step(), batch(2)),
+        *(unreadable(), step(), step()),
         *(load("none"), refused(), batch(3), missing(), late(step()), alone(batch(4)), step()),
         *(batch(5), step(), forward()),
     ],
@@ -105,7 +107,11 @@ def die_again_and_again(seed: int, folder: Path) -> None:
         folder / "data",
         seed=seed,
         lives=[
-            Life(rng.randrange(1, longest), planned=rng.random() < 0.2)
+            Life(
+                rng.randrange(1, longest),
+                planned=rng.random() < 0.2,
+                outlived=rng.random() < 0.5,
+            )
             for _ in range(rng.randrange(1, 7))
         ],
         trouble=rng.random() < 0.5,
