@@ -203,6 +203,14 @@ class HttpSettings(BaseSettings):
     )
 
 
+def without_password(url: str) -> str:
+    """Return a database's URL without its user, and without its parameters: either may have the
+    password."""
+    address = url.partition("?")[0]
+    scheme, _, place = address.partition("://")
+    return f"{scheme}://…@{place.rpartition('@')[2]}" if "@" in place else address
+
+
 class GatewaySettings(BaseSettings):
     """Settings of the gateway. Environment: `TANDEM_*`."""
 
@@ -217,7 +225,9 @@ class GatewaySettings(BaseSettings):
     )
     data_dir: Path = Path(".tandem")
     database_url: str = Field(
-        "", description="postgresql://USER:PASSWORD@HOST/NAME; empty: SQLite under data_dir."
+        "",
+        description="postgresql://USER:PASSWORD@HOST/NAME; empty: SQLite under data_dir.",
+        repr=False,
     )
     lease_ttl: float = Field(
         5.0,

@@ -9,7 +9,7 @@ from pydantic_settings import BaseSettings
 
 from tandem.cli.context import DataDir, JsonFlag, call, fail, print_json, say
 from tandem.cli.tables import Column, show_table
-from tandem.settings import GatewaySettings
+from tandem.settings import GatewaySettings, without_password
 
 Rows = list[dict[str, object]]
 
@@ -77,6 +77,7 @@ def status(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
 def config(as_json: JsonFlag = False) -> None:
     """Print the resolved settings, without secrets."""
     settings = GatewaySettings()
+    settings.database_url = without_password(settings.database_url)
     if as_json:
         print_json(settings.model_dump(mode="json", exclude={"api_key"}))
         return

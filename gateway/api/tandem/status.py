@@ -24,6 +24,7 @@ from gateway.api.routing import Router, file_response
 from gateway.runs.operations import Call, Progress
 from tandem import __version__
 from tandem.errors import UnknownModel
+from tandem.settings import without_password
 
 _ABOUT = (
     "The routes of a Tandem gateway: those of the `tinker` SDK under /api/v1, those for OpenAI's "
@@ -289,9 +290,7 @@ async def remove_model(name: PathText, gateway: GatewayDep) -> None:
 async def config(gateway: GatewayDep) -> Settings:
     """Return the resolved settings, without the key and without the database's password."""
     settings = gateway.settings.model_dump(mode="json", exclude={"api_key"})
-    url, _, _ = settings["database_url"].partition("?")  # a parameter may be the password
-    hidden = f"{url.partition('://')[0]}://…@{url.rpartition('@')[2]}"
-    settings["database_url"] = hidden if "@" in url else url
+    settings["database_url"] = without_password(settings["database_url"])
     return Settings.model_validate(settings)
 
 
