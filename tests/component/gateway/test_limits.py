@@ -93,7 +93,7 @@ def test_engines_beyond_the_limit_are_403_and_those_that_can_be_shared_are_not(t
         save = {"model_id": run_id, "seq_id": 1, "sampling_session_seq_id": 3}
         saving = client.post("/api/v1/save_weights_for_sampler", json=save).json()
         assert gate.retrieve(saving["request_id"]).json()["type"] == "limit_exceeded"
-        assert gate.gateway.runs.get(run_id).published == 0
+        assert gate.gateway.runs.get(run_id).parent == ""
 
 
 def test_sampling_sessions_beyond_the_limit_are_403(tmp_path):
