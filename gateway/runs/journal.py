@@ -98,8 +98,8 @@ class Journal:
 
     def forget_run(self, run_id: str) -> None:
         """Keep nothing for a replay of a run that has ended, and is about to be written as such."""
-        log = self._replay_logs.pop(run_id, None)
-        self._drop(run_id, after=log.missing_to if log is not None else -1, up_to=2**62)
+        self._replay_logs.pop(run_id, None)
+        self._drop(run_id, after=-1, up_to=2**62)  # with what a crash has left behind
 
     async def remove_payloads(self, run_id: str) -> None:
         """Remove the payloads of a run whose trainer has stopped for good."""
