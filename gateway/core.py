@@ -258,6 +258,7 @@ class Gateway:
         if self.collector.paired:
             await self.runs.open()
         else:
+            await self.fleet.stop_left()
             self._log.error("database_mismatch", hint=MISMATCH)
         await self.sampling.open()
         await self.collector.collect_all()

@@ -102,6 +102,7 @@ class RunRegistry:
                 self._log.exception("run_not_resumed", run_id=row["id"])
                 what = f"{type(error).__name__} in the gateway when it restarted; see its log"
                 self._write_end(row["id"], InternalError(what))
+        await self.fleet.stop_left(except_of=self._runs)
         if found:
             self._log.warning(
                 "restarted", resumed=len(restored), ended=len(others), operations_failed=lost
@@ -315,6 +316,7 @@ class RunRegistry:
         try:
             runner = OperationRunner(run=run, trainer=run.trainer, tools=self.tools)
             if run.creation is not None and not run.creation.future.ended:
+                await self.fleet.stop_left_of(run.id)
                 await run.trainer.start()
                 call = Call(run.creation)
                 call.begin()
@@ -322,7 +324,7 @@ class RunRegistry:
                 ended = 0 if call.sent else -1
             else:
                 why = "the gateway restarted, and the trainer ended with it"
-                run.trainer.resume(GatewayRestarted(why))
+                run.trainer.take_over(GatewayRestarted(why))
             run.state = "ready"
             await run.dispatcher.serve(runner.carry_out, sent=ended)
         except RunBroken as broken:
@@ -515,6 +517,7 @@ class RunRegistry:
             await run.trainer.close()
         worker, run.worker = run.worker, None
         try:
+            await self.fleet.stop_left_of(run.id)
             if worker is not None:
                 await self.fleet.stop(worker, reason=reason)
             await self.snapshots.remove_all(run)

@@ -32,7 +32,7 @@ from gateway.workers.clients import (
     TrainerClient,
     WorkerUnavailable,
 )
-from gateway.workers.fleet import Backoff, Fleet
+from gateway.workers.fleet import Backoff, Fleet, Worker
 from tandem.errors import (
     InternalError,
     LimitExceeded,
@@ -52,6 +52,7 @@ _MOST_FAILURES = 5
 _SNAPSHOT_PAUSE = 60.0
 """Seconds until a snapshot is tried again that failed or had no room."""
 _PROGRESS_INTERVAL = 2.0
+_IDLE_INTERVAL = 0.1
 
 TrainerRequest = (
     trainer_pb2.ForwardBackwardRequest
@@ -143,24 +144,63 @@ class RunTrainer:
             why = await self._why(error)
             if self.log is None:
                 raise why from error
-            self.resume(why)
+            self._replace(why)
         else:
             self._serve(client)
 
     def take_up(self, snapshots: Sequence[Snapshot], left: Unfinished, *, missing_to: int) -> None:
-        """Take over the log of an earlier gateway; `resume` goes on from it."""
+        """Take over the log of an earlier gateway; `take_over` goes on from it."""
         assert self.log is not None
         self.log.resume(
             snapshots=snapshots, calls=left.calls, missing_to=missing_to, answered=left.ended
         )
         self.restoring = "the gateway restarted; the trainer starts when its client is heard of"
 
-    def resume(self, error: TandemError) -> None:
-        """Start the trainer of a run whose trainer ended with this error, before it served this
-        gateway, and bring it to where that one was."""
+    def _replace(self, error: TandemError) -> None:
+        """Bring another trainer to where one was that ended with this error before it served."""
         self._restore_task = asyncio.create_task(
             self._restore(error), name=f"restore-{self._run.id}"
         )
+
+    def take_over(self, error: TandemError) -> None:
+        """Go on with the trainer that an earlier gateway has left. If there is none, or none that
+        is of use, it ended with this error, and another one is brought to where it was."""
+        self._restore_task = asyncio.create_task(
+            self._take_over(error), name=f"restore-{self._run.id}"
+        )
+
+    async def _take_over(self, error: TandemError) -> None:
+        client = await self._adopt()
+        if client is None:
+            await self._restore(error)
+            return
+        self._metrics.restorations.labels(outcome="adopted").inc()
+        self._log.warning("trainer_adopted", step=self._run.step)
+        self._serve(client)
+
+    async def _adopt(self) -> TrainerClient | None:
+        """Return the client of the trainer that an earlier gateway has left, once that has ended
+        what it was sent; None if there is none, or none that is of use."""
+        run, log, exit_ = self._run, self.log, asyncio.get_running_loop().create_future()
+        assert log is not None
+        self._exit = exit_
+        run.worker = await self._fleet.adopt(run.id, on_exit=partial(self._note_exit, exit_))
+        if run.worker is None:
+            return None
+        client, answered = self._client_of(run.worker), log.answered_up_to(log.newest)
+        try:
+            async with asyncio.timeout(self._settings.trainer.operation_timeout):
+                run.about = await _when_idle(client)
+                if run.about.last_seq_id <= answered:  # what came after it was refused, not sent
+                    request = trainer_pb2.RestoreRequest(
+                        seq_id=answered + 1, weight_version=run.parent
+                    )
+                    await client.restore(request)
+        except (WorkerUnavailable, TandemError, TimeoutError) as error:
+            self._log.warning("trainer_not_adopted", reason=str(error))
+            return None
+        run.step = run.about.step
+        return client
 
     def too_large(self, seq_id: int) -> int:
         """Return the tokens of the micro-batch of an operation that ended its trainer by running
@@ -274,8 +314,11 @@ class RunTrainer:
             training=run.training,
             on_exit=partial(self._note_exit, exit_),
         )
+        return self._client_of(run.worker)
+
+    def _client_of(self, worker: Worker) -> TrainerClient:
         return TrainerClient(
-            run.worker,
+            worker,
             timeout=self._settings.trainer.operation_timeout,
             window=self._settings.dispatch_window,
         )
@@ -553,6 +596,18 @@ class RunTrainer:
         self.snapshot_problem = reason
         self._metrics.snapshots.labels(outcome="none").inc()
         self._log.warning("no_snapshot", reason=reason)
+
+
+async def _when_idle(client: TrainerClient) -> trainer_pb2.DescribeTrainerReply:
+    """Say where a trainer is once it has ended what it was sent."""
+    last = -1
+    while True:
+        if not (await client.progress()).seq_id:
+            about = await client.describe()
+            if about.last_seq_id == last:
+                return about
+            last = about.last_seq_id
+        await asyncio.sleep(_IDLE_INTERVAL)
 
 
 def _too_much(log_bytes: int) -> str:

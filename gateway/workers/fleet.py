@@ -7,7 +7,7 @@ import random
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Container
 from dataclasses import dataclass, field
 
 import grpc
@@ -129,16 +129,20 @@ class Fleet:
         self._next_number: defaultdict[str, int] = defaultdict(int)
         self._watchers: list[asyncio.Task[None]] = []
         self._given_up: dict[str, asyncio.Task[None]] = {}
+        self._left: dict[str, WorkerHandle] = {}
         self._log = get_log()
 
     async def open(self) -> None:
-        """Stop the workers that an earlier gateway has left, mark their rows as ended, and watch
-        for exits."""
-        left = [handle.worker_id for handle in await self.launcher.list()]
-        await asyncio.gather(*(self.launcher.stop(each, at_once=True) for each in left))
+        """Find the trainers that an earlier gateway has left, which `adopt` takes over; stop the
+        other workers, mark their rows as ended, and watch for exits."""
+        found = await self.launcher.list()
+        self._left = {each.run_id: each for each in found if each.kind == "trainer"}
+        kept = [each.worker_id for each in self._left.values()]
+        others = [each.worker_id for each in found if each.worker_id not in kept]
+        await asyncio.gather(*(self.launcher.stop(each, at_once=True) for each in others))
         await self.database.write(
             update(workers)
-            .where(workers.c.state != "ended")
+            .where(workers.c.state != "ended", workers.c.id.not_in(kept))
             .values(state="ended", reason="the gateway restarted", ended_at=time.time())
         )
         for row in await self.database.read(select(workers.c.id)):
@@ -150,6 +154,41 @@ class Fleet:
             asyncio.create_task(watch, name="worker-watcher"),
             asyncio.create_task(self._ask_for_heartbeats(), name="worker-heartbeats"),
         ]
+
+    async def stop_left(self, *, except_of: Container[str] = ()) -> None:
+        """Stop the trainers that an earlier gateway has left, except those of some runs."""
+        for run_id in [each for each in self._left if each not in except_of]:
+            await self._stop_left(self._left.pop(run_id), "its run has ended")
+
+    async def stop_left_of(self, run_id: str) -> None:
+        """Stop the trainer of a run that was not adopted, if there is one."""
+        if (handle := self._left.pop(run_id, None)) is not None:
+            await self._stop_left(handle, "its run has ended")
+
+    async def adopt(self, run_id: str, *, on_exit: Callable[[str], None]) -> Worker | None:
+        """Take over the trainer of a run that an earlier gateway has left; None if there is none,
+        or none that serves."""
+        handle = self._left.pop(run_id, None)
+        if handle is None:
+            return None
+        try:
+            await self.launcher.wait_ready(handle.worker_id)
+        except TandemError as error:
+            await self._stop_left(handle, error.message)
+            return None
+        record = self._records[handle.worker_id] = WorkerRecord(
+            worker_id=handle.worker_id,
+            kind=handle.kind,
+            session_id=handle.session_id,
+            run_id=run_id,
+            on_exit=on_exit,
+        )
+        self._log.info("worker_adopted", worker_id=handle.worker_id, run_id=run_id)
+        return self._note_ready(record, handle)
+
+    async def _stop_left(self, handle: WorkerHandle, reason: str) -> None:
+        self._write_end(handle.worker_id, reason)
+        await self.launcher.stop(handle.worker_id, at_once=True)
 
     async def close(self) -> None:
         """Stop every worker."""
@@ -276,24 +315,27 @@ class Fleet:
                 await self.launcher.stop(worker_id)
             self._log.warning("worker_start_failed", worker_id=worker_id, reason=reason)
             raise
-        record.worker = Worker(
-            handle=handle,
-            channel=grpc.aio.insecure_channel(handle.address, options=GRPC_OPTIONS),
-            metadata=((SECRET_METADATA_KEY, spec.secret),),
-        )
-        record.details = self.launcher.describe(worker_id)
-        record.state = "ready"
-        self.database.write_soon(
-            update(workers)
-            .where(workers.c.id == worker_id)
-            .values(state="ready", pid=record.details.pid)
-        )
         self._log.info(
             "worker_ready",
             worker_id=worker_id,
             session_id=spec.session_id,
             run_id=spec.run_id,
             seconds=round(time.time() - record.started_at, 3),
+        )
+        return self._note_ready(record, handle)
+
+    def _note_ready(self, record: WorkerRecord, handle: WorkerHandle) -> Worker:
+        record.worker = Worker(
+            handle=handle,
+            channel=grpc.aio.insecure_channel(handle.address, options=GRPC_OPTIONS),
+            metadata=((SECRET_METADATA_KEY, handle.secret),),
+        )
+        record.details = self.launcher.describe(record.worker_id)
+        record.state = "ready"
+        self.database.write_soon(
+            update(workers)
+            .where(workers.c.id == record.worker_id)
+            .values(state="ready", pid=record.details.pid)
         )
         return record.worker
 

@@ -203,15 +203,49 @@ def test_a_killed_gateway_is_replaced_and_the_next_one_goes_on_with_its_runs(
         stack.stack.process.kill()
         wait_until(lambda: stack.stack.endpoint.pid != killed.pid, what="there is another gateway")
         assert stack.stack.endpoint.url == killed.url
-        assert gone(stack, pids)(), "it stopped the trainer, frozen as that was"
 
         assert client.retrieve(done) == result, "what had ended is still answered"
         assert client.heartbeat(session_id).is_success, "the session has outlived the gateway"
         assert (client.retrieve(under_way).logprobs == result.logprobs).all()
+        assert gone(stack, pids)(), "a frozen trainer is of no use to the next gateway"
         step = {"model_id": run_id, "seq_id": 3, "adam_params": {"learning_rate": 1e-2}}
         client.retrieve(client.post("optim_step", step))
         later = client.forward_backward(message(run_id, 4, [1, 2, 3])).json()["request_id"]
         assert (client.retrieve(later).logprobs != result.logprobs).any()
+
+
+def test_a_trainer_outlives_its_gateway_and_applies_each_operation_once(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    with running(tmp_path, models=models) as stack:
+        client = PlainClient(stack.stack.endpoint)
+        session_id = client.create_session()
+
+        def train(run_id: str, *numbers: int) -> None:
+            for number in numbers:
+                client.forward_backward(message(run_id, 2 * number - 1, [1, 2, 3 + number]))
+                step = {"model_id": run_id, "seq_id": 2 * number, "adam_params": {}}
+                client.post("optim_step", step)
+
+        disturbed = client.create_model(session_id, f"{TIED}:full")
+        train(disturbed, 1)
+        client.retrieve(f"{disturbed}:2")
+        trainer = stack.worker("trainer", session_id=session_id)
+        killed = stack.stack.endpoint
+        train(disturbed, 2, 3)  # and none of these results is waited for
+        stack.stack.process.kill()
+        wait_until(lambda: stack.stack.endpoint.pid != killed.pid, what="there is another gateway")
+        train(disturbed, 4)
+        results = [client.retrieve(f"{disturbed}:{seq}") for seq in (3, 5, 7)]
+        assert stack.worker("trainer", session_id=session_id)["pid"] == trainer["pid"]
+
+        undisturbed = client.create_model(session_id, f"{TIED}:full", number=1)
+        train(undisturbed, 1, 2, 3, 4)
+        for seq, result in zip((3, 5, 7), results, strict=True):
+            expected = client.retrieve(f"{undisturbed}:{seq}")
+            assert (result.logprobs == expected.logprobs).all()
+        (row,) = [each for each in stack.status()["runs"] if each["id"] == disturbed]
+        assert row["restored"] == 0
 
 
 def test_a_killed_agent_takes_its_workers_along_and_the_run_is_restored(
