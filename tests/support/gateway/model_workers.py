@@ -170,11 +170,17 @@ class ModelTrainer(ModelWorker):
 
     async def Describe(self, request):
         return trainer_pb2.DescribeTrainerReply(
-            architecture="Model", parameters=7, trainable_parameters=7, ranks=1, step=0
+            architecture="Model",
+            parameters=7,
+            trainable_parameters=7,
+            ranks=1,
+            last_seq_id=self._done,
+            step=self.state.step,
         )
 
     async def Progress(self, request):
-        return trainer_pb2.ProgressReply()
+        under_way = (seq_id for seq_id, reply in self._replies.items() if not reply.done())
+        return trainer_pb2.ProgressReply(seq_id=min(under_way, default=0))
 
     async def ForwardBackward(self, request):
         return await self._in_order(request, self._forward_backward)
