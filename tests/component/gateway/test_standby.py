@@ -258,5 +258,6 @@ def test_a_frozen_gateway_is_taken_over_from_and_ends_itself_when_it_goes_on(tmp
         finally:
             second.terminate()
             assert second.wait(PATIENCE) == 0
-        wait_until(lambda: stack.process.poll() is None and read_endpoint(data_dir) is not None)
-        assert httpx.get(f"{read_endpoint(data_dir).url}/api/v1/readyz", timeout=30).is_success
+        third = wait_until(lambda: read_endpoint(data_dir))
+        assert third.pid not in (first.pid, second.pid)
+        assert httpx.get(f"{third.url}/api/v1/readyz", timeout=30).is_success
