@@ -128,6 +128,13 @@ class ReplayLog:
             default=None,
         )
 
+    @property
+    def newest_change(self) -> int:
+        """Return the newest operation of which the state must contain what it changed, -1 for
+        none."""
+        answered = [call.seq_id for call in self._calls.values() if call.answered]
+        return max([self.missing_to, self.newest.seq_id, *answered])
+
     def held(self, seq_id: int) -> SentCall | None:
         """Return a call, if it may be needed again."""
         return self._calls.get(seq_id)

@@ -191,6 +191,8 @@ class RunTrainer:
         try:
             async with asyncio.timeout(self._settings.trainer.operation_timeout):
                 run.about = await _when_idle(client)
+                if run.about.last_seq_id <= log.newest_change:  # it was being restored itself
+                    raise InternalError("it had not been brought to where the run was")
                 if run.about.last_seq_id <= answered:  # what came after it was refused, not sent
                     request = trainer_pb2.RestoreRequest(
                         seq_id=answered + 1, weight_version=run.parent
