@@ -168,14 +168,16 @@ class Fleet:
     async def adopt(self, run_id: str, *, on_exit: Callable[[str], None]) -> Worker | None:
         """Take over the trainer of a run that an earlier gateway has left; None if there is none,
         or none that serves."""
-        handle = self._left.pop(run_id, None)
+        handle = self._left.get(run_id)
         if handle is None:
             return None
         try:
             await self.launcher.wait_ready(handle.worker_id)
         except TandemError as error:
             await self._stop_left(handle, error.message)
+            self._left.pop(run_id, None)
             return None
+        del self._left[run_id]  # not before: whoever cancels this stops what is left
         record = self._records[handle.worker_id] = WorkerRecord(
             worker_id=handle.worker_id,
             kind=handle.kind,
