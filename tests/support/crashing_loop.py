@@ -132,14 +132,18 @@ class CrashingLoop(asyncio.SelectorEventLoop):
         """Run until `main` of a process ends. `at_step` is called before each step, and wherever
         `step` is called; if it raises `Crash`, the process is dead, and so this is raised."""
         self._at_step, self.steps = at_step, 0
+        task = self.create_task(main, context=as_process(process))
         try:
-            result = self.run_until_complete(self.create_task(main, context=as_process(process)))
+            self.run_until_complete(task)
         except Crash:
+            if task.done():  # just before, and the loop is about to stop
+                self._at_step = lambda _number: None
+                self.run_forever()
             # What a garbage collector would close, running its `finally`, is kept until `bury`.
             self._dead[process] = list(self._tasks.pop(process))
             raise
         self._end(process)
-        return result
+        return task.result()
 
     def bury(self) -> None:
         """Free what the dead processes held, and end the others. What they do now has no effect
