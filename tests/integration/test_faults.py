@@ -259,6 +259,6 @@ def test_a_killed_agent_takes_its_workers_along_and_the_run_is_restored(
         pids = {process.pid for process in stack.processes_of(trainer_of(stack, run))}
         assert pids
         stack.stack.agent_process.kill()
+        wait_until(gone(stack, pids), what="its workers have ended with it")
         assert largest_difference(expected, logprobs(run, tokens)) == 0
-        assert gone(stack, pids)()
         assert stack.run(run)["restored"] == 1

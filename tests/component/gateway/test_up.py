@@ -56,8 +56,17 @@ def refused(*command: str, **variables: str) -> str:
 @contextmanager
 def started(*command: str) -> Iterator[subprocess.Popen[str]]:
     """A command that is ended with the block, whatever happens in it."""
+
+    def heed_signals() -> None:  # which a shell lets its background jobs ignore, and nohup
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_signals,
     ) as process:
         try:
             yield process
