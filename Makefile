@@ -1,7 +1,7 @@
 ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_lists openai_models operations \
 	restarted restored retention run_history search security_names sessions trace usage_summary
 
-.PHONY: setup demo first-hour test test-postgresql conformance lint bench bench-bombs bench-gateway bench-history bench-recovery bench-versus fuzz nightly api-docs protos clean
+.PHONY: setup demo first-hour test test-postgresql conformance lint bench bench-bombs bench-gateway bench-history bench-recovery bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -52,6 +52,9 @@ bench-bombs: setup ## Measures healthz beside clients with compressed bombs. ARG
 
 fuzz: setup      ## Sends the gateway what no client would send. ARGS="--requests 100000 --seed 1"
 	@.venv/bin/python -m tests.fuzz $(ARGS)
+
+chaos: setup     ## Kills and freezes what it finds while experiments train. ARGS="--faults 10 --seed 1"
+	@.venv/bin/python -m tests.chaos $(ARGS)
 
 nightly: setup   ## What is too long for every change: cookbook recipes, and 100,000 requests of the fuzzer.
 	@scripts/cookbook.sh
