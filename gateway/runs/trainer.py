@@ -193,7 +193,9 @@ class RunTrainer:
                 run.about = await _when_idle(client)
                 if run.about.last_seq_id <= log.newest_change:  # it was being restored itself
                     raise InternalError("it had not been brought to where the run was")
-                if run.about.last_seq_id <= answered:  # what came after it was refused, not sent
+                # What came after its last call was refused, or it had just been restored, and was
+                # not told of the newest version yet.
+                if run.about.last_seq_id <= answered + 1:
                     request = trainer_pb2.RestoreRequest(
                         seq_id=answered + 1, weight_version=run.parent
                     )

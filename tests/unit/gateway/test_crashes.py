@@ -125,7 +125,7 @@ def die_again_and_again(seed: int, folder: Path) -> None:
     assert not scenario.run().differences(expected)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(30), 20180])
 def test_gateways_and_workers_may_die_again_and_again(seed, tmp_path):
     die_again_and_again(seed, tmp_path)
 
