@@ -547,6 +547,8 @@ class RunTrainer:
         log, run = self.log, self._run
         if log is None or self._snapshot_asked or time.monotonic() < self._next_snapshot_at:
             return ""
+        if not run.about.trainable_parameters:  # after a restart: the size is not known yet
+            return ""
         if not log.wants_snapshot(expected_bytes=run.expected_state_bytes):
             return ""
         try:
