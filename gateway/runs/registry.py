@@ -32,8 +32,8 @@ from gateway.limits import Quotas, overloaded
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Body, Call, Kind, LoadWeights, Operation, RunBroken
-from gateway.runs.replay import SentCall, Snapshot, recovery_of
-from gateway.runs.resumption import unfinished
+from gateway.runs.replay import recovery_of
+from gateway.runs.resumption import RunResumption
 from gateway.runs.runner import OperationRunner, RunnerTools
 from gateway.runs.snapshots import SnapshotStore
 from gateway.runs.trainer import RunTrainer
@@ -52,7 +52,6 @@ from tandem.errors import (
 )
 from tandem.settings import GatewaySettings, RecoverySettings
 from tandem.telemetry import get_log
-from tandem.v1 import trainer_pb2
 from tandem.worker import TrainingSpec
 
 _PAYLOAD_SHARE = 0.5
@@ -76,6 +75,14 @@ class RunRegistry:
         self._runs: dict[str, TrainingRun] = {}
         self._arriving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._stopping: set[asyncio.Task[None]] = set()
+        self._resumption = RunResumption(
+            database=self.database,
+            journal=self.journal,
+            limits=self.limits,
+            snapshots=self.snapshots,
+            pins=self.tools.checkpoints.pins,
+            data_dir=self._data_dir,
+        )
         self._log = get_log()
 
     async def open(self) -> None:
@@ -120,52 +127,11 @@ class RunRegistry:
             training=TrainingSpec.model_validate(row["training"]),
             recovery=recovery_of(row["user_metadata"], self.settings.recovery),
         )
-        run.parent, run.newest = row["parent"], row["newest"]
-        snapshots = await self.snapshots.resume(run)
-        newest = snapshots[-1] if snapshots else Snapshot()
-        left = await unfinished(
-            run, newest, database=self.database, data_dir=self.settings.data_dir
-        )
-        run.step = newest.step
-        if run.parent:
-            self.tools.checkpoints.pins.pin(relative_version_folder(run.parent))
-        for call in left.calls:
-            self._pin_loaded(call)
-        for operation in left.waiting:
-            self._take_up(run, operation)
         run.trainer = self._trainer_of(run)
-        run.trainer.take_up(snapshots, left, missing_to=row["replay_after"])
-        run.dispatcher.resume(
-            [each for each in left.waiting if each.seq_id > 0],
-            ended=left.ended,
-            gradients_incomplete=left.gradients_incomplete,
-        )
+        left = await self._resumption.resume(run, row)
         run.creation = next((each for each in left.waiting if each.seq_id == 0), None)
         self._runs[run.id] = run
         run.life = asyncio.create_task(self._live_again(run, left.ended), name=f"run-{run.id}")
-
-    def _pin_loaded(self, call: SentCall) -> None:
-        """Keep the checkpoint that a call loads, as long as it may have to be loaded again."""
-        if call.kind == "load_weights":
-            folder = trainer_pb2.LoadCheckpointRequest.FromString(call.request).path
-            pins = self.tools.checkpoints.pins
-            pins.pin(folder)
-            call.release = partial(pins.unpin, folder)
-
-    def _take_up(self, run: TrainingRun, operation: Operation) -> None:
-        """Hold for an operation that was accepted by an earlier gateway what it needs, and keep
-        what its trainer may have written for it."""
-        held = self.limits.reserve(
-            run.owner,
-            (self.limits.operations, 1),
-            (self.limits.operation_bytes, operation.size),
-            forced=True,
-        )
-        if operation.folder:
-            self.tools.checkpoints.pins.pin(operation.folder)
-            held.callback(self.tools.checkpoints.pins.unpin, operation.folder)
-        operation.future.on_end(lambda _outcome: held.close())
-        self.journal.futures.add(operation.future)
 
     async def _live_again(self, run: TrainingRun, ended: int) -> None:
         """As `_live`, for a run of an earlier gateway, once its client is heard of."""

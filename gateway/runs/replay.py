@@ -111,6 +111,13 @@ class ReplayLog:
         return self.newest.seq_id >= self.missing_to
 
     @property
+    def why_incomplete(self) -> str:
+        return (
+            f"it cannot be restored: more than {self._settings.log_bytes} bytes came since the "
+            "last snapshot (TANDEM_RECOVERY_LOG_BYTES)"
+        )
+
+    @property
     def newest(self) -> Snapshot:
         return self._snapshots[-1] if self._snapshots else Snapshot()
 

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from sqlalchemy import func, select
+from sqlalchemy import RowMapping, func, select
 
-from gateway.identifiers import operation_blob
+from gateway.checkpoints.pins import Pins
+from gateway.identifiers import operation_blob, relative_version_folder
+from gateway.limits import Quotas
 from gateway.runs.dispatcher import why_refused
+from gateway.runs.journal import Journal
 from gateway.runs.operations import Operation, body_from_json
 from gateway.runs.replay import SentCall, Snapshot
+from gateway.runs.snapshots import SnapshotStore
 from gateway.runs.training_run import TrainingRun
 from gateway.storage.database import Database
 from gateway.storage.tables import operations
 from tandem.errors import SequenceGap, from_type
+from tandem.v1 import trainer_pb2
 
 _COLUMNS = tuple(
     operations.c[name]
@@ -48,6 +54,62 @@ class Unfinished:
     calls: list[SentCall] = field(default_factory=list)
     waiting: list[Operation] = field(default_factory=list)
     gradients_incomplete: str = ""
+
+
+@dataclass(frozen=True)
+class RunResumption:
+    """Reads the rows of a run, and holds for it what it held in the earlier gateway."""
+
+    database: Database
+    journal: Journal
+    limits: Quotas
+    snapshots: SnapshotStore
+    pins: Pins
+    data_dir: Path
+
+    async def resume(self, run: TrainingRun, row: RowMapping) -> Unfinished:
+        """Take up a run where an earlier gateway left it; its trainer is not started yet."""
+        assert run.trainer is not None
+        run.parent, run.newest = row["parent"], row["newest"]
+        snapshots = await self.snapshots.resume(run)
+        newest = snapshots[-1] if snapshots else Snapshot()
+        left = await unfinished(run, newest, database=self.database, data_dir=self.data_dir)
+        run.step = newest.step
+        if run.parent:
+            self.pins.pin(relative_version_folder(run.parent))
+        for call in left.calls:
+            self._pin_loaded(call)
+        for operation in left.waiting:
+            self._take_up(run, operation)
+        run.trainer.take_up(snapshots, left, missing_to=row["replay_after"])
+        run.dispatcher.resume(
+            [each for each in left.waiting if each.seq_id > 0],
+            ended=left.ended,
+            gradients_incomplete=left.gradients_incomplete,
+        )
+        return left
+
+    def _pin_loaded(self, call: SentCall) -> None:
+        """Keep the checkpoint that a call loads, as long as it may have to be loaded again."""
+        if call.kind == "load_weights":
+            folder = trainer_pb2.LoadCheckpointRequest.FromString(call.request).path
+            self.pins.pin(folder)
+            call.release = partial(self.pins.unpin, folder)
+
+    def _take_up(self, run: TrainingRun, operation: Operation) -> None:
+        """Hold for an operation that was accepted by an earlier gateway what it needs, and keep
+        what its trainer may have written for it."""
+        held = self.limits.reserve(
+            run.owner,
+            (self.limits.operations, 1),
+            (self.limits.operation_bytes, operation.size),
+            forced=True,
+        )
+        if operation.folder:
+            self.pins.pin(operation.folder)
+            held.callback(self.pins.unpin, operation.folder)
+        operation.future.on_end(lambda _outcome: held.close())
+        self.journal.futures.add(operation.future)
 
 
 async def unfinished(

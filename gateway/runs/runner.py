@@ -41,7 +41,8 @@ from gateway.runs.operations import (
     SaveWeightsForSampler,
     json_result,
 )
-from gateway.runs.trainer import Pick, Reply, Request, RunTrainer
+from gateway.runs.restoration import Reply, Request
+from gateway.runs.trainer import Pick, RunTrainer
 from gateway.runs.training_run import TrainingRun
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import SamplingSessionRegistry
@@ -156,7 +157,7 @@ class OperationRunner:
             )
         )
         if isinstance(request, trainer_pb2.OptimStepRequest):
-            request.snapshot = await self._trainer.snapshot_folder()
+            request.snapshot = await self._trainer.taker.folder()
         self._trainer.note_sent(call, request, release=release)
         call.send()
         reply = await self._answer(call, pick, request, payload)
@@ -178,7 +179,9 @@ class OperationRunner:
             client = await self._trainer.client()
             gone = self._trainer.gone
             if isinstance(request, trainer_pb2.ForwardBackwardRequest):
-                request.out_of_memory_at = self._trainer.too_large(call.operation.seq_id)
+                request.out_of_memory_at = self._trainer.restoration.too_large(
+                    call.operation.seq_id
+                )
             try:
                 async with self._trainer.following(call, client):
                     reply = await client.call(pick(client, payload), request, begun=call.begun)

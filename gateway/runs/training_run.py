@@ -78,8 +78,8 @@ class TrainingRun:
     def trouble(self) -> str:
         """Say that the trainer is being restored, or does not answer its heartbeat; "" if all is
         well."""
-        if self.trainer is not None and self.trainer.restoring:
-            return self.trainer.restoring
+        if self.trainer is not None and self.trainer.restoration.doing:
+            return self.trainer.restoration.doing
         return self.worker.silence if self.worker is not None else ""
 
     def describe(self, seq_id: int) -> Waiting:

@@ -403,7 +403,7 @@ def test_snapshots_count_towards_the_owners_bytes(start, new_run):
         train(run, 1)
         wait_until(lambda: run_of(run).trainer.log.newest.step == 1)
         train(run, 2)
-        wait_until(lambda: "TANDEM_LIMIT_CHECKPOINT_BYTES" in run_of(run).trainer.snapshot_problem)
+        wait_until(lambda: "TANDEM_LIMIT_CHECKPOINT_BYTES" in run_of(run).trainer.taker.problem)
         assert len(snapshots(gate)) == 1
         body = {"model_id": run.id, "seq_id": 5, "path": "mine"}
         run.client.post("/api/v1/save_weights", json=body)

@@ -1,0 +1,196 @@
+"""How a trainer that has just started is brought to where a lost one was: it loads the newest
+snapshot that is whole, and gets the calls after it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+from gateway.runs.journal import Journal
+from gateway.runs.operations import Body
+from gateway.runs.replay import ReplayLog, SentCall, Snapshot
+from gateway.runs.snapshots import SnapshotStore
+from gateway.runs.training_run import TrainingRun
+from gateway.usage.meter import TrainerReply
+from gateway.workers.clients import Method, TrainerClient
+from tandem.errors import InternalError, OutOfMemory, TandemError, WorkerDied
+from tandem.telemetry import get_log
+from tandem.v1 import trainer_pb2
+
+_MOST_DEATHS = 3
+"""Of the trainer at one operation."""
+
+TrainerRequest = (
+    trainer_pb2.ForwardBackwardRequest
+    | trainer_pb2.OptimStepRequest
+    | trainer_pb2.PublishRequest
+    | trainer_pb2.SaveCheckpointRequest
+    | trainer_pb2.LoadCheckpointRequest
+)
+Request = TypeVar("Request", bound=TrainerRequest)
+Reply = TypeVar("Reply", bound=TrainerReply)
+DefinitionOf = Callable[[Body | None], Awaitable[bytes]]
+"""Returns the definition of the loss that a request names, if it names one."""
+
+
+class GiveUp(Exception):
+    """The trainer cannot be brought back."""
+
+    def __init__(self, error: TandemError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class Restoration:
+    """Of one run, for as long as it lives: it remembers which operations ended its trainers.
+
+    `doing` says what is done to bring the trainer back, "" while it serves."""
+
+    def __init__(
+        self,
+        *,
+        run: TrainingRun,
+        log: ReplayLog | None,
+        journal: Journal,
+        snapshots: SnapshotStore,
+        definition_of: DefinitionOf,
+        data_dir: Path,
+    ) -> None:
+        self._run = run
+        self._replay_log = log
+        self._journal = journal
+        self._snapshots = snapshots
+        self._definition_of = definition_of
+        self._data_dir = data_dir
+        self.doing = ""
+        self.at: SentCall | None = None
+        """The call that is replayed."""
+        self._deaths: Counter[int] = Counter()
+        self._too_large: dict[int, int] = {}
+        self._unusable: set[str] = set()
+        self._log = get_log(session_id=run.session_id, run_id=run.id)
+
+    def too_large(self, seq_id: int) -> int:
+        """Return the tokens of the micro-batch of an operation that ended its trainer by running
+        out of memory; 0 if none did."""
+        return self._too_large.get(seq_id, 0)
+
+    def note_plan(self, seq_id: int, reply: TrainerReply) -> None:
+        """Note with how large micro-batches a batch was computed, or could not be: a replay does
+        the same, and gives the same bits."""
+        log = self._replay_log
+        if log is None or not isinstance(reply, trainer_pb2.ForwardBackwardReply):
+            return
+        self._too_large.pop(seq_id, None)
+        if reply.micro_batch_tokens:
+            self._run.about.micro_batch_tokens = reply.micro_batch_tokens
+        if (call := log.held(seq_id)) is not None:
+            call.request += trainer_pb2.ForwardBackwardRequest(
+                micro_batch_tokens=reply.micro_batch_tokens,
+                out_of_memory_at=reply.out_of_memory_at,
+            ).SerializeToString()
+
+    def note_death_at(self, call: SentCall, error: TandemError) -> None:
+        """Note that the trainer died at a call. Raises `GiveUp` if it has too often."""
+        if isinstance(error, OutOfMemory) and call.kind in ("forward", "forward_backward"):
+            before = self._too_large.get(call.seq_id, math.inf)
+            self._too_large[call.seq_id] = error.tokens
+            if error.tokens < before:  # until the trainer has none smaller, and refuses it
+                return
+        self._deaths[call.seq_id] += 1
+        if self._deaths[call.seq_id] >= _MOST_DEATHS:
+            raise GiveUp(
+                WorkerDied(
+                    f"the trainer died {_MOST_DEATHS} times at operation {call.seq_id}, a "
+                    f"{call.kind}: {error.message}"
+                )
+            )
+
+    async def bring_back(self, client: TrainerClient, log: ReplayLog) -> None:
+        """Bring a trainer that has just started to where the lost one was. Raises `GiveUp`, or
+        what this trainer ended with."""
+        run = self._run
+        run.about = await client.describe()
+        snapshot = await self._load_newest(client, log)
+        calls, previous = log.calls_after(snapshot), snapshot.seq_id
+        for done, call in enumerate(calls):
+            self.doing = (
+                f"the trainer is being restored from step {snapshot.step}: {done} of {len(calls)} "
+                "operations are replayed"
+            )
+            self.at = call
+            failure = await self._replay(client, call, previous)
+            if call.answered and failure != call.failure:
+                raise GiveUp(
+                    InternalError(
+                        f"operation {call.seq_id} ended differently when it was replayed: "
+                        f"{failure or 'well'} instead of {call.failure or 'well'}"
+                    )
+                )
+            previous = call.seq_id
+        self.at = None
+        reply = await client.restore(
+            trainer_pb2.RestoreRequest(
+                seq_id=log.answered_up_to(snapshot) + 1, weight_version=run.parent
+            )
+        )
+        run.step = reply.step
+        await self._remove_unusable(log)
+
+    async def _replay(self, client: TrainerClient, call: SentCall, previous: int) -> str:
+        """Send a call again, after the one of the `seq_id` `previous`; return the type of its
+        failure, "" for none."""
+
+        async def send(method: Method[Request, Reply], request: Request) -> str:
+            request.MergeFromString(call.request)
+            if isinstance(request, trainer_pb2.LoadCheckpointRequest):
+                request.path = str(self._data_dir / request.path)
+            request.header.previous_seq_id = previous + 1
+            reply = await client.replay(method, request)
+            self.note_plan(call.seq_id, reply)
+            return reply.failure.type
+
+        match call.kind:
+            case "optim_step":
+                return await send(client.stub.OptimStep, trainer_pb2.OptimStepRequest())
+            case "load_weights":
+                return await send(client.stub.LoadCheckpoint, trainer_pb2.LoadCheckpointRequest())
+        payload = await self._journal.read_payload(self._run.id, call.seq_id)
+        definition = await self._definition_of(call.body)
+        return await send(
+            client.forward_backward(payload),
+            trainer_pb2.ForwardBackwardRequest(
+                loss_definition=definition, out_of_memory_at=self.too_large(call.seq_id)
+            ),
+        )
+
+    async def _load_newest(self, client: TrainerClient, log: ReplayLog) -> Snapshot:
+        """Let the trainer load the newest snapshot that is whole; return it."""
+        if not log.complete:
+            raise GiveUp(WorkerDied(f"the trainer died; {log.why_incomplete}"))
+        for snapshot in log.snapshots:
+            if not snapshot.folder:
+                return snapshot  # the trainer has loaded the base model
+            if snapshot.folder in self._unusable:
+                continue
+            self.doing = f"the trainer is being restored: it loads step {snapshot.step}"
+            self._unusable.add(snapshot.folder)  # if the trainer dies of it, the next is tried
+            reply = await client.restore(
+                trainer_pb2.RestoreRequest(path=snapshot.folder, seq_id=snapshot.seq_id + 1)
+            )
+            if not reply.HasField("failure"):
+                self._unusable.discard(snapshot.folder)
+                return snapshot
+            self._log.error("snapshot_unusable", step=snapshot.step, reason=reply.failure.message)
+        raise GiveUp(WorkerDied("the trainer died, and none of its snapshots can be read"))
+
+    async def _remove_unusable(self, log: ReplayLog) -> None:
+        """Remove the snapshots that could not be loaded, now that another one was."""
+        for snapshot in log.snapshots:
+            if snapshot.folder in self._unusable:
+                log.lose(snapshot)
+                await self._snapshots.remove(self._run, snapshot)
+        self._unusable.clear()

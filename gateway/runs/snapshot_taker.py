@@ -1,0 +1,120 @@
+"""When a run's trainer takes a snapshot, and what is noted of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from gateway.metrics import Metrics
+from gateway.runs.replay import ReplayLog, Snapshot
+from gateway.runs.snapshots import SnapshotStore
+from gateway.runs.training_run import TrainingRun
+from gateway.workers.clients import TrainerClient, WorkerUnavailable
+from tandem.errors import LimitExceeded, StorageFailed, TandemError
+from tandem.telemetry import get_log
+from tandem.v1 import trainer_pb2
+
+_PAUSE = 60.0
+"""Seconds until a snapshot is tried again that failed or had no room."""
+
+
+class SnapshotTaker:
+    """Of one run. `log` is what snapshots cover; nothing is taken without one."""
+
+    def __init__(
+        self, *, run: TrainingRun, log: ReplayLog | None, snapshots: SnapshotStore, metrics: Metrics
+    ) -> None:
+        self._run = run
+        self._replay = log
+        self._snapshots = snapshots
+        self._metrics = metrics
+        self.problem = ""
+        """Why there is no snapshot since the newest one, "" if nothing went wrong."""
+        self._asked = ""
+        """The folder of the one that the trainer takes."""
+        self._task: asyncio.Task[None] | None = None
+        self._next_at = 0.0
+        self._left_behind: list[str] = []
+        self._log = get_log(session_id=run.session_id, run_id=run.id)
+
+    async def folder(self) -> str:
+        """Return where the trainer is to write a snapshot after the next step; "" for none."""
+        log, run = self._replay, self._run
+        if log is None or self._asked or time.monotonic() < self._next_at:
+            return ""
+        if not run.about.trainable_parameters:  # after a restart: the size is not known yet
+            return ""
+        if not log.wants_snapshot(expected_bytes=run.expected_state_bytes):
+            return ""
+        try:
+            self._asked = await self._snapshots.new_folder(run)
+        except (LimitExceeded, StorageFailed, OSError) as error:  # the step goes on without it
+            self._note_none(str(error))
+        return self._asked
+
+    def follow(self, client: TrainerClient, folder: str) -> None:
+        """Wait, in the background, for the snapshot that the trainer has begun to write."""
+        self._task = asyncio.create_task(self._await(client, folder))
+
+    def not_begun(self) -> None:
+        """Note that the step with which a snapshot was asked for was not applied."""
+        self._asked = ""
+
+    async def _await(self, client: TrainerClient, folder: str) -> None:
+        """Note a snapshot once it is written, or remove what there is of it."""
+        log, run = self._replay, self._run
+        assert log is not None
+        useless = [Snapshot(folder=folder)]
+        try:
+            reply = await client.await_snapshot(trainer_pb2.AwaitSnapshotRequest(path=folder))
+            if reply.HasField("failure"):
+                self._note_none(reply.failure.message)
+                return
+            self._metrics.snapshots.labels(outcome="written").inc()
+            self.problem = ""
+            snapshot = Snapshot(
+                seq_id=reply.seq_id - 1, step=reply.step, folder=folder, bytes=reply.bytes
+            )
+            self._snapshots.add(run, snapshot)
+            useless = log.add_snapshot(snapshot, cost=reply.pause_seconds + reply.seconds)
+            self._log.info(
+                "snapshot",
+                step=reply.step,
+                bytes=reply.bytes,
+                pause_seconds=round(reply.pause_seconds, 4),
+                seconds=round(reply.seconds, 4),
+            )
+        except (WorkerUnavailable, TandemError) as error:
+            self._note_none(str(error))
+        finally:
+            if self._asked == folder:
+                self._asked = ""
+            for each in useless:
+                await self._snapshots.remove(run, each)
+
+    def trainer_lost(self) -> None:
+        """Give up the snapshot that the trainer was at, if it was at one."""
+        if self._asked:
+            self._left_behind.append(self._asked)
+            self._asked = ""
+            # It may be what the trainer died of.
+            self._note_none("the trainer died while it took one")
+        if self._task is not None:
+            self._task.cancel()
+
+    async def remove_left(self) -> None:
+        """Remove what lost trainers have written of snapshots, now that they have ended."""
+        for folder in self._left_behind:
+            await self._snapshots.remove(self._run, Snapshot(folder=folder))
+        self._left_behind.clear()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _note_none(self, reason: str) -> None:
+        self._next_at = time.monotonic() + _PAUSE
+        self.problem = reason
+        self._metrics.snapshots.labels(outcome="none").inc()
+        self._log.warning("no_snapshot", reason=reason)
