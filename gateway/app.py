@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import cast
 
 import orjson
@@ -46,6 +47,7 @@ from gateway.core import Gateway
 from gateway.housekeeping import Housekeeping
 from gateway.http_connection import BoundedProtocol
 from gateway.metrics import Metrics
+from gateway.stopping import Stop
 from gateway.storage.data_directory import write_private
 from gateway.storage.database import is_postgresql
 from gateway.storage.lease import Lease
@@ -101,12 +103,12 @@ def create_app(
     one still has in hand is that one's, and it must not even stop its workers.
     """
     launcher = launcher or make_launcher(settings)
-    metrics = Metrics()
+    metrics, stop = Metrics(), Stop(tell=_tell)
     opened = asyncio.Event()
 
     @asynccontextmanager
     async def serving(app: FastAPI, *, epoch: int) -> AsyncIterator[None]:
-        found = Gateway.open(settings, launcher=launcher, metrics=metrics, epoch=epoch)
+        found = Gateway.open(settings, launcher=launcher, metrics=metrics, epoch=epoch, stop=stop)
         async with found as gateway, Housekeeping(gateway).running():
             app.state.gateway = gateway
             app.state.inference = InferenceService(gateway)
@@ -133,6 +135,7 @@ def create_app(
         title="Tandem", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None
     )
     app.state.metrics = metrics
+    app.state.stop = stop
     app.state.start_error = ""
     for router in ROUTERS:
         app.include_router(router)
@@ -227,6 +230,11 @@ class GatewayServer(uvicorn.Server):
         endpoint = {"url": self.url, "pid": os.getpid(), "api_key": self.gateway.api_key}
         write_private(self._announcement, orjson.dumps(endpoint))
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle SIGTERM and SIGINT, also those that come before the server serves or after it."""
+        cast(FastAPI, self.config.app).state.stop.ask(sig, again=self.should_exit)
+        self.should_exit = True
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if hasattr(cast(FastAPI, self.config.app).state, "gateway"):
             self._announcement.unlink(missing_ok=True)
@@ -279,6 +287,11 @@ def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
     return GatewayServer(config)
 
 
+def _tell(sentence: str) -> None:
+    """Tell whoever started the gateway."""
+    print(f"{SENTENCE}{sentence}", file=sys.stderr, flush=True)
+
+
 def _sentence(error: Exception) -> str:
     """Return on one line why the gateway does not start or go on, to whoever started it: for an
     error of the storage the cause, which clients are not told."""
@@ -304,18 +317,16 @@ def run(settings: GatewaySettings) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status."""
     configure_logging(service="gateway", level=settings.log_level)
     set_process_limits()
-    # uvicorn handles these signals while it serves, and raises them again afterwards, when
-    # everything is stopped already.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
     try:
         app = create_app(settings)
     except TandemError as error:  # a setting that names nothing
-        print(f"{SENTENCE}{error.message}", file=sys.stderr)
+        _tell(error.message)
         return 1
     server = make_server(app, settings)
+    for number in (signal.SIGTERM, signal.SIGINT):  # before this, they end the process
+        signal.signal(number, server.handle_exit)
     with suppress(SystemExit):  # uvicorn raises it if it cannot start
         server.run()
     if app.state.start_error:
-        print(f"{SENTENCE}{app.state.start_error}", file=sys.stderr)
+        _tell(app.state.start_error)
     return 0 if server.started else 1

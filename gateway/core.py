@@ -36,6 +36,7 @@ from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import ImplicitSessions, SamplingSessionRegistry
 from gateway.sessions.queries import SessionQueries
 from gateway.sessions.registry import SessionRegistry, why_ended
+from gateway.stopping import Stop
 from gateway.storage.data_directory import (
     keep_api_key,
     keep_signing_key,
@@ -65,17 +66,20 @@ class Gateway:
         launcher: Launcher,
         metrics: Metrics,
         epoch: int = 0,
+        stop: Stop | None = None,
     ) -> AsyncIterator[Gateway]:
         """Opens the data directory and everything in it; closes it at the end of the block.
 
         Sessions and runs of an earlier gateway go on; what it left of others is failed or removed
-        first. At the end all workers are stopped; sessions and runs stay, and clients come back to
-        the next gateway. `epoch` is that of the lease, which stands for the lock of the directory;
-        0: there is none. Raises `InvalidRequest` when another gateway uses the directory, or when
-        others could reach this one without a key.
+        first. At the end sessions and runs stay, and clients come back to the next gateway; `stop`
+        says what becomes of the workers. `epoch` is that of the lease, which stands for the lock of
+        the directory; 0: there is none. Raises `InvalidRequest` when another gateway uses the
+        directory, or when others could reach this one without a key.
         """
         with locked_data_directory(settings.data_dir, shared=bool(epoch)):
-            gateway = cls(settings, launcher=launcher, metrics=metrics, epoch=epoch)
+            gateway = cls(
+                settings, launcher=launcher, metrics=metrics, epoch=epoch, stop=stop or Stop()
+            )
             try:
                 await gateway._restore()
                 yield gateway
@@ -92,8 +96,10 @@ class Gateway:
         launcher: Launcher,
         metrics: Metrics,
         epoch: int,
+        stop: Stop,
     ) -> None:
         self.settings = settings
+        self.stop = stop
         self.metrics = metrics
         self.started_at = time.time()
         data_dir = settings.data_dir
@@ -268,7 +274,7 @@ class Gateway:
         await asyncio.gather(*self._ending.values(), return_exceptions=True)
         await self.runs.close()
         await self.samplers.close()
-        await self.fleet.close()
+        await self.fleet.close(leaving=self.stop.hand_over)
         await self.copies.close()
         await self.collector.close()
         await self.futures.close()

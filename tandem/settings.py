@@ -268,6 +268,12 @@ class GatewaySettings(BaseSettings):
     launcher: str = Field(
         "agent", description="What starts workers; agent: the `tandem agent` of the data directory."
     )
+    stop_timeout: float = Field(
+        30.0,
+        ge=0,
+        description="A gateway that stops its workers lets them end what they are at, and saves "
+        "the runs first, for so long at most; 0: not at all.",
+    )
     worker_start_timeout: float = Field(300.0, gt=0)
     worker_stop_timeout: float = Field(10.0, gt=0)
     worker_heartbeat: float = Field(

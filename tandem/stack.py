@@ -21,6 +21,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tandem.errors import InvalidRequest, ServerError, WorkerStartFailed
+from tandem.settings import GatewaySettings
 from tandem.worker import die_with_parent, without_secrets
 
 ENDPOINT_NAME = "gateway.json"
@@ -29,6 +30,9 @@ SENTENCE = "tandem gateway: "
 
 _TAIL_BYTES = 16 * 1024
 _POLL_SECONDS = 0.05
+_STOP_TIMEOUT: float = GatewaySettings.model_fields["stop_timeout"].default
+_STOP_SECONDS = 30.0
+"""For the end of agent or gateway, beside TANDEM_STOP_TIMEOUT; what lasts longer is killed."""
 _FIRST_WAIT = 0.25
 _MOST_ENDS = 5
 _MOST_ENDS_WITHIN = 60.0
@@ -61,7 +65,7 @@ class Stack:
     `Stack(data_dir=Path(".tandem"), settings={"port": "0", "trainer_ranks": "2"})`. Each of the two
     is started again when it ends, the gateway on the port that it had; `tell` is given a sentence
     then. One that ends again and again ends the stack. Both end with this process, however that
-    ends.
+    ends. `say` is given what is waited for while they are stopped.
     """
 
     def __init__(
@@ -70,8 +74,8 @@ class Stack:
         data_dir: Path,
         settings: Mapping[str, str] | None = None,
         start_timeout: float = 60.0,
-        stop_timeout: float = 30.0,
         tell: Callable[[str], None] = lambda sentence: None,
+        say: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self.data_dir = data_dir
         environment = dict(os.environ)
@@ -90,11 +94,12 @@ class Stack:
             log_path=data_dir / "logs" / "gateway.log",
         )
         self._start_timeout = start_timeout
-        self._stop_timeout = stop_timeout
         self._tell = tell
+        self._say = say
         self._endpoint: Endpoint | None = None
         self._up = threading.Event()
         self._stopping = threading.Event()
+        self._at_once = threading.Event()
         self._over = threading.Event()
         self._fault: Exception | None = None
         # The kernel ends agent and gateway with the thread that started them, and this is the one
@@ -167,9 +172,14 @@ class Stack:
             raise self._fault
 
     def stop(self) -> None:
-        """Stop the gateway, which stops its workers, and then the agent. Idempotent."""
+        """Stop the gateway, which saves its runs and stops its workers, and then the agent; when
+        interrupted, kill them. Idempotent."""
         self._stopping.set()
-        self._thread.join()
+        try:
+            self._thread.join()
+        except KeyboardInterrupt:
+            self._at_once.set()
+            self._thread.join()
         self._endpoint = None
 
     def _run(self) -> None:
@@ -178,9 +188,13 @@ class Stack:
         except Exception as error:  # noqa: BLE001 - raised again to whoever uses the stack
             self._fault = error
         finally:
-            # A gateway that does not answer yet has no workers and no clients.
-            self._gateway.stop(self._stop_timeout if self._answers() else 0)
-            self._agent.stop(self._stop_timeout)
+            # A gateway that does not answer yet has no clients. SIGTERM would leave its workers.
+            if self._answers():
+                given = self._gateway.environment.get("TANDEM_STOP_TIMEOUT", _STOP_TIMEOUT)
+                most = float(given) + _STOP_SECONDS
+                self._gateway.stop(signal.SIGINT, most, at_once=self._at_once, say=self._say)
+            self._gateway.kill()
+            self._agent.stop(signal.SIGTERM, _STOP_SECONDS, at_once=self._at_once, say=self._say)
             self._over.set()
             self._up.set()
 
@@ -199,9 +213,15 @@ class Stack:
                 self._note_answer(self._gateway)
 
     def _note_end(self, ended: _Supervised) -> None:
-        why = ended.why_ended()
+        assert ended.process is not None
+        asked = ended.process.returncode == 0
+        why = "it was asked to end" if asked else ended.why_ended()
         if not self._up.is_set():
             raise WorkerStartFailed(f"the {ended.name} did not start: {why}")
+        if asked:
+            self._tell(f"the {ended.name} was asked to end, and is started again")
+            ended.process = None
+            return
         ends = ended.note_end()
         if ends >= _MOST_ENDS:
             raise ServerError(
@@ -251,6 +271,7 @@ class _Supervised:
         self.process: subprocess.Popen[bytes] | None = None
         self.started_at = 0.0
         self.due = 0.0
+        self._sentence = f"tandem {name}: "
         self._command = command
         self._clock = clock
         self._log_start = 0
@@ -296,10 +317,9 @@ class _Supervised:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start if self._log_start <= size else 0, size - _TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
-        sentence = f"tandem {self.name}: "
         for line in reversed(lines):
-            if line.startswith(sentence):
-                return f"{line.removeprefix(sentence)} (log: {self.log_path})"
+            if line.startswith(self._sentence):
+                return f"{line.removeprefix(self._sentence)} (log: {self.log_path})"
         status = self.process.wait()
         if status < 0:
             name = next((s.name for s in signal.Signals if s == -status), f"signal {-status}")
@@ -307,15 +327,32 @@ class _Supervised:
             return f"it was killed by {name}{memory} (log: {self.log_path})"
         return f"it exited with status {status}; see its log, {self.log_path}"
 
-    def stop(self, timeout: float) -> None:
-        """Ask it to end, and kill it after `timeout` seconds."""
+    def stop(
+        self,
+        number: signal.Signals,
+        timeout: float,
+        *,
+        at_once: threading.Event,
+        say: Callable[[str], None],
+    ) -> None:
+        """Ask it to end, and kill it after `timeout` seconds, or when it is to end `at_once`. What
+        it tells meanwhile is passed on to `say`."""
         if self.process is None or self.process.poll() is not None:
             return
-        if timeout:
-            self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
+        with self.log_path.open(encoding="utf-8", errors="replace") as log:
+            log.seek(0, os.SEEK_END)
+            self.process.send_signal(number)
+            deadline = time.monotonic() + timeout
+            while self.process.poll() is None and time.monotonic() < deadline:
+                if at_once.wait(_POLL_SECONDS):
+                    break
+                for line in log:
+                    if line.startswith(self._sentence):
+                        say(line.removeprefix(self._sentence).rstrip())
+        self.kill()
+
+    def kill(self) -> None:
+        if self.process is not None:
             self.process.kill()
             self.process.wait()
 

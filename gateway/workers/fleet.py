@@ -192,17 +192,18 @@ class Fleet:
         self._write_end(handle.worker_id, reason)
         await self.launcher.stop(handle.worker_id, at_once=True)
 
-    async def close(self) -> None:
-        """Stop every worker."""
+    async def close(self, *, leaving: bool = False) -> None:
+        """Stop every worker, or, if they are left to the next gateway, those that only start."""
         for watcher in self._watchers:
             watcher.cancel()
         records = list(self._records.values())
         self._records.clear()
         for record in records:
-            self._write_end(record.worker_id, "the gateway stopped")
+            if not leaving:
+                self._write_end(record.worker_id, "the gateway stopped")
             if record.worker is not None:
                 await record.worker.channel.close()
-        await self.launcher.close()
+        await self.launcher.close(leaving=leaving)
         await asyncio.gather(*self._given_up.values(), return_exceptions=True)
 
     def all(self) -> list[WorkerRecord]:

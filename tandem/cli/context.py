@@ -48,6 +48,11 @@ def say(sentence: str) -> None:
     out.print(sentence, soft_wrap=True, markup=False)
 
 
+def say_aside(sentence: str) -> None:
+    """Print a sentence as it is, on standard error."""
+    err.print(sentence, soft_wrap=True, markup=False)
+
+
 def print_json(value: object) -> None:
     """Print what `--json` promises, on standard output."""
     print(orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode())

@@ -22,6 +22,7 @@ from tandem.cli.context import (
     print_json,
     resolve_data_dir,
     say,
+    say_aside,
 )
 from tandem.stack import Stack
 
@@ -36,7 +37,8 @@ def up(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Start the gateway and its agent; print a URL and a key. Ctrl-C stops everything."""
+    """Start the gateway and its agent; print a URL and a key. Ctrl-C saves what runs and stops
+    everything; a second one stops it at once."""
     models = [parse_model(text) for text in model or []]
     directory = resolve_data_dir(data_dir)
     signal.signal(signal.SIGTERM, interrupt)
@@ -44,7 +46,7 @@ def up(
     if models:
         settings["models"] = json.dumps({name: str(path.resolve()) for name, path in models})
     warn = partial(fail, what="warning")
-    with Stack(data_dir=directory, settings=settings, tell=warn) as stack:
+    with Stack(data_dir=directory, settings=settings, tell=warn, say=say_aside) as stack:
         endpoint = stack.endpoint
         status = cast(dict[str, list[str]], call(directory, "GET", "status"))
         for sentence in status["warnings"]:

@@ -125,15 +125,17 @@ class AgentLauncher:
             self._following = asyncio.create_task(self._follow(), name="agent-follower")
         return _exits(queue)
 
-    async def close(self) -> None:
-        """Stop every worker that this launcher started or listed; the agent goes on."""
+    async def close(self, *, leaving: bool = False) -> None:
+        """Stop every worker that this launcher started or listed, unless they are left; the agent
+        goes on."""
         if self._closed:
             return
         self._closed = True
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait({self._following})
-        await asyncio.gather(*(self.stop(each) for each in {*self._workers, *self._starting}))
+        if not leaving:
+            await asyncio.gather(*(self.stop(each) for each in {*self._workers, *self._starting}))
         await self._channel.close()
         for queue in self._watchers:
             queue.put_nowait(None)

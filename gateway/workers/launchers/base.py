@@ -57,6 +57,7 @@ class Launcher(Protocol):
         """
         ...
 
-    async def close(self) -> None:
-        """Stop every worker and start no more. Idempotent."""
+    async def close(self, *, leaving: bool = False) -> None:
+        """Start no more workers, and stop every one, unless they are left to the next gateway.
+        Idempotent."""
         ...

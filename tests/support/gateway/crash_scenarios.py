@@ -42,6 +42,7 @@ from gateway.runs.operations import (
     SaveWeightsForSampler,
 )
 from gateway.sessions.registry import NewSession
+from gateway.stopping import Stop
 from gateway.storage.tables import (
     checkpoints,
     operations,
@@ -329,8 +330,8 @@ class Left:
 
 @dataclass
 class Life:
-    """Of one gateway: it ends at this step; `planned`, as by SIGTERM. Its workers end with it, if
-    they do not outlive it."""
+    """Of one gateway: it ends at this step; `planned`, as it does when it is asked to. Its workers
+    end with it, if they do not outlive it."""
 
     steps: int
     planned: bool = False
@@ -437,10 +438,13 @@ class Scenario:
                 stopping.set()
 
         launcher = ModelLauncher(self._host)
+        stop = Stop(hand_over=life is not None and life.outlived)
         try:
             with patch.object(grpc.aio, "insecure_channel", launcher.channel):
                 gateway = f"gateway {len(self.steps)}"
-                return self._loop.live(gateway, self._main(launcher, stopping), at_step=at_step)
+                return self._loop.live(
+                    gateway, self._main(launcher, stop, stopping), at_step=at_step
+                )
         except Crash:
             for connection in self._connections:
                 connection.close()
@@ -452,8 +456,12 @@ class Scenario:
             self.steps.append(self._loop.steps)
             self._loop.live("outage", asyncio.sleep(self._rng.random() * 10))
 
-    async def _main(self, launcher: ModelLauncher, stopping: asyncio.Event) -> Left | None:
-        async with Gateway.open(self._settings, launcher=launcher, metrics=Metrics()) as gateway:
+    async def _main(
+        self, launcher: ModelLauncher, stop: Stop, stopping: asyncio.Event
+    ) -> Left | None:
+        async with Gateway.open(
+            self._settings, launcher=launcher, metrics=Metrics(), stop=stop
+        ) as gateway:
             client = asyncio.create_task(self._serve(gateway))
             stopped = asyncio.create_task(stopping.wait())
             await asyncio.wait({client, stopped}, return_when=asyncio.FIRST_COMPLETED)

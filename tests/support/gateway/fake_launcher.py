@@ -102,6 +102,6 @@ class FakeLauncher:
         while True:
             yield await self._exits.get()
 
-    async def close(self) -> None:
+    async def close(self, *, leaving: bool = False) -> None:
         for worker_id in tuple(self._servers):
             await self._end(worker_id)

@@ -456,6 +456,6 @@ class ModelLauncher:
         while True:
             yield await self._host.exits.get()
 
-    async def close(self) -> None:
-        for worker_id in tuple(self._host.workers):
+    async def close(self, *, leaving: bool = False) -> None:
+        for worker_id in () if leaving else tuple(self._host.workers):
             await self.stop(worker_id)

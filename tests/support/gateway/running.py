@@ -148,7 +148,7 @@ def running_gateway(
     async def serve() -> None:
         server = make_server(create_app(settings, launcher=launcher, end=end), settings)
         server.config.load()
-        server.capture_signals = _no_signals  # we are not in the main thread
+        server.capture_signals = no_signals  # we are not in the main thread
         task = asyncio.create_task(server.serve())
         await until(lambda: server.started or task.done())
         if task.done():
@@ -176,7 +176,7 @@ def running_gateway(
 
 
 @contextmanager
-def _no_signals() -> Iterator[None]:
+def no_signals() -> Iterator[None]:
     yield
 
 
