@@ -232,6 +232,7 @@ class RunTrainer:
 
     def note_answered(self, call: Call, request: TrainerRequest, reply: TrainerReply) -> None:
         """Note what the trainer has answered, and wait for the snapshot that it takes."""
+        self._backoff.worked()
         if self.log is not None:
             seq_id, failure = call.operation.seq_id, reply.failure.type
             self.restoration.note_plan(seq_id, reply)
@@ -306,7 +307,6 @@ class RunTrainer:
     def _serve(self, client: TrainerClient) -> None:
         self.restoration.doing = ""
         self.gone = asyncio.Future()
-        self._backoff.ready()
         self._serving.set_result(client)
         if self._exit.done():  # in this moment
             self.lose(client, WorkerDied(f"the trainer died: {self._exit.result()}"))

@@ -335,7 +335,9 @@ class Sampler:
         return that of the next engine. Raises `WorkerDied`, and as `_ready` and the call."""
         self._calls += 1
         try:
-            return await self._call_twice(send, during=during, may_repeat=may_repeat)
+            answer = await self._call_twice(send, during=during, may_repeat=may_repeat)
+            self._backoff.worked()
+            return answer
         finally:
             self._calls -= 1
             self.used_at = time.monotonic()
@@ -390,7 +392,6 @@ class Sampler:
         else:
             self.worker = worker
             self._died.clear()
-            self._backoff.ready()
             self._set_state("ready")
             self.places.note_started(self._place)
             client = SamplerClient(

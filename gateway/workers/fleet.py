@@ -36,7 +36,6 @@ from tandem.worker import (
 
 _FIRST_WAIT = 0.5
 _JITTER = 0.2
-_STABLE_AFTER = 60.0
 
 
 @dataclass(eq=False)
@@ -91,25 +90,20 @@ class Backoff:
     """How long to wait before a worker that failed is started again. Durations in seconds.
 
     The waits are about 0.5, 1, 2, 4, … 30, 30, each made shorter by up to a fifth, so that workers
-    which failed together do not start together. After one that was ready for a minute they
-    begin anew.
+    which failed together do not start together. After one that has done some work they begin anew:
+    what ended it then is not what kept those before from it.
     """
 
     cap: float = 30.0
-    clock: Callable[[], float] = time.monotonic
     uniform: Callable[[], float] = random.random
     failures: int = 0
-    ready_at: float | None = None
 
-    def ready(self) -> None:
-        """Note that the worker serves from now on."""
-        self.ready_at = self.clock()
+    def worked(self) -> None:
+        """Note that the worker has done what it was started for."""
+        self.failures = 0
 
     def failed(self) -> float:
         """Note that the worker failed or could not be started; return how long to wait."""
-        if self.ready_at is not None and self.clock() - self.ready_at >= _STABLE_AFTER:
-            self.failures = 0
-        self.ready_at = None
         wait = min(self.cap, _FIRST_WAIT * 2.0 ** min(self.failures, 32))
         self.failures += 1
         return wait * (1 - _JITTER * self.uniform())

@@ -12,6 +12,7 @@ import tinker
 from sqlalchemy import func, select
 
 from gateway.storage.tables import operations, usage
+from gateway.workers.fleet import Backoff
 from tandem.errors import GradientsNotFinite, StorageFull
 from tandem.v1 import trainer_pb2
 from tests.support.files import tree
@@ -373,6 +374,28 @@ def test_a_trainer_that_does_not_start_again_ends_the_run_with_its_reason(start,
 def no_wait(monkeypatch):
     """Trainers that cannot be started are tried again at once."""
     monkeypatch.setattr("gateway.workers.fleet.Backoff.failed", lambda _: 0.0)
+
+
+def test_a_trainer_that_has_worked_does_not_wait_longer_than_the_one_before(
+    start, new_run, monkeypatch
+):
+    waits = []
+    failed = Backoff.failed
+
+    def noted(backoff: Backoff) -> float:
+        waits.append(failed(backoff))
+        return 0.0
+
+    monkeypatch.setattr(Backoff, "failed", noted)
+    with start(recovery=SELDOM) as gate:
+        run = new_run(gate)
+        for number in (1, 2, 3):
+            train(run, number)
+            run.die()
+        train(run, 4)
+        assert run.newest.history == undisturbed(4)
+    assert len(waits) == 3
+    assert max(waits) <= 0.5
 
 
 def test_a_snapshot_that_cannot_be_written_is_shown_and_stops_nothing(start, new_run):
