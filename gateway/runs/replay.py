@@ -197,18 +197,19 @@ class ReplayLog:
             or len(self._calls) >= _MANY_CALLS
         )
 
-    def add_snapshot(self, snapshot: Snapshot, *, cost: float) -> list[Snapshot]:
-        """Note a snapshot that was written, at a `cost` in seconds. Return those that it makes
-        superfluous."""
-        self._cost = cost
+    def add_snapshot(self, snapshot: Snapshot, *, cost: float | None = None) -> list[Snapshot]:
+        """Note a snapshot that was written, at a `cost` in seconds if it was asked for. Return
+        those that are superfluous now; while one was written, a save may have become a newer."""
+        if cost is not None:
+            self._cost = cost
         # From one that is older than a missing call, nothing leads to the present.
-        before = [each for each in self._snapshots if each.seq_id >= self.missing_to]
-        kept = [*before[-_GENERATIONS + 1 :], snapshot]
-        old = [each for each in self._snapshots if each not in kept]
+        useful = [each for each in self._snapshots if each.seq_id >= self.missing_to]
+        useful = sorted([*useful, snapshot], key=lambda each: each.seq_id)
+        kept, before = useful[-_GENERATIONS:], [*self._snapshots, snapshot]
         self._snapshots = deque(kept)
         self._drop_up_to(kept[0].seq_id)
-        self.work = sum(c.seconds for c in self._calls.values() if c.seq_id > snapshot.seq_id)
-        return [each for each in old if each.folder]
+        self.work = sum(c.seconds for c in self._calls.values() if c.seq_id > kept[-1].seq_id)
+        return [each for each in before if each not in kept and each.folder]
 
     def lose(self, snapshot: Snapshot) -> None:
         """Note that a snapshot turned out to be damaged."""

@@ -41,6 +41,7 @@ from gateway.runs.operations import (
     SaveWeightsForSampler,
     json_result,
 )
+from gateway.runs.replay import Snapshot
 from gateway.runs.restoration import Reply, Request
 from gateway.runs.trainer import Pick, RunTrainer
 from gateway.runs.training_run import TrainingRun
@@ -263,6 +264,15 @@ class OperationRunner:
         with self._checkpoints.writing(folder, run_id=run.id):
             reply = await self._deliver(call, lambda client, _: client.stub.SaveCheckpoint, request)
             await self._put_checkpoint(path, body, step=reply.step, size=reply.bytes, folder=folder)
+            if reply.at_step:
+                await self._trainer.taker.note_saved(
+                    Snapshot(
+                        seq_id=call.operation.seq_id,
+                        step=reply.step,
+                        folder=request.path,
+                        bytes=reply.bytes,
+                    )
+                )
         return json_result(type="save_weights", path=str(path))
 
     async def _load(self, call: Call, body: LoadWeights) -> Outcome:

@@ -31,7 +31,9 @@ _FOLDER = "snapshots"
 
 
 class SnapshotStore:
-    """Snapshots lie in `DATA/snapshots/RUN`, and count towards their owner's checkpoint bytes."""
+    """Snapshots lie in `DATA/snapshots/RUN`, and count towards their owner's checkpoint bytes. One
+    that a client has saved lies, and counts, where checkpoints do, and stays there until it is not
+    needed as a snapshot either."""
 
     def __init__(
         self,
@@ -97,6 +99,9 @@ class SnapshotStore:
     async def keep(self, run: TrainingRun, snapshot: Snapshot) -> CheckpointPath | None:
         """Make a snapshot a checkpoint of its owner, because its run cannot go on; return its
         path. Returns None where that fails, since the run ends for another reason."""
+        name = self._name_of(snapshot.folder)
+        if saved := await self._checkpoints.in_folder(name, run_id=run.id):
+            return saved.path  # its owner saved it
         name = f"recovered-{snapshot.step}"
         path = CheckpointPath(run_id=run.id, kind="weights", name=name)
         if await self._checkpoints.find(path) is not None:  # the owner has one of this name
@@ -127,25 +132,36 @@ class SnapshotStore:
     def _folder_of(self, run_id: str) -> Path:
         return self._data_dir / _FOLDER / run_folder_name(run_id)
 
+    def _is_own(self, folder: str) -> bool:
+        """Whether a snapshot was taken, not saved by a client."""
+        return Path(folder).is_relative_to(self._data_dir / _FOLDER)
+
     def _name_of(self, folder: str) -> str:
         """Return the path of a folder relative to the data directory."""
         return str(Path(folder).relative_to(self._data_dir))
 
     def _count(self, run: TrainingRun, snapshot: Snapshot) -> None:
-        self._bytes[run.id][snapshot.folder] = snapshot.bytes
-        self._checkpoints.snapshot_bytes[run.owner] += snapshot.bytes
+        if self._is_own(snapshot.folder):
+            self._bytes[run.id][snapshot.folder] = snapshot.bytes
+            self._checkpoints.snapshot_bytes[run.owner] += snapshot.bytes
+        else:
+            self._bytes[run.id][snapshot.folder] = 0
+            self._checkpoints.pins.pin(self._name_of(snapshot.folder))
 
     def _forget(self, run: TrainingRun, folder: str) -> bool:
         """Remove a snapshot with its row, soon. Returns False for one that was not noted."""
         if (size := self._bytes[run.id].pop(folder, None)) is None:
             return False
-        self._checkpoints.snapshot_bytes[run.owner] -= size
-        if not self._checkpoints.snapshot_bytes[run.owner]:
-            del self._checkpoints.snapshot_bytes[run.owner]
-        self._database.write_soon(
-            delete(snapshots).where(snapshots.c.folder == self._name_of(folder)),
-            after=partial(_remove, Path(folder)),
-        )
+        name = self._name_of(folder)
+        forget = delete(snapshots).where(snapshots.c.folder == name)
+        if self._is_own(folder):
+            self._checkpoints.snapshot_bytes[run.owner] -= size
+            if not self._checkpoints.snapshot_bytes[run.owner]:
+                del self._checkpoints.snapshot_bytes[run.owner]
+            self._database.write_soon(forget, after=partial(_remove, Path(folder)))
+        else:
+            self._database.write_soon(forget)
+            self._checkpoints.pins.unpin(name)
         return True
 
 

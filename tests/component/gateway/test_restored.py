@@ -433,6 +433,73 @@ def test_snapshots_count_towards_the_owners_bytes(start, new_run):
         assert run.outcome(5).json()["type"] == "limit_exceeded"
 
 
+def save(run: Run, seq_id: int, name: str) -> str:
+    body = {"model_id": run.id, "seq_id": seq_id, "path": name}
+    assert run.client.post("/api/v1/save_weights", json=body).status_code == 200
+    return run.outcome(seq_id).json()["path"]
+
+
+def test_what_a_client_saves_serves_as_a_snapshot(start, new_run):
+    with start(recovery=SELDOM) as gate:
+        run = new_run(gate)
+        train(run, 1)
+        save(run, 3, "one")
+        wait_until(lambda: run_of(run).trainer.log.newest.step == 1)
+        run.backward(4)
+        run.outcome(4)
+        save(run, 5, "without-the-gradients")
+        assert run_of(run).trainer.log.newest.step == 1
+        run.step(6)
+        run.outcome(6)
+        save(run, 7, "two")
+        wait_until(lambda: run_of(run).trainer.log.newest.step == 2)
+        wait_until(lambda: payloads(gate) == [4])
+        assert not snapshots(gate)
+        assert not gate.gateway.checkpoints.snapshot_bytes, "they are counted as checkpoints"
+        history = run.newest.history
+        run.die()
+        run.backward(8)
+        run.outcome(8)
+        assert run.newest.history == after(history, "forward_backward", 8)
+        assert [kind for kind, _ in run.newest.applied] == ["forward_backward"]
+
+
+def test_a_save_that_its_owner_deletes_stays_for_as_long_as_it_is_a_snapshot(start, new_run):
+    with start(recovery=SELDOM) as gate:
+        run = new_run(gate)
+        train(run, 1)
+        save(run, 3, "one")
+        wait_until(lambda: run_of(run).trainer.log.newest.step == 1)
+        answer = run.client.delete(f"/api/v1/training_runs/{run.id}/checkpoints/weights/one")
+        assert answer.status_code == 204
+        gate.run(gate.gateway.collect(run.id))
+        run.die()
+        run.backward(4)
+        assert run.outcome(4).status_code == 200
+        assert [kind for kind, _ in run.newest.applied] == ["forward_backward"]
+        finish(run.client, run.session_id)
+        data = gate.settings.data_dir
+        wait_until(lambda: not list(data.glob("checkpoints/*/one*")))
+        assert not gate.gateway.pins.folders()
+
+
+def test_a_run_that_cannot_go_on_names_what_its_client_saved(start, new_run):
+    class Fragile(FakeTrainer):
+        async def ForwardBackward(self, request, context):
+            if request.header.seq_id - 1 == 4:
+                await die(self, "it ran out of memory")
+            return await super().ForwardBackward(request, context)
+
+    with start(recovery=SELDOM, launcher=FakeLauncher(Fragile)) as gate:
+        run = new_run(gate)
+        train(run, 1)
+        path = save(run, 3, "one")
+        run.backward(4)
+        assert f"create the run again, from {path}" in run.outcome(4).json()["error"]
+        listed = run.client.get(f"/api/v1/training_runs/{run.id}/checkpoints").json()
+        assert [each["tinker_path"] for each in listed["checkpoints"]] == [path]
+
+
 def test_a_run_with_too_much_to_replay_is_not_restored_until_its_next_snapshot(start, new_run):
     with start(recovery={"log_bytes": 10} | OFTEN) as gate:
         run = new_run(gate)
@@ -458,10 +525,7 @@ def test_a_load_is_replayed_even_if_its_owner_deleted_the_checkpoint_since(start
     with start(recovery=SELDOM) as gate:
         run = new_run(gate)
         train(run, 1)
-        run.client.post(
-            "/api/v1/save_weights", json={"model_id": run.id, "seq_id": 3, "path": "one"}
-        )
-        path = run.outcome(3).json()["path"]
+        path = save(run, 3, "one")
         run.client.post(
             "/api/v1/load_weights", json={"model_id": run.id, "seq_id": 4, "path": path}
         )

@@ -223,9 +223,14 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
         (folder / "__0_0.distcp").write_bytes(b"state of step %d" % self.step)
         (folder / ".metadata").write_bytes(b"layout")
         entries = [checksum_file(folder / name) for name in (".metadata", "__0_0.distcp")]
-        record = {"step": self.step, "files": [entry.model_dump() for entry in entries]}
+        record = {
+            "step": self.step,
+            "seq_id": request.header.seq_id,
+            "history": self.history,
+            "files": [entry.model_dump() for entry in entries],
+        }
         (folder / "checkpoint.json").write_text(json.dumps(record))
-        return trainer_pb2.SaveCheckpointReply(step=self.step, bytes=21)
+        return trainer_pb2.SaveCheckpointReply(step=self.step, bytes=21, at_step=not self.held)
 
     async def LoadCheckpoint(self, request, context):
         await self._admit(context, request.header)

@@ -322,7 +322,11 @@ class ModelTrainer(ModelWorker):
             await self._write(path, state, operation=operation)
         elif json.loads((path / "checkpoint.json").read_text())["operation"] != operation:
             return trainer_pb2.SaveCheckpointReply(failure=PublishFailed("").to_failure())
-        return trainer_pb2.SaveCheckpointReply(step=state.step, bytes=_BYTES)
+        return trainer_pb2.SaveCheckpointReply(
+            step=state.step,
+            bytes=_BYTES,
+            at_step=not self.state.gradients and not self.state.refused,
+        )
 
     async def LoadCheckpoint(self, request):
         return await self._in_order(request, self._load)

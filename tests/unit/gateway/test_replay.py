@@ -83,6 +83,18 @@ def test_two_snapshots_are_kept_and_what_the_older_covers_is_dropped(watched):
     assert watched.log.newest == second
 
 
+def test_a_save_may_become_a_newer_snapshot_while_one_is_written(watched):
+    for seq_id in range(6):
+        watched.answered(seq_id)
+    written, saved, another = (Snapshot(seq_id=s, folder=f"s{s}") for s in (1, 3, 5))
+    assert watched.log.add_snapshot(saved) == []
+    assert watched.log.add_snapshot(written, cost=0.1) == []
+    assert watched.log.snapshots == [saved, written]
+    assert watched.log.work == 2.0
+    watched.log.add_snapshot(another)
+    assert watched.log.add_snapshot(written, cost=0.1) == [written], "two newer ones are there"
+
+
 def test_a_checkpoint_that_was_loaded_is_let_go_when_nothing_loads_it_again(watched):
     let_go = []
     watched.log.note_sent(call(0, "load_weights", release=lambda: let_go.append(0)))
