@@ -303,7 +303,7 @@ async def test_a_client_that_disconnects_cancels_its_sample(gate, client):
         waiting = asyncio.create_task(impatient.completions.create(model="speaker", prompt="x"))
         await until(lambda: len(engine.requests) == sent + 1)
         waiting.cancel()
-        wait_until(lambda: len(engine.cancelled) == before + 2)
+        await until(lambda: len(engine.cancelled) == before + 2)
     gate.run(engine.gate.set)
     wait_until(lambda: not any(s.waiting for s in gate.gateway.samplers.all()))
 
