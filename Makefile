@@ -1,5 +1,6 @@
 ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_lists openai_models operations \
 	restarted restored retention run_history search security_names sessions trace usage_summary
+JOBS = 2
 
 .PHONY: setup demo first-hour test test-postgresql conformance lint bench bench-bombs bench-gateway bench-history bench-recovery bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
@@ -16,12 +17,12 @@ demo: setup      ## Trains a small policy by reinforcement learning, on real par
 first-hour:      ## Does what README says in a fresh clone, and times each step. PYTHON=python3.12
 	@python3 scripts/first_hour.py $(ARGS)
 
-test: setup      ## Runs all the tests. ARGS="-k publish"
+test: setup      ## Runs all the tests, in two processes. JOBS=0 ARGS="-x -k publish"
 	@scripts/cookbook.sh
-	@.venv/bin/python -m pytest $(ARGS)
+	@.venv/bin/python -m pytest -n $(JOBS) $(ARGS)
 
 test-postgresql: setup ## Runs tests of whole gateways on PostgreSQL, which must be installed.
-	@TANDEM_TEST_DATABASE=postgresql .venv/bin/python -m pytest $(addprefix tests/component/gateway/test_,$(addsuffix .py,$(ON_POSTGRESQL))) $(ARGS)
+	@TANDEM_TEST_DATABASE=postgresql .venv/bin/python -m pytest -n $(JOBS) $(addprefix tests/component/gateway/test_,$(addsuffix .py,$(ON_POSTGRESQL))) $(ARGS)
 
 conformance: setup ## Holds every public method of the SDK to its meaning. SDK=0.27.2
 	@$(if $(SDK),scripts/conformance.sh $(SDK),.venv/bin/python -m pytest tests/conformance) $(ARGS)

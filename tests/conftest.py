@@ -8,12 +8,22 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
+from xdist.remote import Producer
 
+from tests.support.distribution import ByModule, begin_with_longest
 from tests.support.postgres import Postgres, programs, running_postgres, used_for_all
 
 # Gateways of some tests run in this process, and commands are tested by what they print: what is
 # logged must go neither between their lines nor into a stream that is closed after a command.
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByModule:
+    return ByModule(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    begin_with_longest(items)
 
 
 @pytest.fixture(scope="session")
