@@ -271,8 +271,13 @@ def test_a_rank_killed_in_the_middle_of_an_operation_is_named_and_nothing_is_lef
         assert group_members(client.process.pid) == []
 
 
-def test_a_rank_that_hangs_is_given_up_after_the_timeout(models, tmp_path):
+def test_idle_ranks_outlive_the_collective_timeout_and_one_that_hangs_is_given_up_after_it(
+    models, tmp_path
+):
     with trainer_process(models["qwen3"], tmp_path, ranks=2, collective_timeout=3.0) as client:
+        with pytest.raises(subprocess.TimeoutExpired):
+            client.process.wait(timeout=6)
+        assert not client.forward_backward(request(mixed_data())).HasField("failure")
         (rank_1,) = set(group_members(client.process.pid)) - {client.process.pid}
         os.kill(rank_1, signal.SIGSTOP)
         with pytest.raises(grpc.RpcError) as caught:
@@ -282,13 +287,6 @@ def test_a_rank_that_hangs_is_given_up_after_the_timeout(models, tmp_path):
         assert client.next_report().error_type == "worker_died"
         assert client.process.wait(timeout=CALL_SECONDS) == 1
         assert group_members(client.process.pid) == []
-
-
-def test_idle_ranks_outlive_the_collective_timeout(models, tmp_path):
-    with trainer_process(models["qwen3"], tmp_path, ranks=2, collective_timeout=3.0) as client:
-        with pytest.raises(subprocess.TimeoutExpired):
-            client.process.wait(timeout=6)
-        assert not client.forward_backward(request(mixed_data())).HasField("failure")
 
 
 def test_when_rank_0_is_killed_its_ranks_end(models, tmp_path):
