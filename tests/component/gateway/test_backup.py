@@ -168,26 +168,34 @@ def test_a_backup_beside_writes_is_of_one_moment_and_replaces_nothing_for_good(p
 
 
 @on_sqlite
-@pytest.mark.parametrize("fault", ["no backup", "damaged", "newer", "without a database"])
-def test_what_is_no_backup_of_this_release_is_refused_and_changes_nothing(place, fault):
+def test_what_is_no_backup_of_this_release_is_refused_and_changes_nothing(place):
     with running_gateway(place.folder, session_ttl=600):
         place.back_up()
-    database = place.backup / "tandem.db"
-    match fault:
-        case "no backup":
-            (place.backup / "backup.json").unlink()
-        case "damaged":
-            database.write_bytes(b"x" * 8192)
-        case "newer":
-            with closing(sqlite3.connect(database, isolation_level=None)) as copy:
-                copy.execute("UPDATE alembic_version SET version_num = '9999'")
-        case _:
-            database.unlink()
+    good = place.folder / "good"
+    shutil.copytree(place.backup, good)
     shutil.copytree(place.data_dir, place.folder / "copy")
-    place.tandem("restore", str(place.backup), ok=False)
-    assert not (place.data_dir / "replaced").exists()
-    for file in (place.folder / "copy").glob("tandem.db*"):
-        assert (place.data_dir / file.name).read_bytes() == file.read_bytes()
+
+    def no_record() -> None:
+        (place.backup / "backup.json").unlink()
+
+    def damaged() -> None:
+        (place.backup / "tandem.db").write_bytes(b"x" * 8192)
+
+    def newer() -> None:
+        with closing(sqlite3.connect(place.backup / "tandem.db", isolation_level=None)) as copy:
+            copy.execute("UPDATE alembic_version SET version_num = '9999'")
+
+    def without_a_database() -> None:
+        (place.backup / "tandem.db").unlink()
+
+    for spoil in (no_record, damaged, newer, without_a_database):
+        shutil.rmtree(place.backup)
+        shutil.copytree(good, place.backup)
+        spoil()
+        place.tandem("restore", str(place.backup), ok=False)
+        assert not (place.data_dir / "replaced").exists(), spoil
+        for file in (place.folder / "copy").glob("tandem.db*"):
+            assert (place.data_dir / file.name).read_bytes() == file.read_bytes(), spoil
 
 
 @on_sqlite

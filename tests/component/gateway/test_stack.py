@@ -15,16 +15,24 @@ from tandem.v1 import agent_pb2, agent_pb2_grpc
 from tests.support.waiting import PATIENCE, wait_until
 
 
-@pytest.fixture
-def said() -> list[str]:
-    """What the stack under test has said."""
+@pytest.fixture(scope="module")
+def sentences() -> list[str]:
     return []
 
 
-@pytest.fixture
-def stack(tmp_path, said):
-    with Stack(data_dir=tmp_path, settings={"port": "0"}, tell=said.append) as stack:
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory, sentences):
+    """One that each test leaves whole."""
+    data_dir = tmp_path_factory.mktemp("stack")
+    with Stack(data_dir=data_dir, settings={"port": "0"}, tell=sentences.append) as stack:
         yield stack
+
+
+@pytest.fixture
+def said(sentences) -> list[str]:
+    """What the stack has said since the test began."""
+    sentences.clear()
+    return sentences
 
 
 def another(stack: Stack, old: int) -> bool:
@@ -62,19 +70,22 @@ def test_a_killed_agent_comes_back_and_its_gateway_has_stayed(stack, said):
     assert answers(stack.endpoint)
 
 
-def test_a_gateway_that_cannot_start_again_ends_the_stack_with_its_reason(stack, tmp_path):
-    gateway = stack.endpoint.pid
-    (tmp_path / "gateway.lock").unlink()
-    (tmp_path / "gateway.lock").mkdir()
-    os.kill(gateway, signal.SIGKILL)
-    with pytest.raises(ServerError, match=r"the gateway ended .* times .*gateway\.lock: Is a dir"):
-        stack.wait()
-
-
-def test_a_second_stack_on_the_same_data_directory_is_refused(stack, tmp_path):
+def test_a_second_stack_on_the_same_data_directory_is_refused(stack):
     with (
         pytest.raises(WorkerStartFailed, match=r"another \w+ uses the data directory"),
-        Stack(data_dir=tmp_path, settings={"port": "0"}),
+        Stack(data_dir=stack.data_dir, settings={"port": "0"}),
     ):
         pass
     assert answers(stack.endpoint), "the first has stayed"
+
+
+def test_a_gateway_that_cannot_start_again_ends_the_stack_with_its_reason(tmp_path):
+    with Stack(data_dir=tmp_path, settings={"port": "0"}) as stack:
+        gateway = stack.endpoint.pid
+        (tmp_path / "gateway.lock").unlink()
+        (tmp_path / "gateway.lock").mkdir()
+        os.kill(gateway, signal.SIGKILL)
+        with pytest.raises(
+            ServerError, match=r"the gateway ended .* times .*gateway\.lock: Is a dir"
+        ):
+            stack.wait()
