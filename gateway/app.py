@@ -51,6 +51,7 @@ from gateway.stopping import Stop
 from gateway.storage.data_directory import write_private
 from gateway.storage.database import is_postgresql
 from gateway.storage.lease import Lease
+from gateway.workers.epoch import Epoch, epoch_without_lease
 from gateway.workers.launchers import Launcher, make_launcher
 from tandem.errors import StorageFailed, TandemError
 from tandem.settings import GatewaySettings
@@ -102,13 +103,20 @@ def create_app(
     `Gateway` is `app.state.gateway`. `end` is called when another gateway has taken over: what this
     one still has in hand is that one's, and it must not even stop its workers.
     """
-    launcher = launcher or make_launcher(settings)
     metrics, stop = Metrics(), Stop(tell=_tell)
     opened = asyncio.Event()
 
     @asynccontextmanager
-    async def serving(app: FastAPI, *, epoch: int) -> AsyncIterator[None]:
-        found = Gateway.open(settings, launcher=launcher, metrics=metrics, epoch=epoch, stop=stop)
+    async def serving(app: FastAPI, *, lease: int = 0) -> AsyncIterator[None]:
+        epoch = Epoch(number=lease or epoch_without_lease(), superseded=end)
+        found = Gateway.open(
+            settings,
+            launcher=launcher or make_launcher(settings, epoch),
+            metrics=metrics,
+            epoch=epoch,
+            leased=bool(lease),
+            stop=stop,
+        )
         async with found as gateway, Housekeeping(gateway).running():
             app.state.gateway = gateway
             app.state.inference = InferenceService(gateway)
@@ -125,7 +133,7 @@ def create_app(
                 ):
                     yield
             else:
-                async with serving(app, epoch=0):
+                async with serving(app):
                     yield
         except Exception as error:
             app.state.start_error = _sentence(error)
@@ -175,7 +183,7 @@ async def _serving_with_lease(
                 try:
                     if not opened.is_set():
                         await lease.wait()
-                        await stack.enter_async_context(serving(epoch=lease.epoch))
+                        await stack.enter_async_context(serving(lease=lease.epoch))
                         app.state.on_opened()
                     await lease.lost()
                 except Exception as error:  # noqa: BLE001 - whoever started it does so again
@@ -183,7 +191,7 @@ async def _serving_with_lease(
                 end()
 
             if await lease.take():
-                await stack.enter_async_context(serving(epoch=lease.epoch))
+                await stack.enter_async_context(serving(lease=lease.epoch))
             else:
                 get_log().info("standing_by", holder=lease.holder)
             following = asyncio.create_task(follow(), name="lease")
@@ -317,11 +325,7 @@ def run(settings: GatewaySettings) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status."""
     configure_logging(service="gateway", level=settings.log_level)
     set_process_limits()
-    try:
-        app = create_app(settings)
-    except TandemError as error:  # a setting that names nothing
-        _tell(error.message)
-        return 1
+    app = create_app(settings)
     server = make_server(app, settings)
     for number in (signal.SIGTERM, signal.SIGINT):  # before this, they end the process
         signal.signal(number, server.handle_exit)

@@ -47,6 +47,7 @@ from gateway.storage.pairing import MISMATCH, check_pair
 from gateway.usage.meter import SampleMeter, UsageMeter
 from gateway.usage.reports import BillingReports
 from gateway.usage.trace_exports import TraceExporter
+from gateway.workers.epoch import Epoch
 from gateway.workers.fleet import Fleet
 from gateway.workers.launchers.base import Launcher
 from tandem.errors import SessionFinished
@@ -65,20 +66,26 @@ class Gateway:
         *,
         launcher: Launcher,
         metrics: Metrics,
-        epoch: int = 0,
+        epoch: Epoch,
+        leased: bool = False,
         stop: Stop | None = None,
     ) -> AsyncIterator[Gateway]:
         """Opens the data directory and everything in it; closes it at the end of the block.
 
         Sessions and runs of an earlier gateway go on; what it left of others is failed or removed
         first. At the end sessions and runs stay, and clients come back to the next gateway; `stop`
-        says what becomes of the workers. `epoch` is that of the lease, which stands for the lock of
-        the directory; 0: there is none. Raises `InvalidRequest` when another gateway uses the
+        says what becomes of the workers. `leased`: the `epoch` is that of the lease, which stands
+        for the lock of the directory. Raises `InvalidRequest` when another gateway uses the
         directory, or when others could reach this one without a key.
         """
-        with locked_data_directory(settings.data_dir, shared=bool(epoch)):
+        with locked_data_directory(settings.data_dir, shared=leased):
             gateway = cls(
-                settings, launcher=launcher, metrics=metrics, epoch=epoch, stop=stop or Stop()
+                settings,
+                launcher=launcher,
+                metrics=metrics,
+                epoch=epoch,
+                leased=leased,
+                stop=stop or Stop(),
             )
             try:
                 await gateway._restore()
@@ -95,7 +102,8 @@ class Gateway:
         *,
         launcher: Launcher,
         metrics: Metrics,
-        epoch: int,
+        epoch: Epoch,
+        leased: bool,
         stop: Stop,
     ) -> None:
         self.settings = settings
@@ -105,7 +113,9 @@ class Gateway:
         data_dir = settings.data_dir
         self.api_key = settings.api_key or keep_api_key(data_dir)
         self.signing_key = signing_key = keep_signing_key(data_dir)
-        database = Database(url=settings.database_url, data_dir=data_dir, epoch=epoch)
+        database = Database(
+            url=settings.database_url, data_dir=data_dir, epoch=epoch.number if leased else 0
+        )
         self.database = database
         self.keys = KeyStore(database=database)
         self.identity = Identity(
@@ -179,6 +189,7 @@ class Gateway:
             database=database,
             launcher=launcher,
             metrics=metrics,
+            epoch=epoch,
         )
         self.sampling = SamplingSessionRegistry(
             database=database,

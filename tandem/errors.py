@@ -48,6 +48,7 @@
         ├── OperationTimedOut
         ├── OutOfMemory
         ├── GatewayRestarted
+        ├── GatewaySuperseded       503
         ├── StandingBy              503
         ├── StorageFailed           503
         │   └── StorageFull         507
@@ -393,6 +394,13 @@ class OutOfMemory(ServerError):
 
 class GatewayRestarted(ServerError):
     """A restart or the shutdown of the gateway ended the request."""
+
+
+class GatewaySuperseded(ServerError):
+    """Another gateway has taken over from this one, whose calls workers refuse."""
+
+    status = 503
+    retry_after = 1.0
 
 
 class StandingBy(ServerError):

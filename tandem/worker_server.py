@@ -1,4 +1,5 @@
-"""The gRPC server of a worker: its services, its health and its metrics, behind its secret."""
+"""The gRPC server of a worker: its services, its health and its metrics, behind its secret
+and closed to earlier gateways."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
+from tandem.epoch import EpochInterceptor
 from tandem.telemetry import serve_metrics
 from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerReport, WorkerSpec
 
@@ -29,7 +31,8 @@ class WorkerServer:
         self._host = spec.host
         self._health = health.aio.HealthServicer()
         self.grpc = grpc.aio.server(
-            options=GRPC_OPTIONS, interceptors=[SecretInterceptor(spec.secret)]
+            options=GRPC_OPTIONS,
+            interceptors=[SecretInterceptor(spec.secret), EpochInterceptor()],
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 

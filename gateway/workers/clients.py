@@ -1,4 +1,4 @@
-"""The gRPC calls to workers: each with the secret, a bound on its time and typed errors."""
+"""The gRPC calls to workers: each with secret and epoch, a bound on its time and typed errors."""
 
 from __future__ import annotations
 
@@ -237,6 +237,7 @@ async def _errors_translated(worker: Worker) -> AsyncIterator[None]:
     except grpc.aio.UsageError as error:  # of a channel that was closed
         raise WorkerUnavailable(str(error)) from error
     except grpc.aio.AioRpcError as error:
+        worker.epoch.check(error)
         code, details = error.code(), without_paths(error.details() or "")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             raise WorkerUnavailable(details or code.name) from error

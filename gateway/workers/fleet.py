@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Container
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import grpc
@@ -19,8 +20,9 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.metrics import Metrics
 from gateway.storage.database import Database
 from gateway.storage.tables import workers
+from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.base import Launcher
-from tandem.errors import TandemError, WorkerCrashed
+from tandem.errors import GatewaySuperseded, TandemError, WorkerCrashed
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.worker import (
@@ -45,6 +47,7 @@ class Worker:
 
     handle: WorkerHandle
     channel: grpc.aio.Channel
+    epoch: Epoch
     metadata: tuple[tuple[str, str], ...] = field(repr=False)
     silent_since: float | None = None
 
@@ -117,6 +120,7 @@ class Fleet:
     database: Database
     launcher: Launcher
     metrics: Metrics
+    epoch: Epoch
 
     def __post_init__(self) -> None:
         self._records: dict[str, WorkerRecord] = {}
@@ -147,7 +151,17 @@ class Fleet:
         self._watchers = [
             asyncio.create_task(watch, name="worker-watcher"),
             asyncio.create_task(self._ask_for_heartbeats(), name="worker-heartbeats"),
+            *(asyncio.create_task(self._claim(each)) for each in self._left.values()),
         ]
+
+    async def _claim(self, handle: WorkerHandle) -> None:
+        """Let a worker hear of this gateway's epoch, so that it hears no earlier one any more."""
+        worker = self._worker_of(handle)
+        try:
+            with suppress(grpc.aio.AioRpcError, GatewaySuperseded):
+                await self._check_health(worker)
+        finally:
+            await worker.channel.close()
 
     async def stop_left(self, *, except_of: Container[str] = ()) -> None:
         """Stop the trainers that an earlier gateway has left, except those of some runs."""
@@ -322,11 +336,7 @@ class Fleet:
         return self._note_ready(record, handle)
 
     def _note_ready(self, record: WorkerRecord, handle: WorkerHandle) -> Worker:
-        record.worker = Worker(
-            handle=handle,
-            channel=grpc.aio.insecure_channel(handle.address, options=GRPC_OPTIONS),
-            metadata=((SECRET_METADATA_KEY, handle.secret),),
-        )
+        record.worker = self._worker_of(handle)
         record.details = self.launcher.describe(record.worker_id)
         record.state = "ready"
         self.database.write_soon(
@@ -335,6 +345,14 @@ class Fleet:
             .values(state="ready", pid=record.details.pid)
         )
         return record.worker
+
+    def _worker_of(self, handle: WorkerHandle) -> Worker:
+        return Worker(
+            handle=handle,
+            channel=grpc.aio.insecure_channel(handle.address, options=GRPC_OPTIONS),
+            epoch=self.epoch,
+            metadata=((SECRET_METADATA_KEY, handle.secret), *self.epoch.metadata),
+        )
 
     async def _note_exits(self, exits: AsyncIterator[WorkerExit]) -> None:
         async for exit_ in exits:
@@ -373,11 +391,7 @@ class Fleet:
     async def _ask_for_heartbeat(self, record: WorkerRecord, worker: Worker) -> None:
         asked_at, answers = time.monotonic(), True
         try:
-            await health_pb2_grpc.HealthStub(worker.channel).Check(
-                health_pb2.HealthCheckRequest(),
-                metadata=worker.metadata,
-                timeout=2 * self.settings.worker_heartbeat,
-            )
+            await self._check_health(worker)
         except grpc.aio.AioRpcError as error:  # any other error than this is an answer, or its end
             answers = error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
         if not answers and worker.silent_since is not None:
@@ -396,6 +410,17 @@ class Fleet:
             session_id=record.session_id,
             run_id=record.run_id,
         )
+
+    async def _check_health(self, worker: Worker) -> None:
+        try:
+            await health_pb2_grpc.HealthStub(worker.channel).Check(
+                health_pb2.HealthCheckRequest(),
+                metadata=worker.metadata,
+                timeout=2 * self.settings.worker_heartbeat,
+            )
+        except grpc.aio.AioRpcError as error:
+            self.epoch.check(error)
+            raise
 
     def _write_end(self, worker_id: str, reason: str) -> None:
         self.database.write_soon(

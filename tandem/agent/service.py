@@ -17,6 +17,7 @@ import grpc.aio
 
 from tandem.agent import SENTENCE
 from tandem.agent.launcher import ProcessLauncher
+from tandem.epoch import EpochInterceptor
 from tandem.errors import InvalidRequest, TandemError, WorkerStartFailed
 from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import agent_pb2, agent_pb2_grpc
@@ -157,7 +158,7 @@ def _locked(data_dir: Path) -> Iterator[None]:
 @asynccontextmanager
 async def serving(launcher: ProcessLauncher, *, data_dir: Path) -> AsyncIterator[None]:
     """Serve on the data directory's socket while the block runs; stop every worker after it."""
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[EpochInterceptor()])
     agent_pb2_grpc.add_AgentServicer_to_server(AgentServicer(launcher), server)
     path = socket_path(data_dir)
     path.unlink(missing_ok=True)  # of an agent that was killed

@@ -7,6 +7,7 @@ and give it a name in `make_launcher`: `TANDEM_LAUNCHER` selects it by that name
 
 from __future__ import annotations
 
+from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.agent import AgentLauncher
 from gateway.workers.launchers.base import Launcher
 from tandem.errors import InvalidRequest
@@ -18,14 +19,14 @@ _CALL_SECONDS = 60.0
 """Of a call to the agent, beyond what a worker may take to start or to stop."""
 
 
-def make_launcher(settings: GatewaySettings) -> Launcher:
-    """Return the launcher that `settings.launcher` names.
+def make_launcher(settings: GatewaySettings, epoch: Epoch) -> Launcher:
+    """Return the launcher that `settings.launcher` names, for the gateway of that epoch.
 
     Raises `InvalidRequest`, naming the known ones, for an unknown name.
     """
     match settings.launcher:
         case "agent":
             bound = settings.worker_start_timeout + settings.worker_stop_timeout + _CALL_SECONDS
-            return AgentLauncher(data_dir=settings.data_dir, timeout=bound)
+            return AgentLauncher(data_dir=settings.data_dir, timeout=bound, epoch=epoch)
         case unknown:
             raise InvalidRequest(f"unknown TANDEM_LAUNCHER {unknown!r}; known: agent")

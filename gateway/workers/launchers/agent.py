@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Protocol, TypeVar, cast
 import grpc
 import grpc.aio
 
+from gateway.workers.epoch import Epoch
 from tandem.agent.service import agent_address, socket_path
 from tandem.errors import WorkerStartFailed, from_failure
 from tandem.telemetry import get_log
@@ -41,7 +41,13 @@ Reply = TypeVar("Reply", covariant=True)
 class Method(Protocol[Request, Reply]):
     """A method of the agent's stub."""
 
-    def __call__(self, request: Request, *, timeout: float | None = None) -> Awaitable[Reply]: ...
+    def __call__(
+        self,
+        request: Request,
+        *,
+        metadata: tuple[tuple[str, str], ...],
+        timeout: float | None = None,
+    ) -> Awaitable[Reply]: ...
 
 
 @dataclass(eq=False, kw_only=True)
@@ -55,6 +61,7 @@ class AgentLauncher:
 
     data_dir: Path
     timeout: float
+    epoch: Epoch
 
     def __post_init__(self) -> None:
         self._starting: set[str] = set()
@@ -99,8 +106,9 @@ class AgentLauncher:
         self._workers.pop(worker_id, None)
         request = agent_pb2.StopWorkerRequest(worker_id=worker_id, at_once=at_once)
         try:
-            await self._stub.Stop(request, timeout=self.timeout)
+            await self._stub.Stop(request, metadata=self.epoch.metadata, timeout=self.timeout)
         except grpc.aio.AioRpcError as error:
+            self.epoch.check(error)
             if error.code() is not grpc.StatusCode.UNAVAILABLE:  # it has ended, and all its workers
                 reason = f"{error.code().name}: {error.details()}"
                 self._log.error("worker_not_stopped", worker_id=worker_id, reason=reason)
@@ -146,8 +154,9 @@ class AgentLauncher:
             raise WorkerStartFailed("the launcher is closed")
         try:
             await self._connect()
-            return await method(request, timeout=self.timeout)
+            return await method(request, metadata=self.epoch.metadata, timeout=self.timeout)
         except grpc.aio.AioRpcError as error:
+            self.epoch.check(error)
             reason = (
                 "has ended"
                 if error.code() is grpc.StatusCode.UNAVAILABLE
@@ -183,14 +192,18 @@ class AgentLauncher:
         """Tell the watchers of exits. The stream of them ends when the agent does."""
         while True:
             known, first = set(self._workers), True
-            with suppress(grpc.aio.AioRpcError):
-                request = agent_pb2.WatchRequest()
-                async for reply in self._stub.Watch(request, wait_for_ready=True):
+            try:
+                request, metadata = agent_pb2.WatchRequest(), self.epoch.metadata
+                async for reply in self._stub.Watch(
+                    request, metadata=metadata, wait_for_ready=True
+                ):
                     for ended in reply.ended:
                         self._tell(ended.worker_id, ended.reason)
                     if first:
                         self._tell_lost(known.difference(reply.running))
                         first = False
+            except grpc.aio.AioRpcError as error:
+                self.epoch.check(error)
             if not first:
                 self._log.error("agent_lost", workers=len(self._workers))
             self._tell_lost(tuple(self._workers))

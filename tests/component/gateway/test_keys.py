@@ -15,6 +15,7 @@ from gateway.auth.keys import NewKey
 from gateway.core import Gateway
 from gateway.metrics import Metrics
 from gateway.storage.tables import keys as table
+from gateway.workers.epoch import Epoch
 from tandem.cli.main import app
 from tandem.errors import InvalidRequest
 from tests.support.gateway.fake_launcher import FakeLauncher
@@ -216,7 +217,8 @@ def test_the_command_works_with_a_gateway_and_without_one(tmp_path, monkeypatch)
 async def test_only_a_gateway_with_a_key_for_others_listens_where_others_reach_it(tmp_path):
     def gateway(host: str) -> AbstractAsyncContextManager[Gateway]:
         settings = settings_for(tmp_path, host=host)
-        return Gateway.open(settings, launcher=FakeLauncher(), metrics=Metrics())
+        epoch = Epoch(number=1, superseded=lambda: None)
+        return Gateway.open(settings, launcher=FakeLauncher(), metrics=Metrics(), epoch=epoch)
 
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
         with pytest.raises(InvalidRequest, match="tandem keys create --owner NAME"):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import gateway.workers.launchers.agent
+from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.agent import AgentLauncher
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.service import AgentServicer, serving, socket_path
@@ -36,7 +37,8 @@ def agent_of(data_dir: Path, behaviour: str = "serve"):
 @contextlib.asynccontextmanager
 async def gateway_of(data_dir: Path):
     """A gateway's launcher that ends as a killed gateway's does: its workers stay."""
-    launcher = AgentLauncher(data_dir=data_dir, timeout=120)
+    epoch = Epoch(number=1, superseded=lambda: None)
+    launcher = AgentLauncher(data_dir=data_dir, timeout=120, epoch=epoch)
     try:
         yield launcher
     finally:

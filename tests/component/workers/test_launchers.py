@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.workers.epoch import Epoch
 from gateway.workers.launchers import Launcher, make_launcher
 from gateway.workers.launchers.agent import AgentLauncher
 from tandem.agent.launcher import ProcessLauncher, default_command
@@ -25,6 +26,7 @@ from tests.support.waiting import until
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 SECRET = "the-secret-of-this-worker"
+EPOCH = Epoch(number=1, superseded=lambda: None)
 
 
 @pytest.fixture(params=["process", "agent"])
@@ -39,7 +41,7 @@ async def make(tmp_path, request):
             if request.param == "process":
                 return processes
             await opened.enter_async_context(serving(processes, data_dir=tmp_path))
-            agent = AgentLauncher(data_dir=tmp_path, timeout=120)
+            agent = AgentLauncher(data_dir=tmp_path, timeout=120, epoch=EPOCH)
             opened.push_async_callback(agent.close)
             agent.processes = processes
             return agent
@@ -344,7 +346,7 @@ async def test_the_default_command_runs_the_service_of_its_kind():
 
 
 async def test_the_settings_name_the_launcher(monkeypatch, tmp_path):
-    assert isinstance(make_launcher(GatewaySettings(data_dir=tmp_path)), AgentLauncher)
+    assert isinstance(make_launcher(GatewaySettings(data_dir=tmp_path), EPOCH), AgentLauncher)
     monkeypatch.setenv("TANDEM_LAUNCHER", "kubernetes")
     with pytest.raises(InvalidRequest, match=r"unknown TANDEM_LAUNCHER 'kubernetes'.* agent"):
-        make_launcher(GatewaySettings(data_dir=tmp_path))
+        make_launcher(GatewaySettings(data_dir=tmp_path), EPOCH)

@@ -51,6 +51,7 @@ from gateway.storage.tables import (
     training_steps,
     workers,
 )
+from gateway.workers.epoch import Epoch
 from tandem.errors import OptimizerSetting, Overloaded, TandemError
 from tandem.settings import GatewaySettings
 from tandem.worker import TrainingSpec
@@ -459,8 +460,9 @@ class Scenario:
     async def _main(
         self, launcher: ModelLauncher, stop: Stop, stopping: asyncio.Event
     ) -> Left | None:
+        epoch = Epoch(number=len(self.steps), superseded=lambda: None)
         async with Gateway.open(
-            self._settings, launcher=launcher, metrics=Metrics(), stop=stop
+            self._settings, launcher=launcher, metrics=Metrics(), epoch=epoch, stop=stop
         ) as gateway:
             client = asyncio.create_task(self._serve(gateway))
             stopped = asyncio.create_task(stopping.wait())

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tandem.epoch import EpochInterceptor
 from tandem.errors import WorkerCrashed, WorkerStartFailed
 from tandem.v1 import sampler_pb2_grpc, trainer_pb2_grpc
 from tandem.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec
@@ -53,7 +54,7 @@ class FakeLauncher:
             raise WorkerCrashed(f"the {spec.kind} was killed by SIGSEGV")
         if reason := self.start_error.get(spec.kind):
             raise WorkerStartFailed(reason)
-        server = grpc.aio.server()
+        server = grpc.aio.server(interceptors=[EpochInterceptor()])
         if spec.kind == "trainer":
             trainer = self.servicers[spec.worker_id] = self._trainer(spec)
             trainer.launcher = self

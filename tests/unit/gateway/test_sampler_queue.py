@@ -90,7 +90,7 @@ class EnginesThatStopSlowly:
     async def start(self, *, session_id, **_about):
         self.events.append(f"{session_id} started")
         handle = SimpleNamespace(kind="sampler", worker_id=session_id)
-        return Worker(handle=handle, channel=MagicMock(), metadata=())
+        return Worker(handle=handle, channel=MagicMock(), epoch=MagicMock(), metadata=())
 
     async def stop(self, worker, *, reason):
         await self.may_stop.wait()

@@ -1,0 +1,66 @@
+"""The epoch of a gateway: how a worker and an agent tell it from an earlier one.
+
+Each gateway has a higher epoch than those before it, and sends it with every call. A worker, or an
+agent, refuses the calls of all earlier gateways from the first call of a later one on: a gateway
+that was frozen, and goes on when another has taken over, reaches nobody any more. A call without
+an epoch is no gateway's: that of the agent which waits for a worker to serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+EPOCH_METADATA_KEY = "x-tandem-epoch"
+"""The gRPC metadata key under which a gateway's calls carry its epoch."""
+NEWEST_EPOCH_METADATA_KEY = "tandem-newest-epoch"
+"""The trailing metadata of FAILED_PRECONDITION: the epoch of the gateway that has taken over."""
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+
+class EpochInterceptor(grpc.aio.ServerInterceptor):
+    """Ends the calls of earlier gateways with FAILED_PRECONDITION, before their requests are read.
+
+    Belongs behind the check of the secret: whoever is heard here can shut others out.
+    """
+
+    def __init__(self) -> None:
+        self._newest = 0
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Request, Reply] | None]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Request, Reply] | None:
+        given = dict(handler_call_details.invocation_metadata).get(EPOCH_METADATA_KEY)
+        if given is not None:
+            epoch = int(given)
+            if epoch < self._newest:
+                return grpc.unary_unary_rpc_method_handler(self._refusal(epoch))
+            self._newest = epoch
+        return await continuation(handler_call_details)
+
+    def _refusal(
+        self, epoch: int
+    ) -> Callable[[Request, grpc.aio.ServicerContext[Request, Reply]], Awaitable[Reply]]:
+        newest = self._newest
+
+        async def refuse(
+            _request: Request, context: grpc.aio.ServicerContext[Request, Reply]
+        ) -> Reply:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"another gateway, of epoch {newest}, has taken over from this one, of epoch "
+                f"{epoch}, whose calls are not heard any more",
+                ((NEWEST_EPOCH_METADATA_KEY, str(newest)),),
+            )
+            raise AssertionError("abort raises")
+
+        return refuse

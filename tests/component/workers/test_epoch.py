@@ -1,0 +1,98 @@
+"""Two gateways, an agent and a trainer: once the later gateway has found the trainer, both refuse
+the earlier one, which ends itself."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from gateway.checkpoints.base_models import BaseModelEntry
+from gateway.metrics import Metrics
+from gateway.storage.database import Database
+from gateway.workers.clients import TrainerClient
+from gateway.workers.epoch import Epoch
+from gateway.workers.fleet import Fleet
+from gateway.workers.launchers.agent import AgentLauncher
+from tandem.agent.launcher import ProcessLauncher
+from tandem.agent.service import serving
+from tandem.errors import GatewaySuperseded
+from tandem.settings import GatewaySettings
+from tests.support.tiny_model import write_tiny_model
+from tests.support.waiting import PATIENCE
+
+RUN = "s-1:train:0"
+
+
+class Gateway:
+    """What of a gateway speaks to others. It ends as a killed one does: its workers stay."""
+
+    def __init__(self, data_dir: Path, *, epoch: int) -> None:
+        self.superseded: list[int] = []
+        settings = GatewaySettings(data_dir=data_dir, worker_heartbeat=3600)
+        mine = Epoch(number=epoch, superseded=lambda: self.superseded.append(epoch))
+        self.launcher = AgentLauncher(data_dir=data_dir, timeout=120, epoch=mine)
+        self.database = Database(url="", data_dir=data_dir)
+        self.fleet = Fleet(
+            settings=settings,
+            database=self.database,
+            launcher=self.launcher,
+            metrics=Metrics(),
+            epoch=mine,
+        )
+
+    @asynccontextmanager
+    async def opened(self):
+        await self.database.open()
+        await self.fleet.open()
+        try:
+            yield self
+        finally:
+            self.launcher._workers.clear()
+            await self.fleet.close()
+            await self.database.close()
+
+
+@pytest.fixture
+async def gateways(tmp_path):
+    """Opens gateways of one data directory, each of a later epoch than those before."""
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(
+            serving(ProcessLauncher(data_dir=tmp_path), data_dir=tmp_path)
+        )
+
+        async def open_(epoch: int) -> Gateway:
+            return await stack.enter_async_context(Gateway(tmp_path, epoch=epoch).opened())
+
+        yield open_
+
+
+async def test_an_earlier_gateway_is_refused_by_the_trainer_that_a_later_one_has_found(
+    gateways, tmp_path
+):
+    model = write_tiny_model(tmp_path / "tiny")
+    first = await gateways(epoch=1)
+    worker = await first.fleet.start(
+        kind="trainer",
+        session_id="s-1",
+        run_id=RUN,
+        model=BaseModelEntry(name="tiny", path=str(model), max_length=64),
+        on_exit=lambda reason: None,
+    )
+    trainer = TrainerClient(worker, timeout=60, window=4)
+    about = await trainer.describe()
+    second = await gateways(epoch=2)
+    with pytest.raises(GatewaySuperseded, match="of epoch 2, has taken over"):
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                await trainer.progress()
+    assert first.superseded == [1]
+    with pytest.raises(GatewaySuperseded, match="this one, of epoch 1"):
+        await first.launcher.list()
+    assert first.superseded == [1, 1]
+    adopted = await second.fleet.adopt(RUN, on_exit=lambda reason: None)
+    assert await TrainerClient(adopted, timeout=60, window=4).describe() == about
+    assert second.superseded == []
+    await second.fleet.stop(adopted, reason="the test is over")
