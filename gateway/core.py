@@ -211,6 +211,7 @@ class Gateway:
             metrics=metrics,
             meter=self.samples,
             pins=self.pins,
+            models=self.models,
             sessions=self.sessions,
             limits=self.limits,
         )
@@ -260,7 +261,7 @@ class Gateway:
         self._register_gauges()
 
     async def _restore(self) -> None:
-        """Takes over from an earlier gateway, whose workers are gone."""
+        """Takes over from an earlier gateway, and the workers that it left."""
         await self.database.open()
         await self.keys.open()
         self.keys.set_local(self.api_key)
@@ -278,6 +279,7 @@ class Gateway:
             await self.fleet.stop_left()
             self._log.error("database_mismatch", hint=MISMATCH)
         await self.sampling.open()
+        await self.samplers.open()
         await self.collector.collect_all()
 
     async def _close(self) -> None:

@@ -138,17 +138,36 @@ class WorkerHandle:
     """A worker that has bound its ports.
 
     Literal example: `WorkerHandle(worker_id="trainer-s-ab12-0", kind="trainer",
-    session_id="s-ab12", run_id="s-ab12:train:0", address="127.0.0.1:40123",
-    metrics_port=40124)`; the secret is never printed.
+    session_id="s-ab12", run_id="s-ab12:train:0", model_name="tiny", model_path="models/tiny",
+    max_lora_rank=0, address="127.0.0.1:40123", metrics_port=40124)`; the secret is never printed.
     """
 
     worker_id: str
     kind: WorkerKind
     session_id: str
     run_id: str
+    model_name: str
+    model_path: str
+    max_lora_rank: int
     address: str
     metrics_port: int
     secret: str = field(repr=False)
+
+    @classmethod
+    def of(cls, spec: WorkerSpec, *, address: str, metrics_port: int = 0) -> WorkerHandle:
+        """Return that of the worker with this specification."""
+        return cls(
+            worker_id=spec.worker_id,
+            kind=spec.kind,
+            session_id=spec.session_id,
+            run_id=spec.run_id,
+            model_name=spec.model_name,
+            model_path=spec.model_path,
+            max_lora_rank=spec.sampler.max_lora_rank if spec.sampler is not None else 0,
+            address=address,
+            metrics_port=metrics_port,
+            secret=spec.secret,
+        )
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,13 @@ class EnginePlaces:
             self._waiting.pop(engine, None)
         return turn.result()
 
+    def adopt(self, engine: Engine) -> Place:
+        """Return the place of an engine that runs already, of which there may be more than
+        `most`."""
+        place = Place(engine, since=self.clock())
+        self._taken.append(place)
+        return place
+
     def note_started(self, place: Place) -> None:
         """Note that the engine serves, so that another one may start."""
         place.starting, place.since = False, self.clock()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 
-from gateway.checkpoints.base_models import BaseModelEntry
+from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
 from gateway.checkpoints.pins import Pins
 from gateway.fair_queue import FairStarter
 from gateway.futures.table import Future
@@ -13,14 +14,16 @@ from gateway.limits import Quotas, overloaded
 from gateway.metrics import Metrics
 from gateway.sampling.places import EnginePlaces
 from gateway.sampling.sampler import Sample, Sampler
-from gateway.sessions.registry import SessionRegistry
+from gateway.sessions.registry import Session, SessionRegistry
 from gateway.usage.meter import SampleMeter
 from gateway.workers.clients import Tell
 from gateway.workers.fleet import Fleet
 from tandem.errors import SampleCancelled, TandemError
 from tandem.settings import GatewaySettings
 from tandem.v1 import sampler_pb2
+from tandem.worker import WorkerHandle
 
+_ADOPTION_PATIENCE = 2.0
 _SMALLEST_RANK = 8
 _LARGEST_RANK = 512
 
@@ -35,6 +38,7 @@ class SamplerRouter:
     metrics: Metrics
     meter: SampleMeter
     pins: Pins
+    models: BaseModels
     sessions: SessionRegistry
     limits: Quotas
 
@@ -46,6 +50,27 @@ class SamplerRouter:
             quantum=self.settings.engine_quantum,
         )
         self._samplers: dict[tuple[str, str, int], Sampler] = {}
+
+    async def open(self) -> None:
+        """Adopt the engines that an earlier gateway has left, each for a sampler of its session;
+        stop those that nobody can ask for any more. Returns when it is known what they have loaded,
+        so that the garbage collector leaves that alone, but does not wait long for an engine that
+        is busy or frozen."""
+        adoptions, ends = [], []
+        for handle in self.fleet.take_engines():
+            session, model = self.sessions.get(handle.session_id), self._model_of(handle)
+            if session is None:
+                ends.append(self.fleet.stop_left_worker(handle, "its session has ended"))
+            elif model is None:
+                ends.append(self.fleet.stop_left_worker(handle, "its model is not registered"))
+            elif (session.id, model.name, handle.max_lora_rank) in self._samplers:
+                ends.append(self.fleet.stop_left_worker(handle, "its sampler has another engine"))
+            else:
+                sampler = self._add(session, model, largest=handle.max_lora_rank)
+                adoptions.append(sampler.adopt(handle))
+        await asyncio.gather(*ends)
+        if adoptions:
+            await asyncio.wait(adoptions, timeout=_ADOPTION_PATIENCE)
 
     def all(self) -> list[Sampler]:
         return list(self._samplers.values())
@@ -65,22 +90,12 @@ class SamplerRouter:
         Raises `LimitExceeded` if the owner may not have another one, and `SessionFinished`."""
         sampler = self.get(session_id=session_id, model_name=model.name, rank=rank)
         if sampler is None:
-            owner = self.sessions.require(session_id).owner
-            used = self.sessions.count_of(owner, (s.session_id for s in self._samplers.values()))
-            self.limits.check("samplers", used=used)
-            largest = self._largest_rank(rank)
-            sampler = self._samplers[session_id, model.name, largest] = Sampler(
-                session_id=session_id,
-                owner=owner,
-                model=model,
-                max_lora_rank=largest,
-                settings=self.settings.sampler,
-                fleet=self.fleet,
-                places=self._places,
-                metrics=self.metrics,
-                meter=self.meter,
-                pins=self.pins,
+            session = self.sessions.require(session_id)
+            used = self.sessions.count_of(
+                session.owner, (s.session_id for s in self._samplers.values())
             )
+            self.limits.check("samplers", used=used)
+            sampler = self._add(session, model, largest=self._largest_rank(rank))
         return sampler
 
     def submit(
@@ -128,6 +143,26 @@ class SamplerRouter:
         self._starter.clear()
         await asyncio.gather(*(sampler.abandon() for sampler in self._samplers.values()))
         self._samplers.clear()
+
+    def _add(self, session: Session, model: BaseModelEntry, *, largest: int) -> Sampler:
+        sampler = self._samplers[session.id, model.name, largest] = Sampler(
+            session_id=session.id,
+            owner=session.owner,
+            model=model,
+            max_lora_rank=largest,
+            settings=self.settings.sampler,
+            fleet=self.fleet,
+            places=self._places,
+            metrics=self.metrics,
+            meter=self.meter,
+            pins=self.pins,
+        )
+        return sampler
+
+    def _model_of(self, handle: WorkerHandle) -> BaseModelEntry | None:
+        """Return the base model that an engine was started with, if it is still registered."""
+        started = (handle.model_name, Path(handle.model_path))
+        return next((m for m in self.models.all() if (m.name, Path(m.path)) == started), None)
 
     def _largest_rank(self, rank: int) -> int:
         """Round up to a power of two, as engines reserve memory anyway, so that runs of similar

@@ -3,10 +3,10 @@
 A session has one sampler for each base model and largest rank of adapters. One that can serve
 what is asked for is reused: engines are slow to start, and each takes a share of the device.
 
-An engine starts with the first request, when it has a place on the machine (`places`). It holds
-nothing that cannot be loaded again. One that dies is started again, with backoff, and requests wait
-for the next one. If an engine cannot start, the waiting requests fail, and it is started again at
-the next request.
+An engine starts with the first request, when it has a place on the machine (`places`), or was
+started by an earlier gateway and is adopted. It holds nothing that cannot be loaded again. One that
+dies is started again, with backoff, and requests wait for the next one. If an engine cannot start,
+the waiting requests fail, and it is started again at the next request.
 
 A sample that was under way when the engine died is sent once more, to the next engine: sampling
 changes nothing, and the client chose the seed. If that one dies too, the sample fails with
@@ -49,11 +49,14 @@ from tandem.errors import (
 from tandem.settings import SamplerSettings
 from tandem.telemetry import get_log
 from tandem.v1 import sampler_pb2
+from tandem.worker import WorkerHandle
 
 EngineState = Literal["idle", "queued", "starting", "ready", "failed", "stopped"]
 """`idle`: it starts with the next request. `queued`: it waits for its place on the machine."""
 
 _Reply = TypeVar("_Reply")
+
+_LOADING_INTERVAL = 0.1
 
 
 @dataclass(eq=False)
@@ -268,6 +271,15 @@ class Sampler:
         self._set_state("queued", self.reason)
         self._starting = asyncio.create_task(self._start(), name=f"sampler-{self.session_id}")
 
+    def adopt(self, handle: WorkerHandle) -> asyncio.Task[None]:
+        """Take over the engine that an earlier gateway has left; the task ends when it serves, or
+        is of no use. Then another one starts if it is needed."""
+        assert self.state == "idle"
+        self._place = self.places.adopt(self)
+        self._set_state("starting")
+        self._starting = asyncio.create_task(self._adopt(handle), name=f"adopt-{handle.worker_id}")
+        return self._starting
+
     def retire(self) -> Coroutine[None, None, None]:
         """Return what stops an idle engine, whose place another one needs. The next request, which
         may come before that has begun, starts another engine."""
@@ -390,16 +402,52 @@ class Sampler:
             self._note_failed("failed", error.message)
             self._fail_waiting(error)
         else:
-            self.worker = worker
-            self._died.clear()
-            self._set_state("ready")
-            self.places.note_started(self._place)
-            client = SamplerClient(
-                worker,
-                timeout=self.settings.operation_timeout,
-                give_up=lambda reason: self.fleet.give_up(worker, reason=reason),
+            self._serve(worker)
+
+    async def _adopt(self, handle: WorkerHandle) -> None:
+        try:
+            worker = await self.fleet.adopt_engine(
+                handle, check=self._find_out, on_exit=self._on_exit
             )
-            self._client.set_result(client)
+        except Exception as error:  # noqa: BLE001 - as above
+            if not isinstance(error, TandemError):
+                self._log.exception("adoption_failed")
+            self._on_exit(f"the sampler was of no use after the gateway's restart: {error}")
+        else:
+            self._serve(worker)
+
+    async def _find_out(self, worker: Worker) -> None:
+        """Note what an engine has, once a load that is under way has ended. Raises if it is of no
+        use."""
+        client = self._client_of(worker)
+        try:
+            async with asyncio.timeout(self.settings.operation_timeout):
+                while True:
+                    about = await client.describe()
+                    self._set_weights(about.version.name)
+                    if about.state != sampler_pb2.SAMPLER_STATE_LOADING:
+                        break
+                    await asyncio.sleep(_LOADING_INTERVAL)
+        except (WorkerUnavailable, TimeoutError) as error:
+            raise WorkerDied(str(error) or "it did not end a load") from error
+        if about.state != sampler_pb2.SAMPLER_STATE_AWAKE:
+            raise WorkerDied("its engine has failed")
+        self._adapters = dict.fromkeys(about.adapters)
+
+    def _serve(self, worker: Worker) -> None:
+        assert self._place is not None
+        self.worker = worker
+        self._died.clear()
+        self._set_state("ready")
+        self.places.note_started(self._place)
+        self._client.set_result(self._client_of(worker))
+
+    def _client_of(self, worker: Worker) -> SamplerClient:
+        return SamplerClient(
+            worker,
+            timeout=self.settings.operation_timeout,
+            give_up=lambda reason: self.fleet.give_up(worker, reason=reason),
+        )
 
     async def _take_place(self) -> Place:
         patience = self.settings.operation_timeout

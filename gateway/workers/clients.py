@@ -149,6 +149,10 @@ class SamplerClient:
         self._heard_at = 0.0
         self._telling = 0
 
+    async def describe(self) -> sampler_pb2.DescribeSamplerReply:
+        request = sampler_pb2.DescribeSamplerRequest()
+        return await _call(self.worker, self._stub.Describe, request, timeout=_DESCRIBE_TIMEOUT)
+
     async def load(self, request: sampler_pb2.LoadRequest) -> sampler_pb2.LoadReply:
         return await self._unless_silent(_call(self.worker, self._stub.Load, request))
 

@@ -7,7 +7,7 @@ import random
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Container
+from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -128,19 +128,22 @@ class Fleet:
         self._watchers: list[asyncio.Task[None]] = []
         self._given_up: dict[str, asyncio.Task[None]] = {}
         self._left: dict[str, WorkerHandle] = {}
+        self._left_engines: list[WorkerHandle] = []
         self._log = get_log()
 
     async def open(self) -> None:
-        """Find the trainers that an earlier gateway has left, which `adopt` takes over; stop the
-        other workers, mark their rows as ended, and watch for exits."""
+        """Find the workers that an earlier gateway has left: trainers, which `adopt` takes over,
+        and engines, which `take_engines` returns. Mark the rows of the others as ended, and watch
+        for exits."""
         found = await self.launcher.list()
         self._left = {each.run_id: each for each in found if each.kind == "trainer"}
-        kept = [each.worker_id for each in self._left.values()]
-        others = [each.worker_id for each in found if each.worker_id not in kept]
+        self._left_engines = [each for each in found if each.kind == "sampler"]
+        left = [each.worker_id for each in (*self._left.values(), *self._left_engines)]
+        others = [each.worker_id for each in found if each.worker_id not in left]
         await asyncio.gather(*(self.launcher.stop(each, at_once=True) for each in others))
         await self.database.write(
             update(workers)
-            .where(workers.c.state != "ended", workers.c.id.not_in(kept))
+            .where(workers.c.state != "ended", workers.c.id.not_in(left))
             .values(state="ended", reason="the gateway restarted", ended_at=time.time())
         )
         for row in await self.database.read(select(workers.c.id)):
@@ -166,12 +169,12 @@ class Fleet:
     async def stop_left(self, *, except_of: Container[str] = ()) -> None:
         """Stop the trainers that an earlier gateway has left, except those of some runs."""
         for run_id in [each for each in self._left if each not in except_of]:
-            await self._stop_left(self._left.pop(run_id), "its run has ended")
+            await self.stop_left_worker(self._left.pop(run_id), "its run has ended")
 
     async def stop_left_of(self, run_id: str) -> None:
         """Stop the trainer of a run that was not adopted, if there is one."""
         if (handle := self._left.pop(run_id, None)) is not None:
-            await self._stop_left(handle, "its run has ended")
+            await self.stop_left_worker(handle, "its run has ended")
 
     async def adopt(self, run_id: str, *, on_exit: Callable[[str], None]) -> Worker | None:
         """Take over the trainer of a run that an earlier gateway has left; None if there is none,
@@ -182,23 +185,61 @@ class Fleet:
         try:
             await self.launcher.wait_ready(handle.worker_id)
         except TandemError as error:
-            await self._stop_left(handle, error.message)
+            await self.stop_left_worker(handle, error.message)
             self._left.pop(run_id, None)
             return None
         del self._left[run_id]  # not before: whoever cancels this stops what is left
-        record = self._records[handle.worker_id] = WorkerRecord(
-            worker_id=handle.worker_id,
-            kind=handle.kind,
-            session_id=handle.session_id,
-            run_id=run_id,
-            on_exit=on_exit,
-        )
-        self._log.info("worker_adopted", worker_id=handle.worker_id, run_id=run_id)
-        return self._note_ready(record, handle)
+        return self._note_adopted(self._add_record(handle, on_exit), self._worker_of(handle))
 
-    async def _stop_left(self, handle: WorkerHandle, reason: str) -> None:
+    def take_engines(self) -> list[WorkerHandle]:
+        """Return the engines that an earlier gateway has left, once: whoever takes them adopts or
+        stops each."""
+        left, self._left_engines = self._left_engines, []
+        return left
+
+    async def adopt_engine(
+        self,
+        handle: WorkerHandle,
+        *,
+        check: Callable[[Worker], Awaitable[None]],
+        on_exit: Callable[[str], None],
+    ) -> Worker:
+        """Take over an engine that an earlier gateway has left, once it serves and `check` has
+        found it to be of use. Raises why it is of none; then nothing of it is left."""
+        record, worker = self._add_record(handle, on_exit), self._worker_of(handle)
+        try:
+            await self.launcher.wait_ready(handle.worker_id)
+            await check(worker)
+            if record.reason:
+                raise WorkerCrashed(record.reason)
+        except BaseException as error:
+            self._records.pop(handle.worker_id, None)
+            await worker.channel.close()
+            await self.stop_left_worker(handle, str(error) or "its adoption was cancelled")
+            raise
+        return self._note_adopted(record, worker)
+
+    async def stop_left_worker(self, handle: WorkerHandle, reason: str) -> None:
+        """Kill a worker that an earlier gateway has left and nobody adopts."""
+        self._log.info("worker_not_adopted", worker_id=handle.worker_id, reason=reason)
         self._write_end(handle.worker_id, reason)
         await self.launcher.stop(handle.worker_id, at_once=True)
+
+    def _note_adopted(self, record: WorkerRecord, worker: Worker) -> Worker:
+        self._log.info("worker_adopted", worker_id=record.worker_id, run_id=record.run_id)
+        return self._note_ready(record, worker)
+
+    def _add_record(
+        self, about: WorkerHandle | WorkerSpec, on_exit: Callable[[str], None]
+    ) -> WorkerRecord:
+        record = self._records[about.worker_id] = WorkerRecord(
+            worker_id=about.worker_id,
+            kind=about.kind,
+            session_id=about.session_id,
+            run_id=about.run_id,
+            on_exit=on_exit,
+        )
+        return record
 
     async def close(self, *, leaving: bool = False) -> None:
         """Stop every worker, or, if they are left to the next gateway, those that only start."""
@@ -295,13 +336,7 @@ class Fleet:
 
     async def _start(self, spec: WorkerSpec, on_exit: Callable[[str], None]) -> Worker:
         worker_id = spec.worker_id
-        record = self._records[worker_id] = WorkerRecord(
-            worker_id=worker_id,
-            kind=spec.kind,
-            session_id=spec.session_id,
-            run_id=spec.run_id,
-            on_exit=on_exit,
-        )
+        record = self._add_record(spec, on_exit)
         self.database.write_soon(
             insert(workers),
             {
@@ -333,10 +368,10 @@ class Fleet:
             run_id=spec.run_id,
             seconds=round(time.time() - record.started_at, 3),
         )
-        return self._note_ready(record, handle)
+        return self._note_ready(record, self._worker_of(handle))
 
-    def _note_ready(self, record: WorkerRecord, handle: WorkerHandle) -> Worker:
-        record.worker = self._worker_of(handle)
+    def _note_ready(self, record: WorkerRecord, worker: Worker) -> Worker:
+        record.worker = worker
         record.details = self.launcher.describe(record.worker_id)
         record.state = "ready"
         self.database.write_soon(
@@ -344,7 +379,7 @@ class Fleet:
             .where(workers.c.id == record.worker_id)
             .values(state="ready", pid=record.details.pid)
         )
-        return record.worker
+        return worker
 
     def _worker_of(self, handle: WorkerHandle) -> Worker:
         return Worker(

@@ -47,6 +47,7 @@ class ProcessLauncher:
         self._workers: dict[str, WorkerProcess] = {}
         self._ended: deque[WorkerProcess] = deque(maxlen=_REMEMBERED)
         self._watchers: list[asyncio.Queue[WorkerExit | None]] = []
+        self._stopping: set[asyncio.Task[None]] = set()
         self._spawning = asyncio.Lock()
         self._closed = False
         self._log = get_log()
@@ -96,17 +97,22 @@ class ProcessLauncher:
             worker.awaited = False
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
+        """Whoever asks for it may go away meanwhile: what was asked to end is killed in time."""
         async with self._spawning:  # one that is being spawned is known after this
             worker = self._workers.get(worker_id)
         if worker is not None:
-            await (worker.kill() if at_once else worker.stop())
+            stopping = asyncio.create_task(worker.kill() if at_once else worker.stop())
+            self._stopping.add(stopping)
+            stopping.add_done_callback(self._stopping.discard)
+            await asyncio.shield(stopping)
 
     def ids(self) -> tuple[str, ...]:
         """Return the ids of all workers, those included that have reported no address yet."""
         return tuple(self._workers)
 
     async def list(self) -> list[WorkerHandle]:
-        return [worker.handle for worker in self._workers.values() if worker.handle is not None]
+        workers = [worker for worker in self._workers.values() if not worker.expected]
+        return [worker.handle for worker in workers if worker.handle is not None]
 
     def describe(self, worker_id: str) -> WorkerDetails:
         worker = self._workers.get(worker_id)

@@ -98,14 +98,8 @@ class WorkerProcess:
                 f"{self.spec.start_timeout:g} s; its log is {self.log_path.name}"
             )
         report = self._address.result()
-        self.handle = WorkerHandle(
-            worker_id=self.spec.worker_id,
-            kind=self.spec.kind,
-            session_id=self.spec.session_id,
-            run_id=self.spec.run_id,
-            address=report.address,
-            metrics_port=report.metrics_port,
-            secret=self.spec.secret,
+        self.handle = WorkerHandle.of(
+            self.spec, address=report.address, metrics_port=report.metrics_port
         )
         return self.handle
 

@@ -75,6 +75,9 @@ class AgentWorker(google.protobuf.message.Message):
     SECRET_FIELD_NUMBER: builtins.int
     PID_FIELD_NUMBER: builtins.int
     LOG_PATH_FIELD_NUMBER: builtins.int
+    MODEL_NAME_FIELD_NUMBER: builtins.int
+    MODEL_PATH_FIELD_NUMBER: builtins.int
+    MAX_LORA_RANK_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     kind: builtins.str
     session_id: builtins.str
@@ -85,6 +88,11 @@ class AgentWorker(google.protobuf.message.Message):
     """Goes with every call to the worker."""
     pid: builtins.int
     log_path: builtins.str
+    model_name: builtins.str
+    """The base model that it was started with."""
+    model_path: builtins.str
+    max_lora_rank: builtins.int
+    """The largest rank of adapters that a sampler serves; 0: none."""
     def __init__(
         self,
         *,
@@ -97,8 +105,11 @@ class AgentWorker(google.protobuf.message.Message):
         secret: builtins.str = ...,
         pid: builtins.int = ...,
         log_path: builtins.str = ...,
+        model_name: builtins.str = ...,
+        model_path: builtins.str = ...,
+        max_lora_rank: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "kind", b"kind", "log_path", b"log_path", "metrics_port", b"metrics_port", "pid", b"pid", "run_id", b"run_id", "secret", b"secret", "session_id", b"session_id", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "kind", b"kind", "log_path", b"log_path", "max_lora_rank", b"max_lora_rank", "metrics_port", b"metrics_port", "model_name", b"model_name", "model_path", b"model_path", "pid", b"pid", "run_id", b"run_id", "secret", b"secret", "session_id", b"session_id", "worker_id", b"worker_id"]) -> None: ...
 
 Global___AgentWorker: typing_extensions.TypeAlias = AgentWorker
 

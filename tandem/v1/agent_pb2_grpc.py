@@ -101,7 +101,8 @@ class AgentServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """The workers that have bound their ports, whoever started them.
+        """The workers that have bound their ports, whoever started them, without those that are being
+        stopped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -196,7 +196,9 @@ class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentWaitRe
     """Answers when nothing of the worker is left, also for one that has ended or never was."""
 
     List: _AgentListType
-    """The workers that have bound their ports, whoever started them."""
+    """The workers that have bound their ports, whoever started them, without those that are being
+    stopped.
+    """
 
     Watch: _AgentWatchType
     """First what runs now and the newest exits, so that nobody misses what happened while
@@ -274,7 +276,9 @@ class AgentServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.agent_pb2.ListWorkersRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.agent_pb2.ListWorkersReply, collections.abc.Awaitable[tandem.v1.agent_pb2.ListWorkersReply]]:
-        """The workers that have bound their ports, whoever started them."""
+        """The workers that have bound their ports, whoever started them, without those that are being
+        stopped.
+        """
 
     @abc.abstractmethod
     def Watch(

@@ -41,7 +41,7 @@ class Launcher(Protocol):
 
     async def list(self) -> list[WorkerHandle]:
         """Return the running workers that have reported an address, also those that another
-        gateway started."""
+        gateway started, without those that are being stopped."""
         ...
 
     def describe(self, worker_id: str) -> WorkerDetails:

@@ -66,15 +66,7 @@ class FakeLauncher:
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         self._servers[spec.worker_id] = server
-        return WorkerHandle(
-            worker_id=spec.worker_id,
-            kind=spec.kind,
-            session_id=spec.session_id,
-            run_id=spec.run_id,
-            address=f"127.0.0.1:{port}",
-            metrics_port=0,
-            secret=spec.secret,
-        )
+        return WorkerHandle.of(spec, address=f"127.0.0.1:{port}")
 
     async def wait_ready(self, worker_id: str) -> None:
         return None

@@ -83,15 +83,7 @@ class ModelWorker:
 
     @property
     def handle(self) -> WorkerHandle:
-        return WorkerHandle(
-            worker_id=self.spec.worker_id,
-            kind=self.spec.kind,
-            session_id=self.spec.session_id,
-            run_id=self.spec.run_id,
-            address=self.spec.worker_id,
-            metrics_port=0,
-            secret=self.spec.secret,
-        )
+        return WorkerHandle.of(self.spec, address=self.spec.worker_id)
 
     def task(self, work) -> asyncio.Task[Any]:
         """Begin some work of this process, whatever becomes of the one that asks for it."""
