@@ -26,7 +26,6 @@ from sqlalchemy import Engine, create_engine, event, select
 from sqlalchemy.engine.interfaces import DBAPIConnection
 
 from gateway.auth.identity import Caller, Readers
-from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.core import Gateway
 from gateway.futures.table import Outcome, Result, write_file
 from gateway.identifiers import request_id_of, run_id_of
@@ -230,9 +229,7 @@ class Client:
         await asyncio.gather(*(self._ask(gateway, seq_id) for seq_id in tuple(self.outcomes)))
 
     async def _create(self, gateway: Gateway) -> None:
-        model = BaseModelEntry(
-            name="tiny", path=str(gateway.settings.data_dir / "tiny"), max_length=None
-        )
+        model = gateway.models.get("tiny")
         await gateway.runs.create(
             session_id=self.session_id,
             model_seq_id=0,
@@ -378,13 +375,15 @@ class Scenario:
                 "session_ttl": 1e9,
                 "sequence_gap_timeout": 100.0,
                 "min_free_bytes": 0,
+                "models": {"tiny": self.folder / "tiny"},
             }
             | self.settings
         )
 
     def run(self) -> Left:
         """Return what is left in the end. Raises whatever goes wrong."""
-        self.folder.mkdir(parents=True)
+        (self.folder / "tiny").mkdir(parents=True)
+        (self.folder / "tiny" / "config.json").write_text('{"architectures": ["Model"]}')
         random.seed(self.seed)
         with ExitStack() as patched:
             patched.enter_context(_logged_to(self.log))
@@ -501,6 +500,7 @@ class Scenario:
         }.items():
             rows = await database.read(query)
             assert not rows, f"{what} are left: {[tuple(row.values())[:5] for row in rows]}"
+        assert not self._host.workers, f"{self._host.workers} still run"
         limits = gateway.limits
         for ledger in (limits.operations, limits.operation_bytes, limits.held):
             assert ledger.total == 0, f"{ledger.total} of a limit are left"

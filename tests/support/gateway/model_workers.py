@@ -31,7 +31,7 @@ from tandem.errors import (
     TandemError,
     WorkerStartFailed,
 )
-from tandem.v1 import sampler_pb2, trainer_pb2
+from tandem.v1 import common_pb2, sampler_pb2, trainer_pb2
 from tandem.weights import Manifest, PartialVersion, checksum_file, open_version
 from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
 from tests.support.crashing_loop import as_process
@@ -74,11 +74,16 @@ class Misfortune:
 
 
 class ModelWorker:
-    """One that was started. `died` is done when it is dead; its tasks end with it."""
+    """One that was started. `died` is done when it is dead; its tasks end with it. It serves when
+    `serving` is set, and answers nothing while it is `frozen`."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, misfortune: Misfortune) -> None:
         self.spec = spec
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.serving = asyncio.Event()
+        self.serving.set()
+        self.frozen = False
+        self._misfortune = misfortune
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -103,9 +108,41 @@ class ModelWorker:
 
 
 class ModelSampler(ModelWorker):
+    """Has one version at a time, to which it changes when another is asked for. Its samples show
+    the version that they are from, and their seed."""
+
+    def __init__(self, spec: WorkerSpec, misfortune: Misfortune) -> None:
+        super().__init__(spec, misfortune)
+        self.version = common_pb2.WeightVersion(
+            name=f"base/{spec.model_name}", path=spec.model_path
+        )
+        self.state = sampler_pb2.SAMPLER_STATE_AWAKE
+        self.adapters: list[str] = []
+        self._turn = asyncio.Lock()
+
+    async def Describe(self, request):
+        return sampler_pb2.DescribeSamplerReply(
+            state=self.state, version=self.version, adapters=self.adapters
+        )
+
     async def Load(self, request):
-        assert (Path(request.version.path) / "manifest.json").is_file()
+        async with self._turn:
+            await self._change_to(request.version)
         return sampler_pb2.LoadReply(version=request.version, bytes=7)
+
+    async def Sample(self, request):
+        async with self._turn:
+            await self._change_to(request.version)
+        tokens = after(request.version.name, request.prompt_tokens, request.params.seed)
+        return sampler_pb2.SampleReply(response=tokens.encode(), version=request.version)
+
+    async def _change_to(self, version: common_pb2.WeightVersion) -> None:
+        if version.name == self.version.name:
+            return
+        assert (Path(version.path) / "manifest.json").is_file()
+        self.state = sampler_pb2.SAMPLER_STATE_LOADING
+        await self._misfortune.delay(2.0)
+        self.version, self.state = version, sampler_pb2.SAMPLER_STATE_AWAKE
 
 
 @dataclass
@@ -130,9 +167,8 @@ class ModelTrainer(ModelWorker):
     """Applies operations in order and each once, as the real one does."""
 
     def __init__(self, spec: WorkerSpec, misfortune: Misfortune) -> None:
-        super().__init__(spec)
+        super().__init__(spec, misfortune)
         self.state = Held()
-        self._misfortune = misfortune
         self._replies: dict[int, asyncio.Task[Any]] = {}
         self._snapshots: dict[str, asyncio.Task[trainer_pb2.AwaitSnapshotReply]] = {}
         self._turn = asyncio.Condition()
@@ -371,7 +407,9 @@ class ModelChannel:
         deaths = "deaths" if isinstance(worker, ModelTrainer) else "engine_deaths"
         if name != "Check" and self._misfortune.strikes(deaths):
             asyncio.get_running_loop().call_later(self._misfortune.rng.random() * 3, self._kill)
-        answer = worker.task(getattr(worker, name)(message))
+        answer = worker.task(
+            getattr(worker, name)(message) if not worker.frozen else asyncio.Event().wait()
+        )
         await asyncio.wait({answer, self._closed, worker.died}, return_when=asyncio.FIRST_COMPLETED)
         await self._travel(worker)
         if not answer.done() or answer.cancelled():
@@ -428,12 +466,14 @@ class ModelLauncher:
         if spec.kind == "trainer":
             worker = ModelTrainer(spec, self._misfortune)
         else:
-            worker = ModelSampler(spec)
+            worker = ModelSampler(spec, self._misfortune)
         self._host.workers[spec.worker_id] = worker
         return worker.handle
 
     async def wait_ready(self, worker_id: str) -> None:
         await self._misfortune.delay(3.0)
+        if (worker := self._host.workers.get(worker_id)) is not None:
+            await worker.serving.wait()
         if worker_id not in self._host.workers:
             raise WorkerStartFailed("it was killed while it started")
 

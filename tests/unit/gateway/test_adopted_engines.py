@@ -1,0 +1,395 @@
+"""What the next gateway does with the engines that the one before has left: in virtual time, with
+engines as a model."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import grpc.aio
+import pytest
+
+from gateway.checkpoints.base_models import BaseModelEntry
+from gateway.checkpoints.pins import Pins
+from gateway.futures.table import Future, Result
+from gateway.limits import Quotas
+from gateway.metrics import Metrics
+from gateway.sampling.router import SamplerRouter
+from gateway.sampling.sampler import Sampler
+from gateway.sessions.registry import Session
+from gateway.usage.meter import SampleMeter
+from gateway.workers.epoch import Epoch
+from gateway.workers.fleet import Fleet
+from tandem.errors import SessionFinished
+from tandem.settings import GatewaySettings, SamplerSettings
+from tandem.v1 import common_pb2, sampler_pb2
+from tandem.worker import WorkerSpec
+from tests.support.gateway.model_workers import Misfortune, ModelHost, ModelLauncher, ModelSampler
+from tests.support.virtual_time import run_in_virtual_time
+
+DESCRIBE_TIMEOUT = 30.0
+LOAD_TIMEOUT = 1000.0
+PATIENCE = 10_000.0
+"""Virtual seconds."""
+
+
+class NoDatabase:
+    async def read(self, _query):
+        return []
+
+    async def write(self, *_statement): ...
+
+    def write_soon(self, *_statement): ...
+
+
+class AtOnce(Misfortune):
+    """Nothing goes wrong, and nothing takes time."""
+
+    async def delay(self, most: float) -> None:
+        await asyncio.sleep(0)
+
+
+class World:
+    """A host on which an earlier gateway has left engines, and the router of the next gateway,
+    which knows the model `tiny` and the sessions s-1 and s-2."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.folder = folder
+        self.host = ModelHost(AtOnce(random.Random(1)))
+        self.pins = Pins()
+        self.sessions = {name: Session(name, 0.0, None, "ann") for name in ("s-1", "s-2")}
+        self.settings = GatewaySettings(
+            data_dir=folder, sampler={"operation_timeout": LOAD_TIMEOUT}, **settings
+        )
+        database: Any = NoDatabase()
+        usage: Any = SimpleNamespace(record=lambda *_args, **_more: None)
+        metrics = Metrics()
+        models: Any = SimpleNamespace(all=lambda: [self.model])
+        sessions: Any = SimpleNamespace(get=self.sessions.get, require=self.sessions.__getitem__)
+        sessions.count_of = lambda _owner, ids: len(list(ids))
+        self.launcher = ModelLauncher(self.host)
+        self.fleet = Fleet(
+            settings=self.settings,
+            database=database,
+            launcher=self.launcher,
+            metrics=metrics,
+            epoch=Epoch(number=1, superseded=lambda: None),
+        )
+        self.router = SamplerRouter(
+            settings=self.settings,
+            fleet=self.fleet,
+            metrics=metrics,
+            meter=SampleMeter(usage=usage),
+            pins=self.pins,
+            models=models,
+            sessions=sessions,
+            limits=Quotas(settings=self.settings.limit, metrics=metrics),
+        )
+
+    @property
+    def model(self) -> BaseModelEntry:
+        return BaseModelEntry(name="tiny", path=str(self.folder / "tiny"), max_length=None)
+
+    def version(self, name: str) -> common_pb2.WeightVersion:
+        """A version that is on the disk."""
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        (folder / "manifest.json").touch()
+        return common_pb2.WeightVersion(name=f"s-1:train:0/{name}", path=str(folder))
+
+    def left(
+        self, name: str = "sampler-s-1-0", *, session_id: str = "s-1", rank: int = 0, path: str = ""
+    ) -> ModelSampler:
+        """An engine that the earlier gateway has left, with the base model."""
+        spec = WorkerSpec(
+            worker_id=name,
+            kind="sampler",
+            secret="a secret",
+            model_name="tiny",
+            model_path=path or self.model.path,
+            session_id=session_id,
+            sampler=SamplerSettings(max_lora_rank=rank),
+        )
+        engine = self.host.workers[name] = ModelSampler(spec, self.host.misfortune)
+        return engine
+
+    async def open(self) -> None:
+        await self.fleet.open()
+        await self.router.open()
+
+    def sampler(self, session_id: str = "s-1", *, rank: int = 0) -> Sampler:
+        return self.router.ensure(session_id=session_id, model=self.model, rank=rank)
+
+    async def sample(self, version: str = "v1", *, session_id: str = "s-1") -> str:
+        """Ask for a sample with a seed; return what came of it, or the type of its error."""
+        sampler = self.sampler(session_id)
+        request = sampler_pb2.SampleRequest(operation_id="s", version=self.version(version))
+        request.params.seed = 7
+        future = Future(request_id="s", source="sample", describe=lambda: None, owner="ann")
+        self.router.submit(sampler, future=future, request=request)
+        async with asyncio.timeout(PATIENCE):
+            await future.done
+        outcome = future.outcome
+        return outcome.body.decode() if isinstance(outcome, Result) else outcome.type
+
+    def running(self) -> list[str]:
+        return sorted(self.host.workers)
+
+    def run(self, scenario: Coroutine[None, None, None]) -> None:
+        """Run it in virtual time. In the end all sessions end, and nothing may be left."""
+
+        async def run() -> None:
+            with patch.object(grpc.aio, "insecure_channel", self.launcher.channel):
+                await scenario
+                for session_id in self.sessions:
+                    await self.router.end_session(session_id, SessionFinished("over"))
+            assert self.running() == []
+            assert self.fleet.all() == []
+            assert {folder for folder in self.pins.folders() if "/base/" not in folder} == set()
+            assert self.router._places._taken == []
+
+        run_in_virtual_time(run())
+
+
+@pytest.fixture
+def new_world(tmp_path):
+    return lambda **settings: World(tmp_path, settings)
+
+
+@pytest.fixture
+def world(new_world) -> World:
+    return new_world()
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_an_engine_is_adopted_with_what_it_has_and_answers_as_before(world):
+    async def scenario():
+        engine = world.left()
+        engine.version, engine.adapters = world.version("v1"), ["s-1:train:1/v2"]
+        await world.open()
+        sampler = world.sampler()
+        assert (sampler.state, sampler.weights) == ("ready", "s-1:train:0/v1")
+        assert sampler.loaded == {"s-1:train:0/v1", "s-1:train:1/v2"}
+        assert "weights/s-1_train_0/v1" in world.pins.folders()
+        assert await world.sample("v1") == await engine_alone(world, "v1")
+        assert world.running() == ["sampler-s-1-0"]
+
+    world.run(scenario())
+
+
+async def engine_alone(world: World, version: str) -> str:
+    """What an engine answers that nothing ever happened to."""
+    request = sampler_pb2.SampleRequest(version=world.version(version))
+    request.params.seed = 7
+    engine = world.left("alone")
+    del world.host.workers["alone"]
+    return (await engine.Sample(request)).response.decode()
+
+
+def test_an_engine_that_has_another_version_changes_to_the_one_that_is_asked_for(world):
+    async def scenario():
+        world.left().version = world.version("v1")
+        await world.open()
+        assert await world.sample("v2") == await engine_alone(world, "v2")
+        assert world.sampler().weights == "s-1:train:0/v2"
+        assert world.running() == ["sampler-s-1-0"]
+
+    world.run(scenario())
+
+
+def test_a_load_that_was_under_way_is_awaited_and_samples_wait_for_it(world):
+    async def scenario():
+        engine = world.left()
+        engine.version = world.version("v1")
+        engine.state = sampler_pb2.SAMPLER_STATE_LOADING
+        await world.open()
+        assert now() < 5, "the gateway opens meanwhile"
+        assert world.sampler().state == "starting"
+        assert "weights/s-1_train_0/v1" in world.pins.folders(), "it goes back to it if it fails"
+        sample = asyncio.create_task(world.sample("v3"))
+        await asyncio.sleep(LOAD_TIMEOUT / 2)
+        assert not sample.done()
+        engine.version, engine.state = world.version("v2"), sampler_pb2.SAMPLER_STATE_AWAKE
+        assert await sample == await engine_alone(world, "v3")
+        assert world.running() == ["sampler-s-1-0"]
+
+    world.run(scenario())
+
+
+def test_an_engine_that_still_starts_is_awaited(world):
+    async def scenario():
+        engine = world.left()
+        engine.serving.clear()
+        await world.open()
+        assert now() < 5, "the gateway opens meanwhile"
+        sample = asyncio.create_task(world.sample())
+        await asyncio.sleep(100)
+        engine.serving.set()
+        await sample
+        assert world.running() == ["sampler-s-1-0"]
+
+    world.run(scenario())
+
+
+def freeze(world: World, engine: ModelSampler) -> None:
+    engine.frozen = True
+
+
+def fail(world: World, engine: ModelSampler) -> None:
+    engine.state = sampler_pb2.SAMPLER_STATE_FAILED
+
+
+def load_for_ever(world: World, engine: ModelSampler) -> None:
+    engine.state = sampler_pb2.SAMPLER_STATE_LOADING
+
+
+def die(world: World, engine: ModelSampler) -> None:
+    world.host.kill(engine.spec.worker_id)
+
+
+@pytest.mark.parametrize(
+    ("misfortune", "seconds"),
+    [(freeze, DESCRIBE_TIMEOUT), (fail, 0), (load_for_ever, LOAD_TIMEOUT), (die, 0)],
+)
+def test_an_engine_that_is_of_no_use_is_replaced_and_gives_the_same_tokens(
+    world, misfortune, seconds
+):
+    async def scenario():
+        engine = world.left()
+        await world.fleet.open()
+        misfortune(world, engine)
+        await world.router.open()
+        assert await world.sample() == await engine_alone(world, "v1")
+        assert now() < seconds + 20
+        assert engine.died.done()
+        assert len(world.running()) == 1
+
+    world.run(scenario())
+
+
+def test_an_engine_of_no_use_that_nobody_needs_is_killed_and_no_other_is_started(world):
+    async def scenario():
+        freeze(world, world.left())
+        await world.open()
+        await asyncio.sleep(2 * DESCRIBE_TIMEOUT)
+        assert world.sampler().state == "idle"
+        assert world.running() == []
+
+    world.run(scenario())
+
+
+def test_an_engine_that_dies_after_its_adoption_is_replaced(world):
+    async def scenario():
+        world.left()
+        await world.open()
+        tokens = await world.sample()
+        world.host.kill("sampler-s-1-0")
+        assert await world.sample() == tokens
+        assert len(world.running()) == 1
+
+    world.run(scenario())
+
+
+@pytest.mark.parametrize("why", ["its session has ended", "its model lies elsewhere"])
+def test_an_engine_that_nobody_can_ask_for_is_stopped(world, why):
+    async def scenario():
+        if why == "its session has ended":
+            world.left(session_id="s-0")
+        else:
+            world.left(path=str(world.folder / "another"))
+        await world.open()
+        assert world.running() == []
+        assert world.router.all() == []
+
+    world.run(scenario())
+
+
+@pytest.mark.parametrize("state", ["it serves", "it is frozen", "it loads", "it starts"])
+def test_the_end_of_a_session_ends_its_engine_also_in_the_middle_of_its_adoption(world, state):
+    async def scenario():
+        engine = world.left()
+        engine.frozen = state == "it is frozen"
+        if state == "it loads":
+            load_for_ever(world, engine)
+        if state == "it starts":
+            engine.serving.clear()
+        await world.open()
+        sample = asyncio.create_task(world.sample())
+        await asyncio.sleep(1)
+        await world.router.end_session("s-1", SessionFinished("over"))
+        assert world.running() == []
+        assert world.router._places._taken == []
+        assert (await sample == SessionFinished.type) == (state != "it serves")
+
+    world.run(scenario())
+
+
+def test_each_sampler_of_a_session_gets_its_own_engine_again(world):
+    async def scenario():
+        for number, rank in enumerate((0, 8)):
+            world.left(f"sampler-s-1-{number}", rank=rank)
+        world.left("sampler-s-2-0", session_id="s-2")
+        await world.open()
+        engines = {
+            (sampler.session_id, sampler.max_lora_rank): sampler.worker.worker_id
+            for sampler in world.router.all()
+        }
+        assert engines == {
+            ("s-1", 0): "sampler-s-1-0",
+            ("s-1", 8): "sampler-s-1-1",
+            ("s-2", 0): "sampler-s-2-0",
+        }
+        assert world.sampler(rank=4).max_lora_rank == 8
+
+    world.run(scenario())
+
+
+def test_of_two_engines_for_one_sampler_one_is_stopped(world):
+    async def scenario():
+        world.left("sampler-s-1-0")
+        world.left("sampler-s-1-1")
+        await world.open()
+        assert world.running() == [world.sampler().worker.worker_id]
+
+    world.run(scenario())
+
+
+def test_adopted_engines_count_for_the_places_and_make_room_when_they_are_idle(new_world):
+    world = new_world(max_engines=1, engine_quantum=0)
+
+    async def scenario():
+        engine = world.left()
+        load_for_ever(world, engine)
+        await world.open()
+        other = asyncio.create_task(world.sample(session_id="s-2"))
+        await asyncio.sleep(100)
+        assert world.running() == ["sampler-s-1-0"]
+        assert "1 engines run on this machine" in world.sampler("s-2").explain()
+        engine.state = sampler_pb2.SAMPLER_STATE_AWAKE
+        await other
+        assert world.running() == ["sampler-s-2-0"]
+        assert world.sampler("s-1").state == "idle"
+
+    world.run(scenario())
+
+
+def test_more_engines_may_be_adopted_than_may_run_and_none_starts_until_there_are_fewer(new_world):
+    world = new_world(max_engines=1, engine_quantum=0)
+
+    async def scenario():
+        for number in (1, 2):
+            world.left(f"sampler-s-{number}-0", session_id=f"s-{number}")
+        await world.open()
+        assert len(world.running()) == 2
+        await asyncio.gather(*(world.sample(session_id=name) for name in world.sessions))
+        assert len(world.running()) == 2
+
+    world.run(scenario())
