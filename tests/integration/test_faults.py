@@ -9,12 +9,13 @@ import os
 import signal
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tinker import ServiceClient, TrainingClient
+from tinker import SamplingClient, ServiceClient, TrainingClient, types
 
 from tests.support.plain_http import PlainClient, message
 from tests.support.processes import Process, fill, small_disk
@@ -29,7 +30,7 @@ from tests.support.sdk import (
     supervised,
     train,
 )
-from tests.support.stacks import TIED, TestStack, running, session_of
+from tests.support.stacks import MAX_LENGTH, TIED, TestStack, running, session_of
 from tests.support.waiting import wait_until
 
 DATA = [supervised(tokens) for tokens in sequences(4, seed=191)]
@@ -98,6 +99,16 @@ def train_on(run: TrainingClient, *numbers: int) -> list[object]:
         data = [supervised(tokens) for tokens in sequences(4, seed=1000 + number)]
         pending += [run.forward_backward(data, "cross_entropy"), run.optim_step(adam())]
     return pending
+
+
+def drawn(sampler: SamplingClient, *, tokens: int) -> Future[types.SampleResponse]:
+    """Samples with a seed."""
+    params = types.SamplingParams(max_tokens=tokens, seed=11, stop=[])
+    return sampler.sample(types.ModelInput.from_ints([5, 6, 7, 8]), 4, params)
+
+
+def tokens_of(samples: Future[types.SampleResponse]) -> list[list[int]]:
+    return [each.tokens for each in samples.result(timeout=SOON).sequences]
 
 
 def weights_of(stack: TestStack, run: TrainingClient) -> dict[str, np.ndarray]:
@@ -246,6 +257,29 @@ def test_a_trainer_outlives_its_gateway_and_applies_each_operation_once(
             assert (result.logprobs == expected.logprobs).all()
         (row,) = [each for each in stack.status()["runs"] if each["id"] == disturbed]
         assert row["restored"] == 0
+
+
+def test_an_engine_outlives_its_gateways_and_gives_the_same_tokens(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    with running(tmp_path, models=models) as stack, stack.service() as service:
+        run = service.create_lora_training_client(f"{TIED}:full").result(timeout=240)
+        train(run, seed=207)
+        sampler = run.save_weights_and_get_sampling_client().result(timeout=120)
+        asked = [8, MAX_LENGTH - 4]
+        expected = [tokens_of(drawn(sampler, tokens=most)) for most in asked]
+        engine = stack.worker("sampler", session_id=session_of(run))["pid"]
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            under_way, gateway = drawn(sampler, tokens=MAX_LENGTH - 4), stack.stack.endpoint
+            stack.stack.process.send_signal(number)
+            wait_until(lambda old=gateway: stack.stack.endpoint.pid != old.pid)
+            again = [tokens_of(each) for each in (drawn(sampler, tokens=8), under_way)]
+            assert again == expected
+        train(run, seed=208)
+        newer = run.save_weights_and_get_sampling_client().result(timeout=120)
+        tokens = sequences(2, seed=209)
+        assert largest_difference(logprobs(run, tokens), prompt_logprobs(newer, tokens)) < 1e-4
+        assert stack.worker("sampler", session_id=session_of(run))["pid"] == engine
 
 
 def test_a_killed_agent_takes_its_workers_along_and_the_run_is_restored(

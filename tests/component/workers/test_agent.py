@@ -113,6 +113,24 @@ async def test_a_gateway_that_dies_while_a_worker_starts_leaves_nothing_of_it(tm
         assert group_members(worker.pid) == []
 
 
+async def test_a_worker_that_a_gateway_had_stopped_when_it_died_ends_and_is_left_to_nobody(
+    tmp_path,
+):
+    """It takes no notice of SIGTERM, so that it has to be killed later."""
+    launcher = ProcessLauncher(data_dir=tmp_path, command=lambda _: [sys.executable, DUMMY, "deaf"])
+    async with serving(launcher, data_dir=tmp_path), gateway_of(tmp_path) as second:
+        async with gateway_of(tmp_path) as first:
+            handle = await first.start(spec().model_copy(update={"stop_timeout": 1.0}))
+            (worker,) = launcher._workers.values()
+            stopping = asyncio.create_task(first.stop(handle.worker_id))
+            await until(lambda: worker.expected)
+            assert not worker.ended.done()
+            stopping.cancel()
+        assert await second.list() == []
+        await asyncio.wait_for(worker.ended, 60)
+        assert group_members(worker.pid) == []
+
+
 async def test_a_gateway_learns_that_its_workers_ended_with_the_agent_and_uses_the_next(tmp_path):
     async with gateway_of(tmp_path) as launcher:
         async with agent_of(tmp_path):
