@@ -59,8 +59,8 @@ class SamplerRouter:
         adoptions, ends = [], []
         for handle in self.fleet.take_engines():
             session, model = self.sessions.get(handle.session_id), self._model_of(handle)
-            if session is None:
-                ends.append(self.fleet.stop_left_worker(handle, "its session has ended"))
+            if session is None or not session.sdk_version:
+                ends.append(self.fleet.stop_left_worker(handle, "its session has no client"))
             elif model is None:
                 ends.append(self.fleet.stop_left_worker(handle, "its model is not registered"))
             elif (session.id, model.name, handle.max_lora_rank) in self._samplers:

@@ -55,7 +55,7 @@ Metadata = Annotated[dict[str, object], AfterValidator(_bounded), AfterValidator
 
 @dataclass(frozen=True)
 class NewSession:
-    """What a client says about its session. `sdk_version` is only recorded."""
+    """What a client says about its session. `sdk_version` is recorded."""
 
     owner: str
     project_id: str = ""
@@ -69,13 +69,16 @@ class NewSession:
 class Session:
     """One with a `ttl` has no heartbeats, and ends so many seconds after its last request.
     `connections` counts the open ones that its requests came over; `left` says that its client
-    closed the last of them. `heard` is set once its client has sent a request to this gateway."""
+    closed the last of them. `heard` is set once its client has sent a request to this gateway.
+    `sdk_version` is empty for one that a gateway has made itself, for requests that name none: the
+    next gateway makes another."""
 
     id: str
     created_at: float
     display_name: str | None
     owner: str
     project_id: str = ""
+    sdk_version: str = ""
     ttl: float | None = None
     seen_at: float = field(default_factory=time.monotonic)
     connections: int = 0

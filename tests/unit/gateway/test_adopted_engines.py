@@ -56,13 +56,16 @@ class AtOnce(Misfortune):
 
 class World:
     """A host on which an earlier gateway has left engines, and the router of the next gateway,
-    which knows the model `tiny` and the sessions s-1 and s-2."""
+    which knows the model `tiny` and the sessions s-1 and s-2; `implicit` has no client."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.folder = folder
         self.host = ModelHost(AtOnce(random.Random(1)))
         self.pins = Pins()
-        self.sessions = {name: Session(name, 0.0, None, "ann") for name in ("s-1", "s-2")}
+        self.sessions = {
+            name: Session(name, 0.0, None, "ann", sdk_version="" if name == "implicit" else "0.38")
+            for name in ("s-1", "s-2", "implicit")
+        }
         self.settings = GatewaySettings(
             data_dir=folder, sampler={"operation_timeout": LOAD_TIMEOUT}, **settings
         )
@@ -298,11 +301,15 @@ def test_an_engine_that_dies_after_its_adoption_is_replaced(world):
     world.run(scenario())
 
 
-@pytest.mark.parametrize("why", ["its session has ended", "its model lies elsewhere"])
+@pytest.mark.parametrize(
+    "why", ["its session has ended", "its session has no client", "its model lies elsewhere"]
+)
 def test_an_engine_that_nobody_can_ask_for_is_stopped(world, why):
     async def scenario():
         if why == "its session has ended":
             world.left(session_id="s-0")
+        elif why == "its session has no client":
+            world.left(session_id="implicit")
         else:
             world.left(path=str(world.folder / "another"))
         await world.open()
@@ -389,7 +396,7 @@ def test_more_engines_may_be_adopted_than_may_run_and_none_starts_until_there_ar
             world.left(f"sampler-s-{number}-0", session_id=f"s-{number}")
         await world.open()
         assert len(world.running()) == 2
-        await asyncio.gather(*(world.sample(session_id=name) for name in world.sessions))
+        await asyncio.gather(*(world.sample(session_id=name) for name in ("s-1", "s-2")))
         assert len(world.running()) == 2
 
     world.run(scenario())
