@@ -26,6 +26,7 @@ from gateway.metrics import Metrics
 from gateway.runs.operations import Kind, Operation, body_to_json
 from gateway.runs.replay import ReplayLog
 from gateway.storage.database import Database, typed
+from gateway.storage.frequent_statement import FrequentStatement
 from gateway.storage.tables import operations, runs
 from tandem.errors import (
     GatewayRestarted,
@@ -45,12 +46,12 @@ INLINE_PAYLOAD_BYTES = 64 * 1024
 _READS = 4
 """Payloads that are read at the same time; owners take turns."""
 
-_ACCEPT = insert(operations)
+_ACCEPT = FrequentStatement(insert(operations))
 _THIS = and_(
     operations.c.run_id == bindparam("this_run"), operations.c.seq_id == bindparam("this_seq")
 )
-_END = update(operations).where(_THIS).values(payload=None)
-_END_HELD = update(operations).where(_THIS)
+_END = FrequentStatement(update(operations).where(_THIS).values(payload=None))
+_END_HELD = FrequentStatement(update(operations).where(_THIS))
 """Of an operation that a replay may need."""
 _DROP = (
     update(operations)
@@ -146,7 +147,8 @@ class Journal:
     async def accept_creation(self, operation: Operation, *, run: Executable) -> None:
         """As `accept`, for operation 0 of a run: `run` inserts the run's row, and both are written
         or neither."""
-        await self.database.write_together(run, _ACCEPT.values(_accepted_row(operation)))
+        accept = insert(operations).values(_accepted_row(operation))
+        await self.database.write_together(run, accept)
         self.futures.add(operation.future)
 
     async def accept_failed(

@@ -1,6 +1,7 @@
 """The database and the data directory.
 
-`database` (SQLite or PostgreSQL) has one writer task and group commit; `tables` declares the
+`database` (SQLite or PostgreSQL) has one writer task and group commit (a `work_thread` carries it
+out, and a `frequent_statement` is one that each operation executes); `tables` declares the
 tables; `migrations` brings a database up to date; `lease` says which of several gateways may use
 PostgreSQL; `data_directory` locks the directory and keeps the secrets in it; `pairing` says whether
 database and directory belong together. To add a column, change `tables` and add a migration to

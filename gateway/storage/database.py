@@ -22,7 +22,7 @@ import os
 import sqlite3
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
@@ -34,6 +34,7 @@ from sqlalchemy import (
     Connection,
     Engine,
     Executable,
+    Insert,
     RowMapping,
     Select,
     Table,
@@ -55,10 +56,11 @@ from sqlalchemy.exc import (
 )
 
 from gateway.fair_queue import FairQueue
+from gateway.storage.frequent_statement import FrequentStatement, Row
 from gateway.storage.migrations import upgrade
+from gateway.storage.work_thread import WorkThread
 from tandem.errors import InvalidRequest, StorageFailed, StorageFull
 from tandem.telemetry import get_log
-from tandem.weights.store import fsync_path
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -99,7 +101,7 @@ _POSTGRESQL = {
 _PAUSE = 4.0
 """How long it pauses after each batch, times what the batch took."""
 
-Row = Mapping[str, object]
+Statement = Executable | FrequentStatement
 FileWork = Callable[[], None]
 Value = TypeVar("Value")
 Result = TypeVar("Result")
@@ -110,7 +112,7 @@ Record = TypeVar("Record", bound="DataclassInstance")
 class _Write:
     """Statements that are committed together, each with the rows that it is executed for."""
 
-    statements: Sequence[tuple[Executable, Sequence[Row]]]
+    statements: Sequence[tuple[Statement, Sequence[Row]]]
     before: FileWork | None = None
     undo: FileWork | None = None
     after: FileWork | None = None
@@ -134,7 +136,7 @@ class Database:
         self._engine = make_engine(url or f"sqlite:///{data_dir / 'tandem.db'}")
         self._is_sqlite = self._engine.dialect.name == "sqlite"
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="database-reader")
-        self._writer_thread = ThreadPoolExecutor(1, thread_name_prefix="database-writer")
+        self._writer_thread = WorkThread("database-writer")
         self._queue: deque[_Write] = deque()
         self._owner_queues: FairQueue[_Write] = FairQueue()
         self._postponed: list[_Write] = []
@@ -147,17 +149,17 @@ class Database:
         self.failure: StorageFailed | None = None
         """Why the last transaction failed; None when it was committed."""
         self._unreadable = False
-        self._sync_thread = ThreadPoolExecutor(1, thread_name_prefix="database-sync")
+        self._sync_thread = WorkThread("database-sync")
         self._to_sync: list[asyncio.Future[None]] = []
         self._syncing: asyncio.Task[None] | None = None
         self._log_in_doubt = False
+        self._log_fd = -1
         self._writer: asyncio.Task[None] | None = None
         self._log = get_log()
 
     async def open(self) -> None:
         await self._read(partial(upgrade, data_dir=self._data_dir))
-        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._writer_thread)
-        connection = await in_thread(self._engine.connect)
+        connection = await self._writer_thread.run(self._engine.connect)
         self._writer = asyncio.create_task(self._run_writer(connection), name="database-writer")
 
     async def close(self) -> None:
@@ -169,11 +171,13 @@ class Database:
                 self._log.error("writes_lost", count=len(self._postponed))
         for threads in (self._writer_thread, self._readers, self._sync_thread):
             threads.shutdown()
+        if self._log_fd >= 0:
+            os.close(self._log_fd)
         self._engine.dispose()
 
     async def write(
         self,
-        statement: Executable,
+        statement: Statement,
         *rows: Row,
         before: FileWork | None = None,
         undo: FileWork | None = None,
@@ -215,7 +219,7 @@ class Database:
 
     def write_soon(
         self,
-        statement: Executable,
+        statement: Statement,
         *rows: Row,
         before: FileWork | None = None,
         after: FileWork | None = None,
@@ -311,7 +315,7 @@ class Database:
             set_={name: table.c[name] + insert.excluded[name] for name in counters},
         )
 
-    def insert_once(self, table: Table) -> Executable:
+    def insert_once(self, table: Table) -> Insert:
         """Return a statement that inserts a row unless there is one with its primary key."""
         insert = sqlite.insert(table) if self._is_sqlite else postgresql.insert(table)
         return insert.on_conflict_do_nothing()
@@ -338,12 +342,11 @@ class Database:
         return result
 
     async def _sync_all(self) -> None:
-        loop = asyncio.get_running_loop()
         while self._to_sync:
             batch, self._to_sync = self._to_sync, []
             failed: Exception | None = None
             try:
-                await loop.run_in_executor(self._sync_thread, self._sync_log)
+                await self._sync_thread.run(self._sync_log)
             except (OSError, DBAPIError) as error:
                 failed = typed(error)
                 self._log.error("sync_failed", reason=str(error))
@@ -364,7 +367,9 @@ class Database:
                 busy, *_ = connection.exec_driver_sql("PRAGMA wal_checkpoint(FULL)").one()
                 if busy:
                     raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-        fsync_path(Path(f"{self._engine.url.database}-wal"))
+        if self._log_fd < 0:  # it stays the same file as long as a connection is open
+            self._log_fd = os.open(f"{self._engine.url.database}-wal", os.O_RDONLY)
+        os.fsync(self._log_fd)
 
     async def _committed(self, write: _Write, owner: str = "") -> None:
         write.done = asyncio.get_running_loop().create_future()
@@ -380,17 +385,17 @@ class Database:
 
     async def _run_writer(self, connection: Connection) -> None:
         """Write what is queued. A connection that was lost is made anew by the next transaction."""
-        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._writer_thread)
+        in_thread = self._writer_thread.run
         while True:
             await self._work.wait()
             self._work.clear()
             while batch := self._take_batch():
-                errors = await in_thread(_write, connection, batch, self._epoch)
+                errors = await in_thread(partial(_write, connection, batch, self._epoch))
                 self._note_failure(batch, errors)
                 done = [write for write, error in zip(batch, errors, strict=True) if error is None]
                 self._settle(batch, errors)
                 if later := [write.after for write in done if write.after is not None]:
-                    for error in await in_thread(_errors_of, later):
+                    for error in await in_thread(partial(_errors_of, later)):
                         if error is not None:  # what was committed stays; files may be left over
                             self._log.error("file_work_failed", error=str(error))
             if self._closing:
@@ -487,7 +492,7 @@ def _sync_commits(connection: Connection, *, durable: bool) -> None:
 def _commit(connection: Connection, batch: Sequence[_Write], epoch: int) -> list[Exception | None]:
     """Execute the writes in one transaction; return the error of each. If PostgreSQL is lost while
     it commits, ask it afterwards whether it did."""
-    merged: list[tuple[Executable, list[dict[str, object]]]] = []
+    merged: list[tuple[Statement, list[dict[str, object]]]] = []
     for statement, rows in (pair for write in batch for pair in write.statements):
         if merged and rows and merged[-1][1] and merged[-1][0] is statement:
             merged[-1][1].extend(map(dict, rows))  # neighbours become one executemany
@@ -498,7 +503,10 @@ def _commit(connection: Connection, batch: Sequence[_Write], epoch: int) -> list
         _sync_commits(connection, durable=any(write.durable for write in batch))
         with connection.begin():
             for statement, parameters in merged:
-                connection.execute(statement, parameters or None)
+                if isinstance(statement, FrequentStatement):
+                    statement.execute(connection, parameters)
+                else:
+                    connection.execute(statement, parameters or None)
             if merged and connection.dialect.name == "postgresql":
                 number = _end(connection, epoch)
     except Exception as error:  # noqa: BLE001 - a driver's refusal is no SQLAlchemyError

@@ -54,7 +54,7 @@ from gateway.workers.epoch import Epoch
 from tandem.errors import OptimizerSetting, Overloaded, TandemError
 from tandem.settings import GatewaySettings
 from tandem.worker import TrainingSpec
-from tests.support.crashing_loop import Clock, Crash, CrashingLoop
+from tests.support.crashing_loop import Clock, Crash, CrashingLoop, ThreadOfLoop
 from tests.support.gateway.model_workers import (
     EMPTY,
     FORWARD,
@@ -392,7 +392,7 @@ class Scenario:
                 "gateway.core.locked_data_directory": lambda *_args, **_more: nullcontext(),
                 "gateway.storage.database._MAX_BATCH": self._rng.choice((1, 2, 512)),
                 "gateway.storage.database.create_engine": self._engine,
-                "gateway.storage.database.fsync_path": lambda _path: None,
+                "gateway.storage.database.WorkThread": ThreadOfLoop,
                 "gateway.runs.journal.write_file": self._write_file,
                 "os.fsync": lambda _fd: None,
                 "secrets.token_hex": lambda size=16: self._rng.randbytes(size).hex(),
