@@ -208,11 +208,14 @@ class Ledger:
         self._held[None] += amount
 
     def remove(self, owner: str, amount: int) -> None:
-        for holder in (owner, None):
-            self._held[holder] -= amount
-            self._rates[holder].note(amount)
-        if self._held[owner] <= 0:
-            del self._held[owner], self._rates[owner]
+        self._held[None] -= amount
+        self._rates[None].note(amount)
+        self._held[owner] -= amount
+        if self._held[owner] > 0:
+            self._rates[owner].note(amount)
+        else:
+            del self._held[owner]
+            self._rates.pop(owner, None)
 
 
 def overloaded(sentence: str, *, limit: str, waiting: int, per_second: float) -> Overloaded:

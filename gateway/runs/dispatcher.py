@@ -229,10 +229,11 @@ class Dispatcher:
         """Return when another operation may be able to go, or when a gap was given up."""
         self._note_gap()
         self._wake.clear()
-        left = None
-        if self._gap_since is not None:
-            left = self._gap_since + self._gap_timeout - time.monotonic()
+        if self._gap_since is None:
+            await self._wake.wait()
+            return
         try:
+            left = self._gap_since + self._gap_timeout - time.monotonic()
             async with asyncio.timeout(left):
                 await self._wake.wait()
         except TimeoutError:

@@ -184,10 +184,11 @@ class OperationRunner:
                     call.operation.seq_id
                 )
             try:
-                async with self._trainer.following(call, client):
+                with self._trainer.following(call, client):
                     reply = await client.call(pick(client, payload), request, begun=call.begun)
                 # Answers count in the order of the operations: a replay has all before this one.
-                await asyncio.wait({call.begun, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not call.begun.done():
+                    await asyncio.wait({call.begun, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if call.begun.done():
                     return reply
             except WorkerUnavailable as error:

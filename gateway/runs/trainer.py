@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -195,7 +195,8 @@ class RunTrainer:
 
     async def client(self) -> TrainerClient:
         """Return the client of the trainer once one serves. Raises `RunBroken`."""
-        return await asyncio.shield(self._serving)
+        serving = self._serving
+        return serving.result() if serving.done() else await asyncio.shield(serving)
 
     def note_sent(
         self, call: Call, request: TrainerRequest, *, release: Callable[[], None] | None
@@ -243,29 +244,35 @@ class RunTrainer:
             else:
                 self.taker.not_begun()
 
-    @asynccontextmanager
-    async def following(self, call: Call, client: TrainerClient) -> AsyncIterator[None]:
+    @contextmanager
+    def following(self, call: Call, client: TrainerClient) -> Iterator[None]:
         """Keep the call's progress up to date while the block runs. What takes no longer than the
         interval is not asked about."""
-        task = asyncio.create_task(self._follow(call, client))
+        tasks: list[asyncio.Task[None]] = []
+        timer = asyncio.get_running_loop().call_later(
+            _PROGRESS_INTERVAL,
+            lambda: tasks.append(asyncio.create_task(self._follow(call, client))),
+        )
         try:
             yield
         finally:
-            task.cancel()
+            timer.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def _follow(self, call: Call, client: TrainerClient) -> None:
         await asyncio.wait({call.begun})
         while True:
-            await asyncio.sleep(_PROGRESS_INTERVAL)
             try:
                 reply = await client.progress()
             except (WorkerUnavailable, TandemError) as error:  # the call itself says what it means
                 self._log.debug("no_progress", reason=str(error))
-                continue
-            if reply.seq_id == call.operation.seq_id + 1:
-                call.progress = Progress(
-                    seconds=reply.seconds, tokens_done=reply.tokens_done, tokens=reply.tokens
-                )
+            else:
+                if reply.seq_id == call.operation.seq_id + 1:
+                    call.progress = Progress(
+                        seconds=reply.seconds, tokens_done=reply.tokens_done, tokens=reply.tokens
+                    )
+            await asyncio.sleep(_PROGRESS_INTERVAL)
 
     async def close(self) -> None:
         """Stop bringing it back, and forget what that would need."""

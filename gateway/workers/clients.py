@@ -85,12 +85,20 @@ class TrainerClient:
         """The time that it may take counts from `begun`: operations are sent ahead, and those
         before it may take their time. The call's own deadline, which its worker is told, allows
         for all of them."""
-        answer = asyncio.create_task(
-            _call(self._worker, method, request, timeout=self._call_timeout)
-        )
-        either: tuple[asyncio.Future[Any], ...] = (answer, begun)
+        answer = _call(self._worker, method, request, timeout=self._call_timeout)
+        if begun.done():
+            return await self._in_time(answer)
+        task = asyncio.create_task(answer)
+        either: tuple[asyncio.Future[Any], ...] = (task, begun)
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            return await self._in_time(task)
+        finally:
+            task.cancel()
+
+    async def _in_time(self, answer: Awaitable[Answer]) -> Answer:
+        """Return what it returns within the time of an operation. Raises `OperationTimedOut`."""
+        try:
             async with asyncio.timeout(self._timeout):
                 return await answer
         except TimeoutError:
@@ -98,8 +106,6 @@ class TrainerClient:
                 f"the trainer did not end it within {self._timeout:g} s "
                 "(TANDEM_TRAINER_OPERATION_TIMEOUT)"
             ) from None
-        finally:
-            answer.cancel()
 
     async def replay(self, method: Method[Request, Reply], request: Request) -> Reply:
         """Call it as `call` does, where nothing is sent ahead."""
