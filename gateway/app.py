@@ -296,8 +296,9 @@ def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
 
 
 def _tell(sentence: str) -> None:
-    """Tell whoever started the gateway."""
-    print(f"{SENTENCE}{sentence}", file=sys.stderr, flush=True)
+    """Tell whoever started the gateway, if they still listen."""
+    with suppress(OSError):
+        print(f"{SENTENCE}{sentence}", file=sys.stderr, flush=True)
 
 
 def _sentence(error: Exception) -> str:

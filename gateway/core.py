@@ -36,7 +36,7 @@ from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import ImplicitSessions, SamplingSessionRegistry
 from gateway.sessions.queries import SessionQueries
 from gateway.sessions.registry import SessionRegistry, why_ended
-from gateway.stopping import Stop
+from gateway.stopping import Stop, save_runs
 from gateway.storage.data_directory import (
     keep_api_key,
     keep_signing_key,
@@ -285,6 +285,8 @@ class Gateway:
     async def _close(self) -> None:
         self.futures.release_waiters()
         await asyncio.gather(*self._ending.values(), return_exceptions=True)
+        if not self.stop.hand_over:
+            await save_runs(self.runs.all(), self.stop, timeout=self.settings.stop_timeout)
         await self.runs.close()
         await self.samplers.close()
         await self.fleet.close(leaving=self.stop.hand_over)

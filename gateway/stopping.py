@@ -1,10 +1,20 @@
-"""How a gateway ends that was asked to: it leaves its workers to the next one, or stops them."""
+"""How a gateway ends that was asked to: it leaves its workers to the next one, or saves its runs
+before it stops them."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from gateway.runs.training_run import TrainingRun
+from tandem.telemetry import get_log
+
+_POLL = 0.1
+_TOLD_AFTER = 1.0
+_TOLD_EVERY = 5.0
+_NAMED = 3
 
 
 @dataclass
@@ -25,3 +35,42 @@ class Stop:
             self.at_once = self.at_once or number == signal.SIGINT
         else:
             self.hand_over = number == signal.SIGTERM
+
+
+async def save_runs(runs: Iterable[TrainingRun], stop: Stop, *, timeout: float) -> None:
+    """Let the trainers end what they are at, and take a snapshot where that spares a replay, for
+    `timeout` seconds at most; say for which runs that lasts."""
+    serving = [run for run in runs if run.trainer is not None and run.trainer.serves]
+    saving = {asyncio.create_task(run.save()): run for run in serving}
+    clock = asyncio.get_running_loop().time
+    began, told_at, pending = clock(), _TOLD_AFTER, set(saving)
+    while pending and not stop.at_once and (waited := clock() - began) < timeout:
+        if waited >= told_at:
+            stop.tell(_waiting_for([saving[task] for task in pending], waited, timeout))
+            told_at += _TOLD_EVERY
+        _, pending = await asyncio.wait(pending, timeout=min(_POLL, timeout - waited))
+    for task in pending:
+        task.cancel()
+    ended = await asyncio.gather(*saving, return_exceptions=True)
+    for fault in ended:
+        if isinstance(fault, Exception):  # the replay does it
+            get_log().error("run_not_saved", exc_info=fault)
+    if pending and timeout:
+        stop.tell(
+            f"{_number(len(pending))} not saved within {clock() - began:.0f} s; the next "
+            "start computes again what came since the last snapshot"
+        )
+
+
+def _waiting_for(runs: list[TrainingRun], waited: float, timeout: float) -> str:
+    """Literal example: "1 run is being saved (s-ab:train:0 at step 7): 3 s of at most 30 s; …"."""
+    named = [f"{run.id} at step {run.step}" for run in runs[:_NAMED]]
+    named += [f"{len(runs) - _NAMED} more"] * (len(runs) > _NAMED)
+    return (
+        f"{_number(len(runs))} being saved ({', '.join(named)}): {waited:.0f} s of at most "
+        f"{timeout:g} s; interrupt again to end at once"
+    )
+
+
+def _number(runs: int) -> str:
+    return "1 run is" if runs == 1 else f"{runs} runs are"

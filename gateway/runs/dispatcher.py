@@ -51,6 +51,7 @@ class Dispatcher:
         self._ended: TandemError | None = None
         self._wake = asyncio.Event()
         self._gap_since: float | None = None
+        self._drained: asyncio.Future[None] | None = None
         self._log = get_log()
 
     @property
@@ -130,9 +131,26 @@ class Dispatcher:
                         calls.create_task(self._carry_out(carry_out, call))
                     if first := self.first:
                         first.begin()
+                    self._note_drained()
                     await self._wait()
         except ExceptionGroup as broken:
             raise broken.exceptions[0] from None
+
+    async def drain(self) -> None:
+        """Begin no further operation, and return when those that the trainer is at have ended."""
+        self._drained = asyncio.get_running_loop().create_future()
+        self._note_drained()
+        self._wake.set()  # no gap is given up any more
+        await self._drained
+
+    @property
+    def _at_work(self) -> bool:
+        """Whether the trainer has been given something that has not ended."""
+        return any(not call.released for call in self._under_way.values())
+
+    def _note_drained(self) -> None:
+        if self._drained is not None and not self._drained.done() and not self._at_work:
+            self._drained.set_result(None)
 
     def end(self, error: TandemError) -> None:
         """Fail everything that has not ended, and everything that arrives later. Whoever calls
@@ -167,7 +185,9 @@ class Dispatcher:
         """Return the call of the next operation if it may go now."""
         operation = self._waiting.get(self._next)
         calls = self._under_way.values()
-        if operation is None or sum(not call.released for call in calls) >= self._window:
+        if operation is None or self._drained is not None:
+            return None
+        if sum(not call.released for call in calls) >= self._window:
             return None
         if not all(call.sent for call in calls):
             return None
@@ -242,8 +262,8 @@ class Dispatcher:
 
     def _note_gap(self) -> None:
         """Note since when operations wait for one that has not arrived, and for nothing else."""
-        under_way = any(not call.released for call in self._under_way.values())
-        if not self._waiting or self._next in self._waiting or under_way:
+        waits = self._waiting and self._next not in self._waiting and self._drained is None
+        if not waits or self._at_work:
             self._gap_since = None
         elif self._gap_since is None:
             self._gap_since = time.monotonic()

@@ -84,6 +84,10 @@ class SentCall:
     failure: str = ""
     release: Callable[[], None] | None = None
 
+    @property
+    def changes_weights(self) -> bool:
+        return self.kind in ("optim_step", "load_weights") and not self.failure
+
 
 class ReplayLog:
     """Of one run. `dropped` is called when the calls after a `seq_id` up to another one are needed
@@ -188,7 +192,7 @@ class ReplayLog:
 
     def wants_snapshot(self, *, expected_bytes: int) -> bool:
         """Whether the work since the newest snapshot is worth another one, of about this size."""
-        cost = self._cost if self._cost is not None else expected_bytes / _BYTES_PER_SECOND
+        cost = self._cost_of(expected_bytes)
         latest = max(self._settings.replay, cost / _LARGEST_SHARE)
         return (
             not self.complete
@@ -196,6 +200,19 @@ class ReplayLog:
             or self.bytes >= self._settings.log_bytes / 2
             or len(self._calls) >= _MANY_CALLS
         )
+
+    def is_worth_snapshot(self, *, expected_bytes: int) -> bool:
+        """Whether a snapshot of about this size, taken now, costs less than a replay of what it
+        would cover: the work up to the newest step or load."""
+        changes = [c.seq_id for c in self._calls.values() if c.answered and c.changes_weights]
+        upto = max(changes, default=-1)
+        after = self.newest.seq_id
+        work = sum(c.seconds for c in self._calls.values() if after < c.seq_id <= upto)
+        return not self.complete or work > self._cost_of(expected_bytes)
+
+    def _cost_of(self, expected_bytes: int) -> float:
+        """Return the seconds that a snapshot takes, as far as is known."""
+        return self._cost if self._cost is not None else expected_bytes / _BYTES_PER_SECOND
 
     def add_snapshot(self, snapshot: Snapshot, *, cost: float | None = None) -> list[Snapshot]:
         """Note a snapshot that was written, at a `cost` in seconds if it was asked for. Return

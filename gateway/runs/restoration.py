@@ -109,9 +109,9 @@ class Restoration:
                 )
             )
 
-    async def bring_back(self, client: TrainerClient, log: ReplayLog) -> None:
-        """Bring a trainer that has just started to where the lost one was. Raises `GiveUp`, or
-        what this trainer ended with."""
+    async def bring_back(self, client: TrainerClient, log: ReplayLog) -> int:
+        """Bring a trainer that has just started to where the lost one was; return how many
+        operations were replayed. Raises `GiveUp`, or what this trainer ended with."""
         run = self._run
         run.about = await client.describe()
         snapshot = await self._load_newest(client, log)
@@ -139,6 +139,7 @@ class Restoration:
         )
         run.step = reply.step
         await self._remove_unusable(log)
+        return len(calls)
 
     async def _replay(self, client: TrainerClient, call: SentCall, previous: int) -> str:
         """Send a call again, after the one of the `seq_id` `previous`; return the type of its

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 
 from gateway.metrics import Metrics
 from gateway.runs.replay import ReplayLog, Snapshot
@@ -54,19 +55,36 @@ class SnapshotTaker:
 
     def follow(self, client: TrainerClient, folder: str) -> None:
         """Wait, in the background, for the snapshot that the trainer has begun to write."""
-        self._task = asyncio.create_task(self._await(client, folder))
+        reply = client.await_snapshot(trainer_pb2.AwaitSnapshotRequest(path=folder))
+        self._task = asyncio.create_task(self._note(reply, folder))
+
+    async def take(self, client: TrainerClient) -> None:
+        """Let the trainer take a snapshot now, while it has nothing else to do, if that costs less
+        than a replay of what came since the newest one. Return when it is written."""
+        log, run = self._replay, self._run
+        if self._task is not None:  # it may be just that
+            await asyncio.wait({self._task})
+        if log is None or not log.is_worth_snapshot(expected_bytes=run.expected_state_bytes):
+            return
+        try:
+            self._asked = await self._snapshots.new_folder(run)
+        except (LimitExceeded, StorageFailed, OSError) as error:
+            self._note_none(str(error))
+            return
+        request = trainer_pb2.TakeSnapshotRequest(path=self._asked)
+        await self._note(client.take_snapshot(request), self._asked)
 
     def not_begun(self) -> None:
         """Note that the step with which a snapshot was asked for was not applied."""
         self._asked = ""
 
-    async def _await(self, client: TrainerClient, folder: str) -> None:
+    async def _note(self, written: Awaitable[trainer_pb2.AwaitSnapshotReply], folder: str) -> None:
         """Note a snapshot once it is written, or remove what there is of it."""
         log, run = self._replay, self._run
         assert log is not None
         useless = [Snapshot(folder=folder)]
         try:
-            reply = await client.await_snapshot(trainer_pb2.AwaitSnapshotRequest(path=folder))
+            reply = await written
             if reply.HasField("failure"):
                 self._note_none(reply.failure.message)
                 return

@@ -102,6 +102,10 @@ class RunTrainer:
         self._log = get_log(session_id=run.session_id, run_id=run.id)
 
     @property
+    def serves(self) -> bool:
+        return self._serving.done() and self._serving.exception() is None
+
+    @property
     def is_silent(self) -> bool:
         """Whether the trainer does not answer its heartbeat, and can be restored."""
         return self.log is not None and not (self._run.worker and not self._run.worker.silence)
@@ -274,6 +278,12 @@ class RunTrainer:
                     )
             await asyncio.sleep(_PROGRESS_INTERVAL)
 
+    async def save(self) -> None:
+        """Let the trainer take a snapshot, if it serves and that is of use: the gateway is about to
+        stop it, and the next one goes on from there."""
+        if self.serves:
+            await self.taker.take(self._serving.result())
+
     async def close(self) -> None:
         """Stop bringing it back, and forget what that would need."""
         self._closed = True
@@ -320,9 +330,7 @@ class RunTrainer:
 
     def lose(self, client: TrainerClient, error: TandemError) -> None:
         """Give up a trainer that is gone or of no use, and bring it back if that is possible."""
-        if self._closed or not self._serving.done() or self._serving.exception() is not None:
-            return
-        if self._serving.result() is not client:
+        if self._closed or not self.serves or self._serving.result() is not client:
             return
         self._serving = asyncio.Future()
         self.gone.set_result(None)
@@ -348,7 +356,7 @@ class RunTrainer:
                 restoration.at = None
                 try:
                     client = await self._start_worker()
-                    await restoration.bring_back(client, log)
+                    replayed = await restoration.bring_back(client, log)
                 except (WorkerUnavailable, TandemError) as failure:
                     error = await self._why(failure)
                     if restoration.at is not None:
@@ -380,7 +388,10 @@ class RunTrainer:
         self.restored += 1
         self._metrics.restorations.labels(outcome="restored").inc()
         self._log.warning(
-            "trainer_restored", step=self._run.step, seconds=round(time.monotonic() - began, 3)
+            "trainer_restored",
+            step=self._run.step,
+            replayed=replayed,
+            seconds=round(time.monotonic() - began, 3),
         )
         self._serve(client)
 

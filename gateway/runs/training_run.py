@@ -65,6 +65,17 @@ class TrainingRun:
         """The size of a trainer's state: parameters and two moments of each, 4 bytes each."""
         return max(12 * self.about.trainable_parameters, 3 * self.version_bytes)
 
+    async def save(self) -> None:
+        """Let the trainer end what it is at, and begin nothing more; then save its state where that
+        spares the next gateway a replay. Return when that is done, or the trainer is lost."""
+        assert self.trainer is not None
+        drained = asyncio.create_task(self.dispatcher.drain())
+        try:
+            await asyncio.wait({drained, self.trainer.gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            drained.cancel()
+        await self.trainer.save()
+
     def new_future(self, seq_id: int) -> Future:
         """Return the future of an operation of this run."""
         return Future(

@@ -119,6 +119,11 @@ class TrainerClient:
     ) -> trainer_pb2.AwaitSnapshotReply:
         return await _call(self._worker, self.stub.AwaitSnapshot, request, timeout=self._timeout)
 
+    async def take_snapshot(
+        self, request: trainer_pb2.TakeSnapshotRequest
+    ) -> trainer_pb2.AwaitSnapshotReply:
+        return await _call(self._worker, self.stub.TakeSnapshot, request, timeout=self._timeout)
+
     def forward_backward(
         self, payload: bytes
     ) -> Method[trainer_pb2.ForwardBackwardRequest, trainer_pb2.ForwardBackwardReply]:

@@ -561,6 +561,28 @@ class AwaitSnapshotReply(google.protobuf.message.Message):
 Global___AwaitSnapshotReply: typing_extensions.TypeAlias = AwaitSnapshotReply
 
 @typing.final
+class TakeSnapshotRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    HEADER_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    @property
+    def header(self) -> tandem.v1.common_pb2.OperationHeader:
+        """Filled in by the trainer: the step or load after which the state was as it is."""
+
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        header: tandem.v1.common_pb2.OperationHeader | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "path", b"path"]) -> None: ...
+
+Global___TakeSnapshotRequest: typing_extensions.TypeAlias = TakeSnapshotRequest
+
+@typing.final
 class RestoreRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

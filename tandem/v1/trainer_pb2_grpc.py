@@ -78,6 +78,11 @@ class TrainerStub(object):
                 request_serializer=tandem_dot_v1_dot_trainer__pb2.AwaitSnapshotRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_trainer__pb2.AwaitSnapshotReply.FromString,
                 _registered_method=True)
+        self.TakeSnapshot = channel.unary_unary(
+                '/tandem.v1.Trainer/TakeSnapshot',
+                request_serializer=tandem_dot_v1_dot_trainer__pb2.TakeSnapshotRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_trainer__pb2.AwaitSnapshotReply.FromString,
+                _registered_method=True)
         self.Restore = channel.unary_unary(
                 '/tandem.v1.Trainer/Restore',
                 request_serializer=tandem_dot_v1_dot_trainer__pb2.RestoreRequest.SerializeToString,
@@ -148,6 +153,14 @@ class TrainerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakeSnapshot(self, request, context):
+        """Takes a snapshot between two operations: of the state after the newest step or load, without the
+        gradients that came since. Answers once it is written, or has failed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Restore(self, request, context):
         """Brings a new trainer to where another one was: loads a snapshot, or says how far the run's
         operations have been replayed. Refused while operations are under way.
@@ -197,6 +210,11 @@ def add_TrainerServicer_to_server(servicer, server):
             'AwaitSnapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.AwaitSnapshot,
                     request_deserializer=tandem_dot_v1_dot_trainer__pb2.AwaitSnapshotRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_trainer__pb2.AwaitSnapshotReply.SerializeToString,
+            ),
+            'TakeSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeSnapshot,
+                    request_deserializer=tandem_dot_v1_dot_trainer__pb2.TakeSnapshotRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_trainer__pb2.AwaitSnapshotReply.SerializeToString,
             ),
             'Restore': grpc.unary_unary_rpc_method_handler(
@@ -424,6 +442,33 @@ class Trainer(object):
             target,
             '/tandem.v1.Trainer/AwaitSnapshot',
             tandem_dot_v1_dot_trainer__pb2.AwaitSnapshotRequest.SerializeToString,
+            tandem_dot_v1_dot_trainer__pb2.AwaitSnapshotReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Trainer/TakeSnapshot',
+            tandem_dot_v1_dot_trainer__pb2.TakeSnapshotRequest.SerializeToString,
             tandem_dot_v1_dot_trainer__pb2.AwaitSnapshotReply.FromString,
             options,
             channel_credentials,

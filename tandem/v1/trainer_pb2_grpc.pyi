@@ -153,6 +153,22 @@ _TrainerAwaitSnapshotType = typing_extensions.TypeVar(
     ],
 )
 
+_TrainerTakeSnapshotType = typing_extensions.TypeVar(
+    '_TrainerTakeSnapshotType',
+    grpc.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.TakeSnapshotRequest,
+        tandem.v1.trainer_pb2.AwaitSnapshotReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.TakeSnapshotRequest,
+        tandem.v1.trainer_pb2.AwaitSnapshotReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.TakeSnapshotRequest,
+        tandem.v1.trainer_pb2.AwaitSnapshotReply,
+    ],
+)
+
 _TrainerRestoreType = typing_extensions.TypeVar(
     '_TrainerRestoreType',
     grpc.UnaryUnaryMultiCallable[
@@ -169,7 +185,7 @@ _TrainerRestoreType = typing_extensions.TypeVar(
     ],
 )
 
-class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerProgressType, _TrainerForwardBackwardType, _TrainerOptimStepType, _TrainerPublishType, _TrainerSaveCheckpointType, _TrainerLoadCheckpointType, _TrainerAwaitSnapshotType, _TrainerRestoreType]):
+class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerProgressType, _TrainerForwardBackwardType, _TrainerOptimStepType, _TrainerPublishType, _TrainerSaveCheckpointType, _TrainerLoadCheckpointType, _TrainerAwaitSnapshotType, _TrainerTakeSnapshotType, _TrainerRestoreType]):
     """A call is answered with RESOURCE_EXHAUSTED when the trainer ends because one of its ranks ran out of
     memory in the middle of a forward_backward and cannot undo it. The trailing metadata
     "tandem-out-of-memory-at" has the tokens of the micro-batch: the next trainer is to be told
@@ -208,6 +224,10 @@ class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerProgressType, _Tr
         ],
         grpc.UnaryUnaryMultiCallable[
             tandem.v1.trainer_pb2.AwaitSnapshotRequest,
+            tandem.v1.trainer_pb2.AwaitSnapshotReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            tandem.v1.trainer_pb2.TakeSnapshotRequest,
             tandem.v1.trainer_pb2.AwaitSnapshotReply,
         ],
         grpc.UnaryUnaryMultiCallable[
@@ -251,6 +271,10 @@ class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerProgressType, _Tr
             tandem.v1.trainer_pb2.AwaitSnapshotReply,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            tandem.v1.trainer_pb2.TakeSnapshotRequest,
+            tandem.v1.trainer_pb2.AwaitSnapshotReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             tandem.v1.trainer_pb2.RestoreRequest,
             tandem.v1.trainer_pb2.RestoreReply,
         ],
@@ -279,6 +303,11 @@ class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerProgressType, _Tr
 
     AwaitSnapshot: _TrainerAwaitSnapshotType
     """Answers once the snapshot that an OptimStep asked for is written, or has failed."""
+
+    TakeSnapshot: _TrainerTakeSnapshotType
+    """Takes a snapshot between two operations: of the state after the newest step or load, without the
+    gradients that came since. Answers once it is written, or has failed.
+    """
 
     Restore: _TrainerRestoreType
     """Brings a new trainer to where another one was: loads a snapshot, or says how far the run's
@@ -316,6 +345,10 @@ TrainerAsyncStub: typing_extensions.TypeAlias = TrainerStub[
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         tandem.v1.trainer_pb2.AwaitSnapshotRequest,
+        tandem.v1.trainer_pb2.AwaitSnapshotReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.TakeSnapshotRequest,
         tandem.v1.trainer_pb2.AwaitSnapshotReply,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
@@ -394,6 +427,16 @@ class TrainerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.trainer_pb2.AwaitSnapshotReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.AwaitSnapshotReply]]:
         """Answers once the snapshot that an OptimStep asked for is written, or has failed."""
+
+    @abc.abstractmethod
+    def TakeSnapshot(
+        self,
+        request: tandem.v1.trainer_pb2.TakeSnapshotRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tandem.v1.trainer_pb2.AwaitSnapshotReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.AwaitSnapshotReply]]:
+        """Takes a snapshot between two operations: of the state after the newest step or load, without the
+        gradients that came since. Answers once it is written, or has failed.
+        """
 
     @abc.abstractmethod
     def Restore(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,10 +100,15 @@ class TestStack:
 
 @contextmanager
 def running(
-    data_dir: Path, *, models: dict[str, Path], settings: dict[str, str] | None = None
+    data_dir: Path,
+    *,
+    models: dict[str, Path],
+    settings: dict[str, str] | None = None,
+    say: Callable[[str], None] = lambda sentence: None,
 ) -> Iterator[TestStack]:
     mark = f"test-{uuid.uuid4().hex}"
-    stack = Stack(data_dir=data_dir, settings={**SMALL, **(settings or {}), "test_mark": mark})
+    settings = {**SMALL, **(settings or {}), "test_mark": mark}
+    stack = Stack(data_dir=data_dir, settings=settings, say=say)
     with stack:
         for name, path in models.items():
             stack.add_model(name=name, path=path)

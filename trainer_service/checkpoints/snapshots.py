@@ -1,8 +1,9 @@
 """Snapshots of a training run: what a crashed trainer is restored from.
 
-A snapshot is taken right after an optimizer step, when there are no gradients. Each rank copies its
-part of the state to host memory, which is the only pause, and writes it in a thread while training
-goes on. The files are those of a checkpoint (`training_state`).
+A snapshot is taken right after an optimizer step, or between operations: it is of the state after a
+step or a load, and gradients that came since are no part of it. Each rank copies its part to host
+memory, which is the only pause, and writes it in a thread while training goes on. The files are
+those of a checkpoint (`training_state`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from tandem.errors import InternalError, ServerError, TandemError
 from tandem.telemetry import get_log
-from tandem.v1 import trainer_pb2
+from tandem.v1 import common_pb2, trainer_pb2
 from trainer_service.checkpoints import training_state
 from trainer_service.checkpoints.storage import storage_error
 from trainer_service.checkpoints.training_state import CheckpointRecord
@@ -41,43 +42,40 @@ class Snapshots:
         self._newest: Future[trainer_pb2.AwaitSnapshotReply] = Future()
         self._log = get_log()
 
-    def prepare(self, request: trainer_pb2.OptimStepRequest) -> None:
-        """Make the folder of the snapshot that a step asks for, on rank 0, before the step is
-        announced. Where it cannot be made, the step goes on without a snapshot."""
-        path = Path(request.snapshot)
-        if not request.snapshot:
-            return
-        if self._path and not self._newest.done():  # one at a time, so that copies do not queue
-            request.snapshot = ""
-            return
-        self._path, self._newest = request.snapshot, Future()
+    def prepare(self, path: str) -> str:
+        """Make the folder of a snapshot, on rank 0, before it is announced. Return its path, or ""
+        where it cannot be made, or another one is still written: copies do not queue."""
+        if not path or (self._path and not self._newest.done()):
+            return ""
+        self._path, self._newest = path, Future()
         try:
-            training_state.prepare_save(path, self._trainer.backend)
+            training_state.prepare_save(Path(path), self._trainer.backend)
         except (TandemError, OSError) as error:
             self._fail(error)
-            request.snapshot = ""
+            return ""
+        return path
 
-    def take(self, request: trainer_pb2.OptimStepRequest) -> None:
-        """Copy the state after a step, and begin to write it if the step asks for that. All ranks
-        call it alike."""
-        if not request.snapshot:
+    def take(self, path: str, header: common_pb2.OperationHeader) -> None:
+        """Copy the state, which is that after the operation of `header`, and begin to write it, if
+        there is a path. All ranks call it alike."""
+        if not path:
             return
         began, trainer = time.perf_counter(), self._trainer
         live = training_state.state_of(trainer.backend)
-        record = training_state.describe(trainer, live, request.header)
+        record = training_state.describe(trainer, live, header)
         copied = BlockingAsyncStager().stage(live)
         pause = time.perf_counter() - began
 
         def write() -> trainer_pb2.AwaitSnapshotReply:
-            return self._write(copied, record, path=Path(request.snapshot), pause=pause)
+            return self._write(copied, record, path=Path(path), pause=pause)
 
         newest = self._newest
         self._thread.submit(write).add_done_callback(lambda written: self._end(written, newest))
 
-    def abandon(self, request: trainer_pb2.OptimStepRequest) -> None:
+    def abandon(self, path: str) -> None:
         """Remove what `prepare` made, on rank 0, for a step that was not applied."""
-        if request.snapshot:
-            shutil.rmtree(training_state.partial_path(Path(request.snapshot)), ignore_errors=True)
+        if path:
+            shutil.rmtree(training_state.partial_path(Path(path)), ignore_errors=True)
             self._fail(InternalError("the step was not applied"))
 
     def result(self, path: str) -> Future[trainer_pb2.AwaitSnapshotReply]:

@@ -64,6 +64,7 @@ class Op(enum.IntEnum):
     SAVE_CHECKPOINT = 4
     LOAD_CHECKPOINT = 5
     DROP_GRADIENTS = 6
+    SNAPSHOT = 7
 
 
 _SIZE = struct.Struct("<q")

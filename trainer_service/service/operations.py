@@ -70,7 +70,7 @@ class Operations:
 
     `_held` tells of the batches whose gradients there are, if there are any, `_refused` why they
     are incomplete, if they are: a step drops them then, and a load forgets both. `_published` names
-    the newest weight version.
+    the newest weight version, `_changed` the newest step or load: the weights are those after it.
     """
 
     def __init__(self, trainer: RankTrainer) -> None:
@@ -81,6 +81,7 @@ class Operations:
         self._held: HeldBatches | None = None
         self._refused = ""
         self._published = ""
+        self._changed = common_pb2.OperationHeader()
 
     def heartbeat(self) -> None:
         """Keeps the other ranks from timing out between operations."""
@@ -162,18 +163,19 @@ class Operations:
                 raise NoGradients(
                     "there are no gradients: no forward_backward came since the last optim_step"
                 )
-            self.snapshots.prepare(request)
+            request.snapshot = self.snapshots.prepare(request.snapshot)
             trainer.control.broadcast(Op.OPTIM_STEP, request)
             held, self._held = self._held, None
             try:
                 metrics = trainer.optim_step(settings)
             except GradientsNotFinite:
-                self.snapshots.abandon(request)
+                self.snapshots.abandon(request.snapshot)
                 raise
         except TandemError as error:
             return trainer_pb2.OptimStepReply(failure=error.to_failure(), step=trainer.step)
         seconds = time.perf_counter() - began
-        self.snapshots.take(request)
+        self._changed = request.header
+        self.snapshots.take(request.snapshot, request.header)
         return trainer_pb2.OptimStepReply(
             metrics=metrics,
             step=trainer.step,
@@ -240,9 +242,17 @@ class Operations:
             return trainer_pb2.LoadCheckpointReply(
                 failure=error.to_failure(), step=self._trainer.step
             )
+        self._changed = request.header
         return trainer_pb2.LoadCheckpointReply(
             step=self._trainer.step, seconds=time.perf_counter() - began
         )
+
+    def take_snapshot(self, request: trainer_pb2.TakeSnapshotRequest) -> None:
+        """`snapshots` has what becomes of it."""
+        request.header.CopyFrom(self._changed)
+        if self.snapshots.prepare(request.path):
+            self._trainer.control.broadcast(Op.SNAPSHOT, request)
+            self.snapshots.take(request.path, request.header)
 
     def restore(self, request: trainer_pb2.RestoreRequest) -> trainer_pb2.RestoreReply:
         """Loads a snapshot, if one is named, and goes on with its plan if that is smaller. Replayed
@@ -253,6 +263,7 @@ class Operations:
                 record = self._load(Path(request.path), optimizer=True)
             except TandemError as error:
                 return trainer_pb2.RestoreReply(failure=error.to_failure())
+            self._changed = common_pb2.OperationHeader(run_id=record.run_id, seq_id=request.seq_id)
             plan = record.micro_batch_tokens or trainer.micro_batch_tokens
             trainer.micro_batch_tokens = min(plan, trainer.micro_batch_tokens)
         self._published = request.weight_version
@@ -290,7 +301,10 @@ def follow(trainer: RankTrainer) -> None:
                 )
             except GradientsNotFinite:
                 continue  # raised on all ranks alike; rank 0 tells the client
-            snapshots.take(step)
+            snapshots.take(step.snapshot, step.header)
+        elif op == Op.SNAPSHOT:
+            taken = trainer_pb2.TakeSnapshotRequest.FromString(payload)
+            snapshots.take(taken.path, taken.header)
         elif op == Op.DROP_GRADIENTS:
             trainer.drop_gradients()
         elif op == Op.PUBLISH:

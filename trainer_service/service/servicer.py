@@ -308,6 +308,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         # Who gives up waiting does not cancel what others may wait for.
         return await self._or_broken(asyncio.wrap_future(written), context)
 
+    async def TakeSnapshot(
+        self, request: trainer_pb2.TakeSnapshotRequest, context: Context
+    ) -> trainer_pb2.AwaitSnapshotReply:
+        job = self._engine.submit(lambda operations: operations.take_snapshot(request))
+        await self._or_broken(asyncio.wrap_future(job), context)
+        return await self.AwaitSnapshot(
+            trainer_pb2.AwaitSnapshotRequest(path=request.path), context
+        )
+
     async def Restore(
         self, request: trainer_pb2.RestoreRequest, context: Context
     ) -> trainer_pb2.RestoreReply:

@@ -160,6 +160,7 @@ class Held(State):
     gradients: str = ""
     refused: str = ""
     published: str = ""
+    changed: int = 0
     applied: list[int] = field(default_factory=list)
 
 
@@ -243,6 +244,7 @@ class ModelTrainer(ModelWorker):
             return trainer_pb2.OptimStepReply(failure=error.to_failure(), step=state.step)
         state.weights = after(state.weights, gradients, request.adamw.learning_rate)
         state.step += 1
+        state.changed = request.header.seq_id
         if request.snapshot:
             copy = State(state.weights, state.step)
             writing = self._write_snapshot(request.snapshot, copy, request.header.seq_id)
@@ -281,6 +283,12 @@ class ModelTrainer(ModelWorker):
         (partial / "checkpoint.json").write_text("spoiled" if spoiled else record)
         partial.rename(path)
 
+    async def TakeSnapshot(self, request):
+        copy = State(self.state.weights, self.state.step)
+        writing = self._write_snapshot(request.path, copy, self.state.changed)
+        self._snapshots[request.path] = self.task(writing)
+        return await self.AwaitSnapshot(request)
+
     async def AwaitSnapshot(self, request):
         if request.path not in self._snapshots:
             failure = PublishFailed("no such snapshot was asked for").to_failure()
@@ -303,7 +311,7 @@ class ModelTrainer(ModelWorker):
                 found = self._read(request.path)
             except TandemError as error:
                 return trainer_pb2.RestoreReply(failure=error.to_failure())
-            self.state = Held(found.weights, found.step)
+            self.state = Held(found.weights, found.step, changed=request.seq_id)
         self.state.published = request.weight_version
         async with self._turn:
             self._done = max(self._done, request.seq_id)
@@ -362,7 +370,10 @@ class ModelTrainer(ModelWorker):
     async def _load(self, request):
         found, published = self._read(request.path), self.state.published
         weights = found.weights if request.optimizer else after(found.weights, "a new optimizer")
-        self.state = Held(weights, found.step, published=published, applied=self.state.applied)
+        changed, applied = request.header.seq_id, self.state.applied
+        self.state = Held(
+            weights, found.step, published=published, changed=changed, applied=applied
+        )
         return trainer_pb2.LoadCheckpointReply(step=found.step)
 
 

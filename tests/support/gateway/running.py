@@ -116,6 +116,7 @@ def settings_for(tmp_path: Path, **changes) -> GatewaySettings:
         "long_poll": 0.3,
         "reaper_interval": 0.05,
         "min_free_bytes": 0,
+        "stop_timeout": 0,  # a test may leave operations that do not end
         "trainer": {"operation_timeout": 20},
         "sampler": {"operation_timeout": 20},
     }

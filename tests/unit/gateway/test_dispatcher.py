@@ -317,3 +317,54 @@ def test_a_gap_that_is_filled_in_time_holds_nothing_back():
         await stop(serving)
 
     run_in_virtual_time(scenario())
+
+
+async def test_a_dispatcher_that_drains_ends_what_is_under_way_and_begins_nothing():
+    world = World(window=2)
+    world.hold(1, 2)
+    serving = world.serve()
+    world.put(1, 2, 3)
+    await settle()
+    draining = asyncio.create_task(world.dispatcher.drain())
+    world.runner.gates[1].set()
+    await settle()
+    assert not draining.done()
+    world.runner.gates[2].set()
+    await settle()
+    assert draining.done()
+    world.put(4)
+    await settle()
+    assert world.sent == [1, 2]
+    assert world.dispatcher.queued == 2
+    await stop(serving)
+
+
+async def test_what_only_a_sampler_works_at_is_not_waited_for_and_nothing_is_without_operations():
+    world = World()
+    await world.dispatcher.drain()
+    world = World()
+    world.hold(1)
+    serving = world.serve()
+    world.put(1)
+    await settle()
+    draining = asyncio.create_task(world.dispatcher.drain())
+    await settle()
+    assert not draining.done()
+    world.runner.calls[1].release()
+    await settle()
+    assert draining.done()
+    await stop(serving)
+
+
+def test_no_gap_is_given_up_while_nothing_can_arrive():
+    async def scenario() -> World:
+        world = World(gap_timeout=60)
+        serving = world.serve()
+        world.put(2)
+        await settle()
+        await world.dispatcher.drain()
+        await asyncio.sleep(1000)
+        await stop(serving)
+        return world
+
+    assert run_in_virtual_time(scenario()).outcomes == {}

@@ -236,3 +236,24 @@ def test_the_replay_after_any_snapshot_rebuilds_the_state(data):
         assert rebuilt == state
         assert all(log.held(seq_id) for seq_id, _ in pending)
     assert log.bytes == len(log._calls)
+
+
+def test_a_snapshot_is_worth_while_that_costs_less_than_the_work_it_covers(watched):
+    watched.answered(1, "forward_backward", seconds=9.0)
+    assert not watched.log.is_worth_snapshot(expected_bytes=0), "there was no step yet"
+    watched.answered(2, "optim_step", seconds=1.0)
+    watched.answered(3, "forward_backward", seconds=50.0)
+    ten_seconds = 2 * 10**9
+    assert watched.log.is_worth_snapshot(expected_bytes=ten_seconds - 1)
+    assert not watched.log.is_worth_snapshot(expected_bytes=ten_seconds)
+    watched.log.add_snapshot(Snapshot(seq_id=2, step=1), cost=1e-3)
+    assert not watched.log.is_worth_snapshot(expected_bytes=0), "the newest one covers it"
+    watched.answered(4, "optim_step", seconds=0.0)
+    assert watched.log.is_worth_snapshot(expected_bytes=10**12), "its cost was measured"
+
+
+def test_without_the_calls_for_a_replay_a_snapshot_is_worth_anything():
+    watched = make(log_bytes=10)
+    watched.answered(1, size=20)
+    assert not watched.log.complete
+    assert watched.log.is_worth_snapshot(expected_bytes=10**12)

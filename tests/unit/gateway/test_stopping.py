@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+from types import SimpleNamespace
 
-from gateway.stopping import Stop
+from gateway.stopping import Stop, save_runs
+from tests.support.virtual_time import run_in_virtual_time
 
 
 def asked(*numbers: int) -> Stop:
@@ -24,3 +27,69 @@ def test_a_second_sigint_ends_the_waiting_and_a_second_sigterm_changes_nothing()
     assert asked(signal.SIGINT, signal.SIGTERM) == Stop()
     assert asked(signal.SIGINT, signal.SIGINT) == Stop(at_once=True)
     assert asked(signal.SIGINT, signal.SIGINT, signal.SIGTERM) == Stop(at_once=True)
+
+
+class SlowRun:
+    """A run whose trainer takes so long to be saved, of which nothing is asked without one."""
+
+    def __init__(self, number: int, seconds: float, *, serves: bool = True) -> None:
+        self.id, self.step, self.trainer = f"run-{number}", 7, SimpleNamespace(serves=serves)
+        self.saved = False
+        self._seconds = seconds
+
+    async def save(self) -> None:
+        await asyncio.sleep(self._seconds)
+        self.saved = True
+
+
+def saved(*runs: SlowRun, timeout: float, interrupted_at: float = 1e9) -> tuple[float, list[str]]:
+    """Save the runs; return how long it took, and what was said meanwhile."""
+    said: list[str] = []
+
+    async def scenario() -> float:
+        stop, loop = Stop(tell=said.append), asyncio.get_running_loop()
+        loop.call_later(interrupted_at, lambda: stop.ask(signal.SIGINT, again=True))
+        await save_runs(runs, stop, timeout=timeout)
+        return loop.time()
+
+    return run_in_virtual_time(scenario()), said
+
+
+def test_runs_are_saved_together_and_nothing_is_said_of_what_is_quick():
+    runs = [SlowRun(1, 0.1), SlowRun(2, 0.3)]
+    seconds, said = saved(*runs, timeout=30)
+    assert all(run.saved for run in runs)
+    assert round(seconds, 1) == 0.3
+    assert said == []
+
+
+def test_it_is_said_what_is_waited_for_and_how_long_it_may_last():
+    _, said = saved(SlowRun(1, 7), SlowRun(2, 0.1), timeout=30)
+    assert said == [
+        f"1 run is being saved (run-1 at step 7): {waited} s of at most 30 s; interrupt again to "
+        "end at once"
+        for waited in (1, 6)
+    ]
+    _, said = saved(*(SlowRun(number, 2) for number in range(5)), timeout=30)
+    assert said[0].startswith("5 runs are being saved (run-")
+    assert " at step 7, 2 more)" in said[0]
+
+
+def test_the_deadline_cuts_off_what_lasts_longer():
+    quick, slow = SlowRun(1, 1), SlowRun(2, 60)
+    seconds, said = saved(quick, slow, timeout=10)
+    assert (quick.saved, slow.saved, round(seconds)) == (True, False, 10)
+    assert said[-1].startswith("1 run is not saved within 10 s; the next start computes again")
+
+
+def test_a_second_interrupt_ends_the_waiting():
+    run = SlowRun(1, 60)
+    seconds, said = saved(run, timeout=100, interrupted_at=2)
+    assert not run.saved
+    assert round(seconds) == 2
+    assert "not saved within 2 s" in said[-1]
+
+
+def test_nothing_is_saved_of_a_run_whose_trainer_does_not_serve_or_without_time():
+    assert saved(SlowRun(1, 60, serves=False), timeout=30) == (0, [])
+    assert saved(SlowRun(1, 60), timeout=0) == (0, [])

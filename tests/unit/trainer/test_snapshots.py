@@ -244,3 +244,44 @@ def test_a_version_tells_which_steps_were_made_with_it_after_a_restore_too(model
     other = make(models["qwen3"], None)
     other.restore(trainer_pb2.RestoreRequest(path=str(tmp_path / "s1"), weight_version=f"{RUN}/v1"))
     assert step(other, 2).weight_version == f"{RUN}/v1"
+
+
+def take(operations: Operations, path: Path) -> trainer_pb2.AwaitSnapshotReply:
+    operations.take_snapshot(trainer_pb2.TakeSnapshotRequest(path=str(path)))
+    return written(operations, path)
+
+
+@pytest.mark.parametrize("lora", [None, SPEC], ids=["full", "lora"])
+def test_a_snapshot_between_operations_is_of_the_newest_step_without_later_gradients(
+    models, tmp_path, lora
+):
+    undisturbed = make(models["qwen3"], lora)
+    for number in (1, 2):
+        step(undisturbed, number)
+    forward_backward(undisturbed, data_of(3))
+    reply = take(undisturbed, tmp_path / "s2")
+    assert (reply.step, reply.seq_id) == (2, 4)
+    header = common_pb2.OperationHeader(run_id=RUN, seq_id=6)
+    undisturbed.optim_step(trainer_pb2.OptimStepRequest(header=header, adamw=ADAMW))
+
+    other = make(models["qwen3"], lora)
+    request = trainer_pb2.RestoreRequest(path=str(tmp_path / "s2"), seq_id=4)
+    assert other.restore(request).step == 2
+    assert take(other, tmp_path / "s2 again").seq_id == 4
+    step(other, 3)
+    assert equal(weights(other), weights(undisturbed))
+
+
+def test_a_refused_step_leaves_the_snapshot_where_the_weights_came_from(models, tmp_path):
+    operations = make(models["qwen3"], None)
+    step(operations, 1)
+    operations.note_refused("a batch was too large")
+    assert step(operations, 2).HasField("failure")
+    assert take(operations, tmp_path / "s1").seq_id == 2
+
+
+def test_a_snapshot_that_cannot_be_taken_says_why(models, tmp_path):
+    operations = make(models["qwen3"], None)
+    step(operations, 1)
+    (tmp_path / "file").write_text("")
+    assert take(operations, tmp_path / "file" / "s1").HasField("failure")
