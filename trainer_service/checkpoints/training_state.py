@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pydantic import BaseModel, ConfigDict, ValidationError
+from torch.distributed.checkpoint import SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from tandem.errors import (
     CheckpointDamaged,
@@ -152,7 +155,12 @@ def write_shards(
     """Writes this rank's part of the state. Raises `OSError` on all ranks if one cannot."""
     try:
         with _quiet():
-            dcp.save(state, checkpoint_id=partial, process_group=group, no_dist=group is None)
+            dcp.save(
+                state,
+                storage_writer=_Writer(partial),
+                process_group=group,
+                no_dist=group is None,
+            )
     except CheckpointException as error:
         # Raised on every rank if any failed, with the failures by rank.
         raise _os_error_in(error) from error
@@ -313,6 +321,19 @@ def _bytes_needed(backend: TrainerBackend) -> int:
     if backend.training.lora:
         return backend.facts.trainable_parameters * 12 + 2**20
     return sum(backend.tensor_sizes().values()) * 12 + 2**20
+
+
+class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]
+    """Says what the disk said. Torch closes also a tensor that could not be written whole, and then
+    complains that it is too short."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def _os_error_in(error: CheckpointException) -> OSError:

@@ -19,7 +19,7 @@ from tests.support.local_trainer import load, make_rank, train
 from tests.support.losses.batches import mixed_data
 from tests.support.trainer_worker import request
 from tests.support.worker_process import RUN
-from trainer_service.checkpoints import publish, storage
+from trainer_service.checkpoints import publish, storage, training_state
 from trainer_service.compute.trainer import ControlGroup
 from trainer_service.service.operations import Operations
 
@@ -72,14 +72,24 @@ def test_what_is_saved_survives_a_power_failure_with_all_folders_on_the_way(
     assert {file.name for file in final.iterdir()} <= names
 
 
-def test_a_file_that_may_not_grow_so_large_is_the_error_of_the_kernel(tmp_path):
+@pytest.fixture
+def small_files():
+    """No file may have more than 100,000 bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        with pytest.raises(OSError) as caught:
-            publish._write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(100_000)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_that_may_not_grow_so_large_is_the_error_of_the_kernel(tmp_path, small_files):
+    with pytest.raises(OSError) as caught:
+        publish._write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(100_000)})
+    assert caught.value.errno == errno.EFBIG
+
+
+def test_so_it_is_in_the_middle_of_a_checkpoint(tmp_path, small_files):
+    with pytest.raises(OSError) as caught:
+        training_state.write_shards({"a": torch.zeros(100_000)}, tmp_path / "a", group=None)
     assert caught.value.errno == errno.EFBIG
 
 
