@@ -54,6 +54,7 @@ from gateway.storage.lease import Lease
 from gateway.workers.epoch import Epoch, epoch_without_lease
 from gateway.workers.launchers import Launcher, make_launcher
 from tandem.errors import StorageFailed, TandemError
+from tandem.heartbeat import send_heartbeats
 from tandem.settings import GatewaySettings
 from tandem.stack import ENDPOINT_NAME, SENTENCE
 from tandem.telemetry import configure_logging, get_log
@@ -218,6 +219,13 @@ def path_operations(app: FastAPI) -> list[PathOperation]:
 
 class GatewayServer(uvicorn.Server):
     """Announces itself when it listens, and ends the long polls when it shuts down."""
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        heart = asyncio.create_task(send_heartbeats())
+        try:
+            await super().serve(sockets)
+        finally:
+            heart.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:

@@ -283,7 +283,10 @@ class GatewaySettings(BaseSettings):
         "for twice as long is shown as unresponsive.",
     )
     worker_unresponsive_timeout: float = Field(
-        300.0, gt=0, description="A worker that was unresponsive for this long is killed."
+        300.0,
+        gt=0,
+        description="A worker that was unresponsive for this long is killed; by `tandem up` also a "
+        "gateway or an agent.",
     )
     compress_payloads: bool = Field(
         False, description="Ask clients to compress their batches (zstd)."

@@ -21,6 +21,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tandem.errors import InvalidRequest, ServerError, WorkerStartFailed
+from tandem.heartbeat import HEARTBEAT_FD, Heartbeats
 from tandem.settings import GatewaySettings
 from tandem.worker import die_with_parent, without_secrets
 
@@ -31,6 +32,7 @@ SENTENCE = "tandem gateway: "
 _TAIL_BYTES = 16 * 1024
 _POLL_SECONDS = 0.05
 _STOP_TIMEOUT: float = GatewaySettings.model_fields["stop_timeout"].default
+_UNRESPONSIVE: float = GatewaySettings.model_fields["worker_unresponsive_timeout"].default
 _STOP_SECONDS = 30.0
 """For the end of agent or gateway, beside TANDEM_STOP_TIMEOUT; what lasts longer is killed."""
 _FIRST_WAIT = 0.25
@@ -81,17 +83,20 @@ class Stack:
         environment = dict(os.environ)
         environment |= {f"TANDEM_{key.upper()}": value for key, value in (settings or {}).items()}
         environment["TANDEM_DATA_DIR"] = str(data_dir)
+        patience = float(environment.get("TANDEM_WORKER_UNRESPONSIVE_TIMEOUT", _UNRESPONSIVE))
         self._agent = _Supervised(
             name="agent",
             command=[sys.executable, "-m", "tandem.agent", "--data-dir", str(data_dir)],
             environment=without_secrets(environment),
             log_path=data_dir / "logs" / "agent.log",
+            patience=patience,
         )
         self._gateway = _Supervised(
             name="gateway",
             command=[sys.executable, "-m", "gateway"],
             environment=environment,
             log_path=data_dir / "logs" / "gateway.log",
+            patience=patience,
         )
         self._start_timeout = start_timeout
         self._tell = tell
@@ -209,6 +214,8 @@ class Stack:
                     each.start_when_due()
                 elif each.process.poll() is not None:
                     self._note_end(each)
+                else:
+                    each.kill_if_silent()
             if not self._answers() and self._gateway.process is not None:
                 self._note_answer(self._gateway)
 
@@ -263,6 +270,7 @@ class _Supervised:
         command: list[str],
         environment: dict[str, str],
         log_path: Path,
+        patience: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
@@ -274,6 +282,9 @@ class _Supervised:
         self._sentence = f"tandem {name}: "
         self._command = command
         self._clock = clock
+        self._patience = patience
+        self._heartbeats = Heartbeats()
+        self._was_silent = False
         self._log_start = 0
         self._ends: deque[float] = deque()
 
@@ -282,18 +293,27 @@ class _Supervised:
             log = open(self.log_path, "ab", opener=_private)  # noqa: SIM115 - closed below
         except OSError as error:
             raise unusable(self.log_path.parent, error) from error
+        self._heartbeats.close()
+        self._heartbeats, self._was_silent = Heartbeats(), False
         with log:
             self._log_start = log.tell()
             self.started_at = self._clock()
             self.process = subprocess.Popen(
                 self._command,
-                env=self.environment,
+                env={**self.environment, HEARTBEAT_FD: str(self._heartbeats.fd)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                pass_fds=[self._heartbeats.fd],
                 start_new_session=True,  # so that Ctrl-C reaches it once, through stop()
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
+
+    def kill_if_silent(self) -> None:
+        """Kill it if its event loop has stood still for too long."""
+        if self._heartbeats.silence() > self._patience:
+            self._was_silent = True
+            self.kill()
 
     def start_when_due(self) -> None:
         if self._clock() >= self.due:
@@ -313,6 +333,8 @@ class _Supervised:
     def why_ended(self) -> str:
         """Return, of a process that has ended, the sentence that it left; else how it ended."""
         assert self.process is not None
+        if self._was_silent:
+            return f"it answered nothing for {self._patience:g} s (log: {self.log_path})"
         with self.log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start if self._log_start <= size else 0, size - _TAIL_BYTES))

@@ -19,6 +19,7 @@ from tandem.agent import SENTENCE
 from tandem.agent.launcher import ProcessLauncher
 from tandem.epoch import EpochInterceptor
 from tandem.errors import InvalidRequest, TandemError, WorkerStartFailed
+from tandem.heartbeat import send_heartbeats
 from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import agent_pb2, agent_pb2_grpc
 from tandem.worker import WorkerHandle, WorkerSpec, set_process_limits
@@ -183,6 +184,7 @@ async def _serve_until_signalled(data_dir: Path) -> None:
     asked = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, asked.set)
+    heart = asyncio.create_task(send_heartbeats())
     async with serving(ProcessLauncher(data_dir=data_dir), data_dir=data_dir):
         found = description()
         get_log().info(
@@ -193,6 +195,7 @@ async def _serve_until_signalled(data_dir: Path) -> None:
             cuda_devices=list(found.cuda_devices),
         )
         await asked.wait()
+    heart.cancel()
 
 
 def run(data_dir: Path) -> int:

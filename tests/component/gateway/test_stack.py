@@ -70,6 +70,20 @@ def test_a_killed_agent_comes_back_and_its_gateway_has_stayed(stack, said):
     assert answers(stack.endpoint)
 
 
+def test_one_that_stands_still_is_killed_and_comes_back(tmp_path):
+    said = []
+    settings = {"port": "0", "worker_unresponsive_timeout": "2"}
+    with Stack(data_dir=tmp_path, settings=settings, tell=said.append) as stack:
+        before, agent = stack.endpoint, agent_pid(stack)
+        for pid in (before.pid, agent):
+            os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: another(stack, before.pid), what="another gateway answers")
+        assert agent_pid(stack) != agent
+    for name in ("gateway", "agent"):
+        why = f"the {name} ended by itself and is started again: it answered nothing for 2 s"
+        assert any(sentence.startswith(why) for sentence in said), said
+
+
 def test_a_second_stack_on_the_same_data_directory_is_refused(stack):
     with (
         pytest.raises(WorkerStartFailed, match=r"another \w+ uses the data directory"),

@@ -25,7 +25,7 @@ def clock() -> Clock:
 @pytest.fixture
 def supervised(clock: Clock) -> _Supervised:
     return _Supervised(
-        name="gateway", command=[], environment={}, log_path=Path("none"), clock=clock
+        name="gateway", command=[], environment={}, log_path=Path("none"), patience=10, clock=clock
     )
 
 

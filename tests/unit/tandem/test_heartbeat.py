@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tandem.heartbeat import Heartbeats
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def heartbeats(clock: Clock) -> Iterator[Heartbeats]:
+    heartbeats = Heartbeats(clock)
+    yield heartbeats
+    heartbeats.close()
+
+
+def beat(heartbeats: Heartbeats) -> None:
+    os.write(heartbeats.fd, b".")
+
+
+def listen(heartbeats: Heartbeats, clock: Clock, *, seconds: float) -> float:
+    """Listen twice a second, and return the silence at the end."""
+    for _ in range(int(2 * seconds)):
+        clock.now += 0.5
+        silence = heartbeats.silence()
+    return silence
+
+
+def test_silence_is_the_time_since_the_last_heartbeat(heartbeats, clock):
+    beat(heartbeats)
+    assert heartbeats.silence() == 0
+    assert listen(heartbeats, clock, seconds=7) == 7
+    beat(heartbeats)
+    assert heartbeats.silence() == 0
+
+
+def test_who_starts_is_not_silent(heartbeats, clock):
+    assert listen(heartbeats, clock, seconds=100) == 0
+
+
+def test_while_nobody_listens_nobody_is_silent(heartbeats, clock):
+    beat(heartbeats)
+    heartbeats.silence()
+    clock.now += 1000  # the machine stood still
+    assert heartbeats.silence() <= 1
