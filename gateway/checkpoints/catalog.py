@@ -155,15 +155,6 @@ class CheckpointCatalog:
         )
         return checkpoint_of(row) if row is not None else None
 
-    async def in_folder(self, folder: str, *, run_id: str) -> Checkpoint | None:
-        """Return the checkpoint whose state lies in a folder, None if it has no name."""
-        row = await self._database.read_one(
-            select(checkpoints).where(
-                checkpoints.c.run_id == run_id, checkpoints.c.folder == folder, not_expired()
-            )
-        )
-        return checkpoint_of(row) if row is not None else None
-
     async def get(self, path: str, *, readers: Readers, trainable: bool = False) -> Checkpoint:
         """Return the checkpoint if `readers` may read it. Raise `UnknownWeights`, also for one
         that must be `trainable` and is not, or `InvalidRequest` for text that is not a checkpoint

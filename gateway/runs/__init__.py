@@ -3,8 +3,12 @@
 A run in memory is a `training_run.TrainingRun`. An operation comes in through
 `RunRegistry.submit` (`registry`), which writes it into the `journal` before its client gets a
 request_id. The run's `dispatcher` keeps the order of `seq_id`, the window and the gaps. At its turn
-the `runner` prepares the operation and carries it out with the run's trainer; the journal records
+the `runner` prepares the operation and carries it out with the run's `trainer`; the journal records
 the outcome and resolves the future.
+
+When the trainer dies, another one is brought to where it was (`restoration`) from the newest of the
+`snapshots` that the `snapshot_taker` asked for, and the calls after it (`replay`). The next gateway
+takes all of it up from its rows (`resumption`).
 
 To add a kind of operation:
 

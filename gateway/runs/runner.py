@@ -256,7 +256,7 @@ class OperationRunner:
         path = await self._free_path(
             "weights",
             body.path,
-            size=run.expected_state_bytes,
+            size=lambda: run.expected_state_bytes,
             what="save a checkpoint",
             overwrite=body.overwrite,
         )
@@ -311,18 +311,19 @@ class OperationRunner:
     async def _save_for_sampler(self, call: Call, body: SaveWeightsForSampler) -> Outcome:
         """An unnamed save ends when the engine serves the new weights, not before."""
         run, path, what = self._run, None, "publish the weights"
-        size = run.expected_version_bytes
         if body.path and (done := await self._saved_before(call, "sampler_weights", body.path)):
             return json_result(type="save_weights_for_sampler", path=str(done.path))
         if body.path is None:
-            await self._versions.check_space(expected_bytes=size, what=what)
+            await self._versions.check_space(expected_bytes=run.expected_version_bytes, what=what)
             # An engine that does not run yet starts while the trainer publishes.
             sampler = self._tools.samplers.ensure(
                 session_id=run.session_id, model=run.model, rank=run.training.rank
             )
             sampler.start_engine()
         else:
-            path = await self._free_path("sampler_weights", body.path, size=size, what=what)
+            path = await self._free_path(
+                "sampler_weights", body.path, size=lambda: run.expected_version_bytes, what=what
+            )
         with self._writing(name := call.operation.version):
             version = await self._publish(call, name, sampled=True)
             if path is not None:
@@ -352,9 +353,11 @@ class OperationRunner:
             return json_result(
                 type="save_weights_external", path=str(done.path), size_bytes=done.bytes
             )
-        size = run.expected_version_bytes * (2 if recipients else 1)
         path = await self._free_path(
-            "external_weights", body.path, size=size, what="export the weights"
+            "external_weights",
+            body.path,
+            size=lambda: run.expected_version_bytes * (2 if recipients else 1),
+            what="export the weights",
         )
         try:
             with ExitStack() as pinned:
@@ -428,10 +431,18 @@ class OperationRunner:
     # --- Named checkpoints --------------------------------------------------------------------
 
     async def _free_path(
-        self, kind: CheckpointKind, name: str, *, size: int, what: str, overwrite: bool = False
+        self,
+        kind: CheckpointKind,
+        name: str,
+        *,
+        size: Callable[[], int],
+        what: str,
+        overwrite: bool = False,
     ) -> CheckpointPath:
         """Return the path of a checkpoint to be, of about `size` bytes. Raises `NameTaken`,
         `LimitExceeded` or `StorageFull`."""
+        await self._trainer.client()  # before, nothing is known of its size
+        expected = size()
         path = CheckpointPath(run_id=self._run.id, kind=kind, name=name)
         found = await self._checkpoints.find(path)
         if found is not None and not overwrite:
@@ -439,10 +450,10 @@ class OperationRunner:
             raise NameTaken(f"there is a checkpoint {path} already{hint}")
         await self._checkpoints.check_quota(
             owner=self._run.owner,
-            expected_bytes=size,
+            expected_bytes=expected,
             replaced_bytes=found.bytes if found is not None else 0,
         )
-        await self._versions.check_space(expected_bytes=size, what=what)
+        await self._versions.check_space(expected_bytes=expected, what=what)
         return path
 
     async def _saved_before(self, call: Call, kind: CheckpointKind, name: str) -> Checkpoint | None:

@@ -110,13 +110,19 @@ class SnapshotTaker:
             for each in useless:
                 await self._snapshots.remove(run, each)
 
-    async def note_saved(self, snapshot: Snapshot) -> None:
+    async def note_saved(self, saved: Snapshot) -> None:
         """Note a checkpoint that a client has saved at a step: it serves as a snapshot."""
-        if self._replay is not None:
-            self.problem = ""
-            self._snapshots.add(self._run, snapshot)
-            for each in self._replay.add_snapshot(snapshot):
-                await self._snapshots.remove(self._run, each)
+        if self._replay is None:
+            return
+        try:
+            snapshot = await self._snapshots.share(self._run, saved)
+        except OSError as error:
+            self._log.info("save_not_shared", reason=str(error))
+            return
+        self.problem = ""
+        self._snapshots.add(self._run, snapshot)
+        for each in self._replay.add_snapshot(snapshot):
+            await self._snapshots.remove(self._run, each)
 
     def trainer_lost(self) -> None:
         """Give up the snapshot that the trainer was at, if it was at one."""

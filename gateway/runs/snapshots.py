@@ -4,6 +4,7 @@ ends."""
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import shutil
 import time
@@ -25,15 +26,14 @@ from gateway.storage.database import Database, from_row
 from gateway.storage.tables import runs, snapshots
 from tandem.errors import TandemError
 from tandem.telemetry import get_log
+from tandem.weights.manifest import RECORD_NAME
 from tandem.weights.store import give_name, make_folder
 
 _FOLDER = "snapshots"
 
 
 class SnapshotStore:
-    """Snapshots lie in `DATA/snapshots/RUN`, and count towards their owner's checkpoint bytes. One
-    that a client has saved lies, and counts, where checkpoints do, and stays there until it is not
-    needed as a snapshot either."""
+    """Snapshots lie in `DATA/snapshots/RUN`, and count towards their owner's checkpoint bytes."""
 
     def __init__(
         self,
@@ -76,7 +76,15 @@ class SnapshotStore:
         size = run.expected_state_bytes
         await self._checkpoints.check_quota(owner=run.owner, expected_bytes=size)
         await self._versions.check_space(expected_bytes=size, what="take a snapshot")
-        return str(self._folder_of(run.id) / f"{run.step + 1:08d}-{secrets.token_hex(4)}")
+        return str(self._new_name(run, step=run.step + 1))
+
+    async def share(self, run: TrainingRun, saved: Snapshot) -> Snapshot:
+        """Return a snapshot that has the files of what a client has saved, whose own folder may go
+        at any time. They take no room but that of the checkpoint. Raises `OSError`, as where the
+        filesystem knows no links."""
+        folder = self._new_name(run, step=saved.step)
+        await asyncio.to_thread(_link_files, Path(saved.folder), folder)
+        return replace(saved, folder=str(folder), bytes=0)
 
     def add(self, run: TrainingRun, snapshot: Snapshot) -> None:
         """Note a snapshot that was written."""
@@ -99,9 +107,6 @@ class SnapshotStore:
     async def keep(self, run: TrainingRun, snapshot: Snapshot) -> CheckpointPath | None:
         """Make a snapshot a checkpoint of its owner, because its run cannot go on; return its
         path. Returns None where that fails, since the run ends for another reason."""
-        name = self._name_of(snapshot.folder)
-        if saved := await self._checkpoints.in_folder(name, run_id=run.id):
-            return saved.path  # its owner saved it
         name = f"recovered-{snapshot.step}"
         path = CheckpointPath(run_id=run.id, kind="weights", name=name)
         if await self._checkpoints.find(path) is not None:  # the owner has one of this name
@@ -129,39 +134,31 @@ class SnapshotStore:
             self._forget(run, snapshot.folder)
         return path
 
+    def _new_name(self, run: TrainingRun, *, step: int) -> Path:
+        return self._folder_of(run.id) / f"{step:08d}-{secrets.token_hex(4)}"
+
     def _folder_of(self, run_id: str) -> Path:
         return self._data_dir / _FOLDER / run_folder_name(run_id)
-
-    def _is_own(self, folder: str) -> bool:
-        """Whether a snapshot was taken, not saved by a client."""
-        return Path(folder).is_relative_to(self._data_dir / _FOLDER)
 
     def _name_of(self, folder: str) -> str:
         """Return the path of a folder relative to the data directory."""
         return str(Path(folder).relative_to(self._data_dir))
 
     def _count(self, run: TrainingRun, snapshot: Snapshot) -> None:
-        if self._is_own(snapshot.folder):
-            self._bytes[run.id][snapshot.folder] = snapshot.bytes
-            self._checkpoints.snapshot_bytes[run.owner] += snapshot.bytes
-        else:
-            self._bytes[run.id][snapshot.folder] = 0
-            self._checkpoints.pins.pin(self._name_of(snapshot.folder))
+        self._bytes[run.id][snapshot.folder] = snapshot.bytes
+        self._checkpoints.snapshot_bytes[run.owner] += snapshot.bytes
 
     def _forget(self, run: TrainingRun, folder: str) -> bool:
         """Remove a snapshot with its row, soon. Returns False for one that was not noted."""
         if (size := self._bytes[run.id].pop(folder, None)) is None:
             return False
-        name = self._name_of(folder)
-        forget = delete(snapshots).where(snapshots.c.folder == name)
-        if self._is_own(folder):
-            self._checkpoints.snapshot_bytes[run.owner] -= size
-            if not self._checkpoints.snapshot_bytes[run.owner]:
-                del self._checkpoints.snapshot_bytes[run.owner]
-            self._database.write_soon(forget, after=partial(_remove, Path(folder)))
-        else:
-            self._database.write_soon(forget)
-            self._checkpoints.pins.unpin(name)
+        self._checkpoints.snapshot_bytes[run.owner] -= size
+        if not self._checkpoints.snapshot_bytes[run.owner]:
+            del self._checkpoints.snapshot_bytes[run.owner]
+        self._database.write_soon(
+            delete(snapshots).where(snapshots.c.folder == self._name_of(folder)),
+            after=partial(_remove, Path(folder)),
+        )
         return True
 
 
@@ -173,6 +170,20 @@ def _remove_others(folder: Path, kept: Container[Path]) -> None:
     for path in folder.glob("*"):
         with suppress(OSError):  # something is kept in it
             path.rmdir()
+
+
+def _link_files(source: Path, target: Path) -> None:
+    """Give the files of a checkpoint, without the record of whose it is, names in a new folder."""
+    partial = target.parent / f".partial-{target.name}"
+    make_folder(partial)
+    try:
+        for file in source.iterdir():
+            if file.name != RECORD_NAME:
+                os.link(file, partial / file.name)
+        give_name(partial, target)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _remove(folder: Path) -> None:

@@ -146,6 +146,17 @@ def test_a_trainer_starts_when_the_client_is_heard_of(start):
         train(seen_by(gate, run), 2)
 
 
+def test_a_save_just_after_a_restart_waits_until_its_size_is_known(start):
+    with start(recovery=SELDOM) as gate:
+        run = new_run(gate)
+        train(run, 1)
+    with start(recovery=SELDOM, limit={"checkpoint_bytes": 50}) as gate:
+        run = seen_by(gate, run)
+        body = {"model_id": run.id, "seq_id": 3, "path": "too-large"}
+        run.client.post("/api/v1/save_weights", json=body)
+        assert run.outcome(3).json()["type"] == "limit_exceeded"
+
+
 def test_a_run_that_is_not_to_be_restored_ends_with_its_gateway(start):
     with start(recovery={"enabled": False}) as gate:
         run = new_run(gate)
@@ -198,7 +209,7 @@ def test_saves_are_there_once_and_loads_are_made_again(start):
         assert run.outcome(5).json()["path"].endswith("/two")
         assert run.outcome(6).json()["path"] == path
         kinds = [kind for kind, _ in run.newest.applied]
-        assert kinds == ["forward_backward", "optim_step", "load", "save", "load"]
+        assert kinds == ["load", "save", "load"], "it began with the first save"
         listed = run.client.get(f"/api/v1/training_runs/{run.id}/checkpoints").json()
         assert len(listed["checkpoints"]) == 2
 
