@@ -54,10 +54,10 @@ bench-bombs: setup ## Measures healthz beside clients with compressed bombs. ARG
 fuzz: setup      ## Sends the gateway what no client would send. ARGS="--requests 100000 --seed 1"
 	@.venv/bin/python -m tests.fuzz $(ARGS)
 
-chaos: setup     ## Kills and freezes what it finds while experiments train. ARGS="--faults 10 --seed 1"
+chaos: setup     ## Kills, freezes, cuts and fills what experiments train on. ARGS="--faults 10 --seed 1 --ranks 2"
 	@.venv/bin/python -m tests.chaos $(ARGS)
 
-nightly: setup   ## What is too long for every change: cookbook recipes, and 100,000 requests of the fuzzer.
+nightly: setup   ## What is too long for every change: cookbook recipes, 80 faults, 100,000 requests of the fuzzer.
 	@scripts/cookbook.sh
 	@.venv/bin/python -m pytest -m nightly
 	@.venv/bin/python -m tests.fuzz --requests 100000 --seed "$$(date +%Y%m%d)" $(ARGS)

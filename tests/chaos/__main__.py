@@ -3,31 +3,51 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import shutil
 import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections import defaultdict
 from pathlib import Path
 
 from tests.chaos.chaos import run_chaos
+from tests.chaos.experiments import KINDS
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--faults", type=int, default=150)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1, help="of each trainer")
+    parser.add_argument("--experiments", default="full,rl", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--only", default="", help="parts of the names of faults, with commas")
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
+    logging.getLogger("tinker").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", FutureWarning)  # load_state is deprecated, and part of the SDK
+    began = time.monotonic()
+
+    def tell(line: str) -> None:
+        print(f"{time.monotonic() - began:6.0f} s  {line}", flush=True)
+
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    try:
         struck = run_chaos(
-            Path(folder),
+            folder,
             faults=arguments.faults,
             seed=arguments.seed,
             ranks=arguments.ranks,
-            tell=lambda line: print(line, flush=True),
+            kinds=arguments.experiments.split(","),
+            only=arguments.only.split(",") if arguments.only else (),
+            tell=tell,
         )
+    except BaseException:
+        print(f"seed {arguments.seed}; logs and database are in {folder}", flush=True)
+        raise
+    shutil.rmtree(folder)
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     for each in struck:
         seconds[each.what].append(each.seconds)

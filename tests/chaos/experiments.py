@@ -3,61 +3,132 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
-from tinker import ServiceClient, TrainingClient
+import tinker
+from tinker import ServiceClient, TrainingClient, types
 
-from tests.support.sdk import adam, outputs, sequences, supervised
+from tests.support.sdk import Floats, adam, datum, outputs, params, sequences, supervised
 from tests.support.stacks import TIED
 
 TIMEOUT = 240.0
 """Seconds within which a result comes, whatever happened meanwhile."""
 _AHEAD = 2
 """Steps that are sent before the results of the first are fetched."""
+_PACE = 0.25
+"""Seconds between two steps at least, since as many are computed again, undisturbed."""
+_SAVE_EVERY, _LOAD_AFTER = 20, 5
+"""Steps."""
 
-Step = tuple[list[bytes], float]
-"""The logprobs of a batch, and the gradient's norm of the step after it."""
+KINDS = ("full", "lora", "rl", "rl-full")
+"""Supervised training of all parameters, and of an adapter; the same two by reinforcement."""
 
 
 @dataclass
 class Experiment:
-    """Trains until `stop` is set; `steps` are its results, `fault` is why it ended before."""
+    """Trains until `stop` is set. `sent` and `steps` are what it has asked for, and what it was
+    told: of each step all bytes that came; `fault` is why it ended before it was to."""
 
-    name: str
-    lora: bool
-    steps: list[Step] = field(default_factory=list)
+    kind: str
+    sent: int = 0
+    steps: list[bytes] = field(default_factory=list)
+    run_id: str = ""
+    saved: str = ""
     weights: bytes = b""
     fault: BaseException | None = None
     stop: threading.Event = field(default_factory=threading.Event)
-    at_least: int = 0
 
     def run(self, service: ServiceClient, *, exactly: int | None = None) -> None:
         """Train until told to stop, or so many steps."""
         try:
-            model = TIED if self.lora else f"{TIED}:full"
+            model = f"{TIED}:full" if self.kind.endswith("full") else TIED
             training = service.create_lora_training_client(model, rank=8, seed=7).result(TIMEOUT)
+            self.run_id = training.model_id
             self._train(training, exactly)
         except BaseException as error:  # noqa: BLE001 - whoever waits for the thread raises it
             self.fault = error
 
     def _train(self, training: TrainingClient, exactly: int | None) -> None:
-        sent, pending = 0, []
-        while sent < exactly if exactly is not None else not self.stop.is_set():
-            data = [supervised(each) for each in sequences(4, seed=1000 + sent)]
-            batch = training.forward_backward(data, "cross_entropy")
-            pending.append((batch, training.optim_step(adam())))
-            sent += 1
-            if len(pending) > _AHEAD:
-                self._fetch(pending.pop(0))
-        for each in pending:
-            self._fetch(each)
+        step = self._rehearse if self.kind.startswith("rl") else self._supervise
+        pending: deque[Callable[[], None]] = deque()
+        while self.sent < exactly if exactly is not None else not self.stop.is_set():
+            began = time.monotonic()
+            self.sent += 1
+            pending.append(step(training, self.sent))
+            whole = self.sent % _SAVE_EVERY in (0, _LOAD_AFTER)
+            while len(pending) > (0 if whole else _AHEAD):
+                pending.popleft()()
+            if self.sent % _SAVE_EVERY == 0:  # over the one before
+                save = partial(training.save_state, "newest", overwrite=True)
+                self.saved = _when_there_is_room(save).path
+            elif whole and self.saved:
+                training.load_state_with_optimizer(self.saved).result(TIMEOUT)
+            if exactly is None:  # to have no more steps than can be computed again in a minute
+                self.stop.wait(_PACE - (time.monotonic() - began))
+        while pending:
+            pending.popleft()()
         last = [supervised(each) for each in sequences(4, seed=1)]
         found = training.forward(last, "cross_entropy").result(TIMEOUT)
-        self.weights = b"".join(np.asarray(each).tobytes() for each in outputs(found))
+        self.weights = _bytes(outputs(found))
 
-    def _fetch(self, pending) -> None:
-        batch, step = (future.result(TIMEOUT) for future in pending)
-        logprobs = [np.asarray(each).tobytes() for each in outputs(batch)]
-        norm = next(value for key, value in step.metrics.items() if "norm" in key)
-        self.steps.append((logprobs, norm))
+    def _supervise(self, training: TrainingClient, number: int) -> Callable[[], None]:
+        data = [supervised(each) for each in sequences(4, seed=1000 + number)]
+        return self._learn(training, data, "cross_entropy", b"")
+
+    def _rehearse(self, training: TrainingClient, number: int) -> Callable[[], None]:
+        """Sample with the newest weights, and learn from it."""
+        sampler = _when_there_is_room(training.save_weights_and_get_sampling_client)
+        data, drawn = [], b""
+        # One after the other: how many sequences an engine computes at once changes the last bits.
+        for prompt in sequences(2, seed=1000 + number):
+            asked = types.ModelInput.from_ints(prompt)
+            settings = params(tokens=8, seed=number)
+            future = sampler.sample(asked, num_samples=1, sampling_params=settings)
+            (sequence,) = future.result(TIMEOUT).sequences
+            before = len(prompt) - 1
+            old = np.array([0.0] * before + sequence.logprobs, np.float32)
+            reward = sum(token % 2 for token in sequence.tokens) / len(sequence.tokens) - 0.5
+            advantages = np.array([0.0] * before + [reward] * len(sequence.tokens), np.float32)
+            tokens = prompt + list(sequence.tokens)
+            data.append(datum(tokens, logprobs=old, advantages=advantages))
+            drawn += np.array(tokens).tobytes() + old.tobytes()
+        return self._learn(training, data, "importance_sampling", drawn)
+
+    def _learn(
+        self, training: TrainingClient, data: list[types.Datum], loss: str, drawn: bytes
+    ) -> Callable[[], None]:
+        """Ask for a step; return what waits for its results and notes them."""
+        batch = training.forward_backward(data, loss)
+        # At ten times the rate, a policy grows until an engine's float32 differs by 2e-4 from the
+        # trainer's, and the canary of a version allows for 1e-4.
+        step = training.optim_step(adam(1e-3))
+
+        def fetch() -> None:
+            logprobs = _bytes(outputs(batch.result(TIMEOUT)))
+            metrics = step.result(TIMEOUT).metrics
+            norm = next(value for key, value in metrics.items() if "norm" in key)
+            self.steps.append(drawn + logprobs + np.float64(norm).tobytes())
+
+        return fetch
+
+
+def _bytes(arrays: list[Floats]) -> bytes:
+    return b"".join(array.tobytes() for array in arrays)
+
+
+def _when_there_is_room(ask: Callable[[], object]):
+    """Return the result. What is refused on a full disk, the SDK repeats; what fails there, its
+    caller."""
+    deadline = time.monotonic() + TIMEOUT
+    while True:
+        try:
+            return ask().result(TIMEOUT)
+        except tinker.RequestFailedError as error:
+            if "storage_full" not in str(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(0.5)
