@@ -52,7 +52,6 @@ def run_plain() -> tuple[dict[str, torch.Tensor], list[float]]:
 
 
 def run_rank(rank: int, size: int, folder: str) -> None:
-    torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     model = Weights()

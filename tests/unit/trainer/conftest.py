@@ -5,15 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.tiny_model import ARCHITECTURES, write_tiny_model
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """Threads that wait for each other in every small operation are slower than one."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
