@@ -140,6 +140,7 @@ def test_a_killed_rank_costs_a_pause_and_the_weights_are_the_undisturbed_ones(
     wait_until(lambda: stack.run(run)["queued"] >= 2, what="the operations are under way")
     os.kill(victim.pid, signal.SIGKILL)
 
+    wait_until(lambda: stack.run(run)["restored"] == 1, what="the run is restored")
     for future in pending:
         future.result(timeout=SOON)
     assert stack.run(run)["restored"] == 1
