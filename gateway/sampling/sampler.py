@@ -419,6 +419,8 @@ class Sampler:
     async def _find_out(self, worker: Worker) -> None:
         """Note what an engine has, once a load that is under way has ended. Raises if it is of no
         use."""
+        assert self._place is not None
+        self.places.note_started(self._place)  # what it does now keeps no other from its start
         client = self._client_of(worker)
         try:
             async with asyncio.timeout(self.settings.operation_timeout):

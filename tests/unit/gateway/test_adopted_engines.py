@@ -388,6 +388,36 @@ def test_adopted_engines_count_for_the_places_and_make_room_when_they_are_idle(n
     world.run(scenario())
 
 
+@pytest.mark.parametrize("misfortune", [freeze, load_for_ever])
+def test_an_engine_that_is_busy_or_frozen_keeps_no_other_from_its_start(new_world, misfortune):
+    world = new_world(max_starting_engines=1)
+
+    async def scenario():
+        misfortune(world, world.left())
+        await world.open()
+        await world.sample(session_id="s-2")
+        assert now() < 20
+        assert world.running() == ["sampler-s-1-0", "sampler-s-2-0"]
+
+    world.run(scenario())
+
+
+def test_an_engine_that_still_starts_counts_as_one_that_does(new_world):
+    world = new_world(max_starting_engines=1)
+
+    async def scenario():
+        engine = world.left()
+        engine.serving.clear()
+        await world.open()
+        other = asyncio.create_task(world.sample(session_id="s-2"))
+        await asyncio.sleep(100)
+        assert world.running() == ["sampler-s-1-0"]
+        engine.serving.set()
+        await other
+
+    world.run(scenario())
+
+
 def test_more_engines_may_be_adopted_than_may_run_and_none_starts_until_there_are_fewer(new_world):
     world = new_world(max_engines=1, engine_quantum=0)
 
