@@ -157,11 +157,14 @@ def _machine() -> str:
 
 
 def _has_ended(holder: str) -> bool:
-    """Whether a holder is known to have ended: a process of this machine that is no more."""
+    """Whether a holder is known to have ended: a process of this machine that is no more, or of
+    which only its parent has not heard yet."""
     machine, pid, created = holder.rsplit(" ", 2)
     if machine != _machine():
         return False
     try:
-        return str(psutil.Process(int(pid)).create_time()) != created
+        process = psutil.Process(int(pid))
+        same = str(process.create_time()) == created
+        return not same or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True

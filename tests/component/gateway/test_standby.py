@@ -86,6 +86,7 @@ async def test_a_holder_that_counts_keeps_the_lease(lease_of, monkeypatch):
 
 
 async def test_the_lease_of_a_process_that_was_killed_is_free_at_once(lease_of, tmp_path):
+    """Also before its parent has heard of its end."""
     hold = (
         "import asyncio, sys, time\n"
         "from gateway.storage.lease import Lease\n"
@@ -95,17 +96,16 @@ async def test_the_lease_of_a_process_that_was_killed_is_free_at_once(lease_of, 
         "        await asyncio.sleep(600)\n"
         "asyncio.run(hold())\n"
     )
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", hold, url_for(tmp_path), stdout=subprocess.PIPE
-    )
-    async with asyncio.timeout(PATIENCE):
-        while await process.stdout.readline() != b"True\n":
-            pass
-        second = await lease_of()
-        assert not await second.take()
-        process.kill()
-        await process.wait()
-    assert await second.take()
+    command = [sys.executable, "-c", hold, url_for(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:  # noqa: ASYNC220 - see above
+        try:
+            while await asyncio.to_thread(process.stdout.readline) != b"True\n":
+                assert process.poll() is None
+            second = await lease_of()
+            assert not await second.take()
+        finally:
+            process.kill()
+        await asyncio.wait_for(second.wait(), PATIENCE)
 
 
 async def test_the_database_refuses_what_an_older_gateway_writes(lease_of, tmp_path):
