@@ -142,6 +142,13 @@ class TrainerClient(WorkerClient):
             timeout=CALL_SECONDS,
         )
 
+    def take_snapshot(self, path: str) -> trainer_pb2.AwaitSnapshotReply:
+        return self.stub.TakeSnapshot(
+            trainer_pb2.TakeSnapshotRequest(path=path),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
+
     def restore(self, path: str, *, seq_id: int) -> trainer_pb2.RestoreReply:
         """Go on after the operation `seq_id`."""
         self.seq_id = seq_id

@@ -28,31 +28,33 @@ def weights(client: TrainerClient, folder) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def undisturbed(models, tmp_path_factory):
-    """A snapshot of two ranks after its second step, at which operation that was, and the weights
-    after the fourth."""
+    """A snapshot of two ranks at its second step, another one before its fourth, when there are
+    gradients; and the weights after that."""
     folder = tmp_path_factory.mktemp("data")
-    path = str(folder / "snapshots" / "s2")
+    path, later = (str(folder / "snapshots" / name) for name in ("s2", "s3"))
     with trainer_process(models["qwen3"], folder, ranks=2) as client:
         train(client, 1)
         client.output(request(mixed_data(seed=2)))
         client.optim_step(snapshot=path)
         train(client, 3)
         reply = client.await_snapshot(path)
-        assert not reply.HasField("failure"), reply.failure
-        train(client, 4)
-        yield path, reply.seq_id, weights(client, folder)
+        assert (reply.step, reply.seq_id) == (2, 4), reply.failure
+        client.output(request(mixed_data(seed=4)))
+        reply = client.take_snapshot(later)
+        assert (reply.step, reply.seq_id) == (3, 6), reply.failure
+        client.optim_step()
+        yield {2: path, 3: later}, weights(client, folder)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "steps"), [(1, 2), (2, 2), (2, 3)])
 def test_a_trainer_goes_on_from_a_snapshot_with_any_number_of_ranks(
-    models, tmp_path, undisturbed, ranks
+    models, tmp_path, undisturbed, ranks, steps
 ):
-    path, seq_id, expected = undisturbed
-    assert seq_id == 4
+    paths, expected = undisturbed
     with trainer_process(models["qwen3"], tmp_path, ranks=ranks) as client:
-        assert client.restore(path, seq_id=seq_id).step == 2
-        assert client.describe().last_seq_id == seq_id
-        train(client, 3, 4)
+        assert client.restore(paths[steps], seq_id=2 * steps).step == steps
+        assert client.describe().last_seq_id == 2 * steps
+        train(client, *range(steps + 1, 5))
         found = weights(client, tmp_path)
         client.seq_id = 2
         with pytest.raises(grpc.RpcError, match="operation 3 was applied already"):
