@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 from gateway.metrics import Metrics
 from gateway.runs.replay import ReplayLog, Snapshot
@@ -17,6 +17,10 @@ from tandem.v1 import trainer_pb2
 
 _PAUSE = 60.0
 """Seconds until a snapshot is tried again that failed or had no room."""
+
+
+Written = Callable[[], Awaitable[trainer_pb2.AwaitSnapshotReply]]
+"""Waits for a snapshot to be written."""
 
 
 class SnapshotTaker:
@@ -48,15 +52,16 @@ class SnapshotTaker:
         if not log.wants_snapshot(expected_bytes=run.expected_state_bytes):
             return ""
         try:
-            self._asked = await self._snapshots.new_folder(run)
+            self._asked = await self._snapshots.new_folder(run, step=run.step + 1)
         except (LimitExceeded, StorageFailed, OSError) as error:  # the step goes on without it
             self._note_none(str(error))
         return self._asked
 
     def follow(self, client: TrainerClient, folder: str) -> None:
         """Wait, in the background, for the snapshot that the trainer has begun to write."""
-        reply = client.await_snapshot(trainer_pb2.AwaitSnapshotRequest(path=folder))
-        self._task = asyncio.create_task(self._note(reply, folder))
+        request = trainer_pb2.AwaitSnapshotRequest(path=folder)
+        written = self._note(lambda: client.await_snapshot(request), folder)
+        self._task = asyncio.create_task(written)
 
     async def take(self, client: TrainerClient) -> None:
         """Let the trainer take a snapshot now, while it has nothing else to do, if that costs less
@@ -67,24 +72,24 @@ class SnapshotTaker:
         if log is None or not log.is_worth_snapshot(expected_bytes=run.expected_state_bytes):
             return
         try:
-            self._asked = await self._snapshots.new_folder(run)
+            self._asked = await self._snapshots.new_folder(run, step=run.step)
         except (LimitExceeded, StorageFailed, OSError) as error:
             self._note_none(str(error))
             return
         request = trainer_pb2.TakeSnapshotRequest(path=self._asked)
-        await self._note(client.take_snapshot(request), self._asked)
+        await self._note(lambda: client.take_snapshot(request), self._asked)
 
     def not_begun(self) -> None:
         """Note that the step with which a snapshot was asked for was not applied."""
         self._asked = ""
 
-    async def _note(self, written: Awaitable[trainer_pb2.AwaitSnapshotReply], folder: str) -> None:
+    async def _note(self, written: Written, folder: str) -> None:
         """Note a snapshot once it is written, or remove what there is of it."""
         log, run = self._replay, self._run
         assert log is not None
         useless = [Snapshot(folder=folder)]
         try:
-            reply = await written
+            reply = await written()
             if reply.HasField("failure"):
                 self._note_none(reply.failure.message)
                 return

@@ -70,13 +70,13 @@ class SnapshotStore:
             self._count(run, snapshot)
         return found
 
-    async def new_folder(self, run: TrainingRun) -> str:
-        """Return where a new snapshot of a run is to be written. Raises `LimitExceeded` or
+    async def new_folder(self, run: TrainingRun, *, step: int) -> str:
+        """Return where a new snapshot of a run's step is to be written. Raises `LimitExceeded` or
         `StorageFull` when there is no room."""
         size = run.expected_state_bytes
         await self._checkpoints.check_quota(owner=run.owner, expected_bytes=size)
         await self._versions.check_space(expected_bytes=size, what="take a snapshot")
-        return str(self._new_name(run, step=run.step + 1))
+        return str(self._new_name(run, step=step))
 
     async def share(self, run: TrainingRun, saved: Snapshot) -> Snapshot:
         """Return a snapshot that has the files of what a client has saved, whose own folder may go
