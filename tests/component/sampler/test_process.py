@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 
 from tandem.v1 import sampler_pb2
@@ -18,6 +21,7 @@ from tests.support.sampler_worker import (
     sampler_process,
 )
 from tests.support.tiny_model import VOCABULARY
+from tests.support.waiting import wait_until
 from tests.support.worker_process import CALL_SECONDS, SECRET
 
 
@@ -57,6 +61,39 @@ def test_a_cancelled_call_leaves_nothing_running(sampler: SamplerClient):
     while (described := sampler.describe()).running:
         pass
     assert (described.running, described.waiting) == (0, 0)
+
+
+CALLER = """
+import sys, grpc
+from tandem.v1 import sampler_pb2, sampler_pb2_grpc
+request = sampler_pb2.SampleRequest.FromString(sys.stdin.buffer.read())
+stub = sampler_pb2_grpc.SamplerStub(grpc.insecure_channel(sys.argv[1]))
+stub.Sample(request, metadata=((sys.argv[2], sys.argv[3]),))
+"""
+
+
+def test_the_samples_of_a_caller_that_is_killed_leave_the_engine(sampler: SamplerClient):
+    """As those of a gateway that dies, whose engines go on."""
+
+    def answered() -> list[str]:
+        metrics = f"http://127.0.0.1:{sampler.report.metrics_port}/metrics"
+        lines = httpx.get(metrics).text.splitlines()
+        return [line for line in lines if line.startswith("tandem_sampler_requests_total")]
+
+    before = answered()
+    long = sampler.request(PROMPT, n=500, max_tokens=500, stop=[])
+    caller = subprocess.Popen(
+        [sys.executable, "-c", CALLER, sampler.report.address, SECRET_METADATA_KEY, SECRET],
+        stdin=subprocess.PIPE,
+    )
+    assert caller.stdin is not None
+    with caller, caller.stdin:
+        caller.stdin.write(long.SerializeToString())
+        caller.stdin.close()
+        wait_until(lambda: sampler.describe().running)
+        caller.kill()
+    wait_until(lambda: not sampler.describe().running)
+    assert answered() == before, "it was not computed to its end"
 
 
 def test_a_directory_without_a_model_is_reported_and_ends_the_process(tmp_path: Path):
