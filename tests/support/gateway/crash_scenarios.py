@@ -208,7 +208,7 @@ class Client:
     async def go_on(self, gateway: Gateway) -> None:
         """Submit what is left of the script, and return when everything has ended."""
         if not self.session_id:
-            session = await gateway.sessions.create(NewSession(owner=_OWNER))
+            session = await gateway.sessions.create(NewSession(owner=_OWNER, sdk_version="0.38.0"))
             self.session_id = session.id
         if self.ended or gateway.sessions.touch(self.session_id) is None:
             missing = sum(planned.missing for planned in self.script)
