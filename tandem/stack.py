@@ -33,8 +33,6 @@ _TAIL_BYTES = 16 * 1024
 _NO_CERTIFICATES = False
 """The gateway speaks plain HTTP here, and reading the system's certificates takes 25 ms."""
 _POLL_SECONDS = 0.05
-_STOP_TIMEOUT: float = GatewaySettings.model_fields["stop_timeout"].default
-_UNRESPONSIVE: float = GatewaySettings.model_fields["worker_unresponsive_timeout"].default
 _STOP_SECONDS = 30.0
 """For the end of agent or gateway, beside TANDEM_STOP_TIMEOUT; what lasts longer is killed."""
 _FIRST_WAIT = 0.25
@@ -85,7 +83,7 @@ class Stack:
         environment = dict(os.environ)
         environment |= {f"TANDEM_{key.upper()}": value for key, value in (settings or {}).items()}
         environment["TANDEM_DATA_DIR"] = str(data_dir)
-        patience = float(environment.get("TANDEM_WORKER_UNRESPONSIVE_TIMEOUT", _UNRESPONSIVE))
+        patience = _seconds("worker_unresponsive_timeout", environment)
         self._agent = _Supervised(
             name="agent",
             command=[sys.executable, "-m", "tandem.agent", "--data-dir", str(data_dir)],
@@ -198,8 +196,7 @@ class Stack:
         finally:
             # A gateway that does not answer yet has no clients. SIGTERM would leave its workers.
             if self._answers():
-                given = self._gateway.environment.get("TANDEM_STOP_TIMEOUT", _STOP_TIMEOUT)
-                most = float(given) + _STOP_SECONDS
+                most = _seconds("stop_timeout", self._gateway.environment) + _STOP_SECONDS
                 self._gateway.stop(signal.SIGINT, most, at_once=self._at_once, say=self._say)
             self._gateway.kill()
             self._agent.stop(signal.SIGTERM, _STOP_SECONDS, at_once=self._at_once, say=self._say)
@@ -380,6 +377,15 @@ class _Supervised:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+
+
+def _seconds(setting: str, environment: Mapping[str, str]) -> float:
+    """Return a setting of the gateway; its default if it is wrong: the gateway says so."""
+    default: float = GatewaySettings.model_fields[setting].default
+    try:
+        return float(environment.get(f"TANDEM_{setting.upper()}", default))
+    except ValueError:
+        return default
 
 
 def _private(path: str, flags: int) -> int:

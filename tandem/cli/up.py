@@ -62,7 +62,7 @@ def up(
                 "This is the local admin key, which should stay on this machine; create keys for "
                 "others with `tandem keys create --owner NAME`."
             )
-            say("`tandem status` shows what runs. Ctrl-C stops everything.")
+            say("`tandem status` shows what runs. Ctrl-C saves the runs and stops everything.")
         try:
             stack.wait()
         except KeyboardInterrupt:

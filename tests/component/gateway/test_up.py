@@ -113,6 +113,8 @@ def test_a_setting_that_is_wrong_is_a_sentence_that_names_its_variable(tmp_path)
     wrong = "TANDEM_TRAINER_RANKS is '0': Input should be greater than or equal to 1"
     assert wrong in refused(TANDEM, *up(tmp_path), TANDEM_TRAINER_RANKS="0")
     assert refused(TANDEM, "config", TANDEM_TRAINER_RANKS="0").startswith(f"error: {wrong}")
+    for name in ("TANDEM_STOP_TIMEOUT", "TANDEM_WORKER_UNRESPONSIVE_TIMEOUT"):
+        assert f"{name} is 'soon'" in refused(TANDEM, *up(tmp_path), **{name: "soon"})
 
 
 def test_up_says_that_a_gateway_that_was_killed_is_started_again(tmp_path):
