@@ -100,6 +100,12 @@ class Probe:
             future.result()
         return 20 / (time.perf_counter() - started)
 
+    def gateway_cpu_ms_per_update(self) -> float:
+        """Processor time of the gateway over the same 20 updates."""
+        before = self._gateway_cpu_seconds()
+        self.updates_per_second()
+        return (self._gateway_cpu_seconds() - before) / 20 * 1e3
+
     def publish_to_served_seconds(self) -> float:
         started = time.perf_counter()
         self._sampler = self._client.save_weights_and_get_sampling_client().result()

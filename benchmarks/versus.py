@@ -28,6 +28,7 @@ HIGHER_IS_BETTER = {
     "empty_operation_ms": False,
     "gateway_cpu_ms_per_empty_operation": False,
     "gateway_cpu_ms_per_32_mib": False,
+    "gateway_cpu_ms_per_update": False,
     "forward_backward_tokens_per_second": True,
     "updates_per_second": True,
     "publish_to_served_seconds": False,
