@@ -248,7 +248,7 @@ class GatewayServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle SIGTERM and SIGINT, also those that come before the server serves or after it."""
-        cast(FastAPI, self.config.app).state.stop.ask(sig, again=self.should_exit)
+        cast(FastAPI, self.config.app).state.stop.ask(sig)
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

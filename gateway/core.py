@@ -85,7 +85,7 @@ class Gateway:
                 metrics=metrics,
                 epoch=epoch,
                 leased=leased,
-                stop=stop or Stop(),
+                stop=stop or Stop(hand_over=False),
             )
             try:
                 await gateway._restore()
@@ -288,12 +288,12 @@ class Gateway:
         if not self.stop.hand_over:
             await save_runs(self.runs.all(), self.stop, timeout=self.settings.stop_timeout)
         await self.runs.close()
+        self.usage.write()  # what follows can take longer than whoever asked is willing to wait
         await self.samplers.close()
         await self.fleet.close(leaving=self.stop.hand_over)
         await self.copies.close()
         await self.collector.close()
         await self.futures.close()
-        self.usage.write()
         self.keys.write_uses()
         self.refused_keys.write(closing=True)
 

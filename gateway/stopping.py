@@ -19,22 +19,22 @@ _NAMED = 3
 
 @dataclass
 class Stop:
-    """What a gateway was asked for by a signal; unless it was, it stops its workers.
+    """What becomes of the workers when a gateway ends.
 
-    `hand_over`: its workers go on, for the next gateway. `at_once`: it was asked again, and waits
-    for nothing. `tell` says what it waits for, to whoever asked.
+    `hand_over`: they go on, for the next gateway; so it is also when this one cannot start, or
+    ends by a fault. `at_once`: it was interrupted again, and waits for nothing. `tell` says what it
+    waits for, to whoever asked.
     """
 
-    hand_over: bool = False
+    hand_over: bool = True
     at_once: bool = False
     tell: Callable[[str], None] = lambda sentence: None
 
-    def ask(self, number: int, *, again: bool) -> None:
+    def ask(self, number: int) -> None:
         """Note a signal: SIGTERM, from a supervisor that starts another gateway, or SIGINT."""
-        if again:
-            self.at_once = self.at_once or number == signal.SIGINT
-        else:
-            self.hand_over = number == signal.SIGTERM
+        if number == signal.SIGINT:
+            self.at_once = not self.hand_over
+            self.hand_over = False
 
 
 async def save_runs(runs: Iterable[TrainingRun], stop: Stop, *, timeout: float) -> None:

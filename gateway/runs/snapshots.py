@@ -112,20 +112,20 @@ class SnapshotStore:
         if await self._checkpoints.find(path) is not None:  # the owner has one of this name
             path = replace(path, name=f"{name}-{secrets.token_hex(4)}")
         folder = new_state_folder(run_id=run.id, name=name)
-        checkpoint = Checkpoint(
-            path=path,
-            base_model=run.model.name,
-            folder=folder,
-            version="",
-            step=snapshot.step,
-            bytes=snapshot.bytes,
-            optimizer=True,
-            created_at=time.time(),
-            owner=run.owner,
-        )
+        place = self._data_dir / folder
         try:
             with self._checkpoints.pins.pinned(folder):
-                await asyncio.to_thread(_move, Path(snapshot.folder), self._data_dir / folder)
+                checkpoint = Checkpoint(
+                    path=path,
+                    base_model=run.model.name,
+                    folder=folder,
+                    version="",
+                    step=snapshot.step,
+                    bytes=await asyncio.to_thread(_move, Path(snapshot.folder), place),
+                    optimizer=True,
+                    created_at=time.time(),
+                    owner=run.owner,
+                )
                 await self._checkpoints.put(checkpoint)
         except (OSError, TandemError) as error:
             self._log.error("snapshot_not_kept", run_id=run.id, reason=str(error))
@@ -191,7 +191,9 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _move(source: Path, target: Path) -> None:
+def _move(source: Path, target: Path) -> int:
+    """Return the bytes of what was moved."""
     with suppress(FileExistsError):
         make_folder(target.parent)
     give_name(source, target)
+    return sum(file.stat().st_size for file in target.iterdir())

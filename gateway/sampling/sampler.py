@@ -117,6 +117,8 @@ class Sampler:
         self._retiring: Place | None = None
         self._client: asyncio.Future[SamplerClient] = asyncio.get_running_loop().create_future()
         self._starting: asyncio.Task[None] | None = None
+        self._adopted: WorkerHandle | None = None
+        """The engine that an earlier gateway has left, until it serves or is of no use."""
         self._log = get_log(session_id=self.session_id)
         self.pins.pin(relative_version_folder(self.weights))
 
@@ -277,6 +279,7 @@ class Sampler:
         assert self.state == "idle"
         self._place = self.places.adopt(self)
         self._set_state("starting")
+        self._adopted = handle
         self._starting = asyncio.create_task(self._adopt(handle), name=f"adopt-{handle.worker_id}")
         return self._starting
 
@@ -310,6 +313,8 @@ class Sampler:
         worker = self.worker
         self._forget_engine()
         try:
+            if self._adopted is not None:
+                await self.fleet.stop_left_worker(self._adopted, error.message)
             if worker is not None:
                 await self.fleet.stop(worker, reason=error.message)
         finally:
@@ -410,10 +415,12 @@ class Sampler:
                 handle, check=self._find_out, on_exit=self._on_exit
             )
         except Exception as error:  # noqa: BLE001 - as above
+            self._adopted = None
             if not isinstance(error, TandemError):
                 self._log.exception("adoption_failed")
             self._on_exit(f"the sampler was of no use after the gateway's restart: {error}")
         else:
+            self._adopted = None
             self._serve(worker)
 
     async def _find_out(self, worker: Worker) -> None:

@@ -205,7 +205,8 @@ class Fleet:
         on_exit: Callable[[str], None],
     ) -> Worker:
         """Take over an engine that an earlier gateway has left, once it serves and `check` has
-        found it to be of use. Raises why it is of none; then nothing of it is left."""
+        found it to be of use. Raises why it is of none; then nothing of it is left. Whoever cancels
+        it leaves the engine, or stops it."""
         record, worker = self._add_record(handle, on_exit), self._worker_of(handle)
         try:
             await self.launcher.wait_ready(handle.worker_id)
@@ -215,7 +216,8 @@ class Fleet:
         except BaseException as error:
             self._records.pop(handle.worker_id, None)
             await worker.channel.close()
-            await self.stop_left_worker(handle, str(error) or "its adoption was cancelled")
+            if not isinstance(error, asyncio.CancelledError):
+                await self.stop_left_worker(handle, str(error))
             raise
         return self._note_adopted(record, worker)
 

@@ -480,6 +480,26 @@ def test_a_run_is_restored_from_a_save_that_its_owner_has_deleted(start, new_run
         assert [kind for kind, _ in run.newest.applied] == ["forward_backward"]
 
 
+def test_what_is_kept_of_a_run_counts_with_the_size_of_its_files(start, new_run):
+    class Fragile(FakeTrainer):
+        async def ForwardBackward(self, request, context):
+            if request.header.seq_id - 1 == 4:
+                await die(self, "it ran out of memory")
+            return await super().ForwardBackward(request, context)
+
+    with start(recovery=SELDOM, launcher=FakeLauncher(Fragile)) as gate:
+        run = new_run(gate)
+        train(run, 1)
+        save(run, 3, "one")
+        run.backward(4)
+        assert "recovered-1" in run.outcome(4).json()["error"]
+        listed = run.client.get(f"/api/v1/training_runs/{run.id}/checkpoints").json()
+        sizes = {each["checkpoint_id"]: each["size_bytes"] for each in listed["checkpoints"]}
+        (folder,) = gate.settings.data_dir.glob("checkpoints/*/recovered-1-*")
+        files = [file for file in folder.iterdir() if file.name != "tandem.json"]
+        assert sizes["weights/recovered-1"] == sum(file.stat().st_size for file in files)
+
+
 def test_a_run_with_too_much_to_replay_is_not_restored_until_its_next_snapshot(start, new_run):
     with start(recovery={"log_bytes": 10} | OFTEN) as gate:
         run = new_run(gate)

@@ -339,6 +339,25 @@ def test_the_end_of_a_session_ends_its_engine_also_in_the_middle_of_its_adoption
     world.run(scenario())
 
 
+@pytest.mark.parametrize("state", ["it serves", "it is frozen", "it loads", "it starts"])
+def test_a_hand_over_in_the_middle_of_an_adoption_leaves_the_engine(world, state):
+    async def scenario():
+        engine = world.left()
+        engine.frozen = state == "it is frozen"
+        if state == "it loads":
+            load_for_ever(world, engine)
+        if state == "it starts":
+            engine.serving.clear()
+        await world.open()
+        await asyncio.sleep(1)
+        await world.router.close()
+        await world.fleet.close(leaving=True)
+        assert world.running() == ["sampler-s-1-0"]
+
+    with patch.object(grpc.aio, "insecure_channel", world.launcher.channel):
+        run_in_virtual_time(scenario())
+
+
 def test_each_sampler_of_a_session_gets_its_own_engine_again(world):
     async def scenario():
         for number, rank in enumerate((0, 8)):

@@ -13,20 +13,21 @@ from tests.support.virtual_time import run_in_virtual_time
 def asked(*numbers: int) -> Stop:
     """What a gateway was asked for by these signals, one after the other."""
     stop = Stop()
-    for again, number in enumerate(numbers):
-        stop.ask(number, again=bool(again))
+    for number in numbers:
+        stop.ask(number)
     return stop
 
 
 def test_sigterm_hands_the_workers_over_and_sigint_stops_them():
-    assert asked(signal.SIGTERM) == Stop(hand_over=True)
-    assert asked(signal.SIGINT) == asked() == Stop()
+    assert asked(signal.SIGTERM) == asked() == Stop(hand_over=True)
+    assert asked(signal.SIGINT) == asked(signal.SIGTERM, signal.SIGINT) == Stop(hand_over=False)
 
 
 def test_a_second_sigint_ends_the_waiting_and_a_second_sigterm_changes_nothing():
-    assert asked(signal.SIGINT, signal.SIGTERM) == Stop()
-    assert asked(signal.SIGINT, signal.SIGINT) == Stop(at_once=True)
-    assert asked(signal.SIGINT, signal.SIGINT, signal.SIGTERM) == Stop(at_once=True)
+    stopped, at_once = Stop(hand_over=False), Stop(hand_over=False, at_once=True)
+    assert asked(signal.SIGINT, signal.SIGTERM) == stopped
+    assert asked(signal.SIGINT, signal.SIGINT) == at_once
+    assert asked(signal.SIGINT, signal.SIGINT, signal.SIGTERM) == at_once
 
 
 class SlowRun:
@@ -47,8 +48,8 @@ def saved(*runs: SlowRun, timeout: float, interrupted_at: float = 1e9) -> tuple[
     said: list[str] = []
 
     async def scenario() -> float:
-        stop, loop = Stop(tell=said.append), asyncio.get_running_loop()
-        loop.call_later(interrupted_at, lambda: stop.ask(signal.SIGINT, again=True))
+        stop, loop = Stop(tell=said.append, hand_over=False), asyncio.get_running_loop()
+        loop.call_later(interrupted_at, lambda: stop.ask(signal.SIGINT))
         await save_runs(runs, stop, timeout=timeout)
         return loop.time()
 
