@@ -60,6 +60,9 @@ from tandem.stack import ENDPOINT_NAME, SENTENCE
 from tandem.telemetry import configure_logging, get_log
 from tandem.worker import set_process_limits
 
+_SUPERSEDED = (
+    "another gateway has taken over from this one; if there is no other, start the agent again, too"
+)
 _GRACEFUL_SECONDS = 5
 _OBJECTS_BETWEEN_COLLECTIONS = 10_000
 
@@ -107,9 +110,13 @@ def create_app(
     metrics, stop = Metrics(), Stop(tell=_tell)
     opened = asyncio.Event()
 
+    def superseded() -> None:
+        _tell(_SUPERSEDED)
+        end()
+
     @asynccontextmanager
     async def serving(app: FastAPI, *, lease: int = 0) -> AsyncIterator[None]:
-        epoch = Epoch(number=lease or epoch_without_lease(), superseded=end)
+        epoch = Epoch(number=lease or epoch_without_lease(), superseded=superseded)
         found = Gateway.open(
             settings,
             launcher=launcher or make_launcher(settings, epoch),
@@ -181,6 +188,7 @@ async def _serving_with_lease(
         async with AsyncExitStack() as stack:
 
             async def follow() -> None:
+                why = _SUPERSEDED
                 try:
                     if not opened.is_set():
                         await lease.wait()
@@ -188,7 +196,9 @@ async def _serving_with_lease(
                         app.state.on_opened()
                     await lease.lost()
                 except Exception as error:  # noqa: BLE001 - whoever started it does so again
-                    get_log().error("not_taken_over", reason=_sentence(error))
+                    why = _sentence(error)
+                    get_log().error("not_taken_over", reason=why)
+                _tell(why)
                 end()
 
             if await lease.take():

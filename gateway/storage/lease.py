@@ -1,6 +1,8 @@
 """The lease: which of several gateways may use a PostgreSQL database.
 
-One row has the epoch, which each new holder raises, and a beat, which the holder counts up. A
+One row has the epoch, which each new holder raises, and a beat, which the holder counts up. The
+epoch is the time in milliseconds, unless that is not above the one before: an agent that outlived a
+database, of which an older copy or another one is used now, must still take it for the newest. A
 gateway that waits takes the lease when its holder has given it back, when the holder is a process
 of this machine that has ended, or when the beat stood still for `ttl` seconds by the waiting
 gateway's own clock: clocks of two machines are never compared.
@@ -130,10 +132,11 @@ class Lease:
             return False
         same = (table.epoch == row.epoch) & (table.beat == row.beat) & (table.holder == row.holder)
         change = update(gateway_lease).where(same)
-        values = {"epoch": row.epoch + 1, "beat": 0, "holder": self._name}
+        epoch = max(row.epoch + 1, int(time.time() * 1000))
+        values = {"epoch": epoch, "beat": 0, "holder": self._name}
         if connection.execute(change.values(values)).rowcount != 1:  # another was faster
             return False
-        self.epoch = row.epoch + 1
+        self.epoch = epoch
         return True
 
     def _beat(self, connection: Connection) -> bool:

@@ -35,5 +35,6 @@ class Epoch:
 
 def epoch_without_lease() -> int:
     """Return the epoch of a gateway with SQLite, which the lock of the data directory keeps alone:
-    the milliseconds since this machine started, which its agent and its workers do not outlive."""
+    the milliseconds since this machine started, which its agent and its workers do not outlive. No
+    clock that is set back makes it lower than the one before, which nothing has noted."""
     return time.monotonic_ns() // 10**6

@@ -17,6 +17,7 @@ from sqlalchemy import insert, select, update
 from gateway.storage.database import Database
 from gateway.storage.lease import Lease
 from gateway.storage.tables import audit, gateway_lease
+from gateway.workers.epoch import epoch_without_lease
 from tandem.errors import InvalidRequest, StorageFailed
 from tandem.stack import Stack, read_endpoint
 from tests.support.gateway.requests import optim_step
@@ -58,16 +59,35 @@ async def test_one_of_many_gets_the_lease_and_the_next_one_when_it_is_given_back
             assert last.holder
             waiting = asyncio.create_task(last.wait())
         await asyncio.wait_for(waiting, PATIENCE)
-        assert last.epoch == 2
+        assert last.epoch > max(lease.epoch for lease in leases) > 0
 
 
 async def test_a_holder_whose_beat_stands_still_loses_the_lease_and_learns_it(lease_of):
     first, second = await lease_of(), await lease_of(ttl=0.0)
     assert await first.take()
     assert await second.take()
-    assert (first.epoch, second.epoch) == (1, 2)
+    assert second.epoch > first.epoch > 0
     first._ttl = SOON
     await asyncio.wait_for(first.lost(), PATIENCE)
+
+
+async def test_a_holder_is_newer_than_all_before_it_also_in_another_database(lease_of):
+    """As where an agent remembers the epoch of SQLite, or one after the dump that is restored."""
+    first, second = await lease_of(), await lease_of()
+    assert await first.take()
+    assert first.epoch > epoch_without_lease()
+    with first._engine.begin() as connection:
+        connection.execute(update(gateway_lease).values(epoch=5, holder=""))
+    assert await second.take()
+    assert second.epoch > first.epoch
+
+
+async def test_a_clock_that_was_set_back_makes_no_holder_older(lease_of, monkeypatch):
+    first, second = await lease_of(), await lease_of(ttl=0.0)
+    assert await first.take()
+    monkeypatch.setattr("gateway.storage.lease.time.time", lambda: 1.0)
+    assert await second.take()
+    assert second.epoch == first.epoch + 1
 
 
 async def test_a_holder_that_counts_keeps_the_lease(lease_of, monkeypatch):
@@ -170,13 +190,16 @@ def test_a_poll_that_reaches_the_standby_is_answered_when_it_takes_over(tmp_path
             assert [answer.content for answer in answers] == [result]
 
 
-def test_a_gateway_that_another_one_has_superseded_ends_itself(tmp_path, postgres):
+def test_a_gateway_that_another_one_has_superseded_says_so_and_ends_itself(
+    tmp_path, postgres, capfd
+):
     ended = threading.Event()
     with running_gateway(tmp_path, lease_ttl=SOON, end=ended.set) as first:
         newer = update(gateway_lease).values(epoch=gateway_lease.c.epoch + 1, holder="another")
         with first.gateway.database._engine.begin() as connection:
             connection.execute(newer)
         assert ended.wait(PATIENCE)
+        assert "another gateway has taken over from this one" in capfd.readouterr().err
         with first.http() as client:
             refused = client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "1"})
             assert (refused.status_code, refused.json()["type"]) == (503, "storage_failed")
