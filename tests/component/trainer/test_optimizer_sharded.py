@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from trainer_service.optimizers import DiMuon, DiMuonSettings
 
 SHAPES = {"a": (6, 10), "b": (7, 3), "c": (1, 5), "d": (10, 6), "norm": (5,), "table": (9, 4)}
 STEPS = 3
+PATIENCE = timedelta(seconds=120)
+"""Rank 0 is the process of the tests, which must not hang when another one dies."""
 SETTINGS = DiMuonSettings(learning_rate=0.05, beta1=0.9, grad_clip_norm=2.0)
 
 
@@ -53,28 +56,35 @@ def run_plain() -> tuple[dict[str, torch.Tensor], list[float]]:
 
 def run_rank(rank: int, size: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    model = Weights()
-    mesh = init_device_mesh("cpu", (size,))
-    fully_shard(model, mesh=mesh)
-    named = dict(model.named_parameters())
-    optimizer = DiMuon(named, outer={"table"}, sum_over_ranks=dist.all_reduce)
-    norms = []
-    for step in range(STEPS):
-        for name, parameter in named.items():
-            whole = gradient_of(name, step)
-            pieces = whole.chunk(size)
-            mine = pieces[rank] if rank < len(pieces) else whole[:0]
-            parameter.grad = DTensor.from_local(
-                mine.clone(), mesh, parameter.placements, shape=whole.shape, stride=whole.stride()
-            )
-        norms.append(optimizer.step(SETTINGS)["grad_norm"])
-    found = {name: each.detach().full_tensor() for name, each in named.items()}
-    for name, each in optimizer.state(create=False).items():
-        found[name] = each.full_tensor() if isinstance(each, DTensor) else each
-    if rank == 0:
-        torch.save((found, norms), f"{folder}/found.pt")
-    dist.destroy_process_group()
+    store.set_timeout(PATIENCE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    try:
+        model = Weights()
+        mesh = init_device_mesh("cpu", (size,))
+        fully_shard(model, mesh=mesh)
+        named = dict(model.named_parameters())
+        optimizer = DiMuon(named, outer={"table"}, sum_over_ranks=dist.all_reduce)
+        norms = []
+        for step in range(STEPS):
+            for name, parameter in named.items():
+                whole = gradient_of(name, step)
+                pieces = whole.chunk(size)
+                mine = pieces[rank] if rank < len(pieces) else whole[:0]
+                parameter.grad = DTensor.from_local(
+                    mine.clone(),
+                    mesh,
+                    parameter.placements,
+                    shape=whole.shape,
+                    stride=whole.stride(),
+                )
+            norms.append(optimizer.step(SETTINGS)["grad_norm"])
+        found = {name: each.detach().full_tensor() for name, each in named.items()}
+        for name, each in optimizer.state(create=False).items():
+            found[name] = each.full_tensor() if isinstance(each, DTensor) else each
+        if rank == 0:
+            torch.save((found, norms), f"{folder}/found.pt")
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -88,7 +98,7 @@ def test_pieces_of_matrices_are_stepped_as_whole_ones(tmp_path: Path, size: int)
         each.start()
     run_rank(0, size, str(tmp_path))
     for each in others:
-        each.join(120)
+        each.join(PATIENCE.total_seconds())
         assert each.exitcode == 0
     found, norms = torch.load(tmp_path / "found.pt")
     expected, expected_norms = run_plain()
