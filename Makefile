@@ -1,6 +1,6 @@
 ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_lists openai_models operations \
 	restarted restored retention run_history search security_names sessions trace usage_summary
-JOBS = 2
+JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
 .PHONY: setup demo first-hour test test-postgresql conformance lint bench bench-bombs bench-gateway bench-history bench-recovery bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
@@ -17,7 +17,7 @@ demo: setup      ## Trains a small policy by reinforcement learning, on real par
 first-hour:      ## Does what README says in a fresh clone, and times each step. PYTHON=python3.12
 	@python3 scripts/first_hour.py $(ARGS)
 
-test: setup      ## Runs all the tests, in two processes. JOBS=0 ARGS="-x -k publish"
+test: setup      ## Runs all the tests, in two processes (with a GPU, in one). JOBS=0 ARGS="-x -k publish"
 	@scripts/cookbook.sh
 	@.venv/bin/python -m pytest -n $(JOBS) $(ARGS)
 
