@@ -134,7 +134,7 @@ class Fleet:
     async def open(self) -> None:
         """Find the workers that an earlier gateway has left: trainers, which `adopt` takes over,
         and engines, which `take_engines` returns. Mark the rows of the others as ended, and watch
-        for exits."""
+        for exits. Each trainer has heard of this gateway then, or stands still."""
         found = await self.launcher.list()
         self._left = {each.run_id: each for each in found if each.kind == "trainer"}
         self._left_engines = [each for each in found if each.kind == "sampler"]
@@ -150,11 +150,11 @@ class Fleet:
             prefix, _, number = row["id"].rpartition("-")
             if number.isdecimal():
                 self._next_number[prefix] = max(self._next_number[prefix], int(number) + 1)
+        await asyncio.gather(*(self._claim(each) for each in self._left.values()))
         watch = self._note_exits(self.launcher.watch())
         self._watchers = [
             asyncio.create_task(watch, name="worker-watcher"),
             asyncio.create_task(self._ask_for_heartbeats(), name="worker-heartbeats"),
-            *(asyncio.create_task(self._claim(each)) for each in self._left.values()),
         ]
 
     async def _claim(self, handle: WorkerHandle) -> None:
