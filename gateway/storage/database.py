@@ -494,10 +494,13 @@ def _commit(connection: Connection, batch: Sequence[_Write], epoch: int) -> list
     it commits, ask it afterwards whether it did."""
     merged: list[tuple[Statement, list[dict[str, object]]]] = []
     for statement, rows in (pair for write in batch for pair in write.statements):
-        if merged and rows and merged[-1][1] and merged[-1][0] is statement:
-            merged[-1][1].extend(map(dict, rows))  # neighbours become one executemany
+        parameters = list(map(dict, rows))
+        last, before = merged[-1] if merged else (None, [])
+        alike = before and parameters and before[0].keys() == parameters[0].keys()
+        if last is statement and alike:
+            before.extend(parameters)  # neighbours become one executemany
         else:
-            merged.append((statement, list(map(dict, rows))))
+            merged.append((statement, parameters))
     number = None
     try:
         _sync_commits(connection, durable=any(write.durable for write in batch))
