@@ -267,16 +267,16 @@ class RunTrainer:
     async def _follow(self, call: Call, client: TrainerClient) -> None:
         await asyncio.wait({call.begun})
         while True:
+            await asyncio.sleep(_PROGRESS_INTERVAL)
             try:
                 reply = await client.progress()
             except (WorkerUnavailable, TandemError) as error:  # the call itself says what it means
                 self._log.debug("no_progress", reason=str(error))
-            else:
-                if reply.seq_id == call.operation.seq_id + 1:
-                    call.progress = Progress(
-                        seconds=reply.seconds, tokens_done=reply.tokens_done, tokens=reply.tokens
-                    )
-            await asyncio.sleep(_PROGRESS_INTERVAL)
+                continue
+            if reply.seq_id == call.operation.seq_id + 1:
+                call.progress = Progress(
+                    seconds=reply.seconds, tokens_done=reply.tokens_done, tokens=reply.tokens
+                )
 
     async def save(self) -> None:
         """Let the trainer take a snapshot, if it serves and that is of use: the gateway is about to

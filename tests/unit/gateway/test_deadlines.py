@@ -6,13 +6,13 @@ import asyncio
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
 from gateway.futures.table import Future, Result
 from gateway.runs.dispatcher import Dispatcher
-from gateway.runs.operations import AdamParams, Operation, OptimStep, RunBroken
+from gateway.runs.operations import AdamParams, Call, Operation, OptimStep, RunBroken
 from gateway.runs.runner import OperationRunner
 from gateway.runs.trainer import RunTrainer
 from gateway.workers.clients import SamplerClient, TrainerClient
@@ -119,6 +119,27 @@ def test_an_operation_that_takes_too_long_ends_the_run_when_its_own_time_is_over
         return asyncio.get_running_loop().time()
 
     assert run_in_virtual_time(scenario()) == pytest.approx(1000.0 + LIMIT)
+
+
+def test_what_takes_no_longer_than_the_interval_is_not_asked_how_far_it_is():
+    """However long it waits for those before it."""
+
+    async def progress_asked_of(*, waits: float, takes: float) -> int:
+        trainer, client, call = object.__new__(RunTrainer), MagicMock(), Call(MagicMock())
+        client.progress = AsyncMock()
+        with trainer.following(call, client):
+            await asyncio.sleep(waits)
+            call.begin()
+            await asyncio.sleep(takes)
+        return client.progress.await_count
+
+    async def scenario() -> list[int]:
+        return [
+            await progress_asked_of(waits=waits, takes=takes)
+            for waits, takes in ((0.0, 1.9), (1.9, 1.9), (100.0, 1.9), (100.0, 2.1), (0.0, 5.0))
+        ]
+
+    assert run_in_virtual_time(scenario()) == [0, 0, 0, 1, 1]
 
 
 async def sample(client: SamplerClient) -> sampler_pb2.SampleReply:
