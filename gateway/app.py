@@ -230,13 +230,6 @@ def path_operations(app: FastAPI) -> list[PathOperation]:
 class GatewayServer(uvicorn.Server):
     """Announces itself when it listens, and ends the long polls when it shuts down."""
 
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        heart = asyncio.create_task(send_heartbeats())
-        try:
-            await super().serve(sockets)
-        finally:
-            heart.cancel()
-
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:
             await super().startup(sockets)
@@ -251,6 +244,8 @@ class GatewayServer(uvicorn.Server):
             state.on_opened = self._announce
             if hasattr(state, "gateway"):
                 self._announce()
+            # Not before: loading all this stops the event loop, for long on a machine that is slow.
+            self._heart = asyncio.create_task(send_heartbeats())
 
     def _announce(self) -> None:
         endpoint = {"url": self.url, "pid": os.getpid(), "api_key": self.gateway.api_key}

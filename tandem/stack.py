@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -13,9 +14,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -33,7 +36,7 @@ _TAIL_BYTES = 16 * 1024
 _NO_CERTIFICATES = False
 """The gateway speaks plain HTTP here, and reading the system's certificates takes 25 ms."""
 _POLL_SECONDS = 0.05
-_STOP_SECONDS = 30.0
+_STOP_SECONDS = 60.0
 """For the end of agent or gateway, beside TANDEM_STOP_TIMEOUT; what lasts longer is killed."""
 _FIRST_WAIT = 0.25
 _MOST_ENDS = 5
@@ -99,8 +102,8 @@ class Stack:
             patience=patience,
         )
         self._start_timeout = start_timeout
-        self._tell = tell
-        self._say = say
+        self._tell = partial(_to_whoever_listens, tell)
+        self._say = partial(_to_whoever_listens, say)
         self._endpoint: Endpoint | None = None
         self._up = threading.Event()
         self._stopping = threading.Event()
@@ -190,18 +193,27 @@ class Stack:
 
     def _run(self) -> None:
         try:
-            self._supervise()
+            try:
+                self._supervise()
+            finally:
+                self._end()
         except Exception as error:  # noqa: BLE001 - raised again to whoever uses the stack
             self._fault = error
         finally:
+            self._over.set()
+            self._up.set()
+
+    def _end(self) -> None:
+        try:
             # A gateway that does not answer yet has no clients. SIGTERM would leave its workers.
             if self._answers():
                 most = _seconds("stop_timeout", self._gateway.environment) + _STOP_SECONDS
                 self._gateway.stop(signal.SIGINT, most, at_once=self._at_once, say=self._say)
+        finally:
             self._gateway.kill()
+            self._gateway.close()
             self._agent.stop(signal.SIGTERM, _STOP_SECONDS, at_once=self._at_once, say=self._say)
-            self._over.set()
-            self._up.set()
+            self._agent.close()
 
     def _supervise(self) -> None:
         """Start both, and whichever ends, until told to stop. Raises `TandemError` when that is of
@@ -293,8 +305,8 @@ class _Supervised:
             log = open(self.log_path, "ab", opener=_private)  # noqa: SIM115 - closed below
         except OSError as error:
             raise unusable(self.log_path.parent, error) from error
-        self._heartbeats.close()
-        self._heartbeats, self._was_silent = Heartbeats(), False
+        last, self._heartbeats, self._was_silent = self._heartbeats, Heartbeats(), False
+        last.close()
         with log:
             self._log_start = log.tell()
             self.started_at = self._clock()
@@ -335,7 +347,7 @@ class _Supervised:
         assert self.process is not None
         if self._was_silent:
             return f"it answered nothing for {self._patience:g} s (log: {self.log_path})"
-        with self.log_path.open("rb") as log:
+        with self._read_log() as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start if self._log_start <= size else 0, size - _TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
@@ -361,22 +373,39 @@ class _Supervised:
         it tells meanwhile is passed on to `say`."""
         if self.process is None or self.process.poll() is not None:
             return
-        with self.log_path.open(encoding="utf-8", errors="replace") as log:
-            log.seek(0, os.SEEK_END)
-            self.process.send_signal(number)
-            deadline = time.monotonic() + timeout
-            while self.process.poll() is None and time.monotonic() < deadline:
-                if at_once.wait(_POLL_SECONDS):
-                    break
-                for line in log:
-                    if line.startswith(self._sentence):
-                        say(line.removeprefix(self._sentence).rstrip())
-        self.kill()
+        try:
+            with self._read_log() as log:
+                log.seek(0, os.SEEK_END)
+                self.process.send_signal(number)
+                deadline = time.monotonic() + timeout
+                while self.process.poll() is None and time.monotonic() < deadline:
+                    if at_once.wait(_POLL_SECONDS):
+                        break
+                    for line in (each.decode(errors="replace") for each in log):
+                        if line.startswith(self._sentence):
+                            say(line.removeprefix(self._sentence).rstrip())
+        finally:
+            self.kill()
 
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+
+    def close(self) -> None:
+        """Hear of it no more."""
+        self._heartbeats.close()
+
+    def _read_log(self) -> IO[bytes]:
+        try:
+            return self.log_path.open("rb")
+        except OSError:  # somebody has removed it: nothing can be said, all else goes on
+            return io.BytesIO()
+
+
+def _to_whoever_listens(tell: Callable[[str], None], sentence: str) -> None:
+    with suppress(OSError, SystemExit):  # with which rich answers that the reader has gone
+        tell(sentence)
 
 
 def _seconds(setting: str, environment: Mapping[str, str]) -> float:

@@ -72,7 +72,7 @@ def test_a_killed_agent_comes_back_and_its_gateway_has_stayed(stack, said):
 
 def test_one_that_stands_still_is_killed_and_comes_back(tmp_path):
     said = []
-    settings = {"port": "0", "worker_unresponsive_timeout": "2"}
+    settings = {"port": "0", "worker_unresponsive_timeout": "10"}
     with Stack(data_dir=tmp_path, settings=settings, tell=said.append) as stack:
         before, agent = stack.endpoint, agent_pid(stack)
         for pid in (before.pid, agent):
@@ -80,8 +80,19 @@ def test_one_that_stands_still_is_killed_and_comes_back(tmp_path):
         wait_until(lambda: another(stack, before.pid), what="another gateway answers")
         assert agent_pid(stack) != agent
     for name in ("gateway", "agent"):
-        why = f"the {name} ended by itself and is started again: it answered nothing for 2 s"
+        why = f"the {name} ended by itself and is started again: it answered nothing for 10 s"
         assert any(sentence.startswith(why) for sentence in said), said
+
+
+def test_a_stack_whose_logs_were_removed_goes_on_and_stops_like_any_other(tmp_path):
+    with Stack(data_dir=tmp_path, settings={"port": "0"}) as stack:
+        before, log = stack.endpoint, stack.log_path
+        log.unlink()
+        os.kill(before.pid, signal.SIGKILL)
+        wait_until(lambda: another(stack, before.pid), what="another gateway answers")
+        log.unlink()
+        log.with_name("agent.log").unlink()
+    assert (stack.process.returncode, stack.agent_process.returncode) == (0, 0)
 
 
 def test_a_second_stack_on_the_same_data_directory_is_refused(stack):

@@ -1,4 +1,5 @@
-"""When a gateway or an agent that ended is started again. No process is started here."""
+"""When a gateway or an agent that ended is started again, and how the stack ends whatever fails. No
+process is started here."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.stack import _Supervised
+from tandem.stack import Stack, _Supervised
 
 
 class Clock:
@@ -57,3 +58,33 @@ def test_nothing_is_started_before_its_time(supervised, clock):
     clock.now = supervised.due
     supervised.start_when_due()
     assert started == [clock.now]
+
+
+@pytest.mark.parametrize("gone", [BrokenPipeError, SystemExit])
+def test_the_stack_goes_on_when_nobody_reads_what_it_says(tmp_path, gone):
+    def tell(sentence: str) -> None:
+        raise gone
+
+    stack = Stack(data_dir=tmp_path, tell=tell, say=tell)
+    stack._tell("a gateway has ended")
+    stack._say("a run is being saved")
+
+
+def test_who_waits_for_the_stack_hears_of_an_end_that_failed(tmp_path, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no memory")
+
+    stack = Stack(data_dir=tmp_path)
+    monkeypatch.setattr(stack, "_supervise", lambda: None)
+    monkeypatch.setattr(stack._agent, "stop", fail)
+    stack._run()
+    with pytest.raises(OSError, match="no memory"):
+        stack.wait()
+
+
+def test_a_stack_that_ended_leaves_no_descriptors(tmp_path, monkeypatch):
+    before = set(Path("/proc/self/fd").iterdir())
+    stack = Stack(data_dir=tmp_path)
+    monkeypatch.setattr(stack, "_supervise", lambda: None)
+    stack._run()
+    assert set(Path("/proc/self/fd").iterdir()) <= before
