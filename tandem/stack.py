@@ -241,11 +241,12 @@ class Stack:
             self._tell(f"the {ended.name} was asked to end, and is started again")
             ended.process = None
             return
-        ends = ended.note_end()
+        served = ended is self._agent or self._answers()
+        ends = ended.note_end(served=served)
         if ends >= _MOST_ENDS:
+            often = f"within {_MOST_ENDS_WITHIN:.0f} s" if served else "before it served"
             raise ServerError(
-                f"the {ended.name} ended by itself {ends} times within "
-                f"{_MOST_ENDS_WITHIN:.0f} s; the last time, {why}"
+                f"the {ended.name} ended by itself {ends} times {often}; the last time, {why}"
             )
         self._tell(f"the {ended.name} ended by itself and is started again: {why}")
 
@@ -331,12 +332,12 @@ class _Supervised:
         if self._clock() >= self.due:
             self.start()
 
-    def note_end(self) -> int:
+    def note_end(self, *, served: bool = True) -> int:
         """Note that it has ended, and is to be started again after a while; return how often it
-        ended lately."""
+        ended lately. Ends before it `served` count together, however long its starts take."""
         now = self._clock()
         self._ends.append(now)
-        while self._ends[0] < now - _MOST_ENDS_WITHIN:
+        while served and self._ends[0] < now - _MOST_ENDS_WITHIN:
             self._ends.popleft()
         self.due = now + _FIRST_WAIT * 2 ** (len(self._ends) - 1)
         self.process = None
@@ -412,9 +413,10 @@ def _seconds(setting: str, environment: Mapping[str, str]) -> float:
     """Return a setting of the gateway; its default if it is wrong: the gateway says so."""
     default: float = GatewaySettings.model_fields[setting].default
     try:
-        return float(environment.get(f"TANDEM_{setting.upper()}", default))
+        value = float(environment.get(f"TANDEM_{setting.upper()}", default))
     except ValueError:
         return default
+    return value if value > 0 else default
 
 
 def _private(path: str, flags: int) -> int:

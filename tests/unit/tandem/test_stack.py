@@ -49,6 +49,15 @@ def test_only_the_ends_of_the_last_minute_are_counted(supervised, clock):
     assert counted == [1, 2, 3, 4, 4, 4, 4, 4], "one every 20 s is never five within a minute"
 
 
+def test_one_that_ends_before_it_serves_is_given_up_however_slowly_it_starts(supervised, clock):
+    counted = []
+    for _ in range(5):
+        counted.append(supervised.note_end(served=False))
+        clock.now += 100
+    assert counted == [1, 2, 3, 4, 5]
+    assert supervised.note_end(served=True) == 1
+
+
 def test_nothing_is_started_before_its_time(supervised, clock):
     supervised.start = lambda: started.append(clock.now)
     started: list[float] = []
