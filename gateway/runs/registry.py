@@ -392,6 +392,15 @@ class RunRegistry:
                 waiting=queued,
                 per_second=run.dispatcher.rate,
             )
+        if run.trainer is not None and run.trainer.makes_room:
+            self.limits.note_refusal("recovery_log_bytes")
+            raise overloaded(
+                "a snapshot is being written, after which there is room for more batches to replay "
+                "(TANDEM_RECOVERY_LOG_BYTES)",
+                limit="recovery_log_bytes",
+                waiting=queued,
+                per_second=run.dispatcher.rate,
+            )
 
     async def _submit_to_lost(self, *, run_id: str, seq_id: int, kind: Kind, digest: bytes) -> str:
         """Accept an operation of a run that a restart of the gateway ended: it has failed."""

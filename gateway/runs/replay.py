@@ -26,6 +26,8 @@ _MANY_CALLS = 5000
 _MOST_CALLS = 100_000
 _BYTES_PER_SECOND = 2e8
 """At which the first snapshot is taken to be written, until that was measured."""
+_NEARLY = 0.75
+"""Of the bytes that the log may take; at half of them, a snapshot is asked for."""
 _LARGEST_SHARE = 0.25
 """Of the training time that snapshots may take, even if a replay takes longer for it."""
 
@@ -115,6 +117,10 @@ class ReplayLog:
         return self.newest.seq_id >= self.missing_to
 
     @property
+    def nearly_full(self) -> bool:
+        return self.bytes > _NEARLY * self._settings.log_bytes
+
+    @property
     def why_incomplete(self) -> str:
         return (
             f"it cannot be restored: more than {self._settings.log_bytes} bytes came since the "
@@ -169,8 +175,8 @@ class ReplayLog:
         self.work = sum(call.seconds for call in calls if call.seq_id > self.newest.seq_id)
 
     def note_sent(self, call: SentCall) -> None:
-        """Note a call that is about to be sent. When they become too many, all that were answered
-        are forgotten."""
+        """Note a call that is about to be sent. When they become too many, those before the newest
+        snapshot are forgotten, and if that is not enough, all that were answered."""
         self._calls[call.seq_id] = call
         self.bytes += call.size
         self._keep_within_bounds()
@@ -246,8 +252,10 @@ class ReplayLog:
         self._forget(list(self._calls.values()))
 
     def _keep_within_bounds(self) -> None:
-        if self.bytes > self._settings.log_bytes or len(self._calls) > _MOST_CALLS:
-            self._drop_up_to(self._answered)
+        # What only the older snapshot needs goes first.
+        for seq_id in (self.newest.seq_id, self._answered):
+            if self.bytes > self._settings.log_bytes or len(self._calls) > _MOST_CALLS:
+                self._drop_up_to(seq_id)
 
     def _drop_up_to(self, seq_id: int) -> None:
         """Forget the calls up to this one; those of which no answer arrived are still needed."""

@@ -42,6 +42,11 @@ class SnapshotTaker:
         self._left_behind: list[str] = []
         self._log = get_log(session_id=run.session_id, run_id=run.id)
 
+    @property
+    def writing(self) -> bool:
+        """Whether the trainer was asked for a snapshot that is not written yet."""
+        return bool(self._asked)
+
     async def folder(self) -> str:
         """Return where the trainer is to write a snapshot after the next step; "" for none."""
         log, run = self._replay, self._run

@@ -119,6 +119,11 @@ class RunTrainer:
         return self.taker.problem
 
     @property
+    def makes_room(self) -> bool:
+        """Whether the log is nearly full, and a snapshot is being written that will empty it."""
+        return self.log is not None and self.log.nearly_full and self.taker.writing
+
+    @property
     def snapshot_step(self) -> int:
         """Return the step of the newest snapshot, 0 without one."""
         return self.log.newest.step if self.log is not None else 0

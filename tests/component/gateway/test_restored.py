@@ -19,7 +19,7 @@ from tests.support.files import tree
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.fake_trainer import FakeTrainer, after
 from tests.support.gateway.requests import finish
-from tests.support.gateway.running import running_gateway
+from tests.support.gateway.running import forward_backward_bytes, running_gateway
 from tests.support.gateway.runs import Run
 from tests.support.sdk import supervised
 from tests.support.waiting import wait_until
@@ -519,6 +519,34 @@ def test_a_run_with_too_much_to_replay_is_not_restored_until_its_next_snapshot(s
         run.die()
         run.step(5)
         assert "TANDEM_RECOVERY_LOG_BYTES" in run.outcome(5).json()["error"]
+
+
+def test_a_client_waits_for_a_snapshot_when_there_is_hardly_room_for_more_to_replay(start, new_run):
+    with start(recovery={"log_bytes": 38_000} | SELDOM) as gate:
+        run = new_run(gate)
+
+        def backward(seq_id: int):
+            body = forward_backward_bytes(run.id, seq_id, tokens=2400)
+            assert 9_000 < len(body) < 10_000
+            return run.backward(seq_id, body)
+
+        gate.run(run.trainer.snapshot_gate.clear)
+        for seq_id in (1, 2):
+            backward(seq_id)
+            run.outcome(seq_id)
+        run.step(3)
+        run.outcome(3)
+        backward(4)
+        run.outcome(4)
+        refused = backward(5)
+        assert refused.status_code == 429
+        assert "a snapshot is being written" in refused.json()["error"]
+        assert refused.headers["Retry-After"]
+        gate.run(run.trainer.snapshot_gate.set)
+        wait_until(lambda: run_of(run).trainer.log.newest.step == 1)
+        assert backward(5).status_code == 200
+        run.outcome(5)
+        assert run_of(run).trainer.log.complete
 
 
 def test_a_load_is_replayed_even_if_its_owner_deleted_the_checkpoint_since(start, new_run):

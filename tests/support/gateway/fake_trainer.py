@@ -49,6 +49,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
         self.progress = trainer_pb2.ProgressReply()
         self.gate = asyncio.Event()
         self.gate.set()
+        self.snapshot_gate = asyncio.Event()
+        self.snapshot_gate.set()
         self.fail_with: dict[int, TandemError] = {}
         self._turn = asyncio.Condition()
         self._done = 0
@@ -167,6 +169,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
         (folder / "checkpoint.json").write_text(json.dumps(state))
 
     async def AwaitSnapshot(self, request, context):
+        await self.snapshot_gate.wait()
         return self.snapshots[request.path]
 
     async def Restore(self, request, context):

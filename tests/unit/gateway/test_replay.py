@@ -83,6 +83,20 @@ def test_two_snapshots_are_kept_and_what_the_older_covers_is_dropped(watched):
     assert watched.log.newest == second
 
 
+def test_when_there_is_no_room_what_only_the_older_snapshot_needs_goes_first():
+    watched = make(log_bytes=45)
+    for seq_id in range(4):
+        watched.answered(seq_id, size=10)
+    newest = Snapshot(seq_id=2, folder="s2")
+    watched.log.add_snapshot(newest, cost=0.1)
+    watched.answered(4, size=10)
+    assert watched.log.complete
+    assert watched.log.snapshots == [newest]
+    assert watched.replayed() == [3, 4]
+    watched.answered(5, size=30)
+    assert not watched.log.complete
+
+
 def test_a_save_may_become_a_newer_snapshot_while_one_is_written(watched):
     for seq_id in range(6):
         watched.answered(seq_id)
