@@ -81,6 +81,18 @@ async def die(trainer: FakeTrainer, reason: str) -> None:
     await asyncio.shield(killing)
 
 
+def dies_at(seq_id: int) -> type[FakeTrainer]:
+    """A trainer that dies whenever it is at this batch."""
+
+    class Fragile(FakeTrainer):
+        async def ForwardBackward(self, request, context):
+            if request.header.seq_id - 1 == seq_id:
+                await die(self, "it ran out of memory")
+            return await super().ForwardBackward(request, context)
+
+    return Fragile
+
+
 def run_of(run: Run):
     return run.gate.gateway.runs.get(run.id)
 
@@ -210,13 +222,7 @@ def test_a_client_is_told_what_is_restored(start, new_run):
 
 
 def test_an_operation_that_kills_its_trainer_three_times_ends_the_run(start, new_run):
-    class Fragile(FakeTrainer):
-        async def ForwardBackward(self, request, context):
-            if request.header.seq_id - 1 == 5:
-                await die(self, "it ran out of memory")
-            return await super().ForwardBackward(request, context)
-
-    launcher = FakeLauncher(Fragile)
+    launcher = FakeLauncher(dies_at(5))
     with start(recovery=OFTEN, launcher=launcher) as gate:
         run = new_run(gate)
         for number in (1, 2):
@@ -481,13 +487,7 @@ def test_a_run_is_restored_from_a_save_that_its_owner_has_deleted(start, new_run
 
 
 def test_what_is_kept_of_a_run_counts_with_the_size_of_its_files(start, new_run):
-    class Fragile(FakeTrainer):
-        async def ForwardBackward(self, request, context):
-            if request.header.seq_id - 1 == 4:
-                await die(self, "it ran out of memory")
-            return await super().ForwardBackward(request, context)
-
-    with start(recovery=SELDOM, launcher=FakeLauncher(Fragile)) as gate:
+    with start(recovery=SELDOM, launcher=FakeLauncher(dies_at(4))) as gate:
         run = new_run(gate)
         train(run, 1)
         save(run, 3, "one")

@@ -21,3 +21,28 @@ async def test_a_signal_that_comes_before_the_gateway_serves_ends_it(tmp_path, n
     server.handle_exit(number, None)
     await asyncio.wait_for(server.serve(), PATIENCE)
     assert not (settings.data_dir / "gateway.json").exists()
+
+
+class Noting(FakeLauncher):
+    """Notes whether the workers were left when the gateway ended."""
+
+    left: bool | None = None
+
+    async def close(self, *, leaving: bool = False) -> None:
+        self.left = leaving
+        await super().close(leaving=leaving)
+
+
+async def test_a_gateway_that_cannot_start_leaves_the_workers_to_the_next_one(
+    tmp_path, monkeypatch
+):
+    def fail(self):
+        raise OSError("the disk is away")
+
+    monkeypatch.setattr("gateway.sessions.registry.SessionRegistry.open", fail)
+    launcher = Noting()
+    app = create_app(settings_for(tmp_path), launcher=launcher)
+    with pytest.raises(OSError, match="the disk is away"):
+        async with app.router.lifespan_context(app):
+            pass
+    assert launcher.left is True

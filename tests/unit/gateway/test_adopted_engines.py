@@ -319,15 +319,23 @@ def test_an_engine_that_nobody_can_ask_for_is_stopped(world, why):
     world.run(scenario())
 
 
-@pytest.mark.parametrize("state", ["it serves", "it is frozen", "it loads", "it starts"])
+STATES = ["it serves", "it is frozen", "it loads", "it starts"]
+
+
+def leave(world: World, state: str) -> None:
+    """Leave an engine in one of these states."""
+    engine = world.left()
+    engine.frozen = state == "it is frozen"
+    if state == "it loads":
+        load_for_ever(world, engine)
+    if state == "it starts":
+        engine.serving.clear()
+
+
+@pytest.mark.parametrize("state", STATES)
 def test_the_end_of_a_session_ends_its_engine_also_in_the_middle_of_its_adoption(world, state):
     async def scenario():
-        engine = world.left()
-        engine.frozen = state == "it is frozen"
-        if state == "it loads":
-            load_for_ever(world, engine)
-        if state == "it starts":
-            engine.serving.clear()
+        leave(world, state)
         await world.open()
         sample = asyncio.create_task(world.sample())
         await asyncio.sleep(1)
@@ -339,15 +347,10 @@ def test_the_end_of_a_session_ends_its_engine_also_in_the_middle_of_its_adoption
     world.run(scenario())
 
 
-@pytest.mark.parametrize("state", ["it serves", "it is frozen", "it loads", "it starts"])
+@pytest.mark.parametrize("state", STATES)
 def test_a_hand_over_in_the_middle_of_an_adoption_leaves_the_engine(world, state):
     async def scenario():
-        engine = world.left()
-        engine.frozen = state == "it is frozen"
-        if state == "it loads":
-            load_for_ever(world, engine)
-        if state == "it starts":
-            engine.serving.clear()
+        leave(world, state)
         await world.open()
         await asyncio.sleep(1)
         await world.router.close()

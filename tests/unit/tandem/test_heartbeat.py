@@ -8,21 +8,8 @@ import pytest
 from tandem.heartbeat import Heartbeats
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def heartbeats(clock: Clock) -> Iterator[Heartbeats]:
+def heartbeats(clock) -> Iterator[Heartbeats]:
     heartbeats = Heartbeats(clock)
     yield heartbeats
     heartbeats.close()
@@ -32,7 +19,7 @@ def beat(heartbeats: Heartbeats) -> None:
     os.write(heartbeats.fd, b".")
 
 
-def listen(heartbeats: Heartbeats, clock: Clock, *, seconds: float) -> float:
+def listen(heartbeats: Heartbeats, clock, *, seconds: float) -> float:
     """Listen twice a second, and return the silence at the end."""
     for _ in range(int(2 * seconds)):
         clock.now += 0.5

@@ -10,21 +10,8 @@ import pytest
 from tandem.stack import Stack, _Supervised
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def supervised(clock: Clock) -> _Supervised:
+def supervised(clock) -> _Supervised:
     return _Supervised(
         name="gateway", command=[], environment={}, log_path=Path("none"), patience=10, clock=clock
     )
