@@ -109,6 +109,37 @@ class SamplerSettings(BaseSettings):
     )
 
 
+class SharingSettings(BaseSettings):
+    """How workers share the devices of a group. Environment: `TANDEM_SHARING_*`; see
+    `docs/sharing.md`."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_SHARING_")
+
+    policy: Literal["deferred", "eager", "idle_after"] = Field(
+        "deferred",
+        description="When a worker sleeps though nobody waits for its devices: never, as soon as "
+        "it has nothing to do, or idle_after seconds later.",
+    )
+    idle_after: float = Field(60.0, ge=0)
+    quantum: float = Field(
+        1.0, ge=0, description="A busy worker keeps its devices for so long, though others wait."
+    )
+    max_wait: float = Field(
+        120.0,
+        gt=0,
+        description="Whoever has waited for so long is next, whatever the holder is at.",
+    )
+    expiry: float = Field(
+        15.0,
+        gt=0,
+        description="A worker that others wait for, and that has not answered its heartbeat for so "
+        "long, is killed.",
+    )
+    switch_timeout: float = Field(
+        120.0, gt=0, description="A worker that does not sleep or wake within it is killed."
+    )
+
+
 class LimitSettings(BaseSettings):
     """What an owner, and all owners together, may hold at once. Environment: `TANDEM_LIMIT_*`.
 
@@ -362,6 +393,7 @@ class GatewaySettings(BaseSettings):
 
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     recovery: RecoverySettings = Field(default_factory=RecoverySettings)
+    sharing: SharingSettings = Field(default_factory=SharingSettings)
     sampler: SamplerSettings = Field(default_factory=SamplerSettings)
     limit: LimitSettings = Field(default_factory=LimitSettings)
     http: HttpSettings = Field(default_factory=HttpSettings)

@@ -97,6 +97,10 @@ class WorkerSpec(BaseModel):
     "model_name": "tiny", "model_path": "models/tiny", "run_id": "s-ab12:train:0", "session_id":
     "s-ab12"}`. `training` is for trainers; None means all parameters by AdamW. The timeouts, in
     seconds, are its launcher's: until it serves, and from SIGTERM to SIGKILL.
+
+    `devices` has one device for each rank, such as "cpu:0-3" (cores) or "cuda:0"; the worker sees
+    no others. Empty: the whole machine, as the settings choose. `lease` is the fencing token with
+    which it starts, awake; 0: its group is not leased, and it is always awake.
     """
 
     # An error must not quote its input: the secret would be in the log.
@@ -110,6 +114,8 @@ class WorkerSpec(BaseModel):
     session_id: str
     run_id: str = ""
     training: TrainingSpec | None = None
+    devices: tuple[str, ...] = ()
+    lease: int = 0
     host: str = "127.0.0.1"
     log_level: str = "info"
     start_timeout: float = 300.0

@@ -146,6 +146,22 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
                 f"the stream was not read for {self._timeout:g} s",
             )
 
+    async def Sleep(
+        self,
+        request: common_pb2.SleepRequest,
+        context: grpc.aio.ServicerContext[common_pb2.SleepRequest, common_pb2.SwitchReply],
+    ) -> common_pb2.SwitchReply:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "it cannot sleep")
+        raise AssertionError("abort raises")
+
+    async def Wake(
+        self,
+        request: common_pb2.WakeRequest,
+        context: grpc.aio.ServicerContext[common_pb2.WakeRequest, common_pb2.SwitchReply],
+    ) -> common_pb2.SwitchReply:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "it cannot sleep")
+        raise AssertionError("abort raises")
+
     async def _answer(
         self,
         request: sampler_pb2.SampleRequest,

@@ -115,3 +115,90 @@ class WeightVersion(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "name", b"name", "path", b"path", "run_id", b"run_id", "step", b"step"]) -> None: ...
 
 Global___WeightVersion: typing_extensions.TypeAlias = WeightVersion
+
+@typing.final
+class SleepRequest(google.protobuf.message.Message):
+    """Takes a worker's state off its devices, in which it has nothing to do. Answered at once if it is
+    asleep already. Like every call that needs the devices, it carries the worker's lease as metadata
+    (tandem/fencing.py), here a newer one than any before.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENOUGH_BYTES_FIELD_NUMBER: builtins.int
+    SPILL_FOLDER_FIELD_NUMBER: builtins.int
+    LEVEL_FIELD_NUMBER: builtins.int
+    enough_bytes: builtins.int
+    """Of device memory that are enough to be freed; 0: all. Optimizer state goes first, parameters last."""
+    spill_folder: builtins.str
+    """Write the state to a file in this folder, instead of keeping it in host memory; empty: keep it."""
+    level: builtins.int
+    """Of a sampler: 1 keeps the weights in host memory, 2 drops them; 0: 1."""
+    def __init__(
+        self,
+        *,
+        enough_bytes: builtins.int = ...,
+        spill_folder: builtins.str = ...,
+        level: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["enough_bytes", b"enough_bytes", "level", b"level", "spill_folder", b"spill_folder"]) -> None: ...
+
+Global___SleepRequest: typing_extensions.TypeAlias = SleepRequest
+
+@typing.final
+class WakeRequest(google.protobuf.message.Message):
+    """Brings the state back. Answered at once if the worker is awake."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    @property
+    def version(self) -> Global___WeightVersion:
+        """Of a sampler: the version that is wanted next; it is loaded, once, before the worker is awake.
+        Absent: what was loaded.
+        """
+
+    def __init__(
+        self,
+        *,
+        version: Global___WeightVersion | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["version", b"version"]) -> None: ...
+
+Global___WakeRequest: typing_extensions.TypeAlias = WakeRequest
+
+@typing.final
+class SwitchReply(google.protobuf.message.Message):
+    """The worker's state after the call. With a failure, the worker is as it was."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FAILURE_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    BYTES_MOVED_FIELD_NUMBER: builtins.int
+    DEVICE_BYTES_FIELD_NUMBER: builtins.int
+    HOST_BYTES_FIELD_NUMBER: builtins.int
+    DISK_BYTES_FIELD_NUMBER: builtins.int
+    seconds: builtins.float
+    bytes_moved: builtins.int
+    device_bytes: builtins.int
+    """What is still, or again, on the devices, and what is kept elsewhere, of all ranks."""
+    host_bytes: builtins.int
+    disk_bytes: builtins.int
+    @property
+    def failure(self) -> Global___Failure: ...
+    def __init__(
+        self,
+        *,
+        failure: Global___Failure | None = ...,
+        seconds: builtins.float = ...,
+        bytes_moved: builtins.int = ...,
+        device_bytes: builtins.int = ...,
+        host_bytes: builtins.int = ...,
+        disk_bytes: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["failure", b"failure"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes_moved", b"bytes_moved", "device_bytes", b"device_bytes", "disk_bytes", b"disk_bytes", "failure", b"failure", "host_bytes", b"host_bytes", "seconds", b"seconds"]) -> None: ...
+
+Global___SwitchReply: typing_extensions.TypeAlias = SwitchReply

@@ -30,6 +30,8 @@ class _SamplerStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     SAMPLER_STATE_UNSPECIFIED: _SamplerState.ValueType  # 0
     SAMPLER_STATE_AWAKE: _SamplerState.ValueType  # 1
     SAMPLER_STATE_LOADING: _SamplerState.ValueType  # 2
+    SAMPLER_STATE_ASLEEP: _SamplerState.ValueType  # 3
+    SAMPLER_STATE_WAKING: _SamplerState.ValueType  # 4
     SAMPLER_STATE_FAILED: _SamplerState.ValueType  # 5
 
 class SamplerState(_SamplerState, metaclass=_SamplerStateEnumTypeWrapper): ...
@@ -37,6 +39,8 @@ class SamplerState(_SamplerState, metaclass=_SamplerStateEnumTypeWrapper): ...
 SAMPLER_STATE_UNSPECIFIED: SamplerState.ValueType  # 0
 SAMPLER_STATE_AWAKE: SamplerState.ValueType  # 1
 SAMPLER_STATE_LOADING: SamplerState.ValueType  # 2
+SAMPLER_STATE_ASLEEP: SamplerState.ValueType  # 3
+SAMPLER_STATE_WAKING: SamplerState.ValueType  # 4
 SAMPLER_STATE_FAILED: SamplerState.ValueType  # 5
 Global___SamplerState: typing_extensions.TypeAlias = SamplerState
 

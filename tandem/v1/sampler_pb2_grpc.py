@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 from tandem.v1 import sampler_pb2 as tandem_dot_v1_dot_sampler__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
@@ -54,6 +55,16 @@ class SamplerStub(object):
                 request_serializer=tandem_dot_v1_dot_sampler__pb2.SampleRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_sampler__pb2.SampleEvent.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/tandem.v1.Sampler/Sleep',
+                request_serializer=tandem_dot_v1_dot_common__pb2.SleepRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_common__pb2.SwitchReply.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/tandem.v1.Sampler/Wake',
+                request_serializer=tandem_dot_v1_dot_common__pb2.WakeRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_common__pb2.SwitchReply.FromString,
+                _registered_method=True)
 
 
 class SamplerServicer(object):
@@ -88,6 +99,19 @@ class SamplerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Weights and KV cache off the device, once what runs has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SamplerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -110,6 +134,16 @@ def add_SamplerServicer_to_server(servicer, server):
                     servicer.SampleStream,
                     request_deserializer=tandem_dot_v1_dot_sampler__pb2.SampleRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_sampler__pb2.SampleEvent.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=tandem_dot_v1_dot_common__pb2.SleepRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_common__pb2.SwitchReply.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=tandem_dot_v1_dot_common__pb2.WakeRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_common__pb2.SwitchReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -220,6 +254,60 @@ class Sampler(object):
             '/tandem.v1.Sampler/SampleStream',
             tandem_dot_v1_dot_sampler__pb2.SampleRequest.SerializeToString,
             tandem_dot_v1_dot_sampler__pb2.SampleEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Sampler/Sleep',
+            tandem_dot_v1_dot_common__pb2.SleepRequest.SerializeToString,
+            tandem_dot_v1_dot_common__pb2.SwitchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Sampler/Wake',
+            tandem_dot_v1_dot_common__pb2.WakeRequest.SerializeToString,
+            tandem_dot_v1_dot_common__pb2.SwitchReply.FromString,
             options,
             channel_credentials,
             insecure,

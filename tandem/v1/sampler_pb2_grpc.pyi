@@ -8,6 +8,7 @@ import collections.abc
 import grpc
 import grpc.aio
 import sys
+import tandem.v1.common_pb2
 import tandem.v1.sampler_pb2
 import typing
 
@@ -89,7 +90,39 @@ _SamplerSampleStreamType = typing_extensions.TypeVar(
     ],
 )
 
-class SamplerStub(typing.Generic[_SamplerDescribeType, _SamplerLoadType, _SamplerSampleType, _SamplerSampleStreamType]):
+_SamplerSleepType = typing_extensions.TypeVar(
+    '_SamplerSleepType',
+    grpc.UnaryUnaryMultiCallable[
+        tandem.v1.common_pb2.SleepRequest,
+        tandem.v1.common_pb2.SwitchReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.common_pb2.SleepRequest,
+        tandem.v1.common_pb2.SwitchReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        tandem.v1.common_pb2.SleepRequest,
+        tandem.v1.common_pb2.SwitchReply,
+    ],
+)
+
+_SamplerWakeType = typing_extensions.TypeVar(
+    '_SamplerWakeType',
+    grpc.UnaryUnaryMultiCallable[
+        tandem.v1.common_pb2.WakeRequest,
+        tandem.v1.common_pb2.SwitchReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.common_pb2.WakeRequest,
+        tandem.v1.common_pb2.SwitchReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        tandem.v1.common_pb2.WakeRequest,
+        tandem.v1.common_pb2.SwitchReply,
+    ],
+)
+
+class SamplerStub(typing.Generic[_SamplerDescribeType, _SamplerLoadType, _SamplerSampleType, _SamplerSampleStreamType, _SamplerSleepType, _SamplerWakeType]):
     @typing.overload
     def __init__(self: SamplerStub[
         grpc.UnaryUnaryMultiCallable[
@@ -107,6 +140,14 @@ class SamplerStub(typing.Generic[_SamplerDescribeType, _SamplerLoadType, _Sample
         grpc.UnaryStreamMultiCallable[
             tandem.v1.sampler_pb2.SampleRequest,
             tandem.v1.sampler_pb2.SampleEvent,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            tandem.v1.common_pb2.SleepRequest,
+            tandem.v1.common_pb2.SwitchReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            tandem.v1.common_pb2.WakeRequest,
+            tandem.v1.common_pb2.SwitchReply,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -128,6 +169,14 @@ class SamplerStub(typing.Generic[_SamplerDescribeType, _SamplerLoadType, _Sample
             tandem.v1.sampler_pb2.SampleRequest,
             tandem.v1.sampler_pb2.SampleEvent,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            tandem.v1.common_pb2.SleepRequest,
+            tandem.v1.common_pb2.SwitchReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            tandem.v1.common_pb2.WakeRequest,
+            tandem.v1.common_pb2.SwitchReply,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Describe: _SamplerDescribeType
@@ -145,6 +194,11 @@ class SamplerStub(typing.Generic[_SamplerDescribeType, _SamplerLoadType, _Sample
     SampleStream: _SamplerSampleStreamType
     """The same, with the tokens told as they are drawn. The last message has `reply`."""
 
+    Sleep: _SamplerSleepType
+    """Weights and KV cache off the device, once what runs has ended."""
+
+    Wake: _SamplerWakeType
+
 SamplerAsyncStub: typing_extensions.TypeAlias = SamplerStub[
     grpc.aio.UnaryUnaryMultiCallable[
         tandem.v1.sampler_pb2.DescribeSamplerRequest,
@@ -161,6 +215,14 @@ SamplerAsyncStub: typing_extensions.TypeAlias = SamplerStub[
     grpc.aio.UnaryStreamMultiCallable[
         tandem.v1.sampler_pb2.SampleRequest,
         tandem.v1.sampler_pb2.SampleEvent,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.common_pb2.SleepRequest,
+        tandem.v1.common_pb2.SwitchReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.common_pb2.WakeRequest,
+        tandem.v1.common_pb2.SwitchReply,
     ],
 ]
 
@@ -199,5 +261,20 @@ class SamplerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[tandem.v1.sampler_pb2.SampleEvent], collections.abc.AsyncIterator[tandem.v1.sampler_pb2.SampleEvent]]:
         """The same, with the tokens told as they are drawn. The last message has `reply`."""
+
+    @abc.abstractmethod
+    def Sleep(
+        self,
+        request: tandem.v1.common_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tandem.v1.common_pb2.SwitchReply, collections.abc.Awaitable[tandem.v1.common_pb2.SwitchReply]]:
+        """Weights and KV cache off the device, once what runs has ended."""
+
+    @abc.abstractmethod
+    def Wake(
+        self,
+        request: tandem.v1.common_pb2.WakeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tandem.v1.common_pb2.SwitchReply, collections.abc.Awaitable[tandem.v1.common_pb2.SwitchReply]]: ...
 
 def add_SamplerServicer_to_server(servicer: SamplerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -44,6 +44,7 @@ class DescribeTrainerReply(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     TRAINABLE_PARAMETERS_FIELD_NUMBER: builtins.int
     MICRO_BATCH_TOKENS_FIELD_NUMBER: builtins.int
+    ASLEEP_FIELD_NUMBER: builtins.int
     architecture: builtins.str
     parameters: builtins.int
     vocabulary: builtins.int
@@ -59,6 +60,7 @@ class DescribeTrainerReply(google.protobuf.message.Message):
     """A forward pass takes at most so many tokens, padding included. Smaller than what was set once
     a batch has run out of memory.
     """
+    asleep: builtins.bool
     def __init__(
         self,
         *,
@@ -73,8 +75,9 @@ class DescribeTrainerReply(google.protobuf.message.Message):
         step: builtins.int = ...,
         trainable_parameters: builtins.int = ...,
         micro_batch_tokens: builtins.int = ...,
+        asleep: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "last_seq_id", b"last_seq_id", "max_length", b"max_length", "micro_batch_tokens", b"micro_batch_tokens", "parameters", b"parameters", "ranks", b"ranks", "step", b"step", "trainable_parameters", b"trainable_parameters", "vocabulary", b"vocabulary"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "asleep", b"asleep", "device", b"device", "dtype", b"dtype", "last_seq_id", b"last_seq_id", "max_length", b"max_length", "micro_batch_tokens", b"micro_batch_tokens", "parameters", b"parameters", "ranks", b"ranks", "step", b"step", "trainable_parameters", b"trainable_parameters", "vocabulary", b"vocabulary"]) -> None: ...
 
 Global___DescribeTrainerReply: typing_extensions.TypeAlias = DescribeTrainerReply
 

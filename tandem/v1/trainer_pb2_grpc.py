@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 from tandem.v1 import trainer_pb2 as tandem_dot_v1_dot_trainer__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
@@ -88,6 +89,16 @@ class TrainerStub(object):
                 request_serializer=tandem_dot_v1_dot_trainer__pb2.RestoreRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_trainer__pb2.RestoreReply.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/tandem.v1.Trainer/Sleep',
+                request_serializer=tandem_dot_v1_dot_common__pb2.SleepRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_common__pb2.SwitchReply.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/tandem.v1.Trainer/Wake',
+                request_serializer=tandem_dot_v1_dot_common__pb2.WakeRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_common__pb2.SwitchReply.FromString,
+                _registered_method=True)
 
 
 class TrainerServicer(object):
@@ -169,6 +180,20 @@ class TrainerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Parameters, gradients and optimizer state off the devices of all ranks, or of none. Refused while
+        operations are under way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -221,6 +246,16 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.Restore,
                     request_deserializer=tandem_dot_v1_dot_trainer__pb2.RestoreRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_trainer__pb2.RestoreReply.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=tandem_dot_v1_dot_common__pb2.SleepRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_common__pb2.SwitchReply.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=tandem_dot_v1_dot_common__pb2.WakeRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_common__pb2.SwitchReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -497,6 +532,60 @@ class Trainer(object):
             '/tandem.v1.Trainer/Restore',
             tandem_dot_v1_dot_trainer__pb2.RestoreRequest.SerializeToString,
             tandem_dot_v1_dot_trainer__pb2.RestoreReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Trainer/Sleep',
+            tandem_dot_v1_dot_common__pb2.SleepRequest.SerializeToString,
+            tandem_dot_v1_dot_common__pb2.SwitchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Trainer/Wake',
+            tandem_dot_v1_dot_common__pb2.WakeRequest.SerializeToString,
+            tandem_dot_v1_dot_common__pb2.SwitchReply.FromString,
             options,
             channel_credentials,
             insecure,

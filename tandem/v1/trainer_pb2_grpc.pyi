@@ -8,6 +8,7 @@ import collections.abc
 import grpc
 import grpc.aio
 import sys
+import tandem.v1.common_pb2
 import tandem.v1.trainer_pb2
 import typing
 
@@ -185,7 +186,39 @@ _TrainerRestoreType = typing_extensions.TypeVar(
     ],
 )
 
-class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerProgressType, _TrainerForwardBackwardType, _TrainerOptimStepType, _TrainerPublishType, _TrainerSaveCheckpointType, _TrainerLoadCheckpointType, _TrainerAwaitSnapshotType, _TrainerTakeSnapshotType, _TrainerRestoreType]):
+_TrainerSleepType = typing_extensions.TypeVar(
+    '_TrainerSleepType',
+    grpc.UnaryUnaryMultiCallable[
+        tandem.v1.common_pb2.SleepRequest,
+        tandem.v1.common_pb2.SwitchReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.common_pb2.SleepRequest,
+        tandem.v1.common_pb2.SwitchReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        tandem.v1.common_pb2.SleepRequest,
+        tandem.v1.common_pb2.SwitchReply,
+    ],
+)
+
+_TrainerWakeType = typing_extensions.TypeVar(
+    '_TrainerWakeType',
+    grpc.UnaryUnaryMultiCallable[
+        tandem.v1.common_pb2.WakeRequest,
+        tandem.v1.common_pb2.SwitchReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.common_pb2.WakeRequest,
+        tandem.v1.common_pb2.SwitchReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        tandem.v1.common_pb2.WakeRequest,
+        tandem.v1.common_pb2.SwitchReply,
+    ],
+)
+
+class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerProgressType, _TrainerForwardBackwardType, _TrainerOptimStepType, _TrainerPublishType, _TrainerSaveCheckpointType, _TrainerLoadCheckpointType, _TrainerAwaitSnapshotType, _TrainerTakeSnapshotType, _TrainerRestoreType, _TrainerSleepType, _TrainerWakeType]):
     """A call is answered with RESOURCE_EXHAUSTED when the trainer ends because one of its ranks ran out of
     memory in the middle of a forward_backward and cannot undo it. The trailing metadata
     "tandem-out-of-memory-at" has the tokens of the micro-batch: the next trainer is to be told
@@ -234,6 +267,14 @@ class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerProgressType, _Tr
             tandem.v1.trainer_pb2.RestoreRequest,
             tandem.v1.trainer_pb2.RestoreReply,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            tandem.v1.common_pb2.SleepRequest,
+            tandem.v1.common_pb2.SwitchReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            tandem.v1.common_pb2.WakeRequest,
+            tandem.v1.common_pb2.SwitchReply,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -278,6 +319,14 @@ class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerProgressType, _Tr
             tandem.v1.trainer_pb2.RestoreRequest,
             tandem.v1.trainer_pb2.RestoreReply,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            tandem.v1.common_pb2.SleepRequest,
+            tandem.v1.common_pb2.SwitchReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            tandem.v1.common_pb2.WakeRequest,
+            tandem.v1.common_pb2.SwitchReply,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Describe: _TrainerDescribeType
@@ -313,6 +362,13 @@ class TrainerStub(typing.Generic[_TrainerDescribeType, _TrainerProgressType, _Tr
     """Brings a new trainer to where another one was: loads a snapshot, or says how far the run's
     operations have been replayed. Refused while operations are under way.
     """
+
+    Sleep: _TrainerSleepType
+    """Parameters, gradients and optimizer state off the devices of all ranks, or of none. Refused while
+    operations are under way.
+    """
+
+    Wake: _TrainerWakeType
 
 TrainerAsyncStub: typing_extensions.TypeAlias = TrainerStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -354,6 +410,14 @@ TrainerAsyncStub: typing_extensions.TypeAlias = TrainerStub[
     grpc.aio.UnaryUnaryMultiCallable[
         tandem.v1.trainer_pb2.RestoreRequest,
         tandem.v1.trainer_pb2.RestoreReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.common_pb2.SleepRequest,
+        tandem.v1.common_pb2.SwitchReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.common_pb2.WakeRequest,
+        tandem.v1.common_pb2.SwitchReply,
     ],
 ]
 
@@ -447,5 +511,22 @@ class TrainerServicer(metaclass=abc.ABCMeta):
         """Brings a new trainer to where another one was: loads a snapshot, or says how far the run's
         operations have been replayed. Refused while operations are under way.
         """
+
+    @abc.abstractmethod
+    def Sleep(
+        self,
+        request: tandem.v1.common_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tandem.v1.common_pb2.SwitchReply, collections.abc.Awaitable[tandem.v1.common_pb2.SwitchReply]]:
+        """Parameters, gradients and optimizer state off the devices of all ranks, or of none. Refused while
+        operations are under way.
+        """
+
+    @abc.abstractmethod
+    def Wake(
+        self,
+        request: tandem.v1.common_pb2.WakeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tandem.v1.common_pb2.SwitchReply, collections.abc.Awaitable[tandem.v1.common_pb2.SwitchReply]]: ...
 
 def add_TrainerServicer_to_server(servicer: TrainerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

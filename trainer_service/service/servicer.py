@@ -328,6 +328,22 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             await self._sequence.restored(request.seq_id)
         return reply
 
+    async def Sleep(
+        self,
+        request: common_pb2.SleepRequest,
+        context: Context,
+    ) -> common_pb2.SwitchReply:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "it cannot sleep")
+        raise AssertionError("abort raises")
+
+    async def Wake(
+        self,
+        request: common_pb2.WakeRequest,
+        context: Context,
+    ) -> common_pb2.SwitchReply:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "it cannot sleep")
+        raise AssertionError("abort raises")
+
     async def _answer(
         self,
         request: Request,
