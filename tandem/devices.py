@@ -1,0 +1,94 @@
+"""Devices by name: `cpu:0-3`, a set of cores, and `cuda:0` or `cuda:GPU-…`, an NVIDIA device.
+
+A group names its devices so, and a `WorkerSpec` those of its worker's ranks. `confine` makes a
+process see no other device.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from tandem.errors import InvalidRequest, WorkerStartFailed
+
+_RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+_CUDA = re.compile(r"\d{1,3}|(?:GPU|MIG)-[A-Za-z0-9/-]+")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A set of `cores`, or the NVIDIA device `cuda`: its index in the list of `nvidia-smi`, or its
+    UUID.
+
+    Literal examples: `Device("cpu", cores=frozenset({0, 1, 4}))` is printed as `cpu:0-1,4`, and
+    `Device("cuda", cuda="GPU-8f6a")` as `cuda:GPU-8f6a`.
+    """
+
+    kind: Literal["cpu", "cuda"]
+    cores: frozenset[int] = frozenset()
+    cuda: str = ""
+
+    def __str__(self) -> str:
+        return f"cpu:{_ranges(self.cores)}" if self.kind == "cpu" else f"cuda:{self.cuda}"
+
+
+def parse_device(text: str) -> Device:
+    """Return the device of this name. Raises `InvalidRequest`."""
+    kind, _, rest = text.strip().partition(":")
+    if kind == "cuda" and _CUDA.fullmatch(rest):
+        return Device("cuda", cuda=str(int(rest)) if rest.isdecimal() else rest)
+    if kind == "cpu" and (cores := _cores(rest)):
+        return Device("cpu", cores=cores)
+    raise InvalidRequest(
+        f"{text!r} is not a device; write cores like 'cpu:0-3' or 'cpu:0,2', and an NVIDIA "
+        "device like 'cuda:0' or 'cuda:GPU-' with the rest of its UUID"
+    )
+
+
+def _cores(text: str) -> frozenset[int]:
+    """Return the cores of `0-3,6`; none if it cannot be read."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        found = _RANGE.fullmatch(part.strip())
+        if found is None:
+            return frozenset()
+        first, last = int(found[1]), int(found[2] or found[1])
+        if last < first:
+            return frozenset()
+        cores.update(range(first, last + 1))
+    return frozenset(cores)
+
+
+def _ranges(cores: frozenset[int]) -> str:
+    """Return `0-3,6` of cores."""
+    ordered = sorted(cores)
+    starts = [a for before, a in pairwise([-2, *ordered]) if a != before + 1]
+    ends = [a for a, after in pairwise([*ordered, ordered[-1] + 2]) if after != a + 1]
+    pairs = zip(starts, ends, strict=True)
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in pairs)
+
+
+def confine(device: Device) -> None:
+    """Let this process, and those that it starts, use no other device of the kind. Call before
+    torch is imported, which counts cores and GPUs. Raises `WorkerStartFailed` for cores that the
+    machine does not have."""
+    if device.kind == "cuda":
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # that of nvidia-smi's list
+        os.environ["CUDA_VISIBLE_DEVICES"] = device.cuda
+        return
+    before = frozenset(os.sched_getaffinity(0))
+    missing = f"{device} cannot be used: this process may run on the cores {_ranges(before)}"
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            os.sched_setaffinity(int(thread.name), device.cores)
+        except ProcessLookupError:
+            continue  # a thread that has ended
+        except OSError as error:
+            raise WorkerStartFailed(missing) from error
+    if os.sched_getaffinity(0) != device.cores:  # the kernel leaves out those that there are not
+        os.sched_setaffinity(0, before)
+        raise WorkerStartFailed(missing)

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.devices import Device, parse_device
+from tandem.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [("cpu:0", {0}), ("cpu:0-3", {0, 1, 2, 3}), ("cpu:0,2", {0, 2}), (" cpu:1-2, 5 ", {1, 2, 5})],
+)
+def test_cores_are_read(text, cores):
+    assert parse_device(text) == Device("cpu", cores=frozenset(cores))
+
+
+@pytest.mark.parametrize("name", ["0", "7", "GPU-8f6a2c1e-0000-11aa", "MIG-5c6e/1/0"])
+def test_an_nvidia_device_is_an_index_or_a_uuid(name):
+    assert parse_device(f"cuda:{name}") == Device("cuda", cuda=name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "cpu",
+        "cpu:",
+        "cpu:x",
+        "cpu:3-1",
+        "cpu:0,",
+        "cpu:-1",
+        "cuda",
+        "cuda:",
+        "cuda:0,1",
+        "cuda:gpu",
+        "rocm:0",
+        "0-3",
+    ],
+)
+def test_another_name_is_refused_with_an_example_of_a_right_one(text):
+    with pytest.raises(InvalidRequest, match=r"is not a device; write cores like 'cpu:0-3'"):
+        parse_device(text)
+
+
+@given(st.frozensets(st.integers(0, 300), min_size=1))
+def test_a_device_is_read_as_it_is_printed(cores):
+    device = Device("cpu", cores=cores)
+    assert parse_device(str(device)) == device
