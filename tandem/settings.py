@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -137,6 +137,21 @@ class SharingSettings(BaseSettings):
     )
     switch_timeout: float = Field(
         120.0, gt=0, description="A worker that does not sleep or wake within it is killed."
+    )
+
+
+class GroupSettings(BaseModel):
+    """A device group of `TANDEM_GROUPS`; see `docs/sharing.md`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    devices: list[str] = Field(min_length=1, description="`cpu:0-3`, `cuda:0`, `cuda:GPU-…`")
+    roles: list[Literal["trainer", "sampler"]] = Field(min_length=1)
+    awake: int = Field(1, ge=0, description="Workers awake at once; 0: all, always.")
+    workers: int = Field(16, ge=1, description="Workers that may be there, awake or asleep.")
+    memory_bytes: int = Field(
+        0, ge=0, description="Of each device; 0: what an NVIDIA device has, unbounded for cores."
     )
 
 
@@ -271,6 +286,20 @@ class GatewaySettings(BaseSettings):
         default_factory=dict,
         description='Base models to register at the start, as JSON: {"NAME": "/PATH"}.',
     )
+    groups: list[GroupSettings] = Field(
+        default_factory=list,
+        description="Device groups, as JSON, see `docs/sharing.md`; empty: what the host has.",
+    )
+    host_memory_bytes: int = Field(
+        0,
+        ge=0,
+        description="What all workers together may need of the host's memory, as far as they say; "
+        "0: nine tenths of it.",
+    )
+    model_defaults: dict[str, dict[str, str | int | float]] = Field(
+        default_factory=dict,
+        description='What runs of a model ask for by default, as JSON: {"NAME": {"ranks": 2}}.',
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_max_bytes: int = Field(
         64 * 2**20, ge=4096, description="A larger log is rotated into LOG.1, LOG.2, …"
@@ -331,8 +360,8 @@ class GatewaySettings(BaseSettings):
     max_engines: int = Field(
         8,
         ge=1,
-        description="Sampler engines on this machine at once; further ones wait until one ends or "
-        "has nothing to do.",
+        description="Sampler engines at once on groups that are not leased; further ones wait "
+        "until one ends or has nothing to do.",
     )
     max_starting_engines: int = Field(
         2, ge=1, description="Of these, how many start at once; a start is work for several cores."

@@ -19,6 +19,7 @@ import orjson
 
 from tandem.agent.worker_process import WorkerProcess
 from tandem.errors import WorkerStartFailed, without_paths
+from tandem.host import Host, this_host
 from tandem.telemetry import get_log
 from tandem.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec, without_secrets
 
@@ -113,6 +114,9 @@ class ProcessLauncher:
     async def list(self) -> list[WorkerHandle]:
         workers = [worker for worker in self._workers.values() if not worker.expected]
         return [worker.handle for worker in workers if worker.handle is not None]
+
+    async def describe_host(self) -> Host:
+        return this_host()
 
     def describe(self, worker_id: str) -> WorkerDetails:
         worker = self._workers.get(worker_id)

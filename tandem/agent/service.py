@@ -20,6 +20,7 @@ from tandem.agent.launcher import ProcessLauncher
 from tandem.epoch import EpochInterceptor
 from tandem.errors import InvalidRequest, TandemError, WorkerStartFailed
 from tandem.heartbeat import send_heartbeats
+from tandem.host import this_host
 from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import agent_pb2, agent_pb2_grpc
 from tandem.worker import WorkerHandle, WorkerSpec, set_process_limits
@@ -115,12 +116,14 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
 
 def description() -> agent_pb2.DescribeAgentReply:
     """Return what workers can be started here, and on what."""
-    devices = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
+    host = this_host()
     return agent_pb2.DescribeAgentReply(
         pid=os.getpid(),
         kinds=[kind for kind in _KINDS if find_spec(f"{kind}_service") is not None],
-        cpus=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
-        cuda_devices=sorted(int(device) for device in devices if device.isdecimal()),
+        host=host.name,
+        cores=host.cores,
+        memory_bytes=host.memory_bytes,
+        accelerators=[agent_pb2.Accelerator(**vars(each)) for each in host.accelerators],
     )
 
 
@@ -191,8 +194,8 @@ async def _serve_until_signalled(data_dir: Path) -> None:
             "agent_serves",
             socket=str(socket_path(data_dir)),
             kinds=list(found.kinds),
-            cpus=found.cpus,
-            cuda_devices=list(found.cuda_devices),
+            cores=len(found.cores),
+            accelerators=[each.name for each in found.accelerators],
         )
         await asked.wait()
     heart.cancel()

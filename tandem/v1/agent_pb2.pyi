@@ -35,30 +35,65 @@ class DescribeAgentReply(google.protobuf.message.Message):
 
     PID_FIELD_NUMBER: builtins.int
     KINDS_FIELD_NUMBER: builtins.int
-    CPUS_FIELD_NUMBER: builtins.int
-    CUDA_DEVICES_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
+    CORES_FIELD_NUMBER: builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    ACCELERATORS_FIELD_NUMBER: builtins.int
     pid: builtins.int
-    cpus: builtins.int
-    """CPUs that it may use."""
+    host: builtins.str
+    """The name of its host."""
+    memory_bytes: builtins.int
+    """The memory that it and its workers may use."""
     @property
     def kinds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """"trainer", "sampler": those whose service is installed."""
 
     @property
-    def cuda_devices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Indices of the NVIDIA devices of the host."""
+    def cores(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The CPU cores that it may use, by number."""
 
+    @property
+    def accelerators(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Accelerator]: ...
     def __init__(
         self,
         *,
         pid: builtins.int = ...,
         kinds: collections.abc.Iterable[builtins.str] | None = ...,
-        cpus: builtins.int = ...,
-        cuda_devices: collections.abc.Iterable[builtins.int] | None = ...,
+        host: builtins.str = ...,
+        cores: collections.abc.Iterable[builtins.int] | None = ...,
+        memory_bytes: builtins.int = ...,
+        accelerators: collections.abc.Iterable[Global___Accelerator] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cpus", b"cpus", "cuda_devices", b"cuda_devices", "kinds", b"kinds", "pid", b"pid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accelerators", b"accelerators", "cores", b"cores", "host", b"host", "kinds", b"kinds", "memory_bytes", b"memory_bytes", "pid", b"pid"]) -> None: ...
 
 Global___DescribeAgentReply: typing_extensions.TypeAlias = DescribeAgentReply
+
+@typing.final
+class Accelerator(google.protobuf.message.Message):
+    """An NVIDIA device."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    UUID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """In the order of nvidia-smi."""
+    uuid: builtins.str
+    name: builtins.str
+    memory_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        uuid: builtins.str = ...,
+        name: builtins.str = ...,
+        memory_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "memory_bytes", b"memory_bytes", "name", b"name", "uuid", b"uuid"]) -> None: ...
+
+Global___Accelerator: typing_extensions.TypeAlias = Accelerator
 
 @typing.final
 class AgentWorker(google.protobuf.message.Message):

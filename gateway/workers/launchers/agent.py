@@ -15,6 +15,7 @@ import grpc.aio
 from gateway.workers.epoch import Epoch
 from tandem.agent.service import agent_address, socket_path
 from tandem.errors import WorkerStartFailed, from_failure
+from tandem.host import Accelerator, Host
 from tandem.telemetry import get_log
 from tandem.v1 import agent_pb2, agent_pb2_grpc
 from tandem.worker import (
@@ -117,6 +118,23 @@ class AgentLauncher:
         reply = await self._ask(self._stub.List, agent_pb2.ListWorkersRequest())
         self._workers.update({worker.worker_id: worker for worker in reply.workers})
         return [_handle(worker) for worker in reply.workers]
+
+    async def describe_host(self) -> Host:
+        reply = await self._ask(self._stub.Describe, agent_pb2.DescribeAgentRequest())
+        return Host(
+            name=reply.host,
+            cores=tuple(reply.cores),
+            memory_bytes=reply.memory_bytes,
+            accelerators=tuple(
+                Accelerator(
+                    index=each.index,
+                    uuid=each.uuid,
+                    name=each.name,
+                    memory_bytes=each.memory_bytes,
+                )
+                for each in reply.accelerators
+            ),
+        )
 
     def describe(self, worker_id: str) -> WorkerDetails:
         worker = self._workers.get(worker_id)

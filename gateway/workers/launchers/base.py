@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from tandem.host import Host
 from tandem.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec
 
 
@@ -42,6 +43,11 @@ class Launcher(Protocol):
     async def list(self) -> list[WorkerHandle]:
         """Return the running workers that have reported an address, also those that another
         gateway started, without those that are being stopped."""
+        ...
+
+    async def describe_host(self) -> Host:
+        """Return what the host of the workers has. Raises `WorkerStartFailed` when it cannot be
+        reached."""
         ...
 
     def describe(self, worker_id: str) -> WorkerDetails:

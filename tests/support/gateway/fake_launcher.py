@@ -12,10 +12,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.epoch import EpochInterceptor
 from tandem.errors import WorkerCrashed, WorkerStartFailed
+from tandem.host import Host
 from tandem.v1 import sampler_pb2_grpc, trainer_pb2_grpc
 from tandem.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec
 from tests.support.gateway.fake_sampler import FakeSampler
 from tests.support.gateway.fake_trainer import FakeTrainer
+
+
+HOST = Host("host", cores=(0, 1, 2, 3), memory_bytes=48 * 2**30)
 
 
 class FakeHealth(health_pb2_grpc.HealthServicer):
@@ -33,8 +37,14 @@ class FakeHealth(health_pb2_grpc.HealthServicer):
 class FakeLauncher:
     """Implements `Launcher` with gRPC servers in this process; `trainer` is made for each run."""
 
-    def __init__(self, trainer: Callable[[WorkerSpec], FakeTrainer] = FakeTrainer) -> None:
+    def __init__(
+        self,
+        trainer: Callable[[WorkerSpec], FakeTrainer] = FakeTrainer,
+        *,
+        host: Host = HOST,
+    ) -> None:
         self._trainer = trainer
+        self._host = host
         self.specs: list[WorkerSpec] = []
         self.stopped: list[str] = []
         self.servicers: dict[str, FakeTrainer | FakeSampler] = {}
@@ -87,6 +97,9 @@ class FakeLauncher:
 
     async def list(self) -> list[WorkerHandle]:
         return []
+
+    async def describe_host(self) -> Host:
+        return self._host
 
     def describe(self, worker_id: str) -> WorkerDetails:
         return WorkerDetails(pid=1, log_path=Path("log"))

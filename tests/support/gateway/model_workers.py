@@ -31,6 +31,7 @@ from tandem.errors import (
     TandemError,
     WorkerStartFailed,
 )
+from tandem.host import Host
 from tandem.v1 import common_pb2, sampler_pb2, trainer_pb2
 from tandem.weights import Manifest, PartialVersion, checksum_file, open_version
 from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
@@ -495,6 +496,9 @@ class ModelLauncher:
 
     async def list(self) -> list[WorkerHandle]:
         return [worker.handle for worker in self._host.workers.values()]
+
+    async def describe_host(self) -> Host:
+        return Host("host", cores=(0, 1), memory_bytes=48 * 2**30)
 
     def describe(self, worker_id: str) -> WorkerDetails:
         return WorkerDetails()

@@ -1,0 +1,176 @@
+"""What a session asks for: the `tandem.…` names in the `user_metadata` of a run and of its session.
+
+What a run says counts before what its session says, and that before the defaults of its model
+(`TANDEM_MODEL_DEFAULTS`) and those of the platform. It is settled when the run is created.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
+
+from gateway.placement.groups import DeviceGroup, Role
+from tandem.errors import InvalidRequest, PermissionDenied
+from tandem.settings import GatewaySettings, TrainerSettings
+
+_PREFIX = "tandem."
+_LONGEST_START = 3600.0
+_SIZE = "a number of bytes, such as 17179869184 or 16GiB"
+
+_ALLOWED: Mapping[str, str] = {
+    "ranks": "a whole number from 1 to 1024",
+    "dtype": "auto, float32 or bfloat16",
+    "backend": "the name of a trainer backend",
+    "group": "the name of a group for trainers",
+    "sampler_group": "the name of a group for samplers",
+    "sampler": "none, for a run that only trains",
+    "memory": _SIZE,
+    "host_memory": _SIZE,
+    "sampler_memory": _SIZE,
+    "sampler_host_memory": _SIZE,
+    "start_timeout": f"seconds, {_LONGEST_START:g} at most",
+    "priority": "a whole number from -10 to 10",
+    "share": "on or off",
+}
+_OF_RUNS_ALONE = ("recovery",)
+"""Names that are read elsewhere."""
+
+
+def _switch(value: object) -> object:
+    return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
+
+
+def _sampler(value: object) -> object:
+    return False if value == "none" else value
+
+
+class Asks(BaseModel):
+    """What a run needs of the devices, and its session's sampler with it.
+
+    `sampler` False: the run only trains. Without a group, any will do. The sizes are bytes on each
+    device and on the host; 0 is unknown, and not counted. `share`: its trainer may host other LoRA
+    runs of the same owner and base model, too.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ranks: int = Field(1, ge=1, le=1024)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    backend: Annotated[str, Field(min_length=1, max_length=100)] = "fsdp2"
+    group: str = ""
+    sampler_group: str = ""
+    sampler: Annotated[bool, BeforeValidator(_sampler)] = True
+    memory: ByteSize = ByteSize(0)
+    host_memory: ByteSize = ByteSize(0)
+    sampler_memory: ByteSize = ByteSize(0)
+    sampler_host_memory: ByteSize = ByteSize(0)
+    start_timeout: float = Field(300.0, gt=0)
+    priority: int = Field(0, ge=-10, le=10)
+    share: Annotated[bool, BeforeValidator(_switch)] = False
+
+    def trainer_settings(self, settings: TrainerSettings) -> TrainerSettings:
+        """Return the settings of the run's trainer."""
+        return settings.model_copy(
+            update={"ranks": self.ranks, "dtype": self.dtype, "backend": self.backend}
+        )
+
+
+def default_asks(settings: GatewaySettings) -> Asks:
+    """Return what a run asks for that says nothing."""
+    return Asks(
+        ranks=settings.trainer.ranks,
+        dtype=settings.trainer.dtype,
+        backend=settings.trainer.backend,
+        start_timeout=settings.worker_start_timeout,
+    )
+
+
+def asks_of(
+    run: Mapping[str, object] | None,
+    session: Mapping[str, object] | None,
+    *,
+    model: str,
+    settings: GatewaySettings,
+    groups: Sequence[DeviceGroup],
+    admin: bool,
+) -> Asks:
+    """Return what is asked for by the `user_metadata` of a run (None: of a sampler without one)
+    and of its session.
+
+    Raises `InvalidRequest` for a name or a value that is unknown, and for what no group has, and
+    `PermissionDenied` for what is for administrators.
+    """
+    asks = default_asks(settings)
+    asks = _changed(
+        asks, settings.model_defaults.get(model, {}), f"TANDEM_MODEL_DEFAULTS of {model}"
+    )
+    asks = _changed(asks, _asked(session), "user_metadata of the session")
+    asks = _changed(asks, _asked(run), "user_metadata")
+    if asks.priority > 0 and not admin:
+        raise PermissionDenied(
+            f"{_PREFIX}priority is {asks.priority}: above 0 it is for administrators"
+        )
+    _check_groups(asks, groups)
+    return asks
+
+
+def check_defaults(settings: GatewaySettings) -> None:
+    """Raise `InvalidRequest` for a default of a model that nobody could ask for."""
+    for model, defaults in settings.model_defaults.items():
+        _changed(default_asks(settings), defaults, f"TANDEM_MODEL_DEFAULTS of {model}")
+
+
+def _asked(metadata: Mapping[str, object] | None) -> dict[str, object]:
+    names = {key.removeprefix(_PREFIX): key for key in metadata or {} if key.startswith(_PREFIX)}
+    return {
+        name: (metadata or {})[key] for name, key in names.items() if name not in _OF_RUNS_ALONE
+    }
+
+
+def _changed(asks: Asks, changes: Mapping[str, object], where: str) -> Asks:
+    for name in changes:
+        if name not in _ALLOWED:
+            known = ", ".join(_PREFIX + each for each in sorted((*_ALLOWED, *_OF_RUNS_ALONE)))
+            raise InvalidRequest(f"{where}: {_PREFIX}{name[:40]} is unknown; known: {known}")
+    try:
+        changed = Asks.model_validate({**asks.model_dump(), **changes})
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        raise _refused(where, name, changes[name]) from error
+    if changed.start_timeout > max(_LONGEST_START, asks.start_timeout):
+        raise _refused(where, "start_timeout", changes["start_timeout"])
+    if changes.get("sampler") not in (None, "none"):
+        raise _refused(where, "sampler", changes["sampler"])
+    return changed
+
+
+def _refused(where: str, name: str, value: object) -> InvalidRequest:
+    return InvalidRequest(
+        f"{where}: {_PREFIX}{name} is {str(value)[:40]!r}; it is {_ALLOWED[name]}"
+    )
+
+
+def _check_groups(asks: Asks, groups: Sequence[DeviceGroup]) -> None:
+    trainers = _named(groups, "trainer", asks.group, "group")
+    if not any(group.has_devices_for(asks.ranks) for group in trainers):
+        there = ", ".join(group.describe() for group in trainers)
+        raise InvalidRequest(
+            f"a trainer with {asks.ranks} ranks ({_PREFIX}ranks) needs a group with as many "
+            f"devices; there is: {there}"
+        )
+    if asks.sampler:
+        _named(groups, "sampler", asks.sampler_group, "sampler_group")
+
+
+def _named(groups: Sequence[DeviceGroup], role: Role, chosen: str, name: str) -> list[DeviceGroup]:
+    """Return the groups for a role, or the chosen one of them."""
+    of_role = [group for group in groups if role in group.roles]
+    found = [group for group in of_role if chosen in ("", group.name)]
+    if not found:
+        known = ", ".join(group.name for group in of_role)
+        raise InvalidRequest(
+            f"{_PREFIX}{name} is {chosen[:64]!r}, which is no group for {role}s; known: {known}"
+        )
+    return found

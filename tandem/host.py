@@ -1,0 +1,99 @@
+"""What a host has that workers can run on: cores, memory, and the accelerators that NVML knows."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """An NVIDIA device; its `index` is that of nvidia-smi."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Host:
+    """`cores` are the numbers of those that this process may run on; `memory_bytes` is what it may
+    use, which is less than the machine has where a container bounds it."""
+
+    name: str = ""
+    cores: tuple[int, ...] = ()
+    memory_bytes: int = 0
+    accelerators: tuple[Accelerator, ...] = ()
+
+
+def this_host() -> Host:
+    return Host(
+        name=platform.node(),
+        cores=_cores(),
+        memory_bytes=_memory_bytes(),
+        accelerators=accelerators(),
+    )
+
+
+def accelerators(environment: Mapping[str, str] = os.environ) -> tuple[Accelerator, ...]:
+    """Return the NVIDIA devices that processes with this environment may use; none where there is
+    no driver. One that does not answer, such as after a fault, is left out."""
+    try:
+        import pynvml
+    except ImportError:
+        return ()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    found = []
+    try:
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            with suppress(pynvml.NVMLError):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                found.append(
+                    Accelerator(
+                        index=index,
+                        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
+                        name=_text(pynvml.nvmlDeviceGetName(handle)),
+                        memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                    )
+                )
+    finally:
+        pynvml.nvmlShutdown()
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return tuple(found)
+    names = [name.strip() for name in visible.split(",")]
+    return tuple(each for each in found if str(each.index) in names or each.uuid in names)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _cores() -> tuple[int, ...]:
+    if sys.platform == "linux":
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def _memory_bytes() -> int:
+    bounds = [int(psutil.virtual_memory().total)]
+    for limit in _CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # no such cgroup, or "max"
+            bounds.append(int(limit.read_text()))
+    return min(bounds)

@@ -1,0 +1,131 @@
+"""What the metadata of runs and sessions asks for."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.placement.asks import asks_of, check_defaults
+from gateway.placement.groups import DeviceGroup
+from tandem.devices import parse_device
+from tandem.errors import InvalidRequest, PermissionDenied
+from tandem.settings import GatewaySettings, TrainerSettings
+
+SETTINGS = GatewaySettings(model_defaults={"large": {"ranks": 2, "memory": "40GiB"}})
+GROUPS = (
+    DeviceGroup(
+        name="train",
+        roles=frozenset({"trainer"}),
+        devices=(parse_device("cpu:0"), parse_device("cpu:1")),
+    ),
+    DeviceGroup(name="sample", roles=frozenset({"sampler"}), devices=(parse_device("cpu:2"),)),
+)
+WHOLE = (
+    DeviceGroup(
+        name="cpu", roles=frozenset({"trainer", "sampler"}), awake=0, workers=0, most_ranks=4
+    ),
+)
+
+
+def asked(run=None, session=None, *, model="tiny", groups=GROUPS, admin=False, settings=SETTINGS):
+    return asks_of(run, session, model=model, settings=settings, groups=groups, admin=admin)
+
+
+def test_who_asks_for_nothing_gets_the_defaults_of_the_platform():
+    settings = GatewaySettings(
+        trainer={"ranks": 2, "dtype": "bfloat16", "backend": "other"}, worker_start_timeout=7
+    )
+    asks = asked({"purpose": "a test", "tandem_training": "full"}, settings=settings)
+    assert (asks.ranks, asks.dtype, asks.backend, asks.start_timeout) == (2, "bfloat16", "other", 7)
+    assert (asks.group, asks.sampler, asks.memory, asks.priority, asks.share) == (
+        "",
+        True,
+        0,
+        0,
+        False,
+    )
+
+
+def test_a_run_counts_before_its_session_and_that_before_the_defaults_of_the_model():
+    assert asked(model="large").ranks == 2
+    assert asked(session={"tandem.ranks": "1"}, model="large").ranks == 1
+    asks = asked({"tandem.ranks": "2"}, {"tandem.ranks": "1", "tandem.dtype": "float32"})
+    assert (asks.ranks, asks.dtype) == (2, "float32")
+
+
+def test_every_name_is_understood_as_the_text_that_a_client_sends():
+    asks = asked(
+        {
+            "tandem.ranks": "2",
+            "tandem.dtype": "bfloat16",
+            "tandem.backend": "fsdp2",
+            "tandem.group": "train",
+            "tandem.sampler_group": "sample",
+            "tandem.sampler": "none",
+            "tandem.memory": "16GiB",
+            "tandem.host_memory": "1024",
+            "tandem.sampler_memory": "1GiB",
+            "tandem.sampler_host_memory": "2GiB",
+            "tandem.start_timeout": "600",
+            "tandem.priority": "-3",
+            "tandem.share": "on",
+            "tandem.recovery": "off",
+        }
+    )
+    assert (asks.memory, asks.host_memory, asks.sampler_host_memory) == (2**34, 1024, 2**31)
+    assert (asks.sampler, asks.share, asks.priority, asks.start_timeout) == (False, True, -3, 600.0)
+    trainer = asks.trainer_settings(TrainerSettings(threads=3))
+    assert (trainer.ranks, trainer.dtype, trainer.threads) == (2, "bfloat16", 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("ranks", "0", "a whole number from 1 to 1024"),
+        ("ranks", "two", "a whole number from 1 to 1024"),
+        ("dtype", "float64", "auto, float32 or bfloat16"),
+        ("sampler", "off", "none, for a run that only trains"),
+        ("sampler", "true", "none, for a run that only trains"),
+        ("memory", "much", "a number of bytes"),
+        ("memory", "-1", "a number of bytes"),
+        ("start_timeout", "86400", "seconds, 3600 at most"),
+        ("priority", "11", "a whole number from -10 to 10"),
+        ("share", "yes please", "on or off"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_name_and_what_is_allowed(name, value, allowed):
+    for run, session in (({f"tandem.{name}": value}, None), (None, {f"tandem.{name}": value})):
+        with pytest.raises(InvalidRequest) as raised:
+            asked(run, session)
+        assert f"tandem.{name} is {value!r}; it is {allowed}" in raised.value.message
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_known():
+    with pytest.raises(InvalidRequest, match=r"tandem\.gpus is unknown; known: .*tandem\.ranks"):
+        asked({"tandem.gpus": "2"})
+
+
+def test_a_priority_above_zero_is_for_administrators():
+    assert asked({"tandem.priority": "5"}, admin=True).priority == 5
+    with pytest.raises(PermissionDenied, match=r"tandem\.priority is 5"):
+        asked({"tandem.priority": "5"})
+
+
+def test_more_ranks_than_any_group_has_devices_are_refused_with_the_groups():
+    with pytest.raises(InvalidRequest, match=r"4 ranks .*there is: train \(2 devices\)"):
+        asked({"tandem.ranks": "4"})
+    assert asked({"tandem.ranks": "4"}, groups=WHOLE).ranks == 4
+    with pytest.raises(InvalidRequest, match="whole machine, up to 4 ranks"):
+        asked({"tandem.ranks": "5"}, groups=WHOLE)
+
+
+def test_a_group_must_be_there_for_the_role():
+    with pytest.raises(InvalidRequest, match=r"tandem.group is 'sample'.* known: train"):
+        asked({"tandem.group": "sample"})
+    with pytest.raises(InvalidRequest, match=r"tandem.sampler_group is 'none'.* known: sample"):
+        asked({"tandem.sampler_group": "none"})
+
+
+def test_a_wrong_default_of_a_model_is_a_fault_of_the_settings():
+    check_defaults(SETTINGS)
+    with pytest.raises(InvalidRequest, match=r"TANDEM_MODEL_DEFAULTS of m: tandem.ranks is '0'"):
+        check_defaults(GatewaySettings(model_defaults={"m": {"ranks": 0}}))
