@@ -57,6 +57,23 @@ class Metrics:
             "published_bytes", "Bytes of published weight versions."
         )
 
+        self.lease_wait_seconds = self._histogram(
+            "lease_wait_seconds", "Time that a worker waited for its devices.", "group"
+        )
+        self.lease_hold_seconds = self._histogram(
+            "lease_hold_seconds", "Time that a worker had its devices, its sleep included.", "group"
+        )
+        self.switch_seconds = self._histogram(
+            "switch_seconds",
+            "Time that a worker took to sleep or to wake.",
+            "group",
+            "kind",
+            "direction",
+        )
+        self.moved_bytes = self._counter(
+            "moved_bytes", "Bytes that workers moved to sleep or to wake.", "group", "direction"
+        )
+
     def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """Register a gauge whose value is computed at each scrape."""
         gauge = Gauge(f"tandem_gateway_{name}", help_text, registry=self.registry)

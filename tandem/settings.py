@@ -135,6 +135,10 @@ class SharingSettings(BaseSettings):
         description="A worker that others wait for, and that has not answered its heartbeat for so "
         "long, is killed.",
     )
+    weights: dict[str, float] = Field(
+        default_factory=dict,
+        description='What owners get of shared devices, as JSON: {"OWNER": 2.0}; 1.0 unless given.',
+    )
     switch_timeout: float = Field(
         120.0, gt=0, description="A worker that does not sleep or wake within it is killed."
     )

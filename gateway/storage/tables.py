@@ -282,6 +282,37 @@ workers = Table(
     Index("workers_by_state", "state"),
 )
 
+# Each worker with a place on a leased device group. `held`: it has the lease, and may be awake.
+leases = Table(
+    "leases",
+    metadata,
+    Column("worker", String(120), primary_key=True),
+    Column("group_name", String(100), nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("owner", String(100), nullable=False),
+    Column("held", Boolean, nullable=False, default=False),
+    Column("token", BigInteger, nullable=False, default=0),
+    Column("since", Float, nullable=False, default=0.0),  # when it began to wait; 0: it does not
+    Column("seconds", Float, nullable=False, default=0.0),  # for which it had the devices in all
+)
+
+# Who had the devices of a group when.
+lease_spans = Table(
+    "lease_spans",
+    metadata,
+    Column("id", BigInteger().with_variant(Integer(), "sqlite"), primary_key=True),
+    Column("worker", String(120), nullable=False),
+    Column("group_name", String(100), nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("owner", String(100), nullable=False),
+    Column("session_id", String(64), nullable=False),
+    Column("began", Float, nullable=False),  # with its wake, until it slept
+    Column("wake_seconds", Float, nullable=False),
+    Column("sleep_seconds", Float, nullable=False),
+    Column("ended", Float, nullable=False),
+    Index("lease_spans_by_end", "ended"),
+)
+
 # Usage by hour: one row for each hour, run or sampling session, and kind of event.
 usage = Table(
     "usage",

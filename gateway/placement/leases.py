@@ -1,0 +1,538 @@
+"""Leases: which workers have their state on the devices of a group now.
+
+A `GroupLeases` schedules one group. Whoever needs a worker's devices makes a `use` of its lease,
+which waits until the worker is awake; the lease stays with the worker until another one needs the
+devices more (`policy`). Then it gives way: no further use begins, those under way end, and the
+worker is put to sleep.
+
+The next worker wakes only when the one before is known to be asleep, or to have ended. No clock
+decides that: what does not answer in time is killed, and keeps its lease until nothing of it is
+left. The database has each lease before its worker wakes, so that the next gateway knows who may be
+awake (`lease_records`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from gateway.metrics import Metrics
+from gateway.placement.lease_records import LeaseRecord, LeaseRecords, Span
+from gateway.placement.policy import Holder, Waiter, gives_way_at, in_turn
+from tandem.errors import StorageFailed
+from tandem.settings import SharingSettings
+from tandem.telemetry import get_log
+
+_RECENT = 0.3
+"""The weight of the newest of several measurements."""
+_PAUSE = 0.5
+"""Seconds until something that failed is tried again, and between looks at a heartbeat."""
+
+LeaseState = Literal["free", "waking", "held", "giving_way", "sleeping"]
+"""`free`: it is not held. `waking` and `sleeping`: its worker moves on to the devices, or off them.
+`giving_way`: no use begins any more."""
+
+
+@dataclass(frozen=True)
+class Switched:
+    """What a worker says of a switch."""
+
+    bytes_moved: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+
+class Tenant(Protocol):
+    """What stands for the worker of a lease. All methods may be cancelled."""
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds for which the worker has not answered its heartbeat; 0 if it does."""
+        ...
+
+    async def sleep(self, token: int) -> Switched:
+        """Put the worker to sleep; return when it is. Raises whatever went wrong."""
+        ...
+
+    async def wake(self, token: int) -> Switched:
+        """Wake the worker; return when it is awake. Raises whatever went wrong."""
+        ...
+
+    async def end(self, reason: str) -> None:
+        """Kill the worker; return when nothing of it is left, and `worker_ended` was called."""
+        ...
+
+
+@dataclass(eq=False, kw_only=True)
+class Lease:
+    """Of one worker, named by `key`, which stays the same when its process is replaced.
+
+    `present`: there is a process. `left`: an earlier gateway has left it held, and the worker may
+    be awake, asleep or in between. `uses` counts the calls under way; `in_step` has the runs whose
+    gradients were computed and not applied yet. `since` is when it began to wait, `granted_at` when
+    it got the devices, `idle_since` when its last use ended, `served_at` when it last gave them up,
+    all in the time of the event loop. `seconds` is how long it had them in all.
+    """
+
+    key: str
+    kind: str
+    owner: str
+    session_id: str
+    priority: int
+    tenant: Tenant
+    group: GroupLeases
+    state: LeaseState = "free"
+    token: int = 0
+    present: bool = False
+    closed: bool = False
+    left: bool = False
+    uses: int = 0
+    in_step: set[str] = field(default_factory=set)
+    waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    since: float = 0.0
+    granted_at: float = 0.0
+    idle_since: float = 0.0
+    served_at: float = 0.0
+    seconds: float = 0.0
+    wake_seconds: float = 0.0
+    sleep_seconds: float = 0.0
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+    @asynccontextmanager
+    async def use(self, *, begins_step: str = "", ends_step: str = "") -> AsyncIterator[int]:
+        """Have the devices while the block runs; wait for them first. Yields the fencing token.
+
+        `begins_step` names a run whose gradients are computed in the block, `ends_step` one whose
+        gradients are applied or dropped: between the two, the lease rather stays.
+        """
+        await self.group.enter(self)
+        if begins_step:
+            self.in_step.add(begins_step)
+        self.in_step.discard(ends_step)
+        try:
+            yield self.token
+        finally:
+            self.group.leave(self)
+
+    def worker_started(self) -> None:
+        """Note that there is a process, which is awake. Call it within a use."""
+        self.present = True
+
+    def worker_ended(self) -> None:
+        """Note that nothing is left of the worker's process."""
+        self.present = False
+        self.device_bytes = self.host_bytes = 0
+        self.group.look()
+
+    def close(self) -> None:
+        """Give it up for good. Nothing of the worker may be left."""
+        self.group.close(self)
+
+    def explain(self) -> str:
+        """Say what it waits for; "" if it does not wait."""
+        return self.group.explain(self)
+
+
+class GroupLeases:
+    """The leases of one group, of which `awake` may be held at once; 0: it is not leased, and
+    nobody ever waits. `next_token` returns a token above all before."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        awake: int,
+        settings: SharingSettings,
+        records: LeaseRecords,
+        metrics: Metrics,
+        next_token: Callable[[], int],
+    ) -> None:
+        self.name = name
+        self.awake = awake
+        self.leases: list[Lease] = []
+        self.switches = 0
+        self.switch_seconds = 0.0
+        """What a switch has cost lately: to put one worker to sleep, and to wake another."""
+        self._hold_seconds = settings.quantum
+        self._settings = settings
+        self._records = records
+        self._metrics = metrics
+        self._next_token = next_token
+        self._shares: dict[str, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._loop = asyncio.get_running_loop()
+        self._log = get_log(group=name)
+
+    def register(
+        self,
+        *,
+        key: str,
+        kind: str,
+        owner: str,
+        session_id: str,
+        tenant: Tenant,
+        priority: int = 0,
+        present: bool = False,
+    ) -> Lease:
+        """Return the lease of a worker. One that an earlier gateway has left is `present`, and may
+        be awake if it held the lease there."""
+        lease = Lease(
+            key=key,
+            kind=kind,
+            owner=owner,
+            session_id=session_id,
+            priority=priority,
+            tenant=tenant,
+            present=present,
+            group=self,
+        )
+        if self.awake:
+            self._take_up(lease, self._records.take_left(key))
+            self._records.add(lease.key, group=self.name, kind=kind, owner=owner)
+            self.leases.append(lease)
+        return lease
+
+    def _take_up(self, lease: Lease, left: LeaseRecord | None) -> None:
+        if left is None:
+            return
+        now = self._loop.time()
+        lease.seconds, lease.token = left.seconds, left.token
+        share = left.seconds / self._weight(lease.owner)
+        self._shares[lease.owner] = self._shares.get(lease.owner, 0.0) + share
+        if left.held and lease.present:
+            lease.state, lease.granted_at, lease.idle_since = "held", now, now
+            lease.left = True
+        elif left.since:
+            lease.since = now - max(0.0, time.time() - left.since)
+
+    def explain(self, lease: Lease) -> str:
+        if not lease.waiting:
+            return ""
+        if lease.state == "waking":
+            return f"its worker moves on to the devices of group {self.name}"
+        queue = self.queue()
+        if lease not in queue:  # it gives way, and is in the queue then
+            return f"its worker makes room for another one on group {self.name}"
+        before, now = queue.index(lease), self._loop.time()
+        expected = (before + 1) * (self._hold_seconds + self.switch_seconds)
+        return (
+            f"the devices of group {self.name} are used by others: {before} before it in the "
+            f"queue, {now - lease.since:.0f} s so far, about {expected:.0f} s more"
+        )
+
+    def queue(self) -> list[Lease]:
+        """Return those that wait, in turn."""
+        now = self._loop.time()
+        waiting = {_waiter(lease): lease for lease in self.leases if _waits(lease)}
+        return [waiting[each] for each in self._sorted(waiting, now)]
+
+    def _sorted(self, waiting: Iterable[Waiter], now: float) -> list[Waiter]:
+        return in_turn(
+            waiting,
+            now=now,
+            max_wait=self._settings.max_wait,
+            share_of=lambda owner: self._share(owner, now),
+        )
+
+    async def close_all(self) -> None:
+        """Cancel everything, and leave all as it is to the next gateway."""
+        self._closed = True
+        self._stop_timer()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- Uses ---------------------------------------------------------------------------------
+
+    async def enter(self, lease: Lease) -> None:
+        """Return when the worker has the devices, with one more use counted."""
+        self.look()
+        if not self.awake or (lease.state == "held" and not lease.left):
+            lease.uses += 1
+            return
+        if lease.state == "free" and not lease.waiting:
+            self._note_active(lease.owner)
+            self._note_waiting(lease)
+        turn: asyncio.Future[None] = self._loop.create_future()
+        lease.waiting.append(turn)
+        self.look()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn in lease.waiting:
+                lease.waiting.remove(turn)
+            elif not turn.cancelled():  # it was admitted in this very moment
+                self.leave(lease)
+            self.look()
+            raise
+
+    def leave(self, lease: Lease) -> None:
+        lease.uses -= 1
+        lease.idle_since = self._loop.time()
+        self.look()
+
+    def close(self, lease: Lease) -> None:
+        lease.closed, lease.present = True, False
+        for turn in lease.waiting:
+            turn.cancel()
+        lease.waiting.clear()
+        if lease in self.leases and lease.state not in ("waking", "sleeping"):
+            self._remove(lease)
+        self.look()
+
+    def _remove(self, lease: Lease) -> None:
+        if lease.state != "free":
+            self._note_free(lease)
+        self.leases.remove(lease)
+        self._records.remove(lease.key)
+
+    def _admit(self, lease: Lease) -> None:
+        lease.state = "held"
+        turns, lease.waiting = lease.waiting, []
+        for turn in turns:
+            lease.uses += 1
+            turn.set_result(None)
+
+    # --- Decisions ----------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Decide what is to be done now, begin it, and look again when that may have changed."""
+        if not self.awake or self._closed:
+            return
+        self._stop_timer()
+        now, queue = self._loop.time(), self.queue()
+        free = self.awake - sum(lease.state != "free" for lease in self.leases)
+        left = [each for each in self.leases if each.left and each.state == "held" and each.waiting]
+        for lease in [*left, *queue[: max(0, free)]]:
+            lease.state = "waking"
+            self._begin(lease, self._wake(lease))
+        queue = queue[max(0, free) :]
+        look_at = self._ask_to_give_way(queue, now)
+        for lease in self.leases:
+            if lease.state == "giving_way" and not lease.uses:
+                lease.state, lease.left = "sleeping", False
+                self._begin(lease, self._sleep(lease))
+        if queue:
+            self._end_silent()
+            look_at = min(look_at, now + _PAUSE)
+        if look_at < math.inf:
+            self._timer = self._loop.call_at(look_at, self.look)
+
+    def _ask_to_give_way(self, queue: list[Lease], now: float) -> float:
+        """Ask as many holders as others wait; return when the next is to be asked."""
+        wanted = len(queue) - sum(
+            lease.state in ("giving_way", "sleeping") for lease in self.leases
+        )
+        waiting = [_waiter(lease) for lease in queue]
+        due: list[tuple[float, Lease]] = []
+        for lease in self.leases:
+            if lease.state == "giving_way" and not queue and lease.present and lease.uses:
+                self._admit(lease)  # nobody needs the devices any more
+            elif lease.state == "held" and not lease.present and not lease.uses:
+                lease.state = "giving_way"  # there is nothing to put to sleep
+                wanted -= 1
+            elif lease.state == "held":
+                at = gives_way_at(
+                    _holder(lease),
+                    waiting=waiting,
+                    switch_seconds=self.switch_seconds,
+                    settings=self._settings,
+                )
+                due.append((at, lease))
+        for at, lease in sorted(due, key=lambda each: each[0]):
+            if queue and wanted <= 0:
+                break
+            if at > now:
+                return at
+            if not lease.uses or not queue or self._goes_before(queue[0], lease, now):
+                lease.state = "giving_way"
+                wanted -= 1
+        return math.inf
+
+    def _goes_before(self, lease: Lease, holder: Lease, now: float) -> bool:
+        """Whether a busy holder would not get the devices back at once if it gave them up."""
+        again = replace(_waiter(holder), since=now, served_at=now)
+        return self._sorted([_waiter(lease), again], now)[0] is not again
+
+    def _end_silent(self) -> None:
+        """Kill the holders that others wait for and that do not answer."""
+        for lease in self.leases:
+            silent_for = lease.tenant.silent_for
+            if lease.state in ("held", "giving_way") and silent_for > self._settings.expiry:
+                lease.state, lease.left = "sleeping", False
+                reason = (
+                    f"it did not answer for {silent_for:.0f} s, while others needed its devices"
+                )
+                self._begin(lease, self._end_holder(lease, reason))
+
+    # --- Switches -----------------------------------------------------------------------------
+
+    def _begin(self, lease: Lease, switch: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(self._carry_out(lease, switch), name=f"lease-{lease.key}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _carry_out(self, lease: Lease, switch: Coroutine[None, None, None]) -> None:
+        await switch
+        if lease.closed:
+            self._remove(lease)
+        self.look()
+
+    async def _wake(self, lease: Lease) -> None:
+        began = self._loop.time()
+        lease.token = self._next_token()
+        try:
+            await self._records.hold(lease.key, token=lease.token)
+        except StorageFailed as error:
+            self._log.warning("lease_not_granted", worker=lease.key, reason=error.message)
+            await asyncio.sleep(_PAUSE)
+            lease.state = "held" if lease.left else "free"
+            return
+        lease.left = False
+        if lease.present:
+            await self._switch(lease, "wake", lambda: lease.tenant.wake(lease.token))
+        lease.granted_at = lease.idle_since = self._loop.time()
+        lease.wake_seconds = lease.granted_at - began
+        self._metrics.lease_wait_seconds.labels(self.name).observe(began - lease.since)
+        lease.since = 0.0
+        self._admit(lease)
+
+    async def _sleep(self, lease: Lease) -> None:
+        began = self._loop.time()
+        lease.token = self._next_token()
+        if lease.present:
+            await self._switch(lease, "sleep", lambda: lease.tenant.sleep(lease.token))
+        lease.sleep_seconds = self._loop.time() - began
+        self._note_free(lease)
+
+    async def _switch(
+        self,
+        lease: Lease,
+        direction: Literal["sleep", "wake"],
+        carry_out: Callable[[], Coroutine[None, None, Switched]],
+    ) -> None:
+        """Put a worker to sleep or wake it; end it if that fails."""
+        began = self._loop.time()
+        try:
+            async with asyncio.timeout(self._settings.switch_timeout):
+                switched = await carry_out()
+        except TimeoutError:
+            limit = self._settings.switch_timeout
+            await self._end(lease, f"it did not {direction} within {limit:g} s")
+            return
+        except Exception as error:  # noqa: BLE001 - whatever it is, the worker is of no use
+            await self._end(lease, f"it did not {direction}: {error}")
+            return
+        seconds = self._loop.time() - began
+        lease.device_bytes, lease.host_bytes = switched.device_bytes, switched.host_bytes
+        self.switches += 1
+        # A switch is one of each.
+        self.switch_seconds += _RECENT * (2 * seconds - self.switch_seconds)
+        self._metrics.switch_seconds.labels(self.name, lease.kind, direction).observe(seconds)
+        self._metrics.moved_bytes.labels(self.name, direction).inc(switched.bytes_moved)
+
+    async def _end_holder(self, lease: Lease, reason: str) -> None:
+        await self._end(lease, reason)
+        lease.state = "giving_way"  # the calls under way are about to fail
+
+    async def _end(self, lease: Lease, reason: str) -> None:
+        """Kill a worker; return when nothing of it is left, however long that takes: until then,
+        nobody else may have its devices."""
+        self._log.error("lease_holder_ended", worker=lease.key, reason=reason)
+        while lease.present:
+            try:
+                async with asyncio.timeout(self._settings.switch_timeout):
+                    await lease.tenant.end(reason)
+            except Exception:  # noqa: BLE001 - it is tried again, until it is known to be gone
+                self._log.exception("lease_holder_not_ended", worker=lease.key)
+            if lease.present:
+                await asyncio.sleep(_PAUSE)
+
+    def _note_free(self, lease: Lease) -> None:
+        """Note that the devices are free of the worker."""
+        now = self._loop.time()
+        lease.state, lease.served_at = "free", now
+        if lease.granted_at:
+            seconds = now - lease.granted_at
+            lease.seconds += seconds
+            self._shares[lease.owner] = self._shares.get(lease.owner, 0.0) + (
+                seconds / self._weight(lease.owner)
+            )
+            self._hold_seconds += _RECENT * (seconds - self._hold_seconds)
+            self._metrics.lease_hold_seconds.labels(self.name).observe(seconds)
+            span = Span(
+                worker=lease.key,
+                group_name=self.name,
+                kind=lease.kind,
+                owner=lease.owner,
+                session_id=lease.session_id,
+                began=time.time() - seconds - lease.wake_seconds,
+                wake_seconds=lease.wake_seconds,
+                sleep_seconds=lease.sleep_seconds,
+                ended=time.time(),
+            )
+            self._records.free(lease.key, seconds=lease.seconds, span=span)
+            lease.granted_at = lease.wake_seconds = lease.sleep_seconds = 0.0
+        if lease.waiting:
+            self._note_waiting(lease)
+
+    def _note_active(self, owner: str) -> None:
+        """Let an owner that wanted nothing for a while not catch up for that time."""
+        active = {each.owner for each in self.leases if each.state != "free" or each.waiting}
+        if owner not in active and active:
+            now = self._loop.time()
+            fewest = min(self._share(other, now) for other in active)
+            self._shares[owner] = max(self._shares.get(owner, 0.0), fewest)
+
+    def _note_waiting(self, lease: Lease) -> None:
+        lease.since = lease.since or self._loop.time()
+        self._records.wait(lease.key, since=time.time() - (self._loop.time() - lease.since))
+
+    # --- Shares -------------------------------------------------------------------------------
+
+    def _weight(self, owner: str) -> float:
+        return self._settings.weights.get(owner, 1.0)
+
+    def _share(self, owner: str, now: float) -> float:
+        """Return the seconds that an owner has had, divided by its weight."""
+        running = sum(
+            now - lease.granted_at
+            for lease in self.leases
+            if lease.owner == owner and lease.granted_at
+        )
+        return self._shares.get(owner, 0.0) + running / self._weight(owner)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _waits(lease: Lease) -> bool:
+    return lease.state == "free" and bool(lease.waiting)
+
+
+def _waiter(lease: Lease) -> Waiter:
+    return Waiter(
+        key=lease.key,
+        owner=lease.owner,
+        priority=lease.priority,
+        since=lease.since,
+        served_at=lease.served_at,
+    )
+
+
+def _holder(lease: Lease) -> Holder:
+    return Holder(
+        granted_at=lease.granted_at,
+        idle_since=None if lease.uses else lease.idle_since,
+        in_step=bool(lease.in_step),
+    )

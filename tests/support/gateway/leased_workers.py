@@ -1,0 +1,218 @@
+"""Workers on the devices of a group, as a model: processes that sleep, wake, freeze, die and get
+calls late, and gateways that come and go. It notices when more are awake than may be."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass, field
+
+from gateway.metrics import Metrics
+from gateway.placement.lease_records import LeaseRecord
+from gateway.placement.leases import GroupLeases, Lease, Switched
+from tandem.errors import StorageFailed
+from tandem.settings import SharingSettings
+
+
+class MemoryRecords:
+    """`LeaseRecords` whose rows outlive a gateway. `failing` makes the next commits fail."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, LeaseRecord] = {}
+        self.spans = []
+        self.failing = 0
+
+    def take_left(self, key):
+        return self.rows.get(key)
+
+    def add(self, key, **_):
+        self.rows.setdefault(key, LeaseRecord(held=False, token=0, since=0.0, seconds=0.0))
+
+    def wait(self, key, *, since):
+        self._change(key, held=False, since=since)
+
+    async def hold(self, key, *, token):
+        await asyncio.sleep(0.002)
+        if self.failing:
+            self.failing -= 1
+            raise StorageFailed("the disk is away")
+        self._change(key, held=True, token=token, since=0.0)
+
+    def free(self, key, *, seconds, span):
+        self._change(key, held=False, seconds=seconds)
+        self.spans.append(span)
+
+    def remove(self, key):
+        self.rows.pop(key, None)
+
+    def _change(self, key, **values):
+        if key in self.rows:
+            self.rows[key] = LeaseRecord(**(vars(self.rows[key]) | values))
+
+
+@dataclass(eq=False)
+class Process:
+    """`delay` is how long a call takes to arrive, `work` how long a switch takes. `fails` has the
+    directions that end in an error. A `frozen` one does nothing until it is killed."""
+
+    devices: Devices
+    newest: int
+    epoch: int = 0
+    delay: float = 0.001
+    work: float = 0.05
+    fails: set[str] = field(default_factory=set)
+    alive: bool = True
+    frozen: bool = False
+    awake: bool = True
+
+    def become(self, awake: bool, token: int, epoch: int) -> None:
+        """What happens when a call arrives, however late, wherever its sender is by now."""
+        if not self.alive or self.frozen or epoch < self.epoch:
+            return
+        if token >= self.newest:
+            self.newest, self.awake = token, awake
+            self.devices.check()
+
+
+@dataclass
+class Devices:
+    most: int
+    processes: list[Process] = field(default_factory=list)
+
+    def start(self, token: int, **about) -> Process:
+        process = Process(self, token, **about)
+        self.processes.append(process)
+        self.check()
+        return process
+
+    def check(self) -> None:
+        awake = [each for each in self.processes if each.alive and each.awake]
+        assert len(awake) <= self.most, f"{len(awake)} workers are awake at once"
+
+
+@dataclass(eq=False)
+class Worker:
+    """What a host of a worker does for its lease, in one gateway."""
+
+    key: str
+    devices: Devices
+    process: Process | None = None
+    lease: Lease | None = None
+    silent_for: float = 0.0
+    log: list[str] = field(default_factory=list)
+
+    async def sleep(self, token: int) -> Switched:
+        return await self._switch("sleep", token)
+
+    async def wake(self, token: int) -> Switched:
+        return await self._switch("wake", token)
+
+    async def _switch(self, direction: str, token: int) -> Switched:
+        process = self.process
+        assert process is not None
+        loop = asyncio.get_running_loop()
+        arrives = (direction == "wake", token, process.epoch)
+        loop.call_later(process.delay, process.become, *arrives)
+        await asyncio.sleep(process.delay + process.work)
+        if not process.alive:
+            raise ConnectionError("the worker died")
+        if process.frozen:
+            await asyncio.sleep(1e6)
+        if direction in process.fails:
+            raise ConnectionError(f"{direction} failed")
+        self.log.append(direction)
+        return Switched(bytes_moved=1, host_bytes=2)
+
+    async def end(self, reason: str) -> None:
+        await asyncio.sleep(0.05)
+        self.die()
+
+    def die(self) -> None:
+        if self.process is not None:
+            self.process.alive = False
+            self.process = None
+            self.silent_for = 0.0
+            if self.lease is not None:
+                self.lease.worker_ended()
+
+    def freeze(self) -> None:
+        """Its process does nothing any more; the gateway notices in the end, whoever waits."""
+        if self.process is not None and not self.process.frozen:
+            self.process.frozen, self.silent_for = True, 1e3
+            asyncio.get_running_loop().call_later(300, self._give_up, self.process)
+
+    def _give_up(self, process: Process) -> None:
+        if self.process is process:
+            self.die()
+
+    async def compute(self, seconds: float, **step: str) -> None:
+        """One call, by a process that is started if there is none. It fails when the process
+        dies, and is made again."""
+        assert self.lease is not None
+        while True:
+            async with self.lease.use(**step) as token:
+                if self.process is None:
+                    self.process = self.devices.start(token)
+                    self.lease.worker_started()
+                process = self.process
+                if process.newest < token:
+                    process.newest = token
+                left = 10
+                while left and process.alive:
+                    await asyncio.sleep(seconds / 10)
+                    if not process.frozen:
+                        left -= 1
+                        assert process.awake or not process.alive, "it computed while asleep"
+                if not left:
+                    return
+
+
+@dataclass
+class World:
+    """One group, and the gateways that one after the other schedule it."""
+
+    awake: int = 1
+    settings: SharingSettings = field(default_factory=lambda: SharingSettings(quantum=0.5))
+
+    def __post_init__(self) -> None:
+        self.devices = Devices(self.awake)
+        self.records = MemoryRecords()
+        self.tokens = itertools.count(1)
+        self.workers: dict[str, Worker] = {}
+        self.new_gateway()
+
+    def new_gateway(self) -> None:
+        self.group = GroupLeases(
+            name="g",
+            awake=self.awake,
+            settings=self.settings,
+            records=self.records,  # type: ignore[arg-type]
+            metrics=Metrics(),
+            next_token=lambda: next(self.tokens),
+        )
+        for worker in self.workers.values():
+            self._register(worker, worker.lease.owner)
+
+    async def restart(self) -> None:
+        """The gateway dies, with what was under way in it, and another one takes over."""
+        await self.group.close_all()
+        for worker in self.workers.values():  # the next one is heard of by all before it asks
+            if worker.process is not None:
+                worker.process.epoch += 1
+        self.new_gateway()
+
+    def worker(self, key: str, *, owner: str = "ann", priority: int = 0) -> Worker:
+        worker = self.workers[key] = Worker(key, self.devices)
+        self._register(worker, owner, priority)
+        return worker
+
+    def _register(self, worker: Worker, owner: str, priority: int = 0) -> None:
+        worker.lease = self.group.register(
+            key=worker.key,
+            kind="trainer",
+            owner=owner,
+            session_id="s",
+            priority=priority,
+            tenant=worker,
+            present=worker.process is not None,
+        )
