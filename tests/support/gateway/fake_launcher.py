@@ -18,7 +18,6 @@ from tandem.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec
 from tests.support.gateway.fake_sampler import FakeSampler
 from tests.support.gateway.fake_trainer import FakeTrainer
 
-
 HOST = Host("host", cores=(0, 1, 2, 3), memory_bytes=48 * 2**30)
 
 

@@ -208,6 +208,8 @@ async def test_a_database_of_the_first_revision_is_brought_up_to_date(tmp_path):
         "DROP TABLE training_steps",
         "ALTER TABLE operations DROP COLUMN digest",
         "DROP TABLE snapshots",
+        "DROP TABLE leases",
+        "DROP TABLE lease_spans",
         *(f"ALTER TABLE runs DROP COLUMN {name}" for name in RUN_COLUMNS),
         *(f"ALTER TABLE operations DROP COLUMN {name}" for name in ("payload", "call", "seconds")),
         "UPDATE alembic_version SET version_num = '0001'",
