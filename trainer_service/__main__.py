@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from tandem.errors import OutOfMemory, TandemError, WorkerDied, WorkerStartFailed
+from tandem.fencing import Fence
 from tandem.settings import TrainerSettings
 from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import trainer_pb2_grpc
@@ -79,6 +80,7 @@ class _Worker:
             metrics=TrainerMetrics(registry),
             log=self._log,
             broken=broken,
+            fence=Fence(self._spec.lease),
         )
         trainer_pb2_grpc.add_TrainerServicer_to_server(servicer, server.grpc)
         self._report(await server.listen(registry))

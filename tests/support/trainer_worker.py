@@ -158,6 +158,17 @@ class TrainerClient(WorkerClient):
             timeout=CALL_SECONDS,
         )
 
+    def sleep(self, **fields: Any) -> common_pb2.SwitchReply:
+        """`fields` are those of the request."""
+        return self.stub.Sleep(
+            common_pb2.SleepRequest(**fields), metadata=self.metadata, timeout=CALL_SECONDS
+        )
+
+    def wake(self) -> common_pb2.SwitchReply:
+        return self.stub.Wake(
+            common_pb2.WakeRequest(), metadata=self.metadata, timeout=CALL_SECONDS
+        )
+
     def publish(
         self, data_dir: Path, number: int = 1, *, merged: bool = False
     ) -> tuple[trainer_pb2.PublishReply, Path]:
@@ -198,6 +209,8 @@ def trainer_process(
     *,
     wait: bool = True,
     training: TrainingSpec | None = None,
+    devices: Sequence[str] = (),
+    lease: int = 0,
     **settings: Any,
 ) -> Iterator[TrainerClient]:
     """`settings` are those of `TrainerSettings`."""
@@ -210,9 +223,13 @@ def trainer_process(
         session_id=SESSION,
         run_id=RUN,
         training=training,
+        devices=tuple(devices),
+        lease=lease,
         trainer=TrainerSettings(**{"device": "cpu", "threads": 1, **settings}),
     )
     with worker_process(spec) as started, TrainerClient(started) as client:
+        if lease:
+            client.hold(lease)
         if wait:
             client.wait_until_serving()
         yield client

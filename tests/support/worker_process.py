@@ -14,6 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.agent.worker_process import kill_group
+from tandem.fencing import LEASE_METADATA_KEY
 from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerReport, WorkerSpec
 
 SECRET = "a secret of this test"
@@ -45,13 +46,17 @@ class WorkerClient:
         self.report = started.report
         self.next_report = started.next_report
         self.channel = grpc.insecure_channel(started.report.address, options=GRPC_OPTIONS)
-        self.metadata = ((SECRET_METADATA_KEY, SECRET),)
+        self.metadata: tuple[tuple[str, str], ...] = ((SECRET_METADATA_KEY, SECRET),)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.channel.close()
+
+    def hold(self, lease: int) -> None:
+        """Send this fencing token with every call from here on."""
+        self.metadata = ((SECRET_METADATA_KEY, SECRET), (LEASE_METADATA_KEY, str(lease)))
 
     def wait_until_serving(self) -> None:
         stub = health_pb2_grpc.HealthStub(self.channel)

@@ -1,7 +1,8 @@
 """How a model is loaded, sharded and computed: one backend per file.
 
 `base.py` says what a backend must do (`TrainerBackend`) and what it may do in addition
-(`ParallelBackend`, `UndoingBackend`, `LoraBackend`). The built-in backend is `fsdp2.py`.
+(`ParallelBackend`, `UndoingBackend`, `SleepingBackend`, `LoraBackend`). The built-in backend is
+`fsdp2.py`.
 
 To add a backend, write `backends/NAME.py` with a subclass of `TrainerBackend` and
 `BACKEND = ThatClass`; a run chooses it by the setting `trainer.backend = NAME`. A package of its
@@ -12,6 +13,7 @@ needs to change.
 from trainer_service.backends.base import (
     LoraBackend,
     ParallelBackend,
+    SleepingBackend,
     TrainerBackend,
     UndoingBackend,
     World,
@@ -21,6 +23,7 @@ from trainer_service.backends.base import (
 __all__ = [
     "LoraBackend",
     "ParallelBackend",
+    "SleepingBackend",
     "TrainerBackend",
     "UndoingBackend",
     "World",

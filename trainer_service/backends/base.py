@@ -34,6 +34,16 @@ Mark = list[tuple["Parameter", "Tensor | None", int]]
 
 
 @dataclass(frozen=True)
+class LiveState:
+    """The tensors that live between operations, in the order in which they leave the device; of
+    sharded ones, this rank's shards."""
+
+    optimizer: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    parameters: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
 class World:
     """This rank among all. `device` is "cpu" or "cuda"; on "cuda" the rank's own GPU is the
     current one."""
@@ -129,6 +139,17 @@ class UndoingBackend(Protocol):
     def undo(self, mark: Mark) -> bool:
         """Forgets what was computed since the mark, and frees its memory. Returns whether the
         gradients held are those of the mark, bit for bit: what was added to one is lost in it."""
+        ...
+
+
+@runtime_checkable
+class SleepingBackend(Protocol):
+    """A backend whose state can leave the device between two operations (`compute/offload.py`)."""
+
+    def live_state(self) -> LiveState:
+        """Everything that must outlast the sleep: parameters, frozen ones too, buffers, gradients
+        and optimizer state. What else there is on the device, such as gathered parameters, is
+        freed by this call."""
         ...
 
 

@@ -18,7 +18,14 @@ from torch.distributed.tensor import DTensor
 from tandem.settings import TrainerSettings
 from tandem.telemetry import get_log
 from tandem.worker import LoraSpec, TrainingSpec
-from trainer_service.backends.base import Gradients, Mark, TrainerBackend, World, add_gradients
+from trainer_service.backends.base import (
+    Gradients,
+    LiveState,
+    Mark,
+    TrainerBackend,
+    World,
+    add_gradients,
+)
 from trainer_service.batches.micro_batches import MicroBatch
 from trainer_service.lora.adapters import (
     LoraLinear,
@@ -243,6 +250,18 @@ class Fsdp2Backend(TrainerBackend):
     @property
     def threadsafe(self) -> bool:
         return not self._sharded and self.device == "cpu"
+
+    def live_state(self) -> LiveState:
+        if self._sharded:
+            # A loss that failed after its forward pass has left the root gathered.
+            for module in self._fsdp_modules():
+                module.reshard()
+        parameters = list(self._model.parameters())
+        return LiveState(
+            optimizer=list(self.optimizer.state(create=False).values()),
+            gradients=[each.grad for each in parameters if each.grad is not None],
+            parameters=[*parameters, *self._model.buffers()],
+        )
 
     # --- Collecting ------------------------------------------------------------------------
 

@@ -65,6 +65,8 @@ class Op(enum.IntEnum):
     LOAD_CHECKPOINT = 5
     DROP_GRADIENTS = 6
     SNAPSHOT = 7
+    SLEEP = 8
+    WAKE = 9
 
 
 _SIZE = struct.Struct("<q")

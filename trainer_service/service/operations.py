@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from google.protobuf.message import Message
 
 from tandem.errors import (
     GradientsIncomplete,
@@ -37,6 +38,7 @@ from trainer_service.checkpoints.snapshots import Snapshots
 from trainer_service.checkpoints.training_state import CheckpointRecord
 from trainer_service.compute.trainer import Op, RankTrainer
 from trainer_service.optimizers import step_settings
+from trainer_service.service.switching import Switching
 
 
 @dataclass
@@ -76,6 +78,7 @@ class Operations:
     def __init__(self, trainer: RankTrainer) -> None:
         self._trainer = trainer
         self.snapshots = Snapshots(trainer, group=trainer.snapshot_group)
+        self.switching = Switching(trainer.control, lambda: [trainer.backend])
         self.ranks = trainer.control.size
         self.progress = trainer.progress
         self._held: HeldBatches | None = None
@@ -106,7 +109,14 @@ class Operations:
             step=trainer.step,
             trainable_parameters=facts.trainable_parameters,
             micro_batch_tokens=trainer.micro_batch_tokens,
+            asleep=self.switching.asleep,
         )
+
+    def _announce(self, op: Op, message: Message | None = None) -> None:
+        """Tells the other ranks of an operation, before which the servicer has seen to it that
+        they are awake."""
+        assert not self.switching.asleep, f"{op.name} while the trainer is asleep"
+        self._trainer.control.broadcast(op, message)
 
     def forward_backward(
         self, request: trainer_pb2.ForwardBackwardRequest
@@ -118,7 +128,7 @@ class Operations:
             forward_only = message.forward_only
             batch = _read_batch(message, request, trainer)
             request.micro_batch_tokens = self._plan(batch, request)  # all ranks use the same
-            trainer.control.broadcast(Op.FORWARD_BACKWARD, request)
+            self._announce(Op.FORWARD_BACKWARD, request)
             if not forward_only:
                 self._held = self._held or HeldBatches()
             # A loss may fail on its datums.
@@ -164,7 +174,7 @@ class Operations:
                     "there are no gradients: no forward_backward came since the last optim_step"
                 )
             request.snapshot = self.snapshots.prepare(request.snapshot)
-            trainer.control.broadcast(Op.OPTIM_STEP, request)
+            self._announce(Op.OPTIM_STEP, request)
             held, self._held = self._held, None
             try:
                 metrics = trainer.optim_step(settings)
@@ -193,7 +203,7 @@ class Operations:
             manifest = published_by(version)
             if manifest is None:
                 prepare_publish(version, trainer.backend)
-                trainer.control.broadcast(Op.PUBLISH, request)
+                self._announce(Op.PUBLISH, request)
                 manifest = publish(version, trainer)
         except TandemError as error:
             return trainer_pb2.PublishReply(failure=error.to_failure())
@@ -219,7 +229,7 @@ class Operations:
             record = training_state.saved_by(request)
             if record is None:
                 training_state.prepare_save(Path(request.path), trainer.backend)
-                trainer.control.broadcast(Op.SAVE_CHECKPOINT, request)
+                self._announce(Op.SAVE_CHECKPOINT, request)
                 record = training_state.save(request, trainer)
         except TandemError as error:
             return trainer_pb2.SaveCheckpointReply(failure=error.to_failure())
@@ -251,7 +261,7 @@ class Operations:
         """`snapshots` has what becomes of it."""
         request.header.CopyFrom(self._changed)
         if self.snapshots.prepare(request.path):
-            self._trainer.control.broadcast(Op.SNAPSHOT, request)
+            self._announce(Op.SNAPSHOT, request)
             self.snapshots.take(request.path, request.header)
 
     def restore(self, request: trainer_pb2.RestoreRequest) -> trainer_pb2.RestoreReply:
@@ -273,13 +283,13 @@ class Operations:
         trainer = self._trainer
         record = training_state.check(path, trainer, optimizer=optimizer)
         request = trainer_pb2.LoadCheckpointRequest(path=str(path), optimizer=optimizer)
-        trainer.control.broadcast(Op.LOAD_CHECKPOINT, request)
+        self._announce(Op.LOAD_CHECKPOINT, request)
         training_state.load(path, trainer, optimizer=optimizer)
         self._held, self._refused = None, ""
         return record
 
     def _drop_gradients(self) -> None:
-        self._trainer.control.broadcast(Op.DROP_GRADIENTS)
+        self._announce(Op.DROP_GRADIENTS)
         self._trainer.drop_gradients()
         self._held, self._refused = None, ""
 
@@ -287,6 +297,7 @@ class Operations:
 def follow(trainer: RankTrainer) -> None:
     """Applies what rank 0 announces, which has checked it, until the process is killed."""
     snapshots = Snapshots(trainer, group=trainer.snapshot_group)
+    switching = Switching(trainer.control, lambda: [trainer.backend])
     while True:
         op, payload = trainer.control.receive()
         if op == Op.FORWARD_BACKWARD:
@@ -315,6 +326,8 @@ def follow(trainer: RankTrainer) -> None:
         elif op == Op.LOAD_CHECKPOINT:
             load = trainer_pb2.LoadCheckpointRequest.FromString(payload)
             training_state.load(Path(load.path), trainer, optimizer=load.optimizer)
+        elif op in (Op.SLEEP, Op.WAKE):
+            switching.follow(op, payload)
 
 
 def _read_batch(

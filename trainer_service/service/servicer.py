@@ -19,12 +19,14 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tandem.errors import OutOfMemory, TandemError
+from tandem.fencing import Fence
 from tandem.telemetry import Log
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
 
 if TYPE_CHECKING:
     from trainer_service.service.operations import Operations
+    from trainer_service.service.switching import Switching
 
     Context = grpc.aio.ServicerContext[object, object]
 
@@ -227,6 +229,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         metrics: TrainerMetrics,
         log: Log,
         broken: asyncio.Future[TandemError],
+        fence: Fence,
     ) -> None:
         self._engine = engine
         self._operation_timeout = operation_timeout
@@ -234,6 +237,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         self._log = log
         self._broken = broken
         self._sequence = OperationSequence(keep=KEPT_RESULTS)
+        self._fence = fence
+        self._switches = 0
 
     async def Describe(
         self, request: trainer_pb2.DescribeTrainerRequest, context: Context
@@ -311,6 +316,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def TakeSnapshot(
         self, request: trainer_pb2.TakeSnapshotRequest, context: Context
     ) -> trainer_pb2.AwaitSnapshotReply:
+        await self._fence.check(context)
         job = self._engine.submit(lambda operations: operations.take_snapshot(request))
         await self._or_broken(asyncio.wrap_future(job), context)
         return await self.AwaitSnapshot(
@@ -320,8 +326,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def Restore(
         self, request: trainer_pb2.RestoreRequest, context: Context
     ) -> trainer_pb2.RestoreReply:
-        if not self._sequence.idle:
-            await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, "operations are under way")
+        await self._fence.check(context)
+        await self._refuse_unless_idle(context)
         job = self._engine.submit(lambda operations: operations.restore(request))
         reply = await self._or_broken(asyncio.wrap_future(job), context)
         if not reply.HasField("failure"):
@@ -329,20 +335,45 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         return reply
 
     async def Sleep(
-        self,
-        request: common_pb2.SleepRequest,
-        context: Context,
+        self, request: common_pb2.SleepRequest, context: Context
     ) -> common_pb2.SwitchReply:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "it cannot sleep")
-        raise AssertionError("abort raises")
+        return await self._switch(context, lambda switching: switching.sleep(request))
 
     async def Wake(
-        self,
-        request: common_pb2.WakeRequest,
-        context: Context,
+        self, request: common_pb2.WakeRequest, context: Context
     ) -> common_pb2.SwitchReply:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "it cannot sleep")
-        raise AssertionError("abort raises")
+        return await self._switch(context, lambda switching: switching.wake())
+
+    async def _switch(
+        self, context: Context, move: Callable[[Switching], common_pb2.SwitchReply]
+    ) -> common_pb2.SwitchReply:
+        await self._fence.admit(context)
+        await self._refuse_unless_idle(context)
+        self._switches += 1
+        self._fence.asleep = True  # for as long as it moves, too
+        # A task of its own: a caller that gives up does not keep the fence from what comes of it.
+        return await self._or_broken(asyncio.create_task(self._moved(move)), context)
+
+    async def _moved(
+        self, move: Callable[[Switching], common_pb2.SwitchReply]
+    ) -> common_pb2.SwitchReply:
+        def carry_out(operations: Operations) -> tuple[common_pb2.SwitchReply, bool]:
+            return move(operations.switching), operations.switching.asleep
+
+        reply, asleep = await asyncio.wrap_future(self._engine.submit(carry_out))
+        self._switches -= 1
+        self._fence.asleep = asleep or self._switches > 0
+        self._log.info(
+            "asleep" if asleep else "awake",
+            outcome=reply.failure.type or "ok",
+            seconds=round(reply.seconds, 6),
+            bytes_moved=reply.bytes_moved,
+        )
+        return reply
+
+    async def _refuse_unless_idle(self, context: Context) -> None:
+        if not self._sequence.idle:
+            await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, "operations are under way")
 
     async def _answer(
         self,
@@ -351,7 +382,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         reply_type: type[R],
         job: Callable[[Operations], R],
     ) -> R:
-        """The reply of an operation, which is applied now if it was not before."""
+        """The reply of an operation, which is applied now if it was not before. Only that needs
+        the devices: what was applied, or has begun, is answered whatever has become of the
+        lease."""
         header = request.header
         reply: Reply | None = self._sequence.result(header.seq_id)
         if reply is None:
@@ -364,6 +397,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
                         f"operation {header.seq_id} was applied already and its result is no "
                         f"longer kept; the newest is {self._sequence.queued}",
                     )
+                await self._fence.check(context)
                 # A task of its own: a caller that gives up does not undo what the journal holds.
                 task = asyncio.create_task(self._in_order(header, reply_type.DESCRIPTOR.name, job))
                 self._sequence.begin(header.seq_id, task)

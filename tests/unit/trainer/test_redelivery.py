@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from tandem.errors import CheckpointDamaged, NoGradients, OutOfMemory, TandemError, WorkerDied
+from tandem.fencing import Fence
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
@@ -101,6 +102,7 @@ class Trainer:
             metrics=TrainerMetrics(CollectorRegistry()),
             log=get_log(),
             broken=self.broken,
+            fence=Fence(0),
         )
 
     @property

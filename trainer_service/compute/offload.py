@@ -1,0 +1,426 @@
+"""Moves the state of one rank off its device and back, bit for bit, so that others can use it.
+
+What moves are storages, the memory under tensors: each is copied, emptied, and later allocated and
+filled again. Parameters, their shards, gradients and optimizer state remain the objects that they
+are, so that nothing that refers to one of them notices, and tied weights and views stay that.
+
+On a GPU the copies go to pinned host memory, which is kept for the next time, on a stream of their
+own; each batch of storages is emptied as soon as it is copied. On a CPU host and device are the
+same memory: unless state goes to a file nothing moves, and only what is a cache is given back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Protocol
+
+import torch
+import xxhash
+
+from tandem.errors import IllegalTransition, OutOfMemory, StorageFailed, StorageFull
+from tandem.v1 import common_pb2
+from trainer_service.backends.base import SleepingBackend, TrainerBackend
+from trainer_service.compute.memory import ran_out_of_memory
+from trainer_service.optimizers import local
+
+if TYPE_CHECKING:
+    from torch import Tensor, UntypedStorage
+
+BLOCK_BYTES = 64 * 2**20
+"""Of host memory, at most, in one allocation, and of one read or write of a file. Torch rounds
+pinned allocations up to a power of two."""
+_ALIGNMENT = 512
+"""Of each storage's copy."""
+_BATCH_BYTES = 4 * BLOCK_BYTES
+"""Storages of so many bytes are emptied together."""
+
+
+class DeviceMemory(Protocol):
+    """The memory that a backend computes in. `is_host`: it is the host's own."""
+
+    is_host: bool
+
+    def allocate_host(self, size: int) -> Tensor:
+        """Host memory, uint8 [size], that copies to and from the device are fast with."""
+        ...
+
+    def copying(self) -> AbstractContextManager[None]:
+        """Within, copies come after what was computed before, and need not have ended."""
+        ...
+
+    def mark(self) -> Callable[[], None]:
+        """What waits for the copies so far."""
+        ...
+
+    def give_back(self) -> None:
+        """Leaves to others what is free but was kept for later."""
+        ...
+
+
+class HostMemory:
+    """Implements `DeviceMemory` for a CPU."""
+
+    is_host = True
+
+    def __init__(self) -> None:
+        # Not every C library has it; with glibc, free memory otherwise stays with the process.
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+    def allocate_host(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def copying(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def mark(self) -> Callable[[], None]:
+        return lambda: None
+
+    def give_back(self) -> None:
+        if self._trim is not None:
+            self._trim(0)
+
+
+class CudaMemory:
+    """Implements `DeviceMemory` for the current GPU."""
+
+    is_host = False
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def allocate_host(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    def mark(self) -> Callable[[], None]:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event.synchronize  # type: ignore[no-any-return]
+
+    def give_back(self) -> None:
+        torch.cuda.empty_cache()
+
+
+@dataclass
+class _Moved:
+    """Storages that are empty, with their sizes, and the file that has their contents, if it is not
+    the blocks of host memory."""
+
+    storages: list[UntypedStorage]
+    sizes: list[int]
+    file: IO[bytes] | None = None
+    checksum: int = 0
+    bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bytes = sum(self.sizes)
+
+
+class Offload:
+    """The state of one rank: that of its `backends`, which may share a model. `memory` is that of
+    their device; None: the one it is."""
+
+    def __init__(
+        self,
+        backends: Callable[[], Sequence[TrainerBackend]],
+        *,
+        memory: DeviceMemory | None = None,
+    ) -> None:
+        self._backends = backends
+        self._memory = memory
+        self._blocks: list[Tensor] = []
+        self._moved: _Moved | None = None
+        self._frozen = False
+
+    @property
+    def asleep(self) -> bool:
+        return self._moved is not None
+
+    def sleep(self, *, enough_bytes: int = 0, spill_folder: str = "") -> common_pb2.SwitchReply:
+        """Moves state off the device, optimizer state first, until `enough_bytes` are free there;
+        0: all of it. With `spill_folder` it goes to a file there.
+
+        Raises `IllegalTransition` if a backend cannot, `OutOfMemory` or `StorageFailed`; then all
+        is as it was before.
+        """
+        assert self._moved is None
+        for backend in self._backends():
+            if not isinstance(backend, SleepingBackend):
+                name = type(backend).__name__
+                raise IllegalTransition(f"the trainer backend {name} does not know how to sleep")
+        memory = self._memory = self._memory or self._memory_of_device()
+        if spill_folder or not memory.is_host:
+            _make_own(self._tensors())
+        storages = self._choose(enough_bytes)
+        moved = _Moved(storages, [storage.nbytes() for storage in storages])
+        if spill_folder:
+            self._write(moved, spill_folder, memory)
+        elif memory.is_host:
+            moved = _Moved([], [])
+        else:
+            self._copy_out(moved, memory)
+        _empty(moved.storages)
+        self._moved = moved
+        self._collect_garbage()
+        memory.give_back()
+        return self.describe(bytes_moved=moved.bytes)
+
+    def wake(self) -> common_pb2.SwitchReply:
+        """Fills the storages again. Raises `OutOfMemory` or `StorageFailed`, and is still asleep
+        then."""
+        moved, memory = self._moved, self._memory
+        assert moved is not None
+        assert memory is not None
+        try:
+            _allocate(moved)
+            if moved.file is not None:
+                self._read(moved, moved.file, memory)
+            else:
+                self._copy_in(moved, memory)
+        except (OutOfMemory, StorageFailed):
+            _empty(moved.storages)
+            memory.give_back()
+            raise
+        if moved.file is not None:
+            moved.file.close()  # it has no name, and ends with this
+        self._moved = None
+        return self.describe(bytes_moved=moved.bytes)
+
+    def describe(self, *, bytes_moved: int = 0) -> common_pb2.SwitchReply:
+        """Where the state is now."""
+        reply = common_pb2.SwitchReply(
+            bytes_moved=bytes_moved,
+            device_bytes=sum(each.nbytes() for each in _storages(self._tensors())),
+        )
+        if self._moved is not None and self._moved.file is not None:
+            reply.disk_bytes = self._moved.bytes
+        elif self._moved is not None:
+            reply.host_bytes = self._moved.bytes
+        return reply
+
+    # --- What moves ------------------------------------------------------------------------
+
+    def _memory_of_device(self) -> DeviceMemory:
+        return CudaMemory() if self._backends()[0].device == "cuda" else HostMemory()
+
+    def _tensors(self) -> list[Tensor]:
+        """In the order in which they go. Those of a shared model come once for each backend."""
+        backends = self._backends()
+        states = [each.live_state() for each in backends if isinstance(each, SleepingBackend)]
+        found: list[Tensor] = []
+        for state in states:
+            found += state.optimizer
+        for state in states:
+            found += state.gradients
+        for state in states:
+            found += state.parameters
+        return [local(tensor) for tensor in found]
+
+    def _choose(self, enough_bytes: int) -> list[UntypedStorage]:
+        """The storages to move."""
+        storages = _storages(self._tensors())
+        if not enough_bytes:
+            return storages
+        ends = accumulate(storage.nbytes() for storage in storages)
+        before = sum(end < enough_bytes for end in ends)
+        return storages[: before + 1]
+
+    def _collect_garbage(self) -> None:
+        """Reference cycles may hold tensors. What there is after the first collection stays as long
+        as the trainer, so that later ones need not look through all of torch and transformers."""
+        gc.collect()
+        if not self._frozen:
+            gc.freeze()
+        self._frozen = True
+
+    # --- To host memory --------------------------------------------------------------------
+
+    def _copy_out(self, moved: _Moved, memory: DeviceMemory) -> None:
+        self._reserve(sum(map(_aligned, moved.sizes)), memory)
+        done: list[tuple[Callable[[], None], list[UntypedStorage]]] = []
+        batch: list[UntypedStorage] = []
+        size = 0
+        with memory.copying():
+            for storage, pieces in self._pieces(moved.storages):
+                for device, host in pieces:
+                    host.copy_(device, non_blocking=True)
+                batch.append(storage)
+                size += storage.nbytes()
+                if size >= _BATCH_BYTES:
+                    done.append((memory.mark(), batch))
+                    batch, size = [], 0
+            done.append((memory.mark(), batch))
+        for wait, storages in done:
+            wait()
+            _empty(storages)
+
+    def _copy_in(self, moved: _Moved, memory: DeviceMemory) -> None:
+        with memory.copying():
+            for _, pieces in self._pieces(moved.storages):
+                for device, host in pieces:
+                    device.copy_(host, non_blocking=True)
+            wait = memory.mark()
+        wait()
+
+    def _reserve(self, size: int, memory: DeviceMemory) -> None:
+        """Makes the blocks of host memory as large as needed, before anything is moved."""
+        blocks = list(self._blocks)
+        missing = size - sum(len(block) for block in blocks)
+        while missing > 0:
+            power = 1 << (missing - 1).bit_length()
+            blocks.append(_allocated(memory, min(BLOCK_BYTES, max(power, _ALIGNMENT))))
+            missing -= len(blocks[-1])
+        self._blocks = blocks
+
+    def _pieces(
+        self, storages: Sequence[UntypedStorage]
+    ) -> Iterator[tuple[UntypedStorage, list[tuple[Tensor, Tensor]]]]:
+        """Each storage with its pieces, as bytes, and their places in the blocks: the same ones
+        whenever the sizes are the same."""
+        blocks = iter(self._blocks)
+        free = torch.empty(0, dtype=torch.uint8)
+        for storage in storages:
+            part, pieces = _as_bytes(storage), []
+            while len(part):
+                if not len(free):
+                    free = next(blocks)
+                size = min(len(part), len(free))
+                pieces.append((part[:size], free[:size]))
+                part, free = part[size:], free[_aligned(size) :]
+            yield storage, pieces
+
+    # --- To a file -------------------------------------------------------------------------
+
+    def _write(self, moved: _Moved, folder: str, memory: DeviceMemory) -> None:
+        """The file has no name: it is gone with the process, however that ends."""
+        staging = None if memory.is_host else _allocated(memory, BLOCK_BYTES)
+        checksum = xxhash.xxh3_64()
+        file: IO[bytes] | None = None
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (wake closes it)
+            for piece in _file_pieces(moved.storages):
+                held = piece if staging is None else staging[: len(piece)].copy_(piece)
+                file.write(_buffer(held))
+                checksum.update(_buffer(held))
+            file.flush()
+            os.fsync(file.fileno())  # a disk may say only now that it is full
+        except OSError as error:
+            if file is not None:
+                with suppress(OSError):  # it flushes what could not be written
+                    file.close()
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            raise (StorageFull if full else StorageFailed)(
+                f"the trainer stays awake: its {moved.bytes} bytes could not be written to where "
+                f"it was to keep them: {error}"
+            ) from error
+        moved.file, moved.checksum = file, checksum.intdigest()
+
+    def _read(self, moved: _Moved, file: IO[bytes], memory: DeviceMemory) -> None:
+        staging = None if memory.is_host else _allocated(memory, BLOCK_BYTES)
+        checksum = xxhash.xxh3_64()
+        try:
+            file.seek(0)
+            for piece in _file_pieces(moved.storages):
+                held = piece if staging is None else staging[: len(piece)]
+                file.readinto(_buffer(held))  # type: ignore[attr-defined]
+                checksum.update(_buffer(held))
+                if staging is not None:
+                    piece.copy_(held)
+        except OSError as error:
+            raise StorageFailed(
+                f"the state of a sleeping trainer cannot be read: {error}"
+            ) from error
+        if checksum.intdigest() != moved.checksum:
+            raise StorageFailed("the state of a sleeping trainer is not what was written")
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """What the tensors lie in, each once, without what is empty."""
+    found: dict[int, UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            found.setdefault(storage._cdata, storage)
+    return list(found.values())
+
+
+def _make_own(tensors: Iterable[Tensor]) -> None:
+    """Copies what lies in memory that cannot be emptied: on a CPU, weights are at first those of
+    the model's mapped files, and NumPy may share other tensors."""
+    copies: dict[int, UntypedStorage] = {}
+    for tensor in tensors:
+        mapped = tensor.untyped_storage()
+        if mapped.resizable():
+            continue
+        if mapped._cdata not in copies:
+            copies[mapped._cdata] = mapped.clone()
+        tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
+            copies[mapped._cdata], tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+
+
+def _empty(storages: Iterable[UntypedStorage]) -> None:
+    for storage in storages:
+        storage.resize_(0)
+
+
+def _allocate(moved: _Moved) -> None:
+    """Gives the storages their sizes again. Raises `OutOfMemory`."""
+    try:
+        for storage, size in zip(moved.storages, moved.sizes, strict=True):
+            storage.resize_(size)
+    except Exception as error:
+        if not ran_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            f"a sleeping trainer cannot wake: the {moved.bytes} bytes of its state do not fit on "
+            "its device, where others may not have left yet"
+        ) from error
+
+
+def _allocated(memory: DeviceMemory, size: int) -> Tensor:
+    try:
+        return memory.allocate_host(size)
+    except Exception as error:
+        if not ran_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            "the trainer stays awake: there is too little host memory for its state. Let fewer "
+            "workers sleep at once, or let them write their state to a disk"
+        ) from error
+
+
+def _as_bytes(storage: UntypedStorage) -> Tensor:
+    """The whole storage, uint8 [size]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _buffer(held: Tensor) -> memoryview:
+    """The memory of bytes on the host. (After `numpy()`, their storage could not be emptied.)"""
+    return memoryview((ctypes.c_ubyte * len(held)).from_address(held.data_ptr()))
+
+
+def _file_pieces(storages: Iterable[UntypedStorage]) -> Iterator[Tensor]:
+    for storage in storages:
+        yield from _as_bytes(storage).split(BLOCK_BYTES)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,88 @@
+"""Sleep and Wake over all ranks: all of them, or none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from tandem.errors import TandemError, WorkerDied
+from tandem.v1 import common_pb2
+from trainer_service.backends.base import TrainerBackend
+from trainer_service.compute.offload import Offload
+from trainer_service.compute.trainer import ControlGroup, Op
+
+
+class Switching:
+    """Whether this rank, with all others, is asleep. Rank 0 calls `sleep` and `wake`, the others
+    `follow`. `backends` are those whose state moves."""
+
+    def __init__(
+        self, control: ControlGroup, backends: Callable[[], Sequence[TrainerBackend]]
+    ) -> None:
+        self._control = control
+        self._offload = Offload(backends)
+        self._slept = common_pb2.SleepRequest()
+
+    @property
+    def asleep(self) -> bool:
+        return self._offload.asleep
+
+    def sleep(self, request: common_pb2.SleepRequest) -> common_pb2.SwitchReply:
+        """Moves nothing if it is asleep. Raises `WorkerDied` if it can neither sleep nor stay
+        awake."""
+        self._slept = request
+        return self._switch(Op.SLEEP)
+
+    def wake(self) -> common_pb2.SwitchReply:
+        """Moves nothing if it is awake. Raises `WorkerDied` if it can neither wake nor stay
+        asleep."""
+        return self._switch(Op.WAKE)
+
+    def follow(self, op: Op, payload: bytes) -> None:
+        """Does what rank 0 has announced."""
+        if op == Op.SLEEP:
+            self._slept = common_pb2.SleepRequest.FromString(payload)
+        self._control.gather(self._move(op).SerializeToString())
+
+    def _switch(self, op: Op) -> common_pb2.SwitchReply:
+        """If a rank fails, those that did not go back, and the reply has the failure."""
+        began = time.perf_counter()
+        reply = self._announce(op)
+        if reply.HasField("failure"):
+            failure = reply.failure
+            reply = self._announce(Op.WAKE if op == Op.SLEEP else Op.SLEEP)
+            if reply.HasField("failure"):
+                raise WorkerDied(
+                    f"some ranks are asleep and others are not: {failure.message}, and then: "
+                    f"{reply.failure.message}"
+                )
+            reply.failure.CopyFrom(failure)
+        reply.seconds = time.perf_counter() - began
+        return reply
+
+    def _announce(self, op: Op) -> common_pb2.SwitchReply:
+        """Returns the sums of all ranks, with the failure of the first that failed."""
+        self._control.broadcast(op, self._slept if op == Op.SLEEP else None)
+        parts = self._control.gather(self._move(op).SerializeToString())
+        total = common_pb2.SwitchReply()
+        for reply in map(common_pb2.SwitchReply.FromString, parts):
+            total.bytes_moved += reply.bytes_moved
+            total.device_bytes += reply.device_bytes
+            total.host_bytes += reply.host_bytes
+            total.disk_bytes += reply.disk_bytes
+            if reply.HasField("failure") and not total.HasField("failure"):
+                total.failure.CopyFrom(reply.failure)
+        return total
+
+    def _move(self, op: Op) -> common_pb2.SwitchReply:
+        """Does this rank's part, unless it is done already."""
+        offload, request = self._offload, self._slept
+        try:
+            if offload.asleep == (op == Op.SLEEP):
+                return offload.describe()
+            if op == Op.WAKE:
+                return offload.wake()
+            share = -(-request.enough_bytes // self._control.size)
+            return offload.sleep(enough_bytes=share, spill_folder=request.spill_folder)
+        except TandemError as error:
+            return common_pb2.SwitchReply(failure=error.to_failure())
