@@ -24,6 +24,8 @@ from gateway.futures.completion_feed import CompletionFeed
 from gateway.futures.table import FutureTable, Outcome
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
+from gateway.placement.groups import groups_of
+from gateway.placement.leases import Leases
 from gateway.retention import Retention
 from gateway.runs.history import RunHistory
 from gateway.runs.journal import Journal
@@ -191,6 +193,9 @@ class Gateway:
             metrics=metrics,
             epoch=epoch,
         )
+        self.leases = Leases(
+            database=database, settings=settings.sharing, metrics=metrics, epoch=epoch.number
+        )
         self.sampling = SamplingSessionRegistry(
             database=database,
             models=self.models,
@@ -214,6 +219,7 @@ class Gateway:
             models=self.models,
             sessions=self.sessions,
             limits=self.limits,
+            leases=self.leases,
         )
         self.loss_definitions: dict[str, LossDefinitions] = {}
         self.journal = Journal(
@@ -230,6 +236,7 @@ class Gateway:
             sessions=self.sessions,
             limits=self.limits,
             fleet=self.fleet,
+            leases=self.leases,
             collector=self.collector,
             snapshots=SnapshotStore(
                 database=database,
@@ -271,6 +278,9 @@ class Gateway:
         for name, path in self.settings.models.items():  # before sessions that sample from them
             await self.models.add(name=name, path=str(path))
         await self.fleet.open()
+        groups = groups_of(self.settings, await self.fleet.launcher.describe_host())
+        self.runs.groups = self.samplers.groups = groups
+        await self.leases.open(groups)
         await self.sessions.open()
         self.collector.paired = await check_pair(self.database, self.settings.data_dir)
         if self.collector.paired:
@@ -280,6 +290,7 @@ class Gateway:
             self._log.error("database_mismatch", hint=MISMATCH)
         await self.sampling.open()
         await self.samplers.open()
+        self.leases.records.forget_left()
         await self.collector.collect_all()
 
     async def _close(self) -> None:
@@ -290,6 +301,7 @@ class Gateway:
         await self.runs.close()
         self.usage.write()  # what follows can take longer than whoever asked is willing to wait
         await self.samplers.close()
+        await self.leases.close()
         await self.fleet.close(leaving=self.stop.hand_over)
         await self.copies.close()
         await self.collector.close()

@@ -14,6 +14,7 @@ awake (`lease_records`).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
@@ -22,16 +23,23 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from gateway.metrics import Metrics
+from gateway.placement.groups import DeviceGroup
 from gateway.placement.lease_records import LeaseRecord, LeaseRecords, Span
 from gateway.placement.policy import Holder, Waiter, gives_way_at, in_turn
-from tandem.errors import StorageFailed
+from gateway.storage.database import Database
+from tandem.errors import StorageFailed, from_failure
 from tandem.settings import SharingSettings
 from tandem.telemetry import get_log
+from tandem.v1 import common_pb2
 
 _RECENT = 0.3
 """The weight of the newest of several measurements."""
 _PAUSE = 0.5
 """Seconds until something that failed is tried again, and between looks at a heartbeat."""
+
+_TOKEN_BITS = 20
+"""Of a token, for the changes of one gateway; the rest is its epoch. More than these only reach
+into the next millisecond's."""
 
 LeaseState = Literal["free", "waking", "held", "giving_way", "sleeping"]
 """`free`: it is not held. `waking` and `sleeping`: its worker moves on to the devices, or off them.
@@ -45,6 +53,17 @@ class Switched:
     bytes_moved: int = 0
     device_bytes: int = 0
     host_bytes: int = 0
+
+    @classmethod
+    def of(cls, reply: common_pb2.SwitchReply) -> Switched:
+        """Raises the failure that the worker reports; it is as it was then."""
+        if reply.HasField("failure"):
+            raise from_failure(reply.failure)
+        return cls(
+            bytes_moved=reply.bytes_moved,
+            device_bytes=reply.device_bytes,
+            host_bytes=reply.host_bytes,
+        )
 
 
 class Tenant(Protocol):
@@ -111,14 +130,21 @@ class Lease:
         `begins_step` names a run whose gradients are computed in the block, `ends_step` one whose
         gradients are applied or dropped: between the two, the lease rather stays.
         """
-        await self.group.enter(self)
+        await self.enter()
         if begins_step:
             self.in_step.add(begins_step)
         self.in_step.discard(ends_step)
         try:
             yield self.token
         finally:
-            self.group.leave(self)
+            self.leave()
+
+    async def enter(self) -> None:
+        """Begin a use, once the worker has the devices; `leave` ends it."""
+        await self.group.enter(self)
+
+    def leave(self) -> None:
+        self.group.leave(self)
 
     def worker_started(self) -> None:
         """Note that there is a process, which is awake. Call it within a use."""
@@ -514,6 +540,43 @@ class GroupLeases:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class Leases:
+    """Those of all groups, from `open` on. `epoch` is that of the gateway: tokens are above all
+    of the gateways before."""
+
+    def __init__(
+        self, *, database: Database, settings: SharingSettings, metrics: Metrics, epoch: int
+    ) -> None:
+        self.records = LeaseRecords(database)
+        self._settings = settings
+        self._metrics = metrics
+        self._tokens = itertools.count((epoch << _TOKEN_BITS) + 1)
+        self._groups: dict[str, GroupLeases] = {}
+
+    async def open(self, groups: Iterable[DeviceGroup]) -> None:
+        """Read what an earlier gateway has left."""
+        await self.records.open()
+        for group in groups:
+            self._groups[group.name] = GroupLeases(
+                name=group.name,
+                awake=group.awake,
+                settings=self._settings,
+                records=self.records,
+                metrics=self._metrics,
+                next_token=lambda: next(self._tokens),
+            )
+
+    def of(self, group: str) -> GroupLeases:
+        return self._groups[group]
+
+    def all(self) -> list[GroupLeases]:
+        return list(self._groups.values())
+
+    async def close(self) -> None:
+        """Move nothing any more; the next gateway goes on from the records."""
+        await asyncio.gather(*(group.close_all() for group in self._groups.values()))
 
 
 def _waits(lease: Lease) -> bool:

@@ -29,6 +29,8 @@ from gateway.identifiers import (
     run_id_of,
 )
 from gateway.limits import Quotas, overloaded
+from gateway.placement.groups import DeviceGroup
+from gateway.placement.leases import Leases
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Body, Call, Kind, LoadWeights, Operation, RunBroken
@@ -66,12 +68,14 @@ class RunRegistry:
     sessions: SessionRegistry
     limits: Quotas
     fleet: Fleet
+    leases: Leases
     collector: GarbageCollector
     snapshots: SnapshotStore
     tools: RunnerTools
 
     def __post_init__(self) -> None:
         self._data_dir = self.settings.data_dir
+        self.groups: tuple[DeviceGroup, ...] = ()
         self._runs: dict[str, TrainingRun] = {}
         self._arriving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._stopping: set[asyncio.Task[None]] = set()
@@ -129,6 +133,7 @@ class RunRegistry:
         )
         run.trainer = self._trainer_of(run)
         left = await self._resumption.resume(run, row)
+        self._settle(run)
         run.creation = next((each for each in left.waiting if each.seq_id == 0), None)
         self._runs[run.id] = run
         run.life = asyncio.create_task(self._live_again(run, left.ended), name=f"run-{run.id}")
@@ -229,6 +234,7 @@ class RunRegistry:
             self.journal.end(creation, run.error)
         else:
             run.trainer = self._trainer_of(run)
+            self._settle(run)
             run.life = asyncio.create_task(self._live(run), name=f"run-{run_id}")
         await self.database.sync()
         return request_id
@@ -270,6 +276,13 @@ class RunRegistry:
             on_lost=lambda error: self._break(run, error),
         )
 
+    def _settle(self, run: TrainingRun) -> None:
+        """Say on which group the run's trainer runs."""
+        assert run.trainer is not None
+        group = next(group for group in self.groups if "trainer" in group.roles)
+        devices = tuple(map(str, group.devices_for(self.settings.trainer.ranks)))
+        run.trainer.host.settle(group, devices=devices, leases=self.leases)
+
     def _arrival(self, request_id: str) -> asyncio.Lock:
         """Return the lock that makes equal requests come one after the other: the second finds
         what the first has written, or goes on if that failed."""
@@ -282,7 +295,7 @@ class RunRegistry:
         try:
             runner = OperationRunner(run=run, trainer=run.trainer, tools=self.tools)
             if run.creation is not None and not run.creation.future.ended:
-                await self.fleet.stop_left_of(run.id)
+                await run.trainer.host.stop_left()
                 await run.trainer.start()
                 call = Call(run.creation)
                 call.begin()
@@ -490,11 +503,9 @@ class RunRegistry:
             await asyncio.gather(run.life, return_exceptions=True)
         if run.trainer is not None:
             await run.trainer.close()
-        worker, run.worker = run.worker, None
         try:
-            await self.fleet.stop_left_of(run.id)
-            if worker is not None:
-                await self.fleet.stop(worker, reason=reason)
+            if run.trainer is not None:
+                await run.trainer.host.close(reason)
             await self.snapshots.remove_all(run)
             await self.journal.remove_payloads(run.id)
             await self.collector.collect(run.id, ended=True)

@@ -50,6 +50,8 @@ from gateway.sampling.sessions import SamplingSessionRegistry
 from gateway.usage.meter import Subject, UsageMeter
 from gateway.workers.clients import (
     EXIT_REPORT_PATIENCE,
+    Method,
+    TrainerClient,
     WorkerUnavailable,
 )
 from tandem.errors import (
@@ -175,17 +177,26 @@ class OperationRunner:
         self, call: Call, pick: Pick[Request, Reply], request: Request, payload: bytes
     ) -> Reply:
         """Send a request until it is answered."""
-        broken = 0
         while True:
-            client = await self._trainer.client()
-            gone = self._trainer.gone
+            async with self._trainer.turn(call.operation) as client:
+                if reply := await self._answer_of(client, call, pick(client, payload), request):
+                    return reply
+            if isinstance(request, trainer_pb2.OptimStepRequest):
+                request.snapshot = ""
+
+    async def _answer_of(
+        self, client: TrainerClient, call: Call, method: Method[Request, Reply], request: Request
+    ) -> Reply | None:
+        """Send a request until this trainer answers it, or is lost: then return None."""
+        gone, broken = self._trainer.gone, 0
+        while not gone.done():
             if isinstance(request, trainer_pb2.ForwardBackwardRequest):
                 request.out_of_memory_at = self._trainer.restoration.too_large(
                     call.operation.seq_id
                 )
             try:
                 with self._trainer.following(call, client):
-                    reply = await client.call(pick(client, payload), request, begun=call.begun)
+                    reply = await client.call(method, request, begun=call.begun)
                 # Answers count in the order of the operations: a replay has all before this one.
                 if not call.begun.done():
                     await asyncio.wait({call.begun, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -204,10 +215,7 @@ class OperationRunner:
                 self._trainer.lose(client, error)
             except TandemError as error:
                 self._trainer.lose(client, error)
-            if gone.done():
-                broken = 0
-                if isinstance(request, trainer_pb2.OptimStepRequest):
-                    request.snapshot = ""
+        return None
 
     # --- Training -----------------------------------------------------------------------------
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
 from gateway.metrics import Metrics
 from gateway.runs.journal import Journal
-from gateway.runs.operations import Call, Progress, RunBroken
+from gateway.runs.operations import Call, Operation, Progress, RunBroken
 from gateway.runs.replay import SentCall, Snapshot
 from gateway.runs.restoration import (
     DefinitionOf,
@@ -29,6 +29,7 @@ from gateway.runs.restoration import (
 from gateway.runs.resumption import Unfinished
 from gateway.runs.snapshot_taker import SnapshotTaker
 from gateway.runs.snapshots import SnapshotStore
+from gateway.runs.trainer_host import TrainerHost
 from gateway.runs.training_run import TrainingRun
 from gateway.storage.data_directory import relative_path
 from gateway.usage.meter import TrainerReply
@@ -38,7 +39,7 @@ from gateway.workers.clients import (
     TrainerClient,
     WorkerUnavailable,
 )
-from gateway.workers.fleet import Backoff, Fleet, Worker
+from gateway.workers.fleet import Backoff, Fleet
 from tandem.errors import (
     InternalError,
     TandemError,
@@ -76,7 +77,7 @@ class RunTrainer:
     ) -> None:
         self._run = run
         self._settings = settings
-        self._fleet = fleet
+        self.host = TrainerHost(run=run, fleet=fleet, settings=settings)
         self._snapshots = snapshots
         self._metrics = metrics
         self._on_lost = on_lost
@@ -131,16 +132,17 @@ class RunTrainer:
     async def start(self) -> None:
         """Start the trainer for the first time. Raises `WorkerStartFailed` or `WorkerDied`. One
         that dies as soon as it serves is restored like any other."""
-        client = await self._start_worker()
-        try:
-            self._run.about = await client.describe()
-        except WorkerUnavailable as error:
-            why = await self._why(error)
-            if self.log is None:
-                raise why from error
-            self._replace(why)
-        else:
-            self._serve(client)
+        async with self.host.lease.use():
+            client = await self._start_worker()
+            try:
+                self._run.about = await client.describe()
+            except WorkerUnavailable as error:
+                why = await self._why(error)
+                if self.log is None:
+                    raise why from error
+                self._replace(why)
+            else:
+                self._serve(client)
 
     def take_up(self, snapshots: Sequence[Snapshot], left: Unfinished, *, missing_to: int) -> None:
         """Take over the log of an earlier gateway; `take_over` goes on from it."""
@@ -180,12 +182,15 @@ class RunTrainer:
         run, log, exit_ = self._run, self.log, asyncio.get_running_loop().create_future()
         assert log is not None
         self._exit = exit_
-        run.worker = await self._fleet.adopt(run.id, on_exit=partial(self._note_exit, exit_))
-        if run.worker is None:
+        client = await self.host.adopt(on_exit=partial(self._note_exit, exit_))
+        if client is None:
             return None
-        client, answered = self._client_of(run.worker), log.answered_up_to(log.newest)
+        answered = log.answered_up_to(log.newest)
         try:
-            async with asyncio.timeout(self._settings.trainer.operation_timeout):
+            async with (
+                self.host.lease.use(),
+                asyncio.timeout(self._settings.trainer.operation_timeout),
+            ):
                 run.about = await _when_idle(client)
                 if run.about.last_seq_id <= log.newest_change:  # it was being restored itself
                     raise InternalError("it had not been brought to where the run was")
@@ -206,6 +211,20 @@ class RunTrainer:
         """Return the client of the trainer once one serves. Raises `RunBroken`."""
         serving = self._serving
         return serving.result() if serving.done() else await asyncio.shield(serving)
+
+    @asynccontextmanager
+    async def turn(self, operation: Operation) -> AsyncIterator[TrainerClient]:
+        """Have a trainer that serves, on its devices, while the block runs. Raises `RunBroken`."""
+        run_id, ends = self._run.id, operation.kind in ("optim_step", "load_weights")
+        begins = operation.kind == "forward_backward"
+        while True:
+            await self.client()
+            async with self.host.lease.use(
+                begins_step=run_id if begins else "", ends_step=run_id if ends else ""
+            ):
+                if self.serves:  # it may have died while its devices were waited for
+                    yield self._serving.result()
+                    return
 
     def note_sent(
         self, call: Call, request: TrainerRequest, *, release: Callable[[], None] | None
@@ -287,7 +306,9 @@ class RunTrainer:
         """Let the trainer take a snapshot, if it serves and that is of use: the gateway is about to
         stop it, and the next one goes on from there."""
         if self.serves:
-            await self.taker.take(self._serving.result())
+            async with self.host.lease.use():
+                if self.serves:
+                    await self.taker.take(self._serving.result())
 
     async def close(self) -> None:
         """Stop bringing it back, and forget what that would need."""
@@ -302,27 +323,12 @@ class RunTrainer:
     # --- Death and restoration ----------------------------------------------------------------
 
     async def _start_worker(self) -> TrainerClient:
-        run, exit_ = self._run, asyncio.get_running_loop().create_future()
-        self._exit = exit_
-        run.worker = await self._fleet.start(
-            kind="trainer",
-            session_id=run.session_id,
-            run_id=run.id,
-            model=run.model,
-            training=run.training,
-            on_exit=partial(self._note_exit, exit_),
-        )
-        return self._client_of(run.worker)
-
-    def _client_of(self, worker: Worker) -> TrainerClient:
-        return TrainerClient(
-            worker,
-            timeout=self._settings.trainer.operation_timeout,
-            window=self._settings.dispatch_window,
-        )
+        exit_ = self._exit = asyncio.get_running_loop().create_future()
+        return await self.host.start(on_exit=partial(self._note_exit, exit_))
 
     def _note_exit(self, exit_: asyncio.Future[str], reason: str) -> None:
         exit_.set_result(reason)
+        self.host.lease.worker_ended()
         if self._serving.done() and exit_ is self._exit:
             self.lose(self._serving.result(), WorkerDied(f"the trainer died: {reason}"))
 
@@ -355,13 +361,14 @@ class RunTrainer:
                 self._log.warning("trainer_lost", reason=error.message)
                 wait = self._backoff.failed()
                 self.restoration.doing = f"{error.message}; it is started again"
-                await self._stop_worker(error.message)
+                await self.host.stop(error.message, at_once=True)
                 await self.taker.remove_left()
                 await asyncio.sleep(wait)
                 restoration.at = None
                 try:
-                    client = await self._start_worker()
-                    replayed = await restoration.bring_back(client, log)
+                    async with self.host.lease.use():
+                        client = await self._start_worker()
+                        replayed = await restoration.bring_back(client, log)
                 except (WorkerUnavailable, TandemError) as failure:
                     error = await self._why(failure)
                     if restoration.at is not None:
@@ -408,11 +415,6 @@ class RunTrainer:
         return WorkerDied(
             f"the trainer died: {self._exit.result() if self._exit.done() else failure}"
         )
-
-    async def _stop_worker(self, reason: str) -> None:
-        worker, self._run.worker = self._run.worker, None
-        if worker is not None:
-            await self._fleet.stop(worker, reason=reason, at_once=True)
 
     async def final(self, error: TandemError) -> TandemError:
         """Return the error that ends the run: it says where the newest state is kept."""

@@ -87,10 +87,12 @@ class TrainingRun:
 
     @property
     def trouble(self) -> str:
-        """Say that the trainer is being restored, or does not answer its heartbeat; "" if all is
-        well."""
-        if self.trainer is not None and self.trainer.restoration.doing:
-            return self.trainer.restoration.doing
+        """Say that the trainer is being restored, waits for its devices, or does not answer its
+        heartbeat; "" if all is well."""
+        if self.trainer is not None:
+            waits = self.trainer.host.explain()
+            if trouble := "; ".join(filter(None, (self.trainer.restoration.doing, waits))):
+                return trouble
         return self.worker.silence if self.worker is not None else ""
 
     def describe(self, seq_id: int) -> Waiting:

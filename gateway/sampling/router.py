@@ -12,6 +12,8 @@ from gateway.fair_queue import FairStarter
 from gateway.futures.table import Future
 from gateway.limits import Quotas, overloaded
 from gateway.metrics import Metrics
+from gateway.placement.groups import DeviceGroup
+from gateway.placement.leases import Leases
 from gateway.sampling.places import EnginePlaces
 from gateway.sampling.sampler import Sample, Sampler
 from gateway.sessions.registry import Session, SessionRegistry
@@ -41,8 +43,10 @@ class SamplerRouter:
     models: BaseModels
     sessions: SessionRegistry
     limits: Quotas
+    leases: Leases
 
     def __post_init__(self) -> None:
+        self.groups: tuple[DeviceGroup, ...] = ()
         self._starter = FairStarter()
         self._places = EnginePlaces(
             most=self.settings.max_engines,
@@ -66,7 +70,7 @@ class SamplerRouter:
             elif (session.id, model.name, handle.max_lora_rank) in self._samplers:
                 ends.append(self.fleet.stop_left_worker(handle, "its sampler has another engine"))
             else:
-                sampler = self._add(session, model, largest=handle.max_lora_rank)
+                sampler = self._add(session, model, largest=handle.max_lora_rank, left=True)
                 adoptions.append(sampler.adopt(handle))
         await asyncio.gather(*ends)
         if adoptions:
@@ -144,18 +148,25 @@ class SamplerRouter:
         await asyncio.gather(*(sampler.abandon() for sampler in self._samplers.values()))
         self._samplers.clear()
 
-    def _add(self, session: Session, model: BaseModelEntry, *, largest: int) -> Sampler:
+    def _add(
+        self, session: Session, model: BaseModelEntry, *, largest: int, left: bool = False
+    ) -> Sampler:
+        group = next(group for group in self.groups if "sampler" in group.roles)
         sampler = self._samplers[session.id, model.name, largest] = Sampler(
             session_id=session.id,
             owner=session.owner,
             model=model,
             max_lora_rank=largest,
             settings=self.settings.sampler,
+            sharing=self.settings.sharing,
             fleet=self.fleet,
             places=self._places,
             metrics=self.metrics,
             meter=self.meter,
             pins=self.pins,
+        )
+        sampler.settle(
+            self.leases.of(group.name), devices=tuple(map(str, group.devices[:1])), left=left
         )
         return sampler
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -30,6 +30,7 @@ from gateway.futures.table import Future, Outcome, Result, Waiting
 from gateway.identifiers import relative_version_folder
 from gateway.limits import Rate
 from gateway.metrics import Metrics
+from gateway.placement.leases import GroupLeases, Lease, Switched
 from gateway.sampling.places import EnginePlaces, Place
 from gateway.usage.meter import SampleMeter, TimeShares
 from gateway.workers.clients import (
@@ -46,9 +47,9 @@ from tandem.errors import (
     WorkerStartFailed,
     from_failure,
 )
-from tandem.settings import SamplerSettings
+from tandem.settings import SamplerSettings, SharingSettings
 from tandem.telemetry import get_log
-from tandem.v1 import sampler_pb2
+from tandem.v1 import common_pb2, sampler_pb2
 from tandem.worker import WorkerHandle
 
 EngineState = Literal["idle", "queued", "starting", "ready", "failed", "stopped"]
@@ -96,6 +97,7 @@ class Sampler:
     metrics: Metrics
     meter: SampleMeter
     pins: Pins
+    sharing: SharingSettings
 
     def __post_init__(self) -> None:
         self.state: EngineState = "idle"
@@ -119,8 +121,29 @@ class Sampler:
         self._starting: asyncio.Task[None] | None = None
         self._adopted: WorkerHandle | None = None
         """The engine that an earlier gateway has left, until it serves or is of no use."""
+        self._lease: Lease | None = None
+        self._devices: tuple[str, ...] = ()
+        self._wanted: list[common_pb2.WeightVersion] = []
+        """What the calls need that wait for the devices."""
         self._log = get_log(session_id=self.session_id)
         self.pins.pin(relative_version_folder(self.weights))
+
+    @property
+    def lease(self) -> Lease:
+        assert self._lease is not None, "nothing is done with an engine that has no group yet"
+        return self._lease
+
+    def settle(self, group: GroupLeases, *, devices: tuple[str, ...], left: bool = False) -> None:
+        """Note where its engine runs, or ran for an earlier gateway that has `left` one."""
+        self._devices = devices
+        self._lease = group.register(
+            key=f"{self.session_id}/{self.model.name}/{self.max_lora_rank}",
+            kind="sampler",
+            owner=self.owner,
+            session_id=self.session_id,
+            tenant=self,
+            present=left,
+        )
 
     @property
     def waiting(self) -> int:
@@ -173,11 +196,14 @@ class Sampler:
 
     def explain(self) -> str:
         """Say what the engine is doing, and why it does not serve yet."""
+        waits = self.lease.explain()
         if self.state == "ready":
-            return self.silence or "the sampler is at work"
+            return self.silence or waits or "the sampler is at work"
         age = time.monotonic() - self._state_since
         if place := self.places.explain(self):
             return f"the sampler waits for its place ({age:.0f} s): {place}"
+        if waits:
+            return f"the sampler is not started yet ({age:.0f} s): {waits}"
         why = f"; it failed before: {self.reason}" if self.reason else ""
         return f"the sampler is starting ({age:.0f} s){why}"
 
@@ -199,6 +225,7 @@ class Sampler:
         # Without a seed, the next engine draws other tokens than those that were told.
         answer = self._call(
             lambda client: client.sample(request, tell),
+            version=request.version,
             during="this sample",
             may_repeat=lambda: not sample.told,
         )
@@ -233,7 +260,9 @@ class Sampler:
         then still serves what it served before."""
         request = sampler_pb2.LoadRequest(version=version.to_proto())
         with self.pins.pinned(relative_version_folder(version.name)):
-            reply = await self._call(lambda client: client.load(request), during="a load")
+            reply = await self._call(
+                lambda client: client.load(request), version=request.version, during="a load"
+            )
         if reply.HasField("failure"):
             raise from_failure(reply.failure)
         self._note_loaded(version.name, adapter=version.adapter)
@@ -297,6 +326,7 @@ class Sampler:
         try:
             await self.fleet.stop(worker, reason="another engine needed its place")
         finally:
+            self.lease.worker_ended()
             self.places.give_back(place)
 
     async def stop(self, error: TandemError) -> None:
@@ -321,6 +351,52 @@ class Sampler:
             self._leave_place()
             if self._retiring is not None and self._retiring.retiring is not None:
                 await asyncio.wait({self._retiring.retiring})
+            self.lease.close()
+
+    # --- Towards the lease --------------------------------------------------------------------
+
+    @property
+    def silent_for(self) -> float:
+        return self.worker.silent_for if self.worker is not None else 0.0
+
+    async def sleep(self, token: int) -> Switched:
+        async with self._reached() as client:
+            client.worker.lease = token
+            return Switched.of(
+                await client.sleep(common_pb2.SleepRequest(), timeout=self._patience)
+            )
+
+    async def wake(self, token: int) -> Switched:
+        """The version that is wanted first is loaded at once, instead of the one before."""
+        async with self._reached() as client:
+            client.worker.lease = token
+            version = self._wanted[0] if self._wanted else None
+            request = common_pb2.WakeRequest(version=version)
+            reply = await client.wake(request, timeout=self._patience)
+            if version is not None and not reply.HasField("failure"):
+                self._note_loaded(version.name, adapter=version.adapter)
+            return Switched.of(reply)
+
+    async def end(self, reason: str) -> None:
+        if self.worker is not None:
+            await self.fleet.end(self.worker, reason=reason)
+        elif self._adopted is not None:
+            await self.fleet.stop_left_worker(self._adopted, reason)
+            self.lease.worker_ended()
+
+    @property
+    def _patience(self) -> float:
+        return self.sharing.switch_timeout
+
+    @asynccontextmanager
+    async def _reached(self) -> AsyncIterator[SamplerClient]:
+        """Reach the engine, also one of an earlier gateway that was not adopted yet."""
+        if self.worker is not None:
+            yield self._client_of(self.worker)
+        else:
+            assert self._adopted is not None
+            async with self.fleet.reach(self._adopted) as worker:
+                yield self._client_of(worker)
 
     async def abandon(self) -> None:
         """Cancel everything without an outcome. The fleet ends the engine."""
@@ -345,14 +421,18 @@ class Sampler:
         self,
         send: Callable[[SamplerClient], Awaitable[_Reply]],
         *,
+        version: common_pb2.WeightVersion,
         during: str,
         may_repeat: Callable[[], bool] = lambda: True,
     ) -> _Reply:
-        """Return the engine's answer. If the engine dies meanwhile and the call `may_repeat`,
-        return that of the next engine. Raises `WorkerDied`, and as `_ready` and the call."""
+        """Return the engine's answer to a call that needs a `version`. If the engine dies meanwhile
+        and the call `may_repeat`, return that of the next engine. Raises `WorkerDied`, and as
+        `_ready` and the call."""
         self._calls += 1
         try:
-            answer = await self._call_twice(send, during=during, may_repeat=may_repeat)
+            answer = await self._call_twice(
+                send, version=version, during=during, may_repeat=may_repeat
+            )
             self._backoff.worked()
             return answer
         finally:
@@ -363,12 +443,13 @@ class Sampler:
         self,
         send: Callable[[SamplerClient], Awaitable[_Reply]],
         *,
+        version: common_pb2.WeightVersion,
         during: str,
         may_repeat: Callable[[], bool],
     ) -> _Reply:
-        client = await self._ready()
         try:
-            return await send(client)
+            async with self._turn(version) as client:
+                return await send(client)
         except WorkerUnavailable as error:
             if not may_repeat():
                 raise WorkerDied(f"the sampler died during {during}: {error}") from error
@@ -376,25 +457,47 @@ class Sampler:
             with suppress(TimeoutError):  # no end is reported: only the connection broke
                 async with asyncio.timeout(EXIT_REPORT_PATIENCE):
                     await self._died.wait()
-        client = await self._ready()
         try:
-            return await send(client)
+            async with self._turn(version) as client:
+                return await send(client)
         except WorkerUnavailable as again:
             raise WorkerDied(f"the sampler died twice during {during}: {again}") from again
+
+    @asynccontextmanager
+    async def _turn(self, version: common_pb2.WeightVersion) -> AsyncIterator[SamplerClient]:
+        """Have an engine that serves, on its devices, while the block runs. Raises as `_ready`."""
+        while True:
+            await self._ready()
+            self._wanted.append(version)
+            try:
+                await self.lease.enter()
+            finally:
+                self._wanted.remove(version)
+            try:
+                if self.worker is not None and self.state == "ready":  # it has not died meanwhile
+                    yield self._client.result()
+                    return
+            finally:
+                self.lease.leave()
 
     async def _start(self) -> None:
         """Start an engine, for all who wait for its client."""
         await asyncio.sleep(self._start_at - time.monotonic())
         try:
             self._place = await self._take_place()
-            self._set_state("starting", self.reason)
-            worker = await self.fleet.start(
-                kind="sampler",
-                session_id=self.session_id,
-                model=self.model,
-                max_lora_rank=self.max_lora_rank,
-                on_exit=self._on_exit,
-            )
+            async with self.lease.use() as token:
+                self._set_state("starting", self.reason)
+                worker = await self.fleet.start(
+                    kind="sampler",
+                    session_id=self.session_id,
+                    model=self.model,
+                    max_lora_rank=self.max_lora_rank,
+                    devices=self._devices,
+                    lease=token,
+                    on_exit=self._on_exit,
+                )
+                self.lease.worker_started()
+                self._serve(worker)
         except asyncio.CancelledError:
             self._leave_place()
             raise
@@ -406,8 +509,6 @@ class Sampler:
                 error = WorkerStartFailed(sentence)
             self._note_failed("failed", error.message)
             self._fail_waiting(error)
-        else:
-            self._serve(worker)
 
     async def _adopt(self, handle: WorkerHandle) -> None:
         try:
@@ -476,6 +577,7 @@ class Sampler:
 
     def _on_exit(self, reason: str) -> None:
         self._forget_engine()
+        self.lease.worker_ended()
         self._died.set()
         self._leave_place()
         if self.state != "stopped":

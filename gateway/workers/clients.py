@@ -18,7 +18,7 @@ from tandem.errors import (
     WorkerDied,
     without_paths,
 )
-from tandem.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
 
 _DESCRIBE_TIMEOUT = 30.0
@@ -124,6 +124,16 @@ class TrainerClient:
     ) -> trainer_pb2.AwaitSnapshotReply:
         return await _call(self._worker, self.stub.TakeSnapshot, request, timeout=self._timeout)
 
+    async def sleep(
+        self, request: common_pb2.SleepRequest, *, timeout: float
+    ) -> common_pb2.SwitchReply:
+        return await _call(self._worker, self.stub.Sleep, request, timeout=timeout)
+
+    async def wake(
+        self, request: common_pb2.WakeRequest, *, timeout: float
+    ) -> common_pb2.SwitchReply:
+        return await _call(self._worker, self.stub.Wake, request, timeout=timeout)
+
     def forward_backward(
         self, payload: bytes
     ) -> Method[trainer_pb2.ForwardBackwardRequest, trainer_pb2.ForwardBackwardReply]:
@@ -166,6 +176,16 @@ class SamplerClient:
 
     async def load(self, request: sampler_pb2.LoadRequest) -> sampler_pb2.LoadReply:
         return await self._unless_silent(_call(self.worker, self._stub.Load, request))
+
+    async def sleep(
+        self, request: common_pb2.SleepRequest, *, timeout: float
+    ) -> common_pb2.SwitchReply:
+        return await _call(self.worker, self._stub.Sleep, request, timeout=timeout)
+
+    async def wake(
+        self, request: common_pb2.WakeRequest, *, timeout: float
+    ) -> common_pb2.SwitchReply:
+        return await _call(self.worker, self._stub.Wake, request, timeout=timeout)
 
     async def sample(
         self, request: sampler_pb2.SampleRequest, tell: Tell | None = None

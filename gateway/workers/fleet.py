@@ -8,7 +8,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Container
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import grpc
@@ -22,7 +22,8 @@ from gateway.storage.database import Database
 from gateway.storage.tables import workers
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.base import Launcher
-from tandem.errors import GatewaySuperseded, TandemError, WorkerCrashed
+from tandem.errors import GatewaySuperseded, TandemError, WorkerCrashed, WorkerDied
+from tandem.fencing import LEASE_METADATA_KEY
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.worker import (
@@ -42,14 +43,22 @@ _JITTER = 0.2
 
 @dataclass(eq=False)
 class Worker:
-    """A worker that serves. `metadata` goes with every call; `silent_since` is when it was asked
-    for the heartbeat that it has not answered, on the monotonic clock."""
+    """A worker that serves. `identity` goes with every call, and so does the fencing token of its
+    lease, if it has one; `silent_since` is when it was asked for the heartbeat that it has not
+    answered, on the monotonic clock."""
 
     handle: WorkerHandle
     channel: grpc.aio.Channel
     epoch: Epoch
-    metadata: tuple[tuple[str, str], ...] = field(repr=False)
+    identity: tuple[tuple[str, str], ...] = field(repr=False)
+    lease: int = 0
     silent_since: float | None = None
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        if not self.lease:
+            return self.identity
+        return (*self.identity, (LEASE_METADATA_KEY, str(self.lease)))
 
     @property
     def worker_id(self) -> str:
@@ -159,12 +168,9 @@ class Fleet:
 
     async def _claim(self, handle: WorkerHandle) -> None:
         """Let a worker hear of this gateway's epoch, so that it hears no earlier one any more."""
-        worker = self._worker_of(handle)
-        try:
-            with suppress(grpc.aio.AioRpcError, GatewaySuperseded):
+        with suppress(grpc.aio.AioRpcError, GatewaySuperseded):
+            async with self.reach(handle) as worker:
                 await self._check_health(worker)
-        finally:
-            await worker.channel.close()
 
     async def stop_left(self, *, except_of: Container[str] = ()) -> None:
         """Stop the trainers that an earlier gateway has left, except those of some runs."""
@@ -175,6 +181,28 @@ class Fleet:
         """Stop the trainer of a run that was not adopted, if there is one."""
         if (handle := self._left.pop(run_id, None)) is not None:
             await self.stop_left_worker(handle, "its run has ended")
+
+    def has_left(self, run_id: str) -> bool:
+        """Whether there is a trainer of a run that was not adopted yet."""
+        return run_id in self._left
+
+    @asynccontextmanager
+    async def left_trainer(self, run_id: str) -> AsyncIterator[Worker]:
+        """Reach the trainer of a run that was not adopted yet. Raises `WorkerDied` if there is
+        none."""
+        if (handle := self._left.get(run_id)) is None:
+            raise WorkerDied("the trainer of an earlier gateway has ended")
+        async with self.reach(handle) as worker:
+            yield worker
+
+    @asynccontextmanager
+    async def reach(self, handle: WorkerHandle) -> AsyncIterator[Worker]:
+        """Reach a worker that was not adopted yet."""
+        worker = self._worker_of(handle)
+        try:
+            yield worker
+        finally:
+            await worker.channel.close()
 
     async def adopt(self, run_id: str, *, on_exit: Callable[[str], None]) -> Worker | None:
         """Take over the trainer of a run that an earlier gateway has left; None if there is none,
@@ -270,9 +298,12 @@ class Fleet:
         run_id: str = "",
         training: TrainingSpec | None = None,
         max_lora_rank: int = 0,
+        devices: tuple[str, ...] = (),
+        lease: int = 0,
         on_exit: Callable[[str], None],
     ) -> Worker:
-        """Start a worker; return it once it serves.
+        """Start a worker on its devices, with the fencing token of its lease; return it once it
+        serves.
 
         `training` says what a trainer trains, `max_lora_rank` the largest adapter rank that a
         sampler serves. `on_exit` is called with a sentence when the worker ends without having
@@ -290,6 +321,8 @@ class Fleet:
             session_id=session_id,
             run_id=run_id,
             training=training,
+            devices=devices,
+            lease=lease,
             log_level=settings.log_level,
             start_timeout=settings.worker_start_timeout,
             stop_timeout=settings.worker_stop_timeout,
@@ -323,6 +356,12 @@ class Fleet:
             task = asyncio.create_task(self._give_up(worker_id, reason), name="worker-given-up")
             self._given_up[worker_id] = task
             task.add_done_callback(lambda _: self._given_up.pop(worker_id))
+
+    async def end(self, worker: Worker, *, reason: str) -> None:
+        """As `give_up`; return when nothing of the worker is left, and its end was reported."""
+        self.give_up(worker, reason=reason)
+        if (task := self._given_up.get(worker.worker_id)) is not None:
+            await asyncio.shield(task)
 
     async def _give_up(self, worker_id: str, reason: str) -> None:
         self._log.error("worker_given_up", worker_id=worker_id, reason=reason)
@@ -370,7 +409,9 @@ class Fleet:
             run_id=spec.run_id,
             seconds=round(time.time() - record.started_at, 3),
         )
-        return self._note_ready(record, self._worker_of(handle))
+        worker = self._worker_of(handle)
+        worker.lease = spec.lease
+        return self._note_ready(record, worker)
 
     def _note_ready(self, record: WorkerRecord, worker: Worker) -> Worker:
         record.worker = worker
@@ -388,7 +429,7 @@ class Fleet:
             handle=handle,
             channel=grpc.aio.insecure_channel(handle.address, options=GRPC_OPTIONS),
             epoch=self.epoch,
-            metadata=((SECRET_METADATA_KEY, handle.secret), *self.epoch.metadata),
+            identity=((SECRET_METADATA_KEY, handle.secret), *self.epoch.metadata),
         )
 
     async def _note_exits(self, exits: AsyncIterator[WorkerExit]) -> None:

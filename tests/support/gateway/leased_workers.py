@@ -216,3 +216,8 @@ class World:
             tenant=worker,
             present=worker.process is not None,
         )
+
+
+def not_leased() -> GroupLeases:
+    """A group on which nobody ever waits."""
+    return World(awake=0).group

@@ -19,6 +19,7 @@ from gateway.checkpoints.pins import Pins
 from gateway.futures.table import Future, Result
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
+from gateway.placement.groups import groups_of
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sampler import Sampler
 from gateway.sessions.registry import Session
@@ -29,6 +30,8 @@ from tandem.errors import SessionFinished
 from tandem.settings import GatewaySettings, SamplerSettings
 from tandem.v1 import common_pb2, sampler_pb2
 from tandem.worker import WorkerSpec
+from tests.support.gateway.fake_launcher import HOST
+from tests.support.gateway.leased_workers import not_leased
 from tests.support.gateway.model_workers import Misfortune, ModelHost, ModelLauncher, ModelSampler
 from tests.support.virtual_time import run_in_virtual_time
 
@@ -92,7 +95,9 @@ class World:
             models=models,
             sessions=sessions,
             limits=Quotas(settings=self.settings.limit, metrics=metrics),
+            leases=SimpleNamespace(of=lambda _name: not_leased()),
         )
+        self.router.groups = groups_of(self.settings, HOST)
 
     @property
     def model(self) -> BaseModelEntry:

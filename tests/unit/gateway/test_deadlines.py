@@ -19,6 +19,7 @@ from gateway.workers.clients import SamplerClient, TrainerClient
 from tandem.errors import OperationTimedOut
 from tandem.settings import GatewaySettings, RecoverySettings
 from tandem.v1 import sampler_pb2, trainer_pb2
+from tests.support.gateway.leased_workers import not_leased
 from tests.support.virtual_time import run_in_virtual_time
 
 WORKER: Any = SimpleNamespace(
@@ -60,6 +61,7 @@ async def serve(seconds: dict[int, float]) -> dict[int, Any]:
     tools: Any = MagicMock()
     run: Any = SimpleNamespace(
         id="r",
+        worker=None,
         session_id="s",
         owner="o",
         model=SimpleNamespace(name="m"),
@@ -76,6 +78,8 @@ async def serve(seconds: dict[int, float]) -> dict[int, Any]:
         definition_of=tools,
         on_lost=tools,
     )
+    leases: Any = SimpleNamespace(of=lambda _name: not_leased())
+    trainer_of_run.host.settle(MagicMock(), devices=(), leases=leases)
     trainer_of_run._serve(client)
     runner = OperationRunner(run=run, trainer=trainer_of_run, tools=tools)
     outcomes: dict[int, Any] = {}

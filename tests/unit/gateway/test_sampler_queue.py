@@ -16,8 +16,9 @@ from gateway.sampling.places import EnginePlaces
 from gateway.sampling.sampler import Sample, Sampler
 from gateway.workers.fleet import Worker
 from tandem.errors import SessionFinished
-from tandem.settings import SamplerSettings
+from tandem.settings import SamplerSettings, SharingSettings
 from tandem.v1 import sampler_pb2
+from tests.support.gateway.leased_workers import not_leased
 from tests.support.waiting import until
 from tests.support.work import calls_in
 
@@ -32,7 +33,7 @@ class NoFleet:
 
 
 def make_sampler(session_id: str, *, fleet, places: EnginePlaces) -> Sampler:
-    return Sampler(
+    sampler = Sampler(
         session_id=session_id,
         owner="ann",
         model=BaseModelEntry(name="tiny", path="/tiny", max_length=None),
@@ -43,7 +44,10 @@ def make_sampler(session_id: str, *, fleet, places: EnginePlaces) -> Sampler:
         meter=None,
         pins=Pins(),
         places=places,
+        sharing=SharingSettings(),
     )
+    sampler.settle(not_leased(), devices=())
+    return sampler
 
 
 def one_place() -> EnginePlaces:
@@ -90,7 +94,7 @@ class EnginesThatStopSlowly:
     async def start(self, *, session_id, **_about):
         self.events.append(f"{session_id} started")
         handle = SimpleNamespace(kind="sampler", worker_id=session_id)
-        return Worker(handle=handle, channel=MagicMock(), epoch=MagicMock(), metadata=())
+        return Worker(handle=handle, channel=MagicMock(), epoch=MagicMock(), identity=())
 
     async def stop(self, worker, *, reason):
         await self.may_stop.wait()
