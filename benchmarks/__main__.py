@@ -26,6 +26,8 @@ from tandem.demo.run import wait_ready
 from tandem.demo.tiny_model import write_tiny_model
 from tandem.stack import Stack
 
+_NO_POOL = {"pool_trainers": "0", "pool_samplers": "0"}
+"""What is measured has the processors alone; `benchmarks.starts` measures the pool."""
 SECTIONS = ("sampling", "clients", "publish", "lora", "overhead", "training", "rl_step")
 
 
@@ -44,7 +46,7 @@ class Bench:
     def stack(self, model: Path, *, ranks: int) -> Iterator[tuple[Stack, tinker.ServiceClient]]:
         """Start a new stack, as `tandem up` would, and connect the SDK to it."""
         directory = self.work / f"data-{time.monotonic_ns()}"
-        settings = {"port": "0", "trainer_ranks": str(ranks)}
+        settings = {"port": "0", "trainer_ranks": str(ranks), **_NO_POOL}
         with Stack(data_dir=directory, settings=settings) as stack:
             stack.add_model(name="bench/model", path=model)
             endpoint = stack.endpoint

@@ -159,6 +159,19 @@ class GroupSettings(BaseModel):
     )
 
 
+class PoolSettings(BaseSettings):
+    """Processes that the agent keeps started for the next workers. Environment: `TANDEM_POOL_*`;
+    see docs/sharing.md."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_POOL_")
+
+    trainers: int = Field(1, ge=0, le=16, description="Idle processes for trainers; 0 = none.")
+    samplers: int = Field(1, ge=0, le=16, description="Idle processes for samplers; 0 = none.")
+    nice: int = Field(
+        15, ge=0, le=19, description="The niceness with which they import, before they are idle."
+    )
+
+
 class LimitSettings(BaseSettings):
     """What an owner, and all owners together, may hold at once. Environment: `TANDEM_LIMIT_*`.
 
@@ -427,6 +440,7 @@ class GatewaySettings(BaseSettings):
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     recovery: RecoverySettings = Field(default_factory=RecoverySettings)
     sharing: SharingSettings = Field(default_factory=SharingSettings)
+    pool: PoolSettings = Field(default_factory=PoolSettings)
     sampler: SamplerSettings = Field(default_factory=SamplerSettings)
     limit: LimitSettings = Field(default_factory=LimitSettings)
     http: HttpSettings = Field(default_factory=HttpSettings)

@@ -12,11 +12,12 @@
 5. To end a worker, the launcher sends SIGTERM; what has not ended after the stop timeout is killed.
 
 `WorkerSpec` and `WorkerReport` are what is said; a `LauncherLink` is how it travels. The worker
-gets its link from `launcher_link` and knows nothing else of its launcher. The one link so far is
-`PipeLink`, for a worker that is a child process: the specification is the first line of standard
-input, which then stays open as the lifeline, and reports go to the descriptor `--report-fd`. A
-worker in a container would read the specification from a mounted secret and report over TCP: a
-second class here, chosen by an option of its own.
+gets its link from `launcher_link` and knows nothing else of its launcher. `PipeLink` is for a
+worker that is a child process: the specification is the first line of standard input, which then
+stays open as the lifeline, and reports go to the descriptor `--report-fd`. `PooledLink` is for a
+child process that was started before there was a worker for it to be (`tandem/agent/pool.py`). A
+worker in a container would read the specification from a mounted secret and report over TCP:
+another class here, chosen by an option of its own.
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ import fcntl
 import os
 import re
 import resource
+import select
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tandem.settings import SamplerSettings, TrainerSettings
+from tandem.background import in_background
+from tandem.settings import PoolSettings, SamplerSettings, TrainerSettings
 
 WorkerKind = Literal["trainer", "sampler"]
 
@@ -48,6 +52,8 @@ OUT_OF_MEMORY_METADATA_KEY = "tandem-out-of-memory-at"
 """The trailing metadata of RESOURCE_EXHAUSTED: how many tokens of a micro-batch were too many for
 a trainer, which ends because of it."""
 
+MAX_SPEC_BYTES = 16 * select.PIPE_BUF
+"""Of the line of a specification: the capacity of a pipe that nobody reads yet."""
 MAX_MESSAGE_BYTES = 2**31 - 1
 GRPC_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -199,8 +205,13 @@ class WorkerExit:
 class LauncherLink(Protocol):
     """A worker's connection to its launcher."""
 
+    def preload(self, imports: Callable[[], None]) -> None:
+        """Do what every worker of this kind does first, if there is no specification yet. Call
+        first."""
+        ...
+
     def read_spec(self) -> WorkerSpec:
-        """Return the specification. Call once, first."""
+        """Return the specification. Call once, after `preload`."""
         ...
 
     def hold_lifeline(self) -> None:
@@ -213,10 +224,15 @@ class LauncherLink(Protocol):
 
 
 def launcher_link(arguments: Sequence[str] | None = None) -> LauncherLink:
-    """Return the link that the command line chooses: `--report-fd N` is a `PipeLink`."""
+    """Return the link that the command line chooses: `--report-fd N` is a `PipeLink`, with
+    `--spec-fd M` a `PooledLink`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--report-fd", type=int, required=True, help="where reports are written")
-    return PipeLink(report_fd=parser.parse_args(arguments).report_fd)
+    parser.add_argument("--spec-fd", type=int, help="a socket by which the specification will come")
+    chosen = parser.parse_args(arguments)
+    if chosen.spec_fd is None:
+        return PipeLink(report_fd=chosen.report_fd)
+    return PooledLink(report_fd=chosen.report_fd, spec=socket.socket(fileno=chosen.spec_fd))
 
 
 class PipeLink:
@@ -225,6 +241,9 @@ class PipeLink:
     def __init__(self, *, report_fd: int, stdin: BinaryIO | None = None) -> None:
         self._report_fd = report_fd
         self._stdin = stdin if stdin is not None else sys.stdin.buffer
+
+    def preload(self, imports: Callable[[], None]) -> None:
+        """Its specification is there: what is to be imported is so when it is known where."""
 
     def read_spec(self) -> WorkerSpec:
         return WorkerSpec.model_validate_json(self._stdin.readline())
@@ -236,6 +255,46 @@ class PipeLink:
         line = report.model_dump_json().encode() + b"\n"
         while line:  # a signal can cut a write to a pipe short
             line = line[os.write(self._report_fd, line) :]
+
+
+class PooledLink(PipeLink):
+    """Implements `LauncherLink` for a process that waits for a worker to be.
+
+    Nothing but the end of the lifeline comes by standard input. The specification comes later, by a
+    socket, together with the file that the worker's output goes to. A byte the other way says
+    that the process is idle, and another one that it has become the worker.
+    """
+
+    def __init__(
+        self, *, report_fd: int, spec: socket.socket, stdin: BinaryIO | None = None
+    ) -> None:
+        super().__init__(report_fd=report_fd, stdin=stdin)
+        self._spec = spec
+
+    def preload(self, imports: Callable[[], None]) -> None:
+        super().hold_lifeline()
+        # A library asks at its import whether there is a GPU. Asked in the usual way, CUDA would
+        # begin, and would not see later which devices are the worker's.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        in_background(imports, nice=PoolSettings().nice)
+        self._spec.send(b".")
+
+    def read_spec(self) -> WorkerSpec:
+        line, descriptors = b"", list[int]()
+        while not line.endswith(b"\n"):
+            part, sent, *_ = socket.recv_fds(self._spec, MAX_SPEC_BYTES, 1)
+            if not part:
+                raise EOFError("the launcher has gone")
+            line, descriptors = line + part, descriptors + sent
+        for output in (1, 2):
+            os.dup2(descriptors[0], output)
+        os.close(descriptors[0])
+        self._spec.send(b".")
+        self._spec.close()
+        return WorkerSpec.model_validate_json(line)
+
+    def hold_lifeline(self) -> None:
+        """It is held since `preload`."""
 
 
 def hold_lifeline(fd: int = 0) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 # Read when torch is imported. In a tiny model threads wait for each other in every operation: with
 # two, a step of training takes twenty times the processor time that it takes with one.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Tests count processes, and most would end before an idle one has been of use.
+os.environ["TANDEM_POOL_TRAINERS"] = os.environ["TANDEM_POOL_SAMPLERS"] = "0"
 
 import pytest
 import structlog

@@ -11,6 +11,7 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -22,6 +23,7 @@ from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import trainer_pb2_grpc
 from tandem.worker import LauncherLink, WorkerReport, WorkerSpec, launcher_link
 from tandem.worker_server import WorkerServer
+from trainer_service.service.libraries import import_libraries
 from trainer_service.service.rank_processes import RankProcesses
 from trainer_service.service.servicer import EngineThread, TrainerMetrics, TrainerServicer, first_of
 
@@ -31,13 +33,14 @@ if TYPE_CHECKING:
 
 def main() -> None:
     link = launcher_link()
+    # Waiting OpenMP threads must sleep: spinning, they take the cores from the gateway, the
+    # sampler and each other. Every rank reads this when it imports torch.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    link.preload(import_libraries)
     spec = link.read_spec()
     link.hold_lifeline()
     faulthandler.enable()  # a crash in native code leaves its stacks in the log
     configure_logging(service="trainer", level=spec.log_level)
-    # Waiting OpenMP threads must sleep: spinning, they take the cores from the gateway, the
-    # sampler and each other. Every rank reads this when it imports torch.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     code = asyncio.run(_Worker(spec, link).run())
     sys.stdout.flush()
     sys.stderr.flush()
@@ -132,10 +135,19 @@ class _Worker:
             self._log.warning("report_unread", error=report.error)
 
     def _bring_up(self, ranks: RankProcesses) -> Operations:
+        began = time.monotonic()
+        import_libraries()
+        imported = time.monotonic()
         from trainer_service.compute.process_group import bring_up
         from trainer_service.service.operations import Operations
 
-        return Operations(bring_up(self._spec, settings=self._settings, assign=ranks.assign))
+        trainer = bring_up(self._spec, settings=self._settings, assign=ranks.assign)
+        self._log.info(
+            "model_loaded",
+            import_seconds=round(imported - began, 2),
+            model_seconds=round(time.monotonic() - imported, 2),
+        )
+        return Operations(trainer)
 
 
 def _cause(error: BaseException, ranks: RankProcesses) -> TandemError:

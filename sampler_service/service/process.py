@@ -25,6 +25,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.scheduler import Scheduler
 from sampler_service.service.servicer import SamplerServicer, Serving
 from sampler_service.structured_output import GrammarCompiler
+from sampler_service.vllm.libraries import import_libraries
 from sampler_service.weights.adapters import AdapterCache
 from sampler_service.weights.loader import Loader, WeightVersion, default_tolerance
 from tandem.errors import TandemError, WorkerStartFailed
@@ -40,6 +41,7 @@ _STOP_GRACE_SECONDS = 1.0
 def run() -> NoReturn:
     """Read the specification, serve until SIGTERM or a failure, and end the process."""
     link = launcher_link()
+    link.preload(import_libraries)
     spec = link.read_spec()
     link.hold_lifeline()
     faulthandler.enable()  # a crash in native code leaves its stacks in the log
@@ -115,11 +117,10 @@ class _Process:
         model = Path(self._spec.model_path)
         if not (model / "config.json").is_file():
             raise WorkerStartFailed(f"{model} is no model directory: it has no config.json")
-        gc.disable()  # it would find nothing during the imports, and cost seconds
+        import_libraries()
         from sampler_service.vllm.engine import VllmEngine
 
         imported = time.monotonic()
-        gc.freeze()
         # vLLM warns about each of our settings; its warnings matter from the first request on.
         logging.getLogger("vllm").setLevel(logging.ERROR)
         engine = VllmEngine(model, self._settings)

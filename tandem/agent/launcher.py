@@ -6,43 +6,46 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import select
-import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 import orjson
 
+from tandem.agent.pool import Pool, default_command, start_child
 from tandem.agent.worker_process import WorkerProcess
 from tandem.errors import WorkerStartFailed, without_paths
 from tandem.host import Host, this_host
+from tandem.settings import TrainerSettings
 from tandem.telemetry import get_log
-from tandem.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec, without_secrets
+from tandem.worker import (
+    MAX_SPEC_BYTES,
+    WorkerDetails,
+    WorkerExit,
+    WorkerHandle,
+    WorkerKind,
+    WorkerSpec,
+)
 
-_MAX_SPEC_BYTES = 16 * select.PIPE_BUF  # the capacity of a pipe that nobody reads yet
 _REMEMBERED = 256
 """Exits that are told to a watcher that comes later."""
-
-
-def default_command(spec: WorkerSpec) -> list[str]:
-    """Return the command that runs the service of the spec's kind with this interpreter."""
-    return [sys.executable, "-m", f"{spec.kind}_service"]
+_PRELOADED_BACKEND: str = TrainerSettings.model_fields["backend"].default
 
 
 @dataclass(eq=False, kw_only=True)
 class ProcessLauncher:
     """Implements the gateway's `Launcher`, and does what the agent is asked for.
 
-    `command` says what to run for a spec; `--report-fd N` is added to it. Output is appended to
-    `data_dir/logs/WORKER.log`.
+    `command` says what to run for a kind; `--report-fd N` is added to it. Output is appended to
+    `data_dir/logs/WORKER.log`. `pool`: how many processes to keep started for the next workers.
     """
 
     data_dir: Path
-    command: Callable[[WorkerSpec], list[str]] = default_command
+    command: Callable[[WorkerKind], list[str]] = default_command
+    pool: Mapping[WorkerKind, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._workers: dict[str, WorkerProcess] = {}
@@ -52,6 +55,7 @@ class ProcessLauncher:
         self._spawning = asyncio.Lock()
         self._closed = False
         self._log = get_log()
+        self.idle = Pool(sizes=self.pool, command=self.command, quiet=self._quiet)
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         async with self._spawning:
@@ -139,55 +143,47 @@ class ProcessLauncher:
         self._closed = True
         async with self._spawning:  # a worker that is being spawned is registered after this
             workers = tuple(self._workers.values())
-        await asyncio.gather(*(worker.stop() for worker in workers))
+        await asyncio.gather(self.idle.close(), *(worker.stop() for worker in workers))
         self._tell(None)
 
     async def _spawn(self, spec: WorkerSpec) -> WorkerProcess:
         """Raises `OSError` when the log cannot be opened or the program cannot be executed."""
+        deadline = asyncio.get_running_loop().time() + spec.start_timeout
         assert re.fullmatch(r"[\w.-]+", spec.worker_id), spec.worker_id  # it names a file
         line = spec.model_dump_json().encode() + b"\n"
-        if len(line) > _MAX_SPEC_BYTES:
+        if len(line) > MAX_SPEC_BYTES:
             raise WorkerStartFailed(
                 f"the specification of {spec.worker_id} has {len(line)} bytes; at most "
-                f"{_MAX_SPEC_BYTES} are allowed"
+                f"{MAX_SPEC_BYTES} are allowed"
             )
         log_path = self.data_dir / "logs" / f"{spec.worker_id}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        # Python makes all of these uninheritable; only those named below reach the child, so
-        # that no worker holds the lifeline of another one open.
         log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        with suppress(OSError):  # a full disk costs log lines, not workers
-            os.write(log_fd, _first_line(spec))
-        log_start = os.fstat(log_fd).st_size
-        spec_fd, lifeline_fd = os.pipe()
-        report_fd, worker_report_fd = os.pipe()
         try:
-            os.write(lifeline_fd, line)  # fits into the empty pipe, so it never blocks
-            process = await asyncio.create_subprocess_exec(
-                *self.command(spec),
-                "--report-fd",
-                str(worker_report_fd),
-                stdin=spec_fd,
-                stdout=log_fd,
-                stderr=log_fd,
-                pass_fds=(worker_report_fd,),
-                start_new_session=True,
-                env={**without_secrets(os.environ), "PYTHONUNBUFFERED": "1"},
-            )
-        except BaseException:
-            os.close(lifeline_fd)
-            os.close(report_fd)
-            raise
+            with suppress(OSError):  # a full disk costs log lines, not workers
+                os.write(log_fd, _first_line(spec))
+            log_start = os.fstat(log_fd).st_size
+            child = None
+            if _may_be_pooled(spec):
+                child = await self.idle.take(spec.kind, line=line, log_fd=log_fd)
+            if child is None:
+                child = await start_child(self.command(spec.kind), line=line, output=log_fd)
         finally:
-            for fd in (log_fd, spec_fd, worker_report_fd):
-                os.close(fd)
+            os.close(log_fd)
         return WorkerProcess(
             spec=spec,
-            process=process,
-            lifeline_fd=lifeline_fd,
-            report_fd=report_fd,
+            process=child.process,
+            lifeline_fd=child.lifeline_fd,
+            report_fd=child.report_fd,
+            deadline=deadline,
             log_path=log_path,
             log_start=log_start,
+        )
+
+    def _quiet(self) -> bool:
+        """Whether no worker is starting."""
+        return not self._spawning.locked() and not any(
+            worker.starts for worker in self._workers.values()
         )
 
     def _forget(self, worker: WorkerProcess) -> None:
@@ -211,6 +207,11 @@ class ProcessLauncher:
                 yield exit_
         finally:
             self._watchers.remove(queue)
+
+
+def _may_be_pooled(spec: WorkerSpec) -> bool:
+    """Whether an idle process has imported what this worker needs, in the order that it needs."""
+    return spec.trainer is None or spec.trainer.backend == _PRELOADED_BACKEND
 
 
 def _exit_of(worker: WorkerProcess) -> WorkerExit:

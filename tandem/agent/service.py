@@ -7,23 +7,26 @@ import fcntl
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc.aio
+from pydantic import ValidationError
 
 from tandem.agent import SENTENCE
 from tandem.agent.launcher import ProcessLauncher
+from tandem.agent.pool import pool_sizes
 from tandem.epoch import EpochInterceptor
 from tandem.errors import InvalidRequest, TandemError, WorkerStartFailed
 from tandem.heartbeat import send_heartbeats
 from tandem.host import this_host
+from tandem.settings import PoolSettings, settings_fault
 from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import agent_pb2, agent_pb2_grpc
-from tandem.worker import WorkerHandle, WorkerSpec, set_process_limits
+from tandem.worker import WorkerHandle, WorkerKind, WorkerSpec, set_process_limits
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[object, object]
@@ -183,12 +186,12 @@ async def serving(launcher: ProcessLauncher, *, data_dir: Path) -> AsyncIterator
         path.unlink(missing_ok=True)
 
 
-async def _serve_until_signalled(data_dir: Path) -> None:
+async def _serve_until_signalled(data_dir: Path, *, pool: Mapping[WorkerKind, int]) -> None:
     asked = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, asked.set)
     heart = asyncio.create_task(send_heartbeats())
-    async with serving(ProcessLauncher(data_dir=data_dir), data_dir=data_dir):
+    async with serving(ProcessLauncher(data_dir=data_dir, pool=pool), data_dir=data_dir):
         found = description()
         get_log().info(
             "agent_serves",
@@ -207,7 +210,11 @@ def run(data_dir: Path) -> int:
     set_process_limits()
     try:
         with _locked(data_dir):
-            asyncio.run(_serve_until_signalled(data_dir))
+            pool = pool_sizes(PoolSettings())
+            asyncio.run(_serve_until_signalled(data_dir, pool=pool))
+    except ValidationError as error:
+        print(f"{SENTENCE}{settings_fault(error)}", file=sys.stderr)
+        return 1
     except TandemError as error:
         print(f"{SENTENCE}{error.message}", file=sys.stderr)
         return 1

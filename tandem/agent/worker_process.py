@@ -69,6 +69,7 @@ class WorkerProcess:
     report_fd: int
     log_path: Path
     log_start: int
+    deadline: float
     handle: WorkerHandle | None = None
     ready: bool = False
     expected: bool = False
@@ -77,7 +78,6 @@ class WorkerProcess:
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.pid = self.process.pid
-        self.deadline = loop.time() + self.spec.start_timeout
         self.failed: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
         self._address: asyncio.Future[WorkerReport] = loop.create_future()
@@ -85,6 +85,11 @@ class WorkerProcess:
         self._log = get_log(worker_id=self.spec.worker_id, pid=self.pid)
         self._reading = asyncio.create_task(self._read_reports())
         self._supervision = asyncio.create_task(self._supervise())
+
+    @property
+    def starts(self) -> bool:
+        """Whether it is on its way to serve, and still has time for it."""
+        return not self.ready and not self.failed.done() and self._seconds_left() > 0
 
     async def reported(self) -> WorkerHandle:
         """Return where the worker listens.

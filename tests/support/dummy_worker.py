@@ -31,6 +31,7 @@ async def serve(spec: WorkerSpec, link: LauncherLink, *, ready: bool) -> None:
 
 def main(behaviour: str, arguments: list[str]) -> None:
     link = launcher_link(arguments)
+    link.preload(lambda: print("preloaded", file=sys.stderr))
     spec = link.read_spec()
     link.hold_lifeline()
     match behaviour:

@@ -24,6 +24,7 @@ from pydantic import BaseModel
 
 from tandem.errors import OutOfMemory, TandemError, WorkerDied
 from tandem.worker import die_with_parent, hold_lifeline
+from trainer_service.service.libraries import import_libraries
 
 # A rank that dies breaks its peers' collectives, so that they die within moments of each other;
 # the one that was killed is the cause.
@@ -160,7 +161,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        # Loads torch now, while rank 0 does the same.
+        import_libraries()  # while rank 0 does the same
         from trainer_service.compute.process_group import Assignment, join
         from trainer_service.service.operations import follow
 

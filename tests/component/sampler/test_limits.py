@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sampler_service.vllm.environment import _intel_openmp, _is_cpu_build, sampler_environment
+from sampler_service.vllm.environment import _intel_openmp, is_cpu_build, sampler_environment
 from tandem.v1 import sampler_pb2
 from tests.support.sampler_worker import SamplerClient, plain_logprobs, same
 from tests.support.tiny_model import VOCABULARY
@@ -59,7 +59,7 @@ while len(ended) < 4:
 
 
 def test_the_engine_says_which_requests_it_has_begun(model: Path):
-    environment = sampler_environment(os.environ, cpu=_is_cpu_build(), library=_intel_openmp())
+    environment = sampler_environment(os.environ, cpu=is_cpu_build(), library=_intel_openmp())
     done = subprocess.run(
         [sys.executable, "-c", _TELL_WHAT_BEGINS, str(model)],
         env=environment,

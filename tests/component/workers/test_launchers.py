@@ -16,7 +16,8 @@ import pytest
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers import Launcher, make_launcher
 from gateway.workers.launchers.agent import AgentLauncher
-from tandem.agent.launcher import ProcessLauncher, default_command
+from tandem.agent.launcher import ProcessLauncher
+from tandem.agent.pool import default_command
 from tandem.agent.service import serving
 from tandem.agent.worker_process import WorkerProcess, group_members, wait_until_serving
 from tandem.errors import InvalidRequest, WorkerCrashed, WorkerStartFailed
@@ -340,9 +341,8 @@ async def test_a_specification_longer_than_a_pipe_is_refused(make):
 
 
 async def test_the_default_command_runs_the_service_of_its_kind():
-    assert default_command(spec()) == [sys.executable, "-m", "trainer_service"]
-    sampler = spec().model_copy(update={"kind": "sampler"})
-    assert default_command(sampler) == [sys.executable, "-m", "sampler_service"]
+    assert default_command("trainer") == [sys.executable, "-m", "trainer_service"]
+    assert default_command("sampler") == [sys.executable, "-m", "sampler_service"]
 
 
 async def test_the_settings_name_the_launcher(monkeypatch, tmp_path):

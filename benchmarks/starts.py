@@ -1,0 +1,208 @@
+"""`make bench-starts`: where the seconds of a start go, what processes that were started before
+save of them, and what it costs those who compute meanwhile that such processes are made.
+
+With and without them in turn, so that a load of the machine is in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import tinker
+from rich.console import Console
+from tinker import types
+
+from benchmarks import record
+from benchmarks.recovery import batch
+from tandem.agent.launcher import ProcessLauncher
+from tandem.demo.tiny_model import write_tiny_model
+from tandem.settings import PoolSettings, SamplerSettings, TrainerSettings
+from tandem.stack import Stack
+from tandem.worker import LoraSpec, TrainingSpec, WorkerKind, WorkerSpec
+
+KINDS: tuple[WorkerKind, WorkerKind] = ("trainer", "sampler")
+MODEL = "bench/model"
+_POLL_SECONDS = 0.05
+_BESIDE_SECONDS = 8.0
+
+
+async def start(launcher: ProcessLauncher, spec: WorkerSpec) -> dict[str, float]:
+    """Return the seconds until a worker reported its address and until it served, with what it
+    logged of the time between; it is stopped again."""
+    began = time.perf_counter()
+    await launcher.start(spec)
+    address = time.perf_counter() - began
+    await launcher.wait_ready(spec.worker_id)
+    found = {"address": address, "ready": time.perf_counter() - began}
+    path = launcher.describe(spec.worker_id).log_path
+    assert path is not None
+    for line in path.read_text().splitlines():
+        if line.startswith("{"):
+            found |= {k: v for k, v in json.loads(line).items() if k.endswith("_seconds")}
+    await launcher.stop(spec.worker_id)
+    return found
+
+
+async def workers(work: Path, model: Path, *, rounds: int) -> list[dict[str, object]]:
+    """Measure the starts of workers alone, in idle processes and in new ones."""
+    rows: list[dict[str, object]] = []
+    without = ProcessLauncher(data_dir=work / "without")
+    for kind in KINDS:
+        found: dict[str, list[dict[str, float]]] = {"new process": [], "idle process": []}
+        memory = 0
+        for number in range(rounds):
+            spec = WorkerSpec(
+                worker_id=f"{kind}-{number}",
+                kind=kind,
+                secret="of the benchmark",
+                model_name=MODEL,
+                model_path=str(model),
+                session_id="bench",
+                training=TrainingSpec(lora=LoraSpec()) if kind == "trainer" else None,
+                trainer=TrainerSettings() if kind == "trainer" else None,
+                sampler=SamplerSettings() if kind == "sampler" else None,
+            )
+            found["new process"].append(await start(without, spec))
+            with_pool = ProcessLauncher(data_dir=work / "with", pool={kind: 1})
+            while not (pids := with_pool.idle.pids(kind)):  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_SECONDS)
+            memory = psutil.Process(pids[0]).memory_full_info().uss
+            found["idle process"].append(await start(with_pool, spec))
+            await with_pool.close()
+        for name, starts in found.items():
+            medians = {
+                key: round(statistics.median(each[key] for each in starts), 2) for key in starts[0]
+            }
+            ready = sorted(round(each["ready"], 2) for each in starts)
+            row = {"worker": kind, "in": name, **medians, "from": ready[0], "to": ready[-1]}
+            rows.append(row | ({"idle_mib": memory >> 20} if name == "idle process" else {}))
+    await without.close()
+    return rows
+
+
+@contextmanager
+def stack(
+    data_dir: Path, model: Path, *, pool: int
+) -> Iterator[tuple[Stack, tinker.ServiceClient]]:
+    settings = {"port": "0", "pool_trainers": str(pool), "pool_samplers": str(pool)}
+    with Stack(data_dir=data_dir, settings=settings) as running:
+        running.add_model(name=MODEL, path=model)
+        endpoint = running.endpoint
+        with tinker.ServiceClient(base_url=endpoint.url, api_key=endpoint.api_key) as service:
+            yield running, service
+
+
+def idle_pids(running: Stack) -> dict[str, int]:
+    """Return the newest process of each kind that the agent has told to be idle."""
+    log = (running.data_dir / "logs" / "agent.log").read_text()
+    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    return {each["kind"]: each["pid"] for each in lines if each["event"] == "idle_process_ready"}
+
+
+def wait_until_idle(running: Stack, *, others: dict[str, int]) -> None:
+    """Return when there is an idle process of each kind that is not one of the others."""
+    while True:
+        found = idle_pids(running)
+        if len(found) == len(KINDS) and not set(found.values()) & set(others.values()):
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def clients(work: Path, model: Path, *, rounds: int) -> list[dict[str, object]]:
+    """Measure what a client waits for, from its first call on a stack that has been up for long."""
+    found: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
+    for number in range(rounds):
+        for pool in found:
+            with stack(work / f"clients-{number}-{pool}", model, pool=pool) as (running, service):
+                if pool:
+                    wait_until_idle(running, others={})
+                began = time.perf_counter()
+                training = service.create_lora_training_client(MODEL).result()
+                created = time.perf_counter() - began
+                sampler = training.save_weights_and_get_sampling_client()
+                prompt = types.ModelInput.from_ints([1, 2, 3])
+                sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
+                found[pool].append((created, time.perf_counter() - began))
+    return [
+        {
+            "idle processes": pool,
+            "a training client, s": [round(each[0], 1) for each in times],
+            "until the first sample, s": [round(each[1], 1) for each in times],
+        }
+        for pool, times in found.items()
+    ]
+
+
+def beside(work: Path, model: Path, *, rounds: int) -> list[dict[str, object]]:
+    """Measure the steps of a run while idle processes are made, and while there are some."""
+    data = batch()
+    rates: dict[str, list[float]] = {"while two are made": [], "while there are two": []}
+    lasted = []
+    with stack(work / "beside", model, pool=1) as (running, service):
+        training = service.create_lora_training_client(MODEL).result()
+
+        def steps_per_second(*, others: dict[str, int], least: float) -> float:
+            """Measure until other idle processes are there, and for so many seconds at least."""
+            began, steps = time.perf_counter(), 0
+            while True:
+                training.forward_backward(data, "cross_entropy").result()
+                training.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+                steps += 1
+                seconds = time.perf_counter() - began
+                there = set(idle_pids(running).values()) - set(others.values())
+                if seconds >= least and (not others or len(there) == len(KINDS)):
+                    return steps / seconds
+
+        wait_until_idle(running, others={})
+        for _ in range(rounds):
+            rates["while there are two"].append(steps_per_second(others={}, least=_BESIDE_SECONDS))
+            killed = idle_pids(running)
+            for pid in killed.values():
+                os.kill(pid, signal.SIGKILL)
+            began = time.perf_counter()
+            rates["while two are made"].append(steps_per_second(others=killed, least=0))
+            lasted.append(round(time.perf_counter() - began, 1))
+    rows: list[dict[str, object]] = [
+        {"idle processes": what, "steps a second": [round(each, 1) for each in found]}
+        for what, found in rates.items()
+    ]
+    return [{**rows[0], "made in, s": lasted, "nice": PoolSettings().nice}, rows[1]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.starts", description=__doc__)
+    parser.add_argument("sections", nargs="*", default=["workers", "clients", "beside"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-save", action="store_true", help="only print")
+    arguments = parser.parse_args()
+    console = Console(width=160)
+    results: dict[str, object] = {"machine": record.machine()}
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        model = work / "model"
+        write_tiny_model(model, seed=0)
+        for section in arguments.sections:
+            if section == "workers":
+                rows = asyncio.run(workers(work, model, rounds=arguments.rounds))
+            else:
+                measure = {"clients": clients, "beside": beside}[section]
+                rows = measure(work, model, rounds=arguments.rounds)
+            results[section] = {"load": round(os.getloadavg()[0], 1), "rows": rows}
+            console.print(results[section])
+    if not arguments.no_save:
+        console.print(f"Written to {record.save(results).name}")
+
+
+if __name__ == "__main__":
+    main()

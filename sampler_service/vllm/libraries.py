@@ -1,0 +1,19 @@
+"""The imports that take most of an engine's start."""
+
+from __future__ import annotations
+
+import gc
+
+from sampler_service.vllm.environment import is_cpu_build
+
+
+def import_libraries() -> None:
+    """Import vLLM, with what of it every engine uses. The garbage collector, which would find
+    nothing and cost seconds, is off until the engine is made."""
+    gc.disable()
+    import sampler_service.vllm.engine  # noqa: F401
+
+    if is_cpu_build():
+        import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    gc.freeze()

@@ -1,0 +1,272 @@
+"""Processes that are started ahead of the workers that they become.
+
+Most of a worker's start is the import of torch, transformers and vLLM. An idle process has done it
+when a worker is asked for, and then gets its specification (`tandem.worker.PooledLink`). Until then
+it has no worker's name, secret, log or devices; what it says goes where the agent's output goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import psutil
+
+from tandem.agent.worker_process import kill_group
+from tandem.settings import PoolSettings
+from tandem.telemetry import get_log
+from tandem.worker import WorkerKind, without_secrets
+
+_IMPORTS: dict[WorkerKind, str] = {"trainer": "transformers", "sampler": "vllm"}
+"""A library without which there are no workers of the kind."""
+
+_STDERR = 2
+_LEAST_FREE_BYTES = 4 * 2**30
+_LOOK_SECONDS = 0.5
+_PRELOAD_SECONDS = 900.0
+"""With the lowest priority, beside others that compute."""
+_HAND_OVER_SECONDS = 3.0
+_KILLED_SECONDS = 10.0
+_LONGEST_WAIT = 600.0
+
+
+def default_command(kind: WorkerKind) -> list[str]:
+    """Return the command that runs the service of the kind with this interpreter."""
+    return [sys.executable, "-m", f"{kind}_service"]
+
+
+def pool_sizes(settings: PoolSettings) -> dict[WorkerKind, int]:
+    """Return how many processes to keep of each kind that can run here."""
+    wanted: dict[WorkerKind, int] = {"trainer": settings.trainers, "sampler": settings.samplers}
+    return {kind: n for kind, n in wanted.items() if n and find_spec(_IMPORTS[kind]) is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Child:
+    """A started process, the leader of its own session and process group."""
+
+    process: asyncio.subprocess.Process
+    lifeline_fd: int
+    report_fd: int
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+async def start_child(
+    command: list[str],
+    *,
+    line: bytes = b"",
+    output: int,
+    spec_fd: int | None = None,
+) -> Child:
+    """Start a worker's program with `line` in its standard input.
+
+    Raises `OSError` when it cannot be executed.
+    """
+    # Python makes all of these uninheritable; only those named below reach the child, so that no
+    # worker holds the lifeline of another one open.
+    stdin_fd, lifeline_fd = os.pipe()
+    report_fd, worker_report_fd = os.pipe()
+    spec = [] if spec_fd is None else ["--spec-fd", str(spec_fd)]
+    try:
+        os.write(lifeline_fd, line)  # fits into the empty pipe, so it never blocks
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            "--report-fd",
+            str(worker_report_fd),
+            *spec,
+            stdin=stdin_fd,
+            stdout=output,
+            stderr=output,
+            pass_fds=(worker_report_fd, *([] if spec_fd is None else [spec_fd])),
+            start_new_session=True,
+            env={**without_secrets(os.environ), "PYTHONUNBUFFERED": "1"},
+        )
+    except BaseException:
+        os.close(lifeline_fd)
+        os.close(report_fd)
+        raise
+    finally:
+        os.close(stdin_fd)
+        os.close(worker_report_fd)
+    return Child(process=process, lifeline_fd=lifeline_fd, report_fd=report_fd)
+
+
+@dataclass(eq=False)
+class _Idle:
+    """A child, and the launcher's end of the socket that its specification goes through."""
+
+    child: Child
+    socket: socket.socket
+
+    async def hand_over(self, line: bytes, log_fd: int) -> bool:
+        """Give it a specification and a log; return whether it took them.
+
+        One that has ended, or is stopped, does not.
+        """
+        try:
+            sent = socket.send_fds(self.socket, [line], [log_fd])
+            return sent == len(line) and await self.answered(_HAND_OVER_SECONDS)
+        except OSError:
+            return False
+
+    async def answered(self, timeout: float) -> bool:
+        """Return whether it says that it has done what it is at, within so many seconds."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await asyncio.wait_for(loop.sock_recv(self.socket, 1), timeout) != b""
+        except (OSError, TimeoutError):
+            return False
+
+    def kill(self) -> None:
+        """Kill it, and let go of it."""
+        kill_group(self.child.pid)
+        self.socket.close()
+        os.close(self.child.lifeline_fd)
+        os.close(self.child.report_fd)
+
+    async def gone(self) -> None:
+        """Return when it has ended, or will not end: stuck in the kernel."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.child.process.wait(), _KILLED_SECONDS)
+
+
+class Pool:
+    """Keeps `sizes` idle processes of each kind, while there is memory for them.
+
+    They are added one at a time, in the background, while `quiet`: not while a worker starts,
+    which needs the processors itself. One that ends by itself is replaced later each time.
+    Make it in an event loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        sizes: Mapping[WorkerKind, int],
+        command: Callable[[WorkerKind], list[str]],
+        quiet: Callable[[], bool],
+    ) -> None:
+        self._sizes = sizes
+        self._command = command
+        self._quiet = quiet
+        self._idle: dict[WorkerKind, list[_Idle]] = {kind: [] for kind in sizes}
+        self._ends: dict[WorkerKind, int] = dict.fromkeys(sizes, 0)
+        self._not_before: dict[WorkerKind, float] = dict.fromkeys(sizes, 0.0)
+        self._watches: set[asyncio.Task[None]] = set()
+        self._log = get_log()
+        self._filling = asyncio.create_task(self._fill()) if sizes else None
+
+    def pids(self, kind: WorkerKind) -> list[int]:
+        """Return the processes of a kind that wait for a worker."""
+        return [idle.child.pid for idle in self._idle.get(kind, ())]
+
+    async def take(self, kind: WorkerKind, *, line: bytes, log_fd: int) -> Child | None:
+        """Make an idle process the worker with this specification, whose output goes to the log.
+
+        Returns None when there is none that takes it; then nothing is left of those that did not.
+        """
+        waiting = self._idle.get(kind, [])
+        while waiting:
+            idle = waiting.pop(0)
+            try:
+                taken = await idle.hand_over(line, log_fd)
+            except BaseException:
+                idle.kill()
+                raise
+            if taken:
+                idle.socket.close()
+                self._ends[kind] = 0
+                return idle.child
+            idle.kill()
+            await idle.gone()
+            self._note_end(kind, idle)
+        return None
+
+    async def close(self) -> None:
+        """End the idle processes, and add no more."""
+        if self._filling is None:
+            return
+        self._filling.cancel()
+        await asyncio.wait({self._filling})
+        left = [idle for waiting in self._idle.values() for idle in waiting]
+        self._idle.clear()
+        for idle in left:
+            idle.kill()
+        await asyncio.gather(*(idle.gone() for idle in left))
+
+    async def _fill(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            for kind, size in self._sizes.items():
+                missing = len(self._idle[kind]) < size and clock() >= self._not_before[kind]
+                if missing and self._quiet() and _memory_is_free():
+                    await self._add(kind)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _add(self, kind: WorkerKind) -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            try:
+                child = await start_child(
+                    self._command(kind), output=_STDERR, spec_fd=theirs.fileno()
+                )
+            except BaseException as error:
+                ours.close()
+                if not isinstance(error, OSError):
+                    raise
+                self._log.error("idle_process_not_started", kind=kind, error=str(error))
+                self._wait_longer(kind)
+                return
+        idle = _Idle(child, ours)
+        try:
+            ready = await idle.answered(_PRELOAD_SECONDS)
+        except BaseException:
+            idle.kill()
+            raise
+        if not ready:
+            idle.kill()
+            await idle.gone()
+            self._note_end(kind, idle)
+            return
+        self._log.info("idle_process_ready", kind=kind, pid=child.pid)
+        self._idle[kind].append(idle)
+        watch = asyncio.create_task(self._watch(kind, idle))
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
+
+    async def _watch(self, kind: WorkerKind, idle: _Idle) -> None:
+        """Forget a process that ends while it is idle."""
+        await idle.child.process.wait()
+        waiting = self._idle.get(kind, [])
+        if idle in waiting:
+            waiting.remove(idle)
+            idle.kill()
+            self._note_end(kind, idle)
+
+    def _note_end(self, kind: WorkerKind, idle: _Idle) -> None:
+        status = idle.child.process.returncode
+        self._log.warning("idle_process_ended", kind=kind, pid=idle.child.pid, status=status)
+        self._wait_longer(kind)
+
+    def _wait_longer(self, kind: WorkerKind) -> None:
+        self._ends[kind] += 1
+        loop = asyncio.get_running_loop()
+        self._not_before[kind] = loop.time() + seconds_until_the_next(self._ends[kind])
+
+
+def seconds_until_the_next(ends: int) -> float:
+    """Return how long to wait after so many processes that ended by themselves, one by one."""
+    return min(_LONGEST_WAIT, 2.0 ** min(ends, 10))
+
+
+def _memory_is_free() -> bool:
+    return int(psutil.virtual_memory().available) >= _LEAST_FREE_BYTES

@@ -1,0 +1,131 @@
+"""A trainer and an engine in processes that had imported everything before they were asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tandem.agent.launcher import ProcessLauncher
+from tandem.settings import SamplerSettings, TrainerSettings
+from tandem.worker import WorkerHandle, WorkerKind, WorkerReport, WorkerSpec
+from tests.support.sampler_worker import PROMPT, SamplerClient, assert_computed_by
+from tests.support.tiny_model import write_tiny_model
+from tests.support.trainer_worker import TrainerClient, datum, logprobs_of, request
+from tests.support.waiting import until
+from tests.support.worker_process import RUN, SECRET, SESSION, Started
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", head_dim=32)
+
+
+def spec(kind: WorkerKind, model: Path, worker_id: str) -> WorkerSpec:
+    return WorkerSpec(
+        worker_id=worker_id,
+        kind=kind,
+        secret=SECRET,
+        model_name="tiny",
+        model_path=str(model),
+        session_id=SESSION,
+        run_id=RUN if kind == "trainer" else "",
+        trainer=TrainerSettings(device="cpu", threads=1) if kind == "trainer" else None,
+        sampler=(
+            SamplerSettings(device="cpu", kv_cache_bytes=64 * 2**20) if kind == "sampler" else None
+        ),
+    )
+
+
+@dataclass
+class Running:
+    """A worker that serves; `was_idle`: its process had been started before."""
+
+    handle: WorkerHandle
+    pid: int
+    log: str
+    was_idle: bool
+
+    @property
+    def started(self) -> Started:
+        return Started(None, None, WorkerReport(address=self.handle.address))
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """Idle processes take a share of the processors in which they get idle while others test."""
+    monkeypatch.setenv("TANDEM_POOL_NICE", "3")
+
+
+@contextlib.asynccontextmanager
+async def launching(data_dir: Path, kind: WorkerKind):
+    """Gives a function that starts a worker, the first of them in an idle process."""
+    launcher = ProcessLauncher(data_dir=data_dir, pool={kind: 1})
+
+    async def start(worker: WorkerSpec) -> Running:
+        idle = launcher.idle.pids(kind)
+        handle = await launcher.start(worker)
+        await launcher.wait_ready(handle.worker_id)
+        details = launcher.describe(handle.worker_id)
+        return Running(handle, details.pid, text_of(details.log_path), details.pid in idle)
+
+    try:
+        await until(lambda: launcher.idle.pids(kind), what="one is idle")
+        yield start
+    finally:
+        await launcher.close()
+
+
+def text_of(path: Path) -> str:
+    return path.read_text()
+
+
+def niceness(pid: int) -> set[int]:
+    """That of all threads of a process, and of its session where sessions have one."""
+    process = Path(f"/proc/{pid}")
+    threads = {
+        os.getpriority(os.PRIO_PROCESS, int(each.name)) for each in (process / "task").iterdir()
+    }
+    session = process / "autogroup"
+    return threads | ({int(session.read_text().split()[-1])} if session.exists() else set())
+
+
+async def test_a_trainer_that_was_idle_computes_what_one_that_was_not_does(tmp_path, model):
+    data = [datum([5, 9, 30, 41, 7]), datum([3, 8])]
+
+    def computed(worker: Running) -> list[np.ndarray]:
+        with TrainerClient(worker.started) as client:
+            first = client.output(request(data))
+            client.optim_step()
+            return [*logprobs_of(first), *logprobs_of(client.output(request(data)))]
+
+    async with launching(tmp_path, "trainer") as start:
+        pooled = await start(spec("trainer", model, "pooled"))
+        spawned = await start(spec("trainer", model, "spawned"))
+        assert (pooled.was_idle, spawned.was_idle) == (True, False)
+        one, other = [await asyncio.to_thread(computed, each) for each in (pooled, spawned)]
+        assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+        assert '"event":"ready"' in pooled.log
+        if sys.platform == "linux":
+            assert niceness(pooled.pid) <= {os.getpriority(os.PRIO_PROCESS, 0), 0}
+
+
+async def test_an_engine_that_was_idle_samples_from_its_model(tmp_path, model):
+    def sampled(worker: Running) -> None:
+        with SamplerClient(worker.started, model) as client:
+            answer = client.sample(PROMPT, seed=2, max_tokens=20, stop=[], prompt_logprobs=True)
+            assert_computed_by(model, PROMPT, answer)
+
+    async with launching(tmp_path, "sampler") as start:
+        pooled = await start(spec("sampler", model, "pooled"))
+        assert pooled.was_idle
+        await asyncio.to_thread(sampled, pooled)
+        assert '"event":"ready"' in pooled.log
+        if sys.platform == "linux":
+            assert niceness(pooled.pid) <= {os.getpriority(os.PRIO_PROCESS, 0), 0}
