@@ -1,11 +1,13 @@
 """The sampler: one process that samples from weight versions.
 
-`service` is the process and its gRPC face, `scheduler` decides what the engine does next,
+`service` is the process and its gRPC face, `scheduler` decides what the engine does next with the
+`work` that others hand it, `lifecycle` is what the engine holds and whether it is awake,
 `weights` verifies and loads weight versions and LoRA adapters, and `engine` is the protocol that
 separates them from `vllm`, the only folder that knows vLLM. `structured_output` compiles regexes
 and JSON schemas for the model's tokens.
 
 A sample: servicer -> request parser -> scheduler -> engine -> response. Token ids come in; token
 ids, their logprobs and the name of the weight version go out. A load: servicer -> scheduler ->
-loader -> engine, which loads in its worker and scores the canary.
+lifecycle -> loader -> engine, which loads in its worker and scores the canary. A sleep or a wake:
+servicer -> scheduler -> lifecycle -> engine.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Protocol
 
@@ -29,16 +29,47 @@ class WeightsTouched(LoadFailed):
 
 
 class EngineState(Enum):
+    """What an engine may do: samples are computed only while it is awake. docs/sharing.md."""
+
     AWAKE = "awake"
     LOADING = "loading"
+    ASLEEP = "asleep"
+    WAKING = "waking"
     FAILED = "failed"
 
     def move_to(self, new: EngineState) -> EngineState:
-        """Return `new`. Raises `IllegalTransition` if this state does not lead to it: `failed`
-        leads nowhere, and no state to itself."""
-        if new is self or self is EngineState.FAILED:
+        """Return `new`. Raises `IllegalTransition` if this state does not lead to it."""
+        if new not in _MOVES[self]:
             raise IllegalTransition(f"a sampler that is {self.value} cannot become {new.value}")
         return new
+
+
+_MOVES = {
+    EngineState.AWAKE: {EngineState.LOADING, EngineState.ASLEEP, EngineState.FAILED},
+    EngineState.LOADING: {EngineState.AWAKE, EngineState.FAILED},
+    EngineState.ASLEEP: {EngineState.WAKING, EngineState.FAILED},
+    EngineState.WAKING: {EngineState.AWAKE, EngineState.FAILED},
+    EngineState.FAILED: set[EngineState](),
+}
+
+
+class SleepLevel(IntEnum):
+    """What becomes of the weights while an engine is asleep. The KV cache is given back anyway."""
+
+    KEEP_WEIGHTS = 1
+    """They wait in host memory."""
+    DROP_WEIGHTS = 2
+    """They are dropped, and all adapters with them: the engine computes nothing before a load."""
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """What is in use, in bytes. On a CPU device and host are the same memory: `device` is the
+    resident memory of the process, `host` 0. On a GPU, `device` counts all processes' memory, and
+    `host` the weights of an engine that is asleep."""
+
+    device: int
+    host: int
 
 
 @dataclass(frozen=True)
@@ -214,8 +245,23 @@ class Engine(Protocol):
         """Replace the weights in place by a directory of safetensors, and drop all adapters. Return
         the names of the parameters that got no value.
 
-        The engine must be idle. Raises `WeightsTouched`; only another load is allowed then.
+        The engine must be idle; its KV cache may be asleep. Raises `WeightsTouched`; only another
+        load is allowed then.
         """
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Give the KV cache back, and move the weights off the device, or drop them with all
+        adapters. The engine must be idle; nothing may be added before `wake_cache`."""
+
+    def wake_weights(self) -> None:
+        """Bring the weights back. Dropped ones get their memory, and no values before a `load`."""
+
+    def wake_cache(self) -> None:
+        """Give the KV cache its memory again, after the weights. It must be reset: what is cached
+        is lost."""
+
+    def memory(self) -> EngineMemory:
+        """Measure what is in use."""
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prompts. False if the engine could not."""

@@ -7,6 +7,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from sampler_service.engine import EngineResult, EngineState
+from sampler_service.lifecycle import Switch
 from sampler_service.weights.loader import LoadOutcome, WeightVersion
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -52,6 +53,14 @@ class SamplerMetrics:
             "tandem_sampler_state", "1 for the engine's state, 0 for the others.", ["state"]
         )
 
+        self._switch_seconds = histogram(
+            "tandem_sampler_switch_seconds", "Sleeps and wakes, by phase.", ["phase"]
+        )
+        self._switch_bytes = counter(
+            "tandem_sampler_switch_bytes_total",
+            "Bytes that left the device and came back to it in sleeps and wakes.",
+        )
+
     def state(self, state: EngineState) -> None:
         for each in EngineState:
             self._state.labels(each.value).set(each is state)
@@ -78,6 +87,11 @@ class SamplerMetrics:
 
     def load_failed(self) -> None:
         self._load_failures.inc()
+
+    def switched(self, switch: Switch) -> None:
+        for phase, seconds in switch.phases.items():
+            self._switch_seconds.labels(phase).observe(seconds)
+        self._switch_bytes.inc(switch.bytes_moved)
 
     def answered(self, result: EngineResult, *, prompt_tokens: int, seconds: float) -> int:
         """Count an answered request; return how many tokens were sampled."""

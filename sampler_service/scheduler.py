@@ -1,8 +1,9 @@
-"""Decides which request runs when, and when the engine switches to another weight version.
+"""Decides which request runs when, and when the engine changes its weights, sleeps and wakes.
 
 One thread owns the engine: it admits requests, steps, answers, and changes the weights. Other
-threads call `submit` and `load`, which return at once; the answer is a `concurrent.futures.Future`.
-Cancelling the future drops a request, waiting or running, or a load before its turn.
+threads call `submit`, `load`, `sleep` and `wake`, which return at once; the answer is a
+`concurrent.futures.Future`. Cancelling the future drops a request, waiting or running, and a load
+or a switch before its turn.
 
 - A request for the loaded version is admitted before the next step. Requests that wait together
   are admitted in the order of (session, seq_id), whatever order they arrived in.
@@ -15,63 +16,42 @@ Cancelling the future drops a request, waiting or running, or a load before its 
 - A load that fails leaves the previous version serving: untouched, or loaded again. Only work for
   the new version gets `LoadFailed`. If the previous version is lost as well, the state is `failed`
   and every request is refused.
+- A sleep lets what runs end and admits nothing more; what waits, waits on, and so does what arrives
+  while the engine is asleep. Sleeps and wakes are carried out in the order in which they came.
+- A wake loads at most once, and what is wanted next: the version that it names, else that of the
+  oldest waiter, else that which was loaded. Adapters that were dropped are added again when a
+  request wants them.
 - A request may take `timeout` from when the engine begins to compute it, however long it waited.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Generic, TypeVar
 
-from sampler_service.engine import (
-    Engine,
-    EngineDelta,
-    EngineRequest,
-    EngineResult,
-    EngineState,
-    WeightsTouched,
-)
+from sampler_service.engine import Engine, EngineResult, EngineState, SleepLevel
+from sampler_service.lifecycle import EngineLifecycle, EngineLost, Switch
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.weights.adapters import AdapterCache
 from sampler_service.weights.loader import Loader, LoadOutcome, WeightVersion
+from sampler_service.work import (
+    QueuedLoad,
+    QueuedSample,
+    QueuedSleep,
+    QueuedSwitch,
+    QueuedWake,
+    Sampled,
+    SampleJob,
+    SubmissionQueue,
+    Work,
+)
 from tandem.errors import LoadFailed, OperationTimedOut, TandemError, WorkerDied
 from tandem.telemetry import get_log
-
-_Result = TypeVar("_Result")
-
-_BURST_QUIET_SECONDS = 0.001
-_BURST_LONGEST_SECONDS = 0.050
-
-
-@dataclass(frozen=True)
-class SampleJob:
-    """A request for a version. Requests that wait together are admitted by (session, seq_id).
-
-    `on_deltas` is called in the engine's thread with the deltas of a streamed request after each
-    step, the last time before the future is resolved. It must return at once.
-    """
-
-    request: EngineRequest
-    version: WeightVersion
-    session_id: str
-    seq_id: int
-    on_deltas: Callable[[Sequence[EngineDelta]], None] | None = None
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """The result of a request and the version that computed it. `seconds` counts from its admission
-    into the engine."""
-
-    result: EngineResult
-    version: WeightVersion
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -81,95 +61,6 @@ class Status:
     running: int
     waiting: int
     adapters: tuple[str, ...] = ()
-
-
-@dataclass(eq=False, kw_only=True)
-class _Queued(Generic[_Result]):
-    """Work in the queue. `weights` is the version that must be loaded for it: its own, or the base
-    model for an adapter. `arrived` is in seconds of the scheduler's clock."""
-
-    version: WeightVersion
-    weights: WeightVersion
-    arrived: float
-    future: Future[_Result] = field(default_factory=Future)
-
-    def succeed(self, result: _Result) -> None:
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_result(result)
-
-    def fail(self, error: TandemError) -> None:
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
-
-
-@dataclass(eq=False, kw_only=True)
-class _QueuedSample(_Queued[Sampled]):
-    """A request; `admitted` is when it entered the engine, `begun` when this began to compute
-    it."""
-
-    job: SampleJob
-    admitted: float = 0.0
-    begun: float = math.inf
-
-    @property
-    def order(self) -> tuple[str, int, float]:
-        return (self.job.session_id, self.job.seq_id, self.arrived)
-
-
-class _QueuedLoad(_Queued[LoadOutcome]):
-    """An explicit load of a version."""
-
-
-_Work = _QueuedSample | _QueuedLoad
-
-
-class _SubmissionQueue:
-    """Hands work from any thread to the engine's, which alone calls `take`."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._work: list[_Work] = []
-        self._refusal: TandemError | None = None
-
-    def __len__(self) -> int:
-        return len(self._work)
-
-    def put(self, work: _Work) -> None:
-        """Add work; fail it at once if the queue is closed."""
-        with self._condition:
-            if self._refusal is None:
-                self._work.append(work)
-                self._condition.notify()
-                return
-        work.fail(self._refusal)
-
-    def close(self, refusal: TandemError) -> None:
-        """Fail all work in the queue, and all that is put later."""
-        with self._condition:
-            self._refusal = refusal
-            work, self._work = self._work, []
-        for each in work:
-            each.fail(refusal)
-
-    def take(self, *, wait: bool) -> list[_Work]:
-        """Return new work. With `wait`, block until there is some: an idle engine waits without a
-        deadline, because the process ends with it."""
-        if wait:
-            with self._condition:
-                self._condition.wait_for(lambda: self._work)
-            self._await_burst()
-        with self._condition:
-            work, self._work = self._work, []
-        return work
-
-    def _await_burst(self) -> None:
-        """Let a burst of requests arrive before the first step of an idle engine: a step costs
-        nearly the same for one request as for fifty. Sleeping avoids waking up for each."""
-        deadline = time.monotonic() + _BURST_LONGEST_SECONDS
-        seen = 0
-        while seen != len(self._work) and time.monotonic() < deadline:
-            seen = len(self._work)
-            time.sleep(_BURST_QUIET_SECONDS)
 
 
 class Scheduler:
@@ -193,7 +84,6 @@ class Scheduler:
         are in seconds. `on_fatal` is called once, in the engine's thread, when the engine has
         failed."""
         self._engine = engine
-        self._loader = loader
         self._adapters = adapters
         self._base = base
         self._patience = patience
@@ -202,19 +92,20 @@ class Scheduler:
         self._clock = clock
         self._on_fatal = on_fatal
         self._log = get_log()
-        self._submissions = _SubmissionQueue()
-        self._waiting: list[_Work] = []
-        self._running: dict[str, _QueuedSample] = {}
+        self._submissions = SubmissionQueue()
+        self._switches: deque[QueuedSwitch] = deque()
+        self._waiting: list[Work] = []
+        self._running: dict[str, QueuedSample] = {}
         self._adapter_names: tuple[str, ...] = ()
-        self._loaded = base
-        self._state = EngineState.AWAKE
-        metrics.state(self._state)
+        self._lifecycle = EngineLifecycle(
+            engine, loader, adapters, base=base, on_state=metrics.state
+        )
         metrics.version(base)
 
     # --- Called from any thread ------------------------------------------------------------
 
     def submit(self, job: SampleJob) -> Future[Sampled]:
-        work = _QueuedSample(
+        work = QueuedSample(
             version=job.version,
             weights=self._weights_for(job.version),
             arrived=self._clock(),
@@ -225,21 +116,39 @@ class Scheduler:
 
     def load(self, version: WeightVersion) -> Future[LoadOutcome]:
         """Load a version; the future ends when it serves, at once if it does already."""
-        work = _QueuedLoad(
+        work = QueuedLoad(
             version=version, weights=self._weights_for(version), arrived=self._clock()
         )
         self._submissions.put(work)
         return work.future
 
+    def sleep(self, level: SleepLevel) -> Future[Switch]:
+        """Put the engine to sleep once what runs has ended; at once if it is asleep."""
+        switch = QueuedSleep(arrived=self._clock(), level=level)
+        self._submissions.put(switch)
+        return switch.future
+
+    def wake(self, version: WeightVersion | None = None) -> Future[Switch]:
+        """Wake the engine, with the version that is wanted next; at once if it is awake."""
+        switch = QueuedWake(
+            arrived=self._clock(), weights=None if version is None else self._weights_for(version)
+        )
+        self._submissions.put(switch)
+        return switch.future
+
     @property
     def status(self) -> Status:
         return Status(
-            state=self._state,
+            state=self._lifecycle.state,
             version=self._loaded,
             running=len(self._running),
             waiting=len(self._waiting) + len(self._submissions),
             adapters=self._adapter_names,
         )
+
+    @property
+    def _loaded(self) -> WeightVersion:
+        return self._lifecycle.loaded
 
     def _weights_for(self, version: WeightVersion) -> WeightVersion:
         return self._base if version.adapter else version
@@ -249,31 +158,55 @@ class Scheduler:
     def run(self) -> None:
         """Serve until the engine fails."""
         try:
-            while self._state is not EngineState.FAILED:
+            while self._lifecycle.state is not EngineState.FAILED:
                 self.turn()
         except Exception as error:  # noqa: BLE001 (an engine may raise anything, and is lost then)
             self._log.exception("engine_failed")
-            if self._state is not EngineState.FAILED:
-                self._move_to(EngineState.FAILED)
+            self._lifecycle.fail()
             self._fail(WorkerDied(f"the engine failed: {error}"))
 
     def turn(self) -> None:
-        """Take what has arrived, then do one thing: a step, a switch of weights, or a wait."""
+        """Take what has arrived, then do one thing: a step, a switch, a load, or a wait."""
         self._take()
-        self._admit()
-        if self._running or self._adapters.verifying:
-            self._step()
-        elif self._waiting:
-            self._switch_weights()
+        if not self._sleep_due:
+            self._admit()
+        try:
+            if self._running or self._adapters.verifying:
+                self._step()
+            elif self._switches:
+                self._switch()
+            elif self._waiting and not self._asleep:
+                self._load_next()
+        except EngineLost as error:
+            self._fail(LoadFailed(error.message))
         self._adapter_names = self._adapters.names
         self._metrics.queue(running=len(self._running), waiting=len(self._waiting))
+
+    @property
+    def _asleep(self) -> bool:
+        return self._lifecycle.state is EngineState.ASLEEP
+
+    @property
+    def _sleep_due(self) -> bool:
+        """Whether nothing may be admitted: the engine is asleep, or is to be."""
+        return self._asleep or bool(self._switches)
 
     def _take(self) -> None:
         """Move new work to the waiting list, and drop work that was cancelled or takes too long;
         block if there is none."""
-        busy = self._running or self._waiting or self._adapters.verifying
-        self._waiting += self._submissions.take(wait=not busy)
+        busy = (
+            self._running
+            or self._adapters.verifying
+            or self._switches
+            or (self._waiting and not self._asleep)
+        )
+        for each in self._submissions.take(wait=not busy):
+            if isinstance(each, QueuedSleep | QueuedWake):
+                self._switches.append(each)
+            else:
+                self._waiting.append(each)
         self._withdraw(lambda work: work.future.cancelled())
+        self._answer_switches()
         latest = self._clock() - self._timeout
         ended = [
             id_
@@ -290,7 +223,14 @@ class Scheduler:
         if ended:
             self._engine.abort(ended)
 
-    def _withdraw(self, matches: Callable[[_Work], bool]) -> list[_Work]:
+    def _answer_switches(self) -> None:
+        """Drop switches that were cancelled, and answer those that there is nothing to do for, up
+        to the first that there is."""
+        self._switches = deque(each for each in self._switches if not each.future.cancelled())
+        while self._switches and isinstance(self._switches[0], QueuedSleep) is self._asleep:
+            self._switches.popleft().succeed(self._lifecycle.unchanged())
+
+    def _withdraw(self, matches: Callable[[Work], bool]) -> list[Work]:
         """Remove matching work from the waiting list and return it."""
         withdrawn = {work: None for work in self._waiting if matches(work)}
         if withdrawn:
@@ -311,14 +251,14 @@ class Scheduler:
         admitted = self._withdraw(lambda work: work in candidates and self._serves(work.version))
         samples = []
         for work in admitted:
-            if isinstance(work, _QueuedSample):
+            if isinstance(work, QueuedSample):
                 samples.append(work)
             else:
                 work.succeed(LoadOutcome(work.version, 0, 0.0, math.nan))
         for work in sorted(samples, key=lambda sample: sample.order):
             self._start(work)
 
-    def _is_blocked(self, work: _Work) -> bool:
+    def _is_blocked(self, work: Work) -> bool:
         """Whether work needs other weights, or the room of another adapter."""
         if work.weights != self._loaded:
             return True
@@ -330,7 +270,7 @@ class Scheduler:
             return self._adapters.ready(version)
         return version == self._loaded
 
-    def _add_adapters(self, candidates: set[_Work]) -> None:
+    def _add_adapters(self, candidates: set[Work]) -> None:
         """Start to add the adapters that candidates wait for, in the order of their arrival, as far
         as there is room. No adapter is evicted that running work or a candidate needs."""
         missing: dict[str, WeightVersion] = {}
@@ -365,11 +305,11 @@ class Scheduler:
             canary_difference=outcome.canary_difference,
         )
         for work in self._waiting:
-            if isinstance(work, _QueuedLoad) and work.version == outcome.version:
+            if isinstance(work, QueuedLoad) and work.version == outcome.version:
                 work.succeed(outcome)
         self._withdraw(lambda work: work.future.done())
 
-    def _start(self, work: _QueuedSample) -> None:
+    def _start(self, work: QueuedSample) -> None:
         """Hand a request to the engine."""
         request = work.job.request
         if work.version.adapter:
@@ -405,14 +345,14 @@ class Scheduler:
             else:
                 self._serving(outcome)
 
-    def _answer(self, work: _QueuedSample, result: EngineResult) -> None:
+    def _answer(self, work: QueuedSample, result: EngineResult) -> None:
         if result.failure is not None:
             work.fail(result.failure)
             return
         seconds = self._clock() - work.admitted
         work.succeed(Sampled(result=result, version=work.version, seconds=seconds))
 
-    def _switch_weights(self) -> None:
+    def _load_next(self) -> None:
         """Load the oldest waiter's weights; the engine is idle."""
         waiting = [work for work in self._waiting if work.weights != self._loaded]
         if not waiting:
@@ -421,52 +361,53 @@ class Scheduler:
             return
         # Work for the loaded weights was admitted before, or arrived after one of these.
         target = min(waiting, key=lambda work: work.arrived).weights
-        self._move_to(EngineState.LOADING)
         try:
-            outcome = self._loader.load(target)
-        except LoadFailed as error:
+            outcome = self._lifecycle.load(target)
+        except EngineLost as error:
             self._record_failure(target, error)
-            if isinstance(error, WeightsTouched) and not self._restore(error):
-                return
-            self._move_to(EngineState.AWAKE)
-            for work in self._withdraw(lambda work: work.weights == target):
-                work.fail(LoadFailed(error.message))
+            raise
+        except LoadFailed as error:
+            self._weights_failed(target, error)
             return
-        self._adapters.clear()
-        self._loaded = target
-        self._move_to(EngineState.AWAKE)
         self._serving(outcome)
 
-    def _restore(self, cause: WeightsTouched) -> bool:
-        """Load the previous version again. Return False, and refuse everything, if that fails."""
-        self._adapters.clear()
-        try:
-            self._loader.load(self._loaded)
-        except LoadFailed as error:
-            self._move_to(EngineState.FAILED)
-            self._log.error("restore_failed", version=self._loaded.name, error=error.message)
-            self._fail(
-                LoadFailed(
-                    f"{cause.message}; {self._loaded.name}, which served before, could not be "
-                    f"loaded again: {error.message}"
-                )
-            )
-            return False
-        self._log.info("restored", version=self._loaded.name)
-        return True
+    def _switch(self) -> None:
+        """Carry out the first sleep or wake; the engine is idle."""
+        switch = self._switches[0]
+        if not switch.begin():
+            return  # it was cancelled
+        if isinstance(switch, QueuedSleep):
+            done = self._lifecycle.sleep(switch.level, drained=self._clock() - switch.arrived)
+        else:
+            done = self._wake(switch.weights)
+        self._switches.popleft()
+        self._metrics.switched(done)
+        switch.succeed(done)
+
+    def _wake(self, wanted: WeightVersion | None) -> Switch:
+        oldest = min(self._waiting, key=lambda work: work.arrived, default=None)
+        target = wanted or (self._loaded if oldest is None else oldest.weights)
+        woken = self._lifecycle.wake(target)
+        if woken.failure is not None:
+            self._weights_failed(target, woken.failure)
+        if woken.loaded is not None:
+            self._serving(woken.loaded)
+        return woken.switch
+
+    def _weights_failed(self, version: WeightVersion, error: LoadFailed) -> None:
+        """Fail the work for weights that cannot be loaded; others serve."""
+        self._record_failure(version, error)
+        for work in self._withdraw(lambda work: work.weights == version):
+            work.fail(LoadFailed(error.message))
 
     def _record_failure(self, version: WeightVersion, error: LoadFailed) -> None:
         self._metrics.load_failed()
         self._log.error("load_failed", version=version.name, error=error.message)
 
-    def _move_to(self, state: EngineState) -> None:
-        self._state = self._state.move_to(state)
-        self._metrics.state(state)
-
     def _fail(self, error: TandemError) -> None:
         """Refuse everything, now and later, and report the failure."""
         self._submissions.close(error)
-        for work in (*self._waiting, *self._running.values()):
+        for work in (*self._switches, *self._waiting, *self._running.values()):
             work.fail(error)
-        self._waiting, self._running = [], {}
+        self._switches, self._waiting, self._running = deque(), [], {}
         self._on_fatal(error)

@@ -8,7 +8,7 @@ way while its sender died, and refuses to compute while it is asleep. See docs/s
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -17,6 +17,9 @@ LEASE_METADATA_KEY = "x-tandem-lease"
 """The gRPC metadata key of the fencing token."""
 FENCED_METADATA_KEY = "tandem-newest-lease"
 """The trailing metadata of FAILED_PRECONDITION: the newest token that the worker has seen."""
+
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
 
 
 class Fence:
@@ -27,7 +30,7 @@ class Fence:
         self.leased = token > 0
         self.asleep = False
 
-    async def check(self, context: grpc.aio.ServicerContext[object, object]) -> None:
+    async def check(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> None:
         """Abort a call that needs the devices unless it has the lease and the worker is awake."""
         if not self.leased:
             return
@@ -36,18 +39,18 @@ class Fence:
             state = "asleep" if self.asleep else "awake"
             await self._refuse(context, token, f"it is {state}")
 
-    async def admit(self, context: grpc.aio.ServicerContext[object, object]) -> None:
+    async def admit(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> None:
         """Note the token of a Sleep or a Wake; abort it if it is older than another one."""
         token = self._token_of(context)
         if not self.leased or token < self._newest:
             await self._refuse(context, token, "a newer call came before")
         self._newest = token
 
-    def _token_of(self, context: grpc.aio.ServicerContext[object, object]) -> int:
+    def _token_of(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> int:
         return int(dict(context.invocation_metadata() or ()).get(LEASE_METADATA_KEY, 0))
 
     async def _refuse(
-        self, context: grpc.aio.ServicerContext[object, object], token: int, why: str
+        self, context: grpc.aio.ServicerContext[_Request, _Reply], token: int, why: str
     ) -> NoReturn:
         await context.abort(
             grpc.StatusCode.FAILED_PRECONDITION,

@@ -86,6 +86,9 @@ class SamplerSettings(BaseSettings):
         512 * 2**20, ge=2**20, description="CPU only; a GPU uses gpu_memory_utilization."
     )
     gpu_memory_utilization: float = Field(0.45, gt=0, le=1)
+    gpu_memory_bytes: int = Field(
+        0, ge=0, description="Of the GPU's memory; 0 = by gpu_memory_utilization."
+    )
     canary_tolerance: float = Field(
         0.0, ge=0, description="0 = by dtype: 1e-4 for float32, 0.5 for bfloat16."
     )

@@ -28,7 +28,9 @@ from sampler_service.structured_output import GrammarCompiler
 from sampler_service.vllm.libraries import import_libraries
 from sampler_service.weights.adapters import AdapterCache
 from sampler_service.weights.loader import Loader, WeightVersion, default_tolerance
+from tandem.devices import confine, parse_device
 from tandem.errors import TandemError, WorkerStartFailed
+from tandem.fencing import Fence
 from tandem.settings import SamplerSettings
 from tandem.telemetry import configure_logging, get_log, log_context
 from tandem.v1 import sampler_pb2_grpc
@@ -46,10 +48,28 @@ def run() -> NoReturn:
     link.hold_lifeline()
     faulthandler.enable()  # a crash in native code leaves its stacks in the log
     configure_logging(service="sampler", level=spec.log_level)
+    try:
+        spec = _confined(spec)
+    except TandemError as error:
+        link.report(WorkerReport(error_type=error.type, error=error.message))
+        os._exit(1)
     with log_context(worker_id=spec.worker_id, session_id=spec.session_id):
         status = asyncio.run(_Process(spec, link).serve())
     # The engine's thread may be inside a step, and nothing in this process needs cleaning up.
     os._exit(status)
+
+
+def _confined(spec: WorkerSpec) -> WorkerSpec:
+    """Confine this process to the device of its specification, and return it with the settings for
+    this device. Raises `WorkerStartFailed`."""
+    if not spec.devices:
+        return spec
+    if len(spec.devices) > 1:
+        raise WorkerStartFailed(f"a sampler runs on one device, not on {len(spec.devices)}")
+    device = parse_device(spec.devices[0])
+    confine(device)
+    settings = spec.sampler or SamplerSettings()
+    return spec.model_copy(update={"sampler": settings.model_copy(update={"device": device.kind})})
 
 
 class _Process:
@@ -59,7 +79,9 @@ class _Process:
         self._settings = spec.sampler or SamplerSettings()
         self._metrics = SamplerMetrics(CollectorRegistry())
         self._servicer = SamplerServicer(
-            timeout=self._settings.operation_timeout, metrics=self._metrics
+            fence=Fence(spec.lease),
+            timeout=self._settings.operation_timeout,
+            metrics=self._metrics,
         )
 
     async def serve(self) -> int:
@@ -123,7 +145,7 @@ class _Process:
         imported = time.monotonic()
         # vLLM warns about each of our settings; its warnings matter from the first request on.
         logging.getLogger("vllm").setLevel(logging.ERROR)
-        engine = VllmEngine(model, self._settings)
+        engine = VllmEngine(model, self._settings, sleeps=self._spec.lease > 0)
         engine.score([0, 0])  # a kernel may refuse a model only when it runs
         logging.getLogger("vllm").setLevel(logging.WARNING)
         # Each load would list the modules without tensors of their own; `Loader` checks these.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -12,14 +13,17 @@ from typing import TypeVar
 
 import grpc
 
-from sampler_service.engine import EngineDelta, EngineFacts, EngineState
+from sampler_service.engine import EngineDelta, EngineFacts, EngineState, SleepLevel
+from sampler_service.lifecycle import Switch
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.scheduler import SampleJob, Scheduler
+from sampler_service.scheduler import Scheduler
 from sampler_service.service.request_parser import parse_request
 from sampler_service.service.responses import StreamBuffer, encode_response
 from sampler_service.structured_output import GrammarCompiler
 from sampler_service.weights.loader import WeightVersion
+from sampler_service.work import SampleJob
 from tandem.errors import InvalidRequest, TandemError
+from tandem.fencing import Fence
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
 
@@ -29,6 +33,8 @@ _Reply = TypeVar("_Reply")
 _STATES = {
     EngineState.AWAKE: sampler_pb2.SAMPLER_STATE_AWAKE,
     EngineState.LOADING: sampler_pb2.SAMPLER_STATE_LOADING,
+    EngineState.ASLEEP: sampler_pb2.SAMPLER_STATE_ASLEEP,
+    EngineState.WAKING: sampler_pb2.SAMPLER_STATE_WAKING,
     EngineState.FAILED: sampler_pb2.SAMPLER_STATE_FAILED,
 }
 
@@ -46,11 +52,12 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     """Answers from the moment the port is bound; `ready` gives it the engine.
 
     Until then a call ends with the gRPC status UNAVAILABLE. A user's mistake and a failed operation
-    are a `Failure` in the reply. `WorkerServer` checks the caller's secret.
+    are a `Failure` in the reply. `WorkerServer` checks the caller's secret, `fence` its lease.
     """
 
-    def __init__(self, *, timeout: float, metrics: SamplerMetrics) -> None:
+    def __init__(self, *, fence: Fence, timeout: float, metrics: SamplerMetrics) -> None:
         """The reader of a stream may stop reading for `timeout` seconds."""
+        self._fence = fence
         self._timeout = timeout
         self._metrics = metrics
         self._serving: Serving | None = None
@@ -88,7 +95,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         request: sampler_pb2.LoadRequest,
         context: grpc.aio.ServicerContext[sampler_pb2.LoadRequest, sampler_pb2.LoadReply],
     ) -> sampler_pb2.LoadReply:
-        scheduler = (await self._engine(context)).scheduler
+        scheduler = (await self._leased_engine(context)).scheduler
         try:
             version = _parse_version(request.version)
             outcome = await asyncio.wrap_future(scheduler.load(version))
@@ -109,7 +116,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         request: sampler_pb2.SampleRequest,
         context: grpc.aio.ServicerContext[sampler_pb2.SampleRequest, sampler_pb2.SampleReply],
     ) -> sampler_pb2.SampleReply:
-        serving = await self._engine(context)
+        serving = await self._leased_engine(context)
         return await self._answer(request, serving)
 
     async def SampleStream(  # type: ignore[override]
@@ -118,7 +125,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         context: grpc.aio.ServicerContext[sampler_pb2.SampleRequest, sampler_pb2.SampleEvent],
     ) -> None:
         """Write instead of yielding, so that a write that blocks has a deadline."""
-        serving = await self._engine(context)
+        serving = await self._leased_engine(context)
         copies = request.num_samples if request.params.temperature == 0 else 1
         buffer = StreamBuffer(topk=request.topk_sample_logprobs, copies=copies)
         answer = asyncio.create_task(self._answer(request, serving, on_deltas=buffer.add))
@@ -151,16 +158,40 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         request: common_pb2.SleepRequest,
         context: grpc.aio.ServicerContext[common_pb2.SleepRequest, common_pb2.SwitchReply],
     ) -> common_pb2.SwitchReply:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "it cannot sleep")
-        raise AssertionError("abort raises")
+        scheduler = (await self._engine(context)).scheduler
+        await self._fence.admit(context)
+        try:
+            return await self._switched("asleep", scheduler.sleep(_parse_level(request.level)))
+        except TandemError as error:
+            return common_pb2.SwitchReply(failure=error.to_failure())
 
     async def Wake(
         self,
         request: common_pb2.WakeRequest,
         context: grpc.aio.ServicerContext[common_pb2.WakeRequest, common_pb2.SwitchReply],
     ) -> common_pb2.SwitchReply:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "it cannot sleep")
-        raise AssertionError("abort raises")
+        scheduler = (await self._engine(context)).scheduler
+        await self._fence.admit(context)
+        try:
+            wanted = _parse_version(request.version) if request.HasField("version") else None
+            return await self._switched("awake", scheduler.wake(wanted))
+        except TandemError as error:
+            return common_pb2.SwitchReply(failure=error.to_failure())
+
+    async def _switched(self, event: str, future: Future[Switch]) -> common_pb2.SwitchReply:
+        switch = await asyncio.wrap_future(future)
+        self._log.info(
+            event,
+            device_bytes=switch.after.device,
+            host_bytes=switch.after.host,
+            **{f"{phase}_seconds": round(value, 4) for phase, value in switch.phases.items()},
+        )
+        return common_pb2.SwitchReply(
+            seconds=switch.seconds,
+            bytes_moved=switch.bytes_moved,
+            device_bytes=switch.after.device,
+            host_bytes=switch.after.host,
+        )
 
     async def _answer(
         self,
@@ -228,6 +259,15 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         assert self._serving is not None
         return self._serving
 
+    async def _leased_engine(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> Serving:
+        """Return what answers calls that need the device; abort those without its lease, and all
+        while the engine is asleep."""
+        serving = await self._engine(context)
+        state = serving.scheduler.status.state
+        self._fence.asleep = state in (EngineState.ASLEEP, EngineState.WAKING)
+        await self._fence.check(context)
+        return serving
+
 
 def _parse_version(message: common_pb2.WeightVersion) -> WeightVersion:
     """Return the weight version that a message names. Raises `InvalidRequest`."""
@@ -240,6 +280,13 @@ def _parse_version(message: common_pb2.WeightVersion) -> WeightVersion:
         step=message.step,
         adapter=message.adapter,
     )
+
+
+def _parse_level(level: int) -> SleepLevel:
+    """Return the level that a number stands for, 0 for the first. Raises `InvalidRequest`."""
+    if level not in (0, *SleepLevel):
+        raise InvalidRequest(f"a sampler cannot sleep at level {level}; 1 and 2 are possible")
+    return SleepLevel(level or SleepLevel.KEEP_WEIGHTS)
 
 
 def _version_message(version: WeightVersion) -> common_pb2.WeightVersion:

@@ -39,12 +39,14 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from sampler_service.engine import (
     EngineDelta,
     EngineFacts,
+    EngineMemory,
     EngineRequest,
     EngineResult,
     Float32Array,
     PromptScores,
     PromptScoring,
     SampledTokens,
+    SleepLevel,
     StepOutput,
     TopK,
     WeightsTouched,
@@ -55,6 +57,7 @@ from sampler_service.vllm.grammars import (
     PrecompiledGrammars,
     SampleGrammar,
 )
+from sampler_service.vllm.memory import CpuSleeper, GpuSleeper, Sleeper, memory_share
 from sampler_service.vllm.prompt_scoring import (
     CACHE_LIMIT_ARGUMENT,
     EMPTY_LOGPROB,
@@ -98,8 +101,9 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
     return "cuda" if available else "cpu"
 
 
-def engine_args(model: Path, settings: SamplerSettings) -> EngineArgs:
-    """Return vLLM's arguments for a model directory and our settings."""
+def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False) -> EngineArgs:
+    """Return vLLM's arguments for a model directory and our settings. `sleeps`: the engine is to
+    sleep, for which a GPU needs another allocator."""
     device = choose_device(settings.device)
     length = settings.max_model_len or min(model_length(model) or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
     dtype = settings.dtype if settings.dtype != "auto" else ("bfloat16", "float32")[device == "cpu"]
@@ -128,7 +132,13 @@ def engine_args(model: Path, settings: SamplerSettings) -> EngineArgs:
         args.block_size = _CPU_BLOCK
         args.kv_cache_memory_bytes = settings.kv_cache_bytes
     else:
+        args.enable_sleep_mode = sleeps
         args.gpu_memory_utilization = settings.gpu_memory_utilization
+        if settings.gpu_memory_bytes:
+            free, total = torch.cuda.mem_get_info()
+            args.gpu_memory_utilization = memory_share(
+                settings.gpu_memory_bytes, free=free, total=total
+            )
     if settings.max_lora_rank:
         args.enable_lora = True
         args.max_lora_rank = next(r for r in _RANKS if r >= settings.max_lora_rank)
@@ -207,8 +217,9 @@ class VllmEngine:
     """Literal use: `engine = VllmEngine(Path("models/tiny"), SamplerSettings())`, then `add` and
     `step`."""
 
-    def __init__(self, model: Path, settings: SamplerSettings) -> None:
-        args = engine_args(model, settings)
+    def __init__(self, model: Path, settings: SamplerSettings, *, sleeps: bool = False) -> None:
+        """`sleeps`: `sleep` will be called."""
+        args = engine_args(model, settings, sleeps=sleeps)
         self._model = model
         self._engine = LLMEngine.from_engine_args(args)
         self._scorer: PromptScorer
@@ -231,8 +242,12 @@ class VllmEngine:
         self._pending: dict[str, _Pending] = {}
         self._queued: set[str] = set()
         self._scheduler = self._engine.engine_core.engine_core.scheduler
+        on_gpu = self.facts.device == "cuda"
+        self._sleeper: Sleeper = (GpuSleeper if on_gpu else CpuSleeper)(self._engine)
+        self._asleep = False
 
     def add(self, request: EngineRequest) -> None:
+        assert not self._asleep, "the KV cache is asleep"
         if request.stop_strings:
             self._load_tokenizer()
         pending = _Pending(request=request, unfinished=set(range(request.distinct_samples)))
@@ -322,6 +337,25 @@ class VllmEngine:
             raise WeightsTouched(f"vLLM could not load {directory.name}: {error}") from error
         self._adapters.clear()  # vLLM has dropped them with the old weights
         return frozenset(missing)
+
+    def sleep(self, level: SleepLevel) -> None:
+        assert not self._pending, "sleep needs an idle engine"
+        self._asleep = True
+        if level is SleepLevel.DROP_WEIGHTS:
+            for name in list(self._adapters):
+                self.remove_adapter(name)
+        self._sleeper.sleep(level)
+
+    def wake_weights(self) -> None:
+        self._sleeper.wake_weights()
+
+    def wake_cache(self) -> None:
+        self._sleeper.wake_cache()
+        self._asleep = False
+
+    def memory(self) -> EngineMemory:
+        (memory,) = self._engine.collective_rpc("tandem_memory")
+        return memory  # type: ignore[no-any-return]
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._engine.reset_prefix_cache())

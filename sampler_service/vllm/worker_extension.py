@@ -1,4 +1,4 @@
-"""Extends vLLM's worker: complete in-place loads, prompt scoring, and fixes for CPUs.
+"""Extends vLLM's worker: complete in-place loads, prompt scoring, sleep, and fixes for CPUs.
 
 vLLM mixes `WeightsExtension` into its worker (`worker_extension_cls`), so `self.model_runner` is
 vLLM's. Written against vLLM 0.32 (CPU) and 0.28 (CUDA). Three fixes are for CPUs:
@@ -20,6 +20,14 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 
+from sampler_service.engine import EngineMemory
+from sampler_service.vllm.memory import (
+    drop_weights,
+    dropped_layers,
+    release_pages,
+    resident_bytes,
+    trim_heap,
+)
 from sampler_service.vllm.prompt_scoring import PromptScorer
 
 if TYPE_CHECKING:
@@ -88,7 +96,28 @@ class WeightsExtension:
             del model.load_weights
         self._tandem_repack_heads()
         self._tandem_pad_linears()
-        return everything - loaded
+        return (everything - loaded) | dropped_layers(model)
+
+    def tandem_cpu_sleep(self, *, drop: bool) -> None:
+        """Give the memory of the KV cache back, and drop the weights if told so. What the KV cache
+        then holds is zeros."""
+        release_pages(self.model_runner.kv_caches)
+        if drop:
+            drop_weights(self.model_runner.get_model())
+        trim_heap()
+
+    def tandem_memory(self) -> EngineMemory:
+        """Measure the memory in use."""
+        if self.model_runner.device.type == "cpu":
+            return EngineMemory(device=resident_bytes(), host=0)
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        free, total = torch.cuda.mem_get_info()
+        allocations = CuMemAllocator.get_instance().pointer_to_data.values()
+        backups = [each.cpu_backup_tensor for each in allocations]
+        return EngineMemory(
+            device=total - free, host=sum(each.nbytes for each in backups if each is not None)
+        )
 
     def _tandem_repack_heads(self) -> None:
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead

@@ -9,7 +9,6 @@ canary). A base model has neither manifest nor canary; the rest applies to it, t
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,9 +57,19 @@ class LoadOutcome:
     canary_difference: float
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A version whose weights are in the engine, and have not been compared with its canary."""
+
+    version: WeightVersion
+    canary: Canary | None = None
+    bytes: int = 0
+
+
 class Loader:
-    """Loads versions into one engine. `base`, which the engine was started with, says which tensors
-    a version must have."""
+    """Loads versions into one engine: `place` needs the weights' memory alone, `confirm` the KV
+    cache as well. `base`, which the engine was started with, says which tensors a version must
+    have."""
 
     def __init__(self, engine: Engine, *, base: Path, tolerance: float) -> None:
         """`tolerance` is the largest logprob difference that a canary may show."""
@@ -69,13 +78,12 @@ class Loader:
         self._expected = loadable(read_inventory(base), tied=self._tied)
         self._tolerance = tolerance
 
-    def load(self, version: WeightVersion) -> LoadOutcome:
-        """Load a version into the engine, which must be idle.
+    def place(self, version: WeightVersion) -> Placed:
+        """Verify a version and put its weights into the engine, which must be idle.
 
         Raises `LoadFailed` if nothing was touched, `WeightsTouched` if the engine must not be used
         before another load.
         """
-        started = time.monotonic()
         try:
             canary = self._verify(version)
         except OSError as error:
@@ -83,14 +91,25 @@ class Loader:
         missing = self._engine.load(version.path)
         if missing:
             raise WeightsTouched(f"{version.name} left without a value: {sorted(missing)}")
-        if not self._engine.reset_prefix_cache():
-            raise WeightsTouched(f"{version.name}: the engine did not empty its prefix cache")
-        return LoadOutcome(
+        return Placed(
             version=version,
-            canary_difference=self._compare(version, canary),
+            canary=canary,
             bytes=sum(file.stat().st_size for file in version.path.glob("*.safetensors")),
-            seconds=time.monotonic() - started,
         )
+
+    def confirm(self, placed: Placed) -> float:
+        """Empty the prefix cache and compare the engine's logprobs with the canary's. Return the
+        largest difference, NaN without a canary. Raises `WeightsTouched`."""
+        name, canary = placed.version.name, placed.canary
+        if not self._engine.reset_prefix_cache():
+            raise WeightsTouched(f"{name}: the engine did not empty its prefix cache")
+        if canary is None or len(canary.tokens) < 2:
+            return math.nan
+        computed = self._engine.score(canary.tokens)
+        try:
+            return compare_with_canary(computed, canary, tolerance=self._tolerance, name=name)
+        except LoadFailed as error:
+            raise WeightsTouched(error.message) from error
 
     def _verify(self, version: WeightVersion) -> Canary | None:
         canary = None
@@ -109,17 +128,6 @@ class Loader:
         offered = loadable(read_inventory(version.path), tied=self._tied)
         check_inventory(offered, expected=self._expected, name=version.name)
         return canary
-
-    def _compare(self, version: WeightVersion, canary: Canary | None) -> float:
-        if canary is None or len(canary.tokens) < 2:
-            return math.nan
-        computed = self._engine.score(canary.tokens)
-        try:
-            return compare_with_canary(
-                computed, canary, tolerance=self._tolerance, name=version.name
-            )
-        except LoadFailed as error:
-            raise WeightsTouched(error.message) from error
 
 
 def default_tolerance(dtype: str) -> float:

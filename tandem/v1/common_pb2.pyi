@@ -155,7 +155,7 @@ class WakeRequest(google.protobuf.message.Message):
     @property
     def version(self) -> Global___WeightVersion:
         """Of a sampler: the version that is wanted next; it is loaded, once, before the worker is awake.
-        Absent: what was loaded.
+        Absent: that of the request that has waited longest, else what was loaded.
         """
 
     def __init__(

@@ -12,16 +12,20 @@ from prometheus_client import CollectorRegistry
 
 from sampler_service.engine import (
     EngineFacts,
+    EngineMemory,
     EngineRequest,
     EngineResult,
     PromptScores,
     SampledTokens,
+    SleepLevel,
     StepOutput,
+    WeightsTouched,
 )
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.scheduler import Sampled, SampleJob, Scheduler
+from sampler_service.scheduler import Scheduler
 from sampler_service.weights.adapters import AdapterCache
-from sampler_service.weights.loader import LoadOutcome, WeightVersion
+from sampler_service.weights.loader import Placed, WeightVersion
+from sampler_service.work import Sampled, SampleJob
 from tandem.errors import LoadFailed, SequenceTooLong
 
 BASE, NEW, OTHER = (
@@ -35,8 +39,14 @@ class FakeEngine:
     `room` of them.
 
     `together` holds the adapters of each step; `computed` the logprobs of each adapter's canary,
-    zeros by default.
+    zeros by default. `weights` is the directory that was loaded, empty without any that could be
+    served; it refuses whatever cannot be done while weights or cache are asleep.
     """
+
+    weights: str = BASE.path.name
+    weights_asleep: bool = False
+    cache_asleep: bool = False
+    cache_empty: bool = True
 
     admitted: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -62,6 +72,8 @@ class FakeEngine:
         if request.max_tokens > 100:
             raise SequenceTooLong("too long for the engine")
         assert request.adapter is None or request.adapter in self.adapters
+        assert self.weights and not self.weights_asleep and not self.cache_asleep
+        assert self.cache_empty, "the KV cache still refers to what was lost in a sleep"
         self.requests[request.id] = request
         self.admitted.append(request.id)
         self.left[request.id] = request.max_tokens
@@ -100,6 +112,38 @@ class FakeEngine:
         assert name not in {self.requests[id_].adapter for id_ in self.left}
         del self.adapters[name]
 
+    def load(self, directory: Path) -> frozenset[str]:
+        assert not self.left, "weights were changed under running requests"
+        assert not self.weights_asleep
+        self.weights = directory.name
+        self.adapters.clear()
+        return frozenset()
+
+    def sleep(self, level: SleepLevel) -> None:
+        assert not self.left, "running requests were put to sleep"
+        assert not self.weights_asleep and not self.cache_asleep
+        self.weights_asleep = self.cache_asleep = True
+        self.cache_empty = False
+        if level is SleepLevel.DROP_WEIGHTS:
+            self.weights = ""
+            self.adapters.clear()
+
+    def wake_weights(self) -> None:
+        assert self.weights_asleep
+        self.weights_asleep = False
+
+    def wake_cache(self) -> None:
+        assert self.cache_asleep and not self.weights_asleep
+        self.cache_asleep = False
+
+    def reset_prefix_cache(self) -> bool:
+        assert not self.left and not self.cache_asleep
+        self.cache_empty = True
+        return True
+
+    def memory(self) -> EngineMemory:
+        return EngineMemory(device=0 if self.cache_asleep else 100, host=0)
+
     def abort(self, ids: list[str]) -> None:
         for id_ in ids:
             del self.left[id_]
@@ -114,13 +158,21 @@ class FakeLoader:
     loads: list[str] = field(default_factory=list)
     errors: dict[str, list[LoadFailed]] = field(default_factory=dict)
 
-    def load(self, version: WeightVersion) -> LoadOutcome:
-        assert not self.engine.left, "weights were changed under running requests"
+    def place(self, version: WeightVersion) -> Placed:
         self.loads.append(version.name)
-        self.engine.adapters.clear()
-        if self.errors.get(version.name):
-            raise self.errors[version.name].pop(0)
-        return LoadOutcome(version=version, bytes=7, seconds=0.1, canary_difference=0.0)
+        errors = self.errors.get(version.name)
+        error = errors.pop(0) if errors else None
+        if error is None or isinstance(error, WeightsTouched):
+            self.engine.load(version.path)
+        if error is not None:
+            self.engine.weights = "" if isinstance(error, WeightsTouched) else self.engine.weights
+            raise error
+        return Placed(version=version, bytes=7)
+
+    def confirm(self, placed: Placed) -> float:
+        assert self.engine.reset_prefix_cache()
+        assert self.engine.weights == placed.version.path.name
+        return 0.0
 
 
 class Bench:
@@ -134,9 +186,10 @@ class Bench:
         base: Path = Path(),
         rank: int = 0,
         room: int = 2,
+        engine: FakeEngine | None = None,
     ) -> None:
         """`rank` and `room` limit the adapters of the model in `base`."""
-        self.engine = FakeEngine()
+        self.engine = engine or FakeEngine()
         self.engine.facts = replace(
             self.engine.facts, max_lora_rank=rank, max_adapters=room if rank else 0
         )

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tandem.fencing import LEASE_METADATA_KEY
 from tandem.settings import SamplerSettings
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
 from tandem.weights import (
@@ -209,6 +210,7 @@ class SamplerClient(WorkerClient):
         self.base = common_pb2.WeightVersion(name="base/tiny", path=str(model))
         self.stub = sampler_pb2_grpc.SamplerStub(self.channel)
         self.numbers = itertools.count()
+        self.token = 0
 
     def describe(self) -> sampler_pb2.DescribeSamplerReply:
         return self.stub.Describe(
@@ -218,6 +220,29 @@ class SamplerClient(WorkerClient):
     def load(self, version: common_pb2.WeightVersion) -> sampler_pb2.LoadReply:
         return self.stub.Load(
             sampler_pb2.LoadRequest(version=version), metadata=self.metadata, timeout=CALL_SECONDS
+        )
+
+    def lease(self, token: int) -> None:
+        """Carry this fencing token from now on."""
+        secret = [(key, value) for key, value in self.metadata if key != LEASE_METADATA_KEY]
+        self.metadata = (*secret, (LEASE_METADATA_KEY, str(token)))
+        self.token = token
+
+    def sleep(self, level: int = 1) -> common_pb2.SwitchReply:
+        """Put it to sleep, with the next token."""
+        return self.send_sleep(level).result()
+
+    def send_sleep(self, level: int = 1) -> Any:
+        self.lease(self.token + 1)
+        return self.stub.Sleep.future(
+            common_pb2.SleepRequest(level=level), metadata=self.metadata, timeout=CALL_SECONDS
+        )
+
+    def wake(self, version: common_pb2.WeightVersion | None = None) -> common_pb2.SwitchReply:
+        """Wake it, with the next token."""
+        self.lease(self.token + 1)
+        return self.stub.Wake(
+            common_pb2.WakeRequest(version=version), metadata=self.metadata, timeout=CALL_SECONDS
         )
 
     def request(
@@ -300,7 +325,14 @@ class SamplerClient(WorkerClient):
 
 
 @contextmanager
-def sampler_process(model: Path, *, wait: bool = True, **settings: Any) -> Iterator[SamplerClient]:
+def sampler_process(
+    model: Path,
+    *,
+    wait: bool = True,
+    lease: int = 0,
+    devices: tuple[str, ...] = (),
+    **settings: Any,
+) -> Iterator[SamplerClient]:
     """`settings` are those of `SamplerSettings`."""
     spec = WorkerSpec(
         worker_id="sampler-test",
@@ -309,9 +341,13 @@ def sampler_process(model: Path, *, wait: bool = True, **settings: Any) -> Itera
         model_name="tiny",
         model_path=str(model),
         session_id=SESSION,
+        lease=lease,
+        devices=devices,
         sampler=SamplerSettings(**{"device": "cpu", "kv_cache_bytes": 64 * 2**20, **settings}),
     )
     with worker_process(spec) as started, SamplerClient(started, model) as client:
+        if lease:
+            client.lease(lease)
         if wait:
             client.wait_until_serving()
         yield client

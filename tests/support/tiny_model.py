@@ -20,6 +20,8 @@ def write_tiny_model(
     seed: int = 0,
     head_dim: int = 16,
     max_length: int = MAX_LENGTH,
+    hidden: int = 32,
+    intermediate: int = 64,
 ) -> Path:
     """A model of some ten thousand parameters with a tokenizer of one character per token.
 
@@ -31,9 +33,9 @@ def write_tiny_model(
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        _config(architecture, head_dim=head_dim, max_length=max_length)
-    ).float()
+    config = _config(architecture, head_dim=head_dim, max_length=max_length)
+    config.hidden_size, config.intermediate_size = hidden, intermediate
+    model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -2,65 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from sampler_service.weights.loader import WeightVersion
 from tandem.errors import LoadFailed
-from tandem.weights import Canary, Manifest, checksum_file
 from tests.support.fake_engine import BASE, NEW, Bench
+from tests.support.published_adapters import LAYER, RANK, adapter, pair, write_base
 from tests.support.unreliable_disk import Fault, UnreliableDisk
-
-RANK = 4
-LAYER = "model.layers.0.self_attn.q_proj"
 
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A model with one matrix [6, 5] and tied embeddings [9, 5]."""
-    path = tmp_path / "base"
-    path.mkdir()
-    tensors = {f"{LAYER}.weight": (6, 5), "model.embed_tokens.weight": (9, 5)}
-    save_file({k: np.zeros(v, np.float32) for k, v in tensors.items()}, path / "a.safetensors")
-    return path
-
-
-def pair(layer: str, *, rank: int = RANK, outputs: int = 6, inputs: int = 5):
-    name = f"base_model.model.{layer}"
-    return {
-        f"{name}.lora_A.weight": np.zeros((rank, inputs), np.float32),
-        f"{name}.lora_B.weight": np.zeros((outputs, rank), np.float32),
-    }
-
-
-def adapter(
-    path: Path, number: int, *, tensors=None, canary: bool = True, **config
-) -> WeightVersion:
-    """A published adapter whose canary's logprobs are zeros, as the fake computes them."""
-    name = f"run/v{number}"
-    directory = path / f"v{number}"
-    directory.mkdir()
-    save_file(pair(LAYER) if tensors is None else tensors, directory / "adapter_model.safetensors")
-    (directory / "adapter_config.json").write_text(
-        json.dumps({"r": RANK, "lora_alpha": 32, "target_modules": ["q_proj"], **config})
-    )
-    manifest = Manifest(
-        version=name,
-        run_id="run",
-        step=number,
-        adapter=True,
-        dtype="float32",
-        tensors=2,
-        created="2026-01-01T00:00:00Z",
-        files=[checksum_file(file) for file in sorted(directory.iterdir())],
-        canary=Canary(tokens=[1, 2, 3], logprobs=[0.0, 0.0]) if canary else None,
-    )
-    (directory / "manifest.json").write_text(manifest.model_dump_json())
-    return WeightVersion(name=name, path=directory, adapter=True)
+    return write_base(tmp_path / "base")
 
 
 def test_adapters_and_the_base_model_run_together_without_a_load(base: Path, tmp_path: Path):

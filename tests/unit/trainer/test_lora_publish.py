@@ -150,7 +150,7 @@ def test_an_engine_with_a_tied_head_refuses_an_untied_version_untouched(models, 
     loader = Loader(engine, base=models["qwen3"], tolerance=1e-4)
     name = open_version(tmp_path / "v1").version
     with pytest.raises(LoadFailed, match="output head of its own"):
-        loader.load(WeightVersion(name=name, path=tmp_path / "v1"))
+        loader.place(WeightVersion(name=name, path=tmp_path / "v1"))
 
 
 def test_merged_is_no_matter_to_a_run_of_all_parameters(models, tmp_path):

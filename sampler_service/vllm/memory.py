@@ -1,0 +1,144 @@
+"""The memory of an engine: its share of a GPU, and how it is given back while the engine is asleep.
+
+On a GPU this is vLLM's sleep mode. On a CPU vLLM (0.32) refuses it, and without it `sleep` frees
+nothing. There, the pages of a tensor are given back (`MADV_DONTNEED`, madvise(2)): it keeps its
+address and reads as zeros until it is written, so that nothing that refers to it notices, and
+waking costs nothing. Packed copies of linear layers belong to native code; they are freed, and the
+layer refuses to compute until a load has packed the new weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from sampler_service.engine import SleepLevel
+from tandem.errors import WorkerStartFailed
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+_MADV_DONTNEED = 4
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def memory_share(wanted: int, *, free: int, total: int) -> float:
+    """Return a budget in bytes as vLLM's share of the whole GPU: for weights, activations and KV
+    cache. vLLM needs it free when it starts. Raises `WorkerStartFailed`."""
+    if wanted > free:
+        raise WorkerStartFailed(
+            f"the sampler is to have {wanted / 2**30:.1f} GiB of the GPU's {total / 2**30:.1f}, "
+            f"of which {free / 2**30:.1f} GiB are free"
+        )
+    return wanted / total
+
+
+class Sleeper(Protocol):
+    """The part of `Engine` that a device decides. The engine is idle, and holds no adapters when
+    its weights are dropped."""
+
+    def sleep(self, level: SleepLevel) -> None: ...
+
+    def wake_weights(self) -> None: ...
+
+    def wake_cache(self) -> None: ...
+
+
+class GpuSleeper:
+    """vLLM's own sleep mode; it keeps buffers, which no file of a weight version holds."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+
+    def sleep(self, level: SleepLevel) -> None:
+        self._engine.sleep(level=int(level))
+
+    def wake_weights(self) -> None:
+        self._engine.wake_up(tags=["weights"])
+
+    def wake_cache(self) -> None:
+        self._engine.wake_up(tags=["kv_cache"])
+
+
+class CpuSleeper:
+    """Memory that was given back is there again when it is written to, so waking does nothing."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+
+    def sleep(self, level: SleepLevel) -> None:
+        drop = level is SleepLevel.DROP_WEIGHTS
+        self._engine.collective_rpc("tandem_cpu_sleep", kwargs={"drop": drop})
+
+    def wake_weights(self) -> None:
+        pass
+
+    def wake_cache(self) -> None:
+        pass
+
+
+# --- In vLLM's worker, on a CPU -----------------------------------------------------------
+
+
+class DroppedLinear:
+    """Stands in for the packed weight of a layer until a load."""
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        raise AssertionError("the layer's weights were dropped and have not been loaded again")
+
+
+def release_pages(tensors: Iterable[torch.Tensor]) -> None:
+    """Give the memory of tensors back. A page that a storage only begins or ends in stays."""
+    for storage in {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values():
+        begin = storage.untyped_storage().data_ptr()
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (begin + storage.untyped_storage().nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last <= first:
+            continue
+        if _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED) was refused")
+
+
+def drop_weights(model: torch.nn.Module) -> None:
+    """Free the parameters, the packed copies of linear layers, and the room for adapters. Buffers,
+    which no file of a weight version holds, stay."""
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = DroppedLinear()
+        release_pages(_adapter_room(module))
+    release_pages(parameter.data for parameter in model.parameters())
+
+
+def dropped_layers(model: torch.nn.Module) -> set[str]:
+    """Return the names of linear layers that no load has packed again."""
+    return {
+        f"{name}.cpu_linear"
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "cpu_linear", None), DroppedLinear)
+    }
+
+
+def trim_heap() -> None:
+    """Return what was freed to the system (glibc)."""
+    _LIBC.malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _adapter_room(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors that hold the adapters of a layer: `lora_a_stacked` and the like."""
+    for name, value in vars(module).items():
+        if name.endswith("_stacked"):
+            yield from [value] if isinstance(value, torch.Tensor) else value

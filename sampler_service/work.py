@@ -1,0 +1,161 @@
+"""What other threads ask of the engine's: samples, loads, sleeps and wakes, each with its future.
+
+Cancelling a future drops the work, unless it is a switch that has begun.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from sampler_service.engine import EngineDelta, EngineRequest, EngineResult, SleepLevel
+from sampler_service.lifecycle import Switch
+from sampler_service.weights.loader import LoadOutcome, WeightVersion
+from tandem.errors import TandemError
+
+_Result = TypeVar("_Result")
+
+_BURST_QUIET_SECONDS = 0.001
+_BURST_LONGEST_SECONDS = 0.050
+
+
+@dataclass(frozen=True)
+class SampleJob:
+    """A request for a version. Requests that wait together are admitted by (session, seq_id).
+
+    `on_deltas` is called in the engine's thread with the deltas of a streamed request after each
+    step, the last time before the future is resolved. It must return at once.
+    """
+
+    request: EngineRequest
+    version: WeightVersion
+    session_id: str
+    seq_id: int
+    on_deltas: Callable[[Sequence[EngineDelta]], None] | None = None
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The result of a request and the version that computed it. `seconds` counts from its admission
+    into the engine."""
+
+    result: EngineResult
+    version: WeightVersion
+    seconds: float
+
+
+@dataclass(eq=False, kw_only=True)
+class Queued(Generic[_Result]):
+    """Something that was asked for. `arrived` is in seconds of the scheduler's clock."""
+
+    arrived: float
+    future: Future[_Result] = field(default_factory=Future)
+
+    def begin(self) -> bool:
+        """Return False if it was cancelled; from now on it cannot be."""
+        return self.future.running() or self.future.set_running_or_notify_cancel()
+
+    def succeed(self, result: _Result) -> None:
+        if self.begin():
+            self.future.set_result(result)
+
+    def fail(self, error: TandemError) -> None:
+        if self.begin():
+            self.future.set_exception(error)
+
+
+@dataclass(eq=False, kw_only=True)
+class QueuedWork(Queued[_Result]):
+    """What needs a version. `weights` are those that must be loaded for it: its own, or the base
+    model's for an adapter."""
+
+    version: WeightVersion
+    weights: WeightVersion
+
+
+@dataclass(eq=False, kw_only=True)
+class QueuedSample(QueuedWork[Sampled]):
+    """A request; `admitted` is when it entered the engine, `begun` when this began to compute
+    it."""
+
+    job: SampleJob
+    admitted: float = 0.0
+    begun: float = math.inf
+
+    @property
+    def order(self) -> tuple[str, int, float]:
+        return (self.job.session_id, self.job.seq_id, self.arrived)
+
+
+class QueuedLoad(QueuedWork[LoadOutcome]):
+    """An explicit load of a version."""
+
+
+@dataclass(eq=False, kw_only=True)
+class QueuedSleep(Queued[Switch]):
+    level: SleepLevel
+
+
+@dataclass(eq=False, kw_only=True)
+class QueuedWake(Queued[Switch]):
+    """`weights` are wanted next; None leaves it to what waits."""
+
+    weights: WeightVersion | None
+
+
+Work = QueuedSample | QueuedLoad
+QueuedSwitch = QueuedSleep | QueuedWake
+
+
+class SubmissionQueue:
+    """Hands work from any thread to the engine's, which alone calls `take`."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._work: list[Work | QueuedSwitch] = []
+        self._refusal: TandemError | None = None
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+    def put(self, work: Work | QueuedSwitch) -> None:
+        """Add work; fail it at once if the queue is closed."""
+        with self._condition:
+            if self._refusal is None:
+                self._work.append(work)
+                self._condition.notify()
+                return
+        work.fail(self._refusal)
+
+    def close(self, refusal: TandemError) -> None:
+        """Fail all work in the queue, and all that is put later."""
+        with self._condition:
+            self._refusal = refusal
+            work, self._work = self._work, []
+        for each in work:
+            each.fail(refusal)
+
+    def take(self, *, wait: bool) -> list[Work | QueuedSwitch]:
+        """Return new work. With `wait`, block until there is some: an idle engine waits without a
+        deadline, because the process ends with it."""
+        if wait:
+            with self._condition:
+                self._condition.wait_for(lambda: self._work)
+            self._await_burst()
+        with self._condition:
+            work, self._work = self._work, []
+        return work
+
+    def _await_burst(self) -> None:
+        """Let a burst of requests arrive before the first step of an idle engine: a step costs
+        nearly the same for one request as for fifty. Sleeping avoids waking up for each."""
+        deadline = time.monotonic() + _BURST_LONGEST_SECONDS
+        seen = 0
+        while seen != len(self._work) and time.monotonic() < deadline:
+            seen = len(self._work)
+            time.sleep(_BURST_QUIET_SECONDS)

@@ -1,0 +1,52 @@
+"""A sampler on the device that it is given: it uses no other, and none instead of one that is not
+there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.sampler_worker import PROMPT, sampler_process
+from tests.support.worker_process import CALL_SECONDS
+
+
+def cores_of_threads(pid: int) -> set[str]:
+    statuses = [task / "status" for task in Path(f"/proc/{pid}/task").iterdir()]
+    return {
+        line.split()[1]
+        for status in statuses
+        for line in status.read_text().splitlines()
+        if line.startswith("Cpus_allowed_list:")
+    }
+
+
+def test_all_threads_of_a_sampler_run_on_its_cores(model: Path):
+    core = max(os.sched_getaffinity(0))
+    with sampler_process(model, devices=(f"cpu:{core}",)) as client:
+        client.sample(PROMPT)
+        assert cores_of_threads(client.process.pid) == {str(core)}
+
+
+@pytest.mark.parametrize(
+    ("devices", "reason"),
+    [
+        (("cpu:9999",), "cpu:9999 cannot be used"),
+        (("cpu:0", "cpu:1"), "a sampler runs on one device, not on 2"),
+    ],
+)
+def test_a_sampler_does_not_start_on_cores_that_there_are_not(model: Path, devices, reason):
+    with sampler_process(model, devices=devices, wait=False) as client:
+        assert client.report.error_type == "worker_start_failed"
+        assert reason in client.report.error
+        assert client.process.wait(timeout=CALL_SECONDS) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_sampler_does_not_fall_back_on_the_cpu_for_a_gpu_that_there_is_not(model: Path):
+    with sampler_process(model, devices=("cuda:0",), wait=False) as client:
+        failure = client.next_report()
+        assert failure.error_type == "worker_start_failed"
+        assert "there is no CUDA device" in failure.error

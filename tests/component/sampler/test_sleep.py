@@ -1,0 +1,201 @@
+"""A real engine that sleeps and wakes: what it gives back, and that nothing it samples changes."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tandem.fencing import FENCED_METADATA_KEY
+from tandem.v1 import sampler_pb2
+from tests.support.adapter_files import write_adapter_files, write_merged
+from tests.support.sampler_worker import (
+    LENGTH,
+    PROMPT,
+    Sampled,
+    SamplerClient,
+    publish,
+    publish_adapter,
+    same,
+    sampler_process,
+)
+from tests.support.tiny_model import write_tiny_model
+from tests.support.waiting import wait_until
+from tests.support.worker_process import CALL_SECONDS
+
+CACHE = 256 * 2**20
+LEASE = 5
+LEVELS = (1, 2)
+
+
+@pytest.fixture(scope="module")
+def client(model: Path) -> Iterator[SamplerClient]:
+    with sampler_process(model, lease=LEASE, max_lora_rank=4) as client:
+        yield client
+
+
+def seeded(client: SamplerClient, **arguments: object) -> Sampled:
+    return client.sample(
+        PROMPT, seed=3, n=2, max_tokens=20, stop=[], prompt_logprobs=True, **arguments
+    )
+
+
+def loads(client: SamplerClient) -> int:
+    host = client.report.address.rpartition(":")[0]
+    url = f"http://{host}:{client.report.metrics_port}/metrics"
+    metrics = urllib.request.urlopen(url, timeout=CALL_SECONDS).read().decode()
+    return int(float(re.findall(r"tandem_sampler_load_seconds_count (\S+)", metrics)[0]))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_each_level_gives_its_memory_back_and_samples_are_the_same_afterwards(
+    directory: Path, architecture
+):
+    """With a head that is the embedding, and with one of its own."""
+    large = write_tiny_model(
+        directory / f"large {architecture}",
+        architecture=architecture,
+        head_dim=32,
+        max_length=LENGTH,
+        hidden=512,
+        intermediate=4096,
+    )
+    weights = sum(file.stat().st_size for file in large.glob("*.safetensors"))
+    assert weights > 60 * 2**20
+    with sampler_process(large, lease=LEASE, kv_cache_bytes=CACHE) as client:
+        expected = seeded(client)
+        before = client.resident_bytes
+        reply = client.sleep(1)
+        kept = client.resident_bytes
+        assert before - kept > 0.95 * CACHE
+        assert reply.bytes_moved > 0.95 * CACHE
+        assert abs(reply.device_bytes - kept) < 8 * 2**20
+        client.wake()
+        assert same(seeded(client), expected)
+        client.sleep(2)
+        assert kept - client.resident_bytes > 0.8 * weights
+        client.wake()
+        assert same(seeded(client), expected)
+
+
+def test_a_sampler_that_is_asleep_refuses_samples_and_so_does_one_whose_caller_has_an_old_lease(
+    client: SamplerClient,
+):
+    old = client.token
+    client.sleep()
+    assert client.describe().state == sampler_pb2.SAMPLER_STATE_ASLEEP
+    for token, reason in [(client.token, "asleep"), (old, f"its newest is {client.token}")]:
+        newest = client.token
+        client.lease(token)
+        with pytest.raises(grpc.RpcError, match=reason) as refused:
+            client.sample(PROMPT)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert (FENCED_METADATA_KEY, str(newest)) in refused.value.trailing_metadata()
+        client.lease(newest)
+    newest = client.token
+    client.lease(old - 1)
+    with pytest.raises(grpc.RpcError, match="a newer call came before"):
+        client.wake()
+    client.lease(newest)
+    assert client.describe().state == sampler_pb2.SAMPLER_STATE_ASLEEP
+    client.wake()
+    assert client.describe().state == sampler_pb2.SAMPLER_STATE_AWAKE
+    seeded(client)
+
+
+def test_a_switch_to_what_it_is_already_is_answered_at_once(client: SamplerClient):
+    assert client.wake().seconds == 0
+    assert client.sleep().seconds > 0
+    assert client.sleep(2).seconds == 0
+    assert client.wake().seconds > 0
+    assert client.wake().seconds == 0
+
+
+def test_a_level_that_there_is_not_is_refused(client: SamplerClient):
+    assert client.sleep(3).failure.type == "invalid_request"
+    assert client.describe().state == sampler_pb2.SAMPLER_STATE_AWAKE
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_wake_with_a_newer_version_loads_it_once(
+    client: SamplerClient, model: Path, changed: Path, directory: Path, level: int
+):
+    version = publish(changed, directory, number=200 + level)
+    client.assert_serves(client.base, model)
+    before = loads(client)
+    client.sleep(level)
+    assert not client.wake(version).HasField("failure")
+    assert client.describe().version.name == version.name
+    client.assert_serves(version, changed)
+    assert loads(client) == before + 1
+    client.assert_serves(client.base, model)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_wake_with_a_damaged_version_serves_the_one_before(
+    client: SamplerClient, model: Path, changed: Path, directory: Path, level: int
+):
+    version = publish(changed, directory, number=210 + level)
+    file = next(Path(version.path).glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    client.assert_serves(client.base, model)
+    client.sleep(level)
+    assert not client.wake(version).HasField("failure")
+    assert client.describe().version.name == client.base.name
+    assert client.refusal(client.request(PROMPT, version=version)).type == "load_failed"
+    client.assert_serves(client.base, model)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_runs_ends_before_the_sleep_and_what_waits_is_answered_after_the_wake(
+    client: SamplerClient, changed: Path, directory: Path, level: int
+):
+    version = publish(changed, directory, number=220 + level)
+    running = client.send(client.request(PROMPT, n=50, max_tokens=400, stop=[]))
+    wait_until(lambda: client.describe().running == 1)
+    waiting = client.send(client.request(PROMPT, version=version, max_tokens=4))
+    wait_until(lambda: client.describe().waiting == 1)
+    assert not client.sleep(level).HasField("failure")
+    assert not running.result().HasField("failure")
+    described = client.describe()
+    assert (described.state, described.waiting) == (sampler_pb2.SAMPLER_STATE_ASLEEP, 1)
+    client.wake()
+    assert waiting.result().version.name == version.name
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_adapters_are_served_after_a_sleep(
+    client: SamplerClient, model: Path, directory: Path, level: int
+):
+    folder = directory / f"adapter that sleeps {level}"
+    files = write_adapter_files(folder / "adapter", model, seed=20 + level)
+    merged = write_merged(folder / "merged", model, files)
+    version = publish_adapter(files, directory, number=230 + level, merged=merged)
+    client.assert_serves(version, merged)
+    expected = seeded(client, version=version)
+    client.sleep(level)
+    client.wake()
+    assert (version.name in client.describe().adapters) == (level == 1)
+    assert same(seeded(client, version=version), expected)
+    client.assert_serves(version, merged)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_prefix_cache_is_empty_after_a_wake(client: SamplerClient, level: int):
+    prompt = [(7 * i) % 90 + 3 for i in range(96)]
+
+    def cached() -> int:
+        return client.sample(prompt, max_tokens=1).reply.cached_tokens
+
+    cached()
+    assert cached() > 0
+    client.sleep(level)
+    client.wake()
+    assert cached() == 0
+    assert cached() > 0

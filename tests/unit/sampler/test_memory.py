@@ -1,0 +1,112 @@
+"""An engine's share of a GPU, and memory that is given back in sleep."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sampler_service.engine import SleepLevel
+from sampler_service.vllm.memory import (
+    CpuSleeper,
+    GpuSleeper,
+    drop_weights,
+    dropped_layers,
+    memory_share,
+    release_pages,
+    resident_bytes,
+)
+from tandem.errors import WorkerStartFailed
+
+GIB = 2**30
+
+
+@given(total=st.integers(8 * GIB, 200 * GIB), percent=st.integers(1, 100))
+def test_a_budget_in_bytes_is_what_vllm_takes_of_the_gpu(total: int, percent: int):
+    wanted = total * percent // 100
+    share = memory_share(wanted, free=wanted, total=total)
+    assert 0 < share <= 1
+    assert abs(math.ceil(total * share) - wanted) <= 1, "as vLLM computes it"
+
+
+def test_a_budget_that_is_not_free_is_refused_with_the_numbers():
+    with pytest.raises(WorkerStartFailed, match=r"40\.0 GiB of the GPU's 80\.0, of which 30\.0"):
+        memory_share(40 * GIB, free=30 * GIB, total=80 * GIB)
+
+
+class RecordingEngine:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+
+    def sleep(self, *, level: int) -> None:
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, *, tags: list[str]) -> None:
+        self.calls.append(("wake_up", tags))
+
+    def collective_rpc(self, method: str, *, kwargs: dict[str, object]) -> None:
+        self.calls.append((method, kwargs))
+
+
+@pytest.mark.parametrize("level", SleepLevel)
+def test_a_gpu_sleeps_by_vllms_own_means_and_wakes_its_weights_before_its_cache(level: SleepLevel):
+    engine = RecordingEngine()
+    sleeper = GpuSleeper(engine)
+    sleeper.sleep(level)
+    sleeper.wake_weights()
+    sleeper.wake_cache()
+    assert engine.calls == [
+        ("sleep", level.value),
+        ("wake_up", ["weights"]),
+        ("wake_up", ["kv_cache"]),
+    ]
+
+
+def test_a_cpu_sleeps_by_ours():
+    engine = RecordingEngine()
+    for level in SleepLevel:
+        CpuSleeper(engine).sleep(level)
+    assert engine.calls == [
+        ("tandem_cpu_sleep", {"drop": False}),
+        ("tandem_cpu_sleep", {"drop": True}),
+    ]
+
+
+def test_pages_that_are_given_back_are_zeros_and_can_be_written_again():
+    tensor = torch.ones(64 * 2**20, dtype=torch.uint8)
+    view = tensor[100:].view(-1)
+    neighbour = torch.ones(4096)
+    before = resident_bytes()
+    release_pages([tensor, view])
+    assert before - resident_bytes() > 60 * 2**20
+    assert tensor.sum() < 2 * 4096, "but for a page that it shares at each end"
+    assert neighbour.all()
+    tensor.fill_(7)
+    assert int(view[50]) == 7
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2**20), requires_grad=False)
+        self.register_buffer("table", torch.ones(2**20))
+        self.lora_a_stacked = (torch.ones(2**20),)
+        self.cpu_linear = torch.nn.functional.linear
+
+
+def test_dropped_weights_are_gone_with_packed_copies_and_adapters_and_buffers_stay():
+    model = torch.nn.Sequential(Layer(), torch.nn.LayerNorm(4))
+    layer = model[0]
+    assert dropped_layers(model) == set()
+    drop_weights(model)
+    assert layer.weight.sum() < 2 * 4096
+    assert layer.lora_a_stacked[0].sum() < 2 * 4096
+    assert layer.table.all()
+    assert dropped_layers(model) == {"0.cpu_linear"}
+    with pytest.raises(AssertionError, match="have not been loaded again"):
+        layer.cpu_linear(torch.ones(1, 1), torch.ones(1, 1), None)
+    layer.cpu_linear = torch.nn.functional.linear  # as a load does
+    assert dropped_layers(model) == set()

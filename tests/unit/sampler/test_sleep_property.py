@@ -1,0 +1,166 @@
+"""Whatever is asked of a sampler, in whatever order: nothing is computed while it is asleep, by
+weights that were dropped, or by another version than the one asked for, and every call ends.
+
+The fake engine refuses what a real one could not do in its state (`tests/support/fake_engine.py`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from sampler_service.engine import EngineState, SleepLevel, StepOutput, WeightsTouched
+from sampler_service.weights.loader import WeightVersion
+from sampler_service.work import QueuedSwitch, Sampled, SubmissionQueue, Work
+from tandem.errors import LoadFailed, TandemError
+from tests.support.fake_engine import BASE, NEW, OTHER, Bench, FakeEngine
+from tests.support.published_adapters import RANK, adapter, write_base
+
+NUMBERS = range(1, 4)
+
+
+class WouldBlock(Exception):
+    """The engine's thread would wait for something to be asked."""
+
+
+class NonBlockingQueue(SubmissionQueue):
+    def take(self, *, wait: bool) -> list[Work | QueuedSwitch]:
+        if wait and not len(self):
+            raise WouldBlock
+        return super().take(wait=False)
+
+
+@dataclass
+class WatchedEngine(FakeEngine):
+    """`wanted` has the directory of the weights that each request needs."""
+
+    wanted: dict[str, str] = field(default_factory=dict)
+
+    def step(self) -> StepOutput:
+        assert not self.cache_asleep and not self.weights_asleep
+        assert self.left, "a step without a request"
+        for id_ in self.left:
+            assert self.weights == self.wanted.get(id_, BASE.path.name), id_  # else a canary
+        return super().step()
+
+
+class Sampler(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.bench = Bench(
+            base=write_base(self.folder / "base"), rank=RANK, engine=WatchedEngine(room=2)
+        )
+        self.bench.scheduler._submissions = NonBlockingQueue()
+        adapters = [adapter(self.folder, number) for number in NUMBERS]
+        self.versions = [BASE, NEW, OTHER, *adapters]
+        self.futures: list[Future[object]] = []
+        self.samples: dict[str, tuple[Future[Sampled], WeightVersion]] = {}
+
+    def teardown(self) -> None:
+        self.bench.loader.errors.clear()
+        self.futures.append(self.bench.scheduler.wake())
+        self.run_until_blocked()
+        assert all(future.done() for future in self.futures)
+        shutil.rmtree(self.folder)
+
+    def run_until_blocked(self, turns: int = 10_000) -> None:
+        bench = self.bench
+        for _ in range(turns):
+            if bench.scheduler.status.state is EngineState.FAILED:
+                return
+            was, loads = bench.scheduler.status.state, len(bench.loader.loads)
+            dropped, refusals = not bench.engine.weights, self.errors_left
+            try:
+                bench.scheduler.turn()
+            except WouldBlock:
+                return
+            if (was, bench.scheduler.status.state) == (EngineState.ASLEEP, EngineState.AWAKE):
+                loads, refusals = len(bench.loader.loads) - loads, refusals - self.errors_left
+                assert loads <= 1 + refusals
+                assert loads or not dropped
+        if turns == 10_000:
+            raise AssertionError("it never comes to rest")
+
+    @property
+    def errors_left(self) -> int:
+        return sum(len(errors) for errors in self.bench.loader.errors.values())
+
+    @rule(version=st.integers(0, 5), steps=st.integers(1, 4))
+    def sample(self, version: int, steps: int) -> None:
+        wanted, id_ = self.versions[version], f"{len(self.futures)}"
+        self.bench.engine.wanted[id_] = (BASE if wanted.adapter else wanted).path.name
+        future = self.bench.ask(wanted, id_, steps=steps)
+        self.samples[id_] = (future, wanted)
+        self.futures.append(future)
+
+    @rule(version=st.integers(0, 5))
+    def load(self, version: int) -> None:
+        self.futures.append(self.bench.scheduler.load(self.versions[version]))
+
+    @rule(level=st.sampled_from(SleepLevel))
+    def sleep(self, level: SleepLevel) -> None:
+        self.futures.append(self.bench.scheduler.sleep(level))
+
+    @rule(version=st.none() | st.integers(0, 5))
+    def wake(self, version: int | None) -> None:
+        wanted = None if version is None else self.versions[version]
+        self.futures.append(self.bench.scheduler.wake(wanted))
+
+    @rule(version=st.sampled_from([BASE, NEW, OTHER]), touched=st.booleans())
+    def spoil(self, version, touched: bool) -> None:
+        error = WeightsTouched("touched") if touched else LoadFailed("damaged")
+        self.bench.loader.errors.setdefault(version.name, []).append(error)
+
+    @rule(which=st.integers(0, 100))
+    def cancel(self, which: int) -> None:
+        if self.futures:
+            self.futures[which % len(self.futures)].cancel()
+
+    @rule(count=st.integers(1, 6))
+    def turns(self, count: int) -> None:
+        self.run_until_blocked(count)
+
+    @rule(seconds=st.floats(0.1, 3.0))
+    def time_passes(self, seconds: float) -> None:
+        self.bench.now += seconds
+
+    @rule()
+    def come_to_rest(self) -> None:
+        self.run_until_blocked()
+
+    @invariant()
+    def only_what_was_cancelled_is_aborted(self) -> None:
+        assert all(self.samples[id_][0].cancelled() for id_ in self.bench.engine.aborted)
+
+    @invariant()
+    def an_answer_is_of_the_version_asked_for(self) -> None:
+        for future, wanted in self.samples.values():
+            if future.done() and not future.cancelled() and future.exception() is None:
+                assert future.result().version == wanted
+
+    @invariant()
+    def what_it_says_is_what_the_engine_is(self) -> None:
+        state, engine = self.bench.scheduler.status.state, self.bench.engine
+        if state is EngineState.ASLEEP:
+            assert engine.cache_asleep and engine.weights_asleep
+        if state is EngineState.AWAKE:
+            assert not engine.cache_asleep and engine.cache_empty
+            assert engine.weights == self.bench.scheduler.status.version.path.name
+
+    @invariant()
+    def errors_are_those_of_the_product(self) -> None:
+        for future in self.futures:
+            if future.done() and not future.cancelled() and future.exception() is not None:
+                assert isinstance(future.exception(), TandemError)
+
+
+Sampler.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+test_a_sampler = Sampler.TestCase
