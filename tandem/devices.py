@@ -73,12 +73,12 @@ def _ranges(cores: frozenset[int]) -> str:
 
 
 def confine(device: Device) -> None:
-    """Let this process, and those that it starts, use no other device of the kind. Call before
-    torch is imported, which counts cores and GPUs. Raises `WorkerStartFailed` for cores that the
-    machine does not have."""
+    """Let this process, and those that it starts, see no other device, whatever threads it has.
+    Call before torch is imported, which counts cores and GPUs. Raises `WorkerStartFailed` for cores
+    that the machine does not have."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = device.cuda
     if device.kind == "cuda":
         os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # that of nvidia-smi's list
-        os.environ["CUDA_VISIBLE_DEVICES"] = device.cuda
         return
     before = frozenset(os.sched_getaffinity(0))
     missing = f"{device} cannot be used: this process may run on the cores {_ranges(before)}"

@@ -19,7 +19,11 @@ class TrainerSettings(BaseSettings):
 
     ranks: int = Field(1, ge=1, description="Processes that share one training run.")
     backend: str = Field("fsdp2", description="A built-in or an installed trainer backend.")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="Where no devices are declared. auto: GPUs, of which each rank needs one, or "
+        "the CPU of a machine without any.",
+    )
     threads: int = Field(0, ge=0, description="CPU threads per rank; 0 = cores / ranks.")
     parallel_micro_batches: int = Field(
         0,

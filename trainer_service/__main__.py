@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
+from tandem.devices import confine
 from tandem.errors import OutOfMemory, TandemError, WorkerDied, WorkerStartFailed
 from tandem.fencing import Fence
 from tandem.settings import TrainerSettings
@@ -24,7 +25,7 @@ from tandem.v1 import trainer_pb2_grpc
 from tandem.worker import LauncherLink, WorkerReport, WorkerSpec, launcher_link
 from tandem.worker_server import WorkerServer
 from trainer_service.service.libraries import import_libraries
-from trainer_service.service.rank_processes import RankProcesses
+from trainer_service.service.rank_processes import RankProcesses, devices_of_ranks
 from trainer_service.service.servicer import EngineThread, TrainerMetrics, TrainerServicer, first_of
 
 if TYPE_CHECKING:
@@ -69,7 +70,13 @@ class _Worker:
 
             loop.call_soon_threadsafe(settle)
 
-        ranks = RankProcesses(size=self._settings.ranks, on_death=break_with)
+        try:
+            devices = devices_of_ranks(self._spec.devices, ranks=self._settings.ranks)
+            if devices:
+                confine(devices[0])
+        except WorkerStartFailed as error:
+            return self._fail(error)
+        ranks = RankProcesses(size=self._settings.ranks, devices=devices, on_death=break_with)
         registry = CollectorRegistry()
         engine = EngineThread(
             start=lambda: self._bring_up(ranks),

@@ -146,7 +146,6 @@ class Offload:
         self._memory = memory
         self._blocks: list[Tensor] = []
         self._moved: _Moved | None = None
-        self._frozen = False
 
     @property
     def asleep(self) -> bool:
@@ -177,7 +176,7 @@ class Offload:
             self._copy_out(moved, memory)
         _empty(moved.storages)
         self._moved = moved
-        self._collect_garbage()
+        gc.collect()  # reference cycles may hold tensors
         memory.give_back()
         return self.describe(bytes_moved=moved.bytes)
 
@@ -240,14 +239,6 @@ class Offload:
         ends = accumulate(storage.nbytes() for storage in storages)
         before = sum(end < enough_bytes for end in ends)
         return storages[: before + 1]
-
-    def _collect_garbage(self) -> None:
-        """Reference cycles may hold tensors. What there is after the first collection stays as long
-        as the trainer, so that later ones need not look through all of torch and transformers."""
-        gc.collect()
-        if not self._frozen:
-            gc.freeze()
-        self._frozen = True
 
     # --- To host memory --------------------------------------------------------------------
 

@@ -10,11 +10,13 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 
+from tandem.devices import Device, parse_device
 from tandem.errors import WorkerStartFailed
 from tandem.settings import TrainerSettings
 from tandem.telemetry import configure_logging
@@ -32,12 +34,20 @@ _SNAPSHOT_TIMEOUT = timedelta(minutes=30)
 
 
 class Assignment(BaseModel):
-    """Rank 0's message to another rank: who it is, where to meet, and what to train."""
+    """Rank 0's message to another rank: who it is, where to meet, and what to train.
+
+    `device` is "cpu" or "cuda", of all ranks alike. `local_rank` is the index of this rank's GPU
+    among those that its process sees; `own_cores` says that the cores that it may run on are its
+    alone, and not those of all ranks.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     rank: int
+    local_rank: int
     size: int
+    device: Literal["cpu", "cuda"]
+    own_cores: bool
     store_port: int
     model_path: Path
     model_name: str
@@ -51,10 +61,12 @@ def bring_up(
 ) -> RankTrainer:
     """Serves the store where ranks meet, sends each its assignment and joins as rank 0.
 
-    `assign` takes a rank and its `Assignment` as a line of JSON. Raises `UnsuitableLora` before
-    any rank loads the model.
+    `assign` takes a rank and its `Assignment` as a line of JSON. Raises `UnsuitableLora`, or
+    `WorkerStartFailed` for GPUs that are not there, before any rank loads the model.
     """
     size = settings.ranks
+    given = parse_device(spec.devices[0]) if spec.devices else None
+    device = kind_of_device(settings, given, gpus=_visible_gpus())
     training = spec.training or TrainingSpec()
     if training.lora:
         # Otherwise every rank would find out, and the first to die would be reported instead.
@@ -77,7 +89,10 @@ def bring_up(
     assignments = [
         Assignment(
             rank=rank,
+            local_rank=rank if given is None else 0,
             size=size,
+            device=device,
+            own_cores=given is not None and given.kind == "cpu",
             store_port=port,
             model_path=Path(spec.model_path),
             model_name=spec.model_name,
@@ -97,8 +112,10 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
     settings, rank, size = assignment.settings, assignment.rank, assignment.size
     if rank:
         configure_logging(service="trainer", level=assignment.log_level)
-    device = _take_device(settings, rank)
-    threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // size)
+    device = assignment.device
+    if device == "cuda":
+        _take_gpu(assignment)
+    threads = threads_of(assignment)
     torch.set_num_threads(threads)
     timeout = timedelta(seconds=settings.collective_timeout)
     group = snapshot_group = None
@@ -155,18 +172,46 @@ def _wait_for_all(store: dist.Store, stage: str, *, rank: int, size: int) -> Non
     store.wait([f"tandem/{stage}/{other}" for other in range(size)], START_TIMEOUT)
 
 
-def _take_device(settings: TrainerSettings, rank: int) -> str:
-    """Returns "cpu" or "cuda", with this rank's GPU made the current one. The setting "auto"
-    takes GPUs if there is one for each rank."""
-    device = settings.device
-    if device == "auto":
-        enough = torch.cuda.is_available() and torch.cuda.device_count() >= settings.ranks
-        device = "cuda" if enough else "cpu"
-    if device == "cuda":
-        if not torch.cuda.is_available() or torch.cuda.device_count() <= rank:
+def threads_of(assignment: Assignment) -> int:
+    """Returns how many threads the rank computes with."""
+    sharing = 1 if assignment.own_cores else assignment.size
+    return assignment.settings.threads or max(1, len(os.sched_getaffinity(0)) // sharing)
+
+
+def kind_of_device(
+    settings: TrainerSettings, given: Device | None, *, gpus: int
+) -> Literal["cpu", "cuda"]:
+    """Returns what the ranks compute on: what they were `given`, or what the settings choose, where
+    "auto" means the CPU only if there is no GPU at all. Rank 0 sees so many `gpus`, of which each
+    rank needs one. Raises `WorkerStartFailed`."""
+    if given is not None:
+        if given.kind == "cuda" and not gpus:
             raise WorkerStartFailed(
-                f"rank {rank} has no GPU: this machine has {torch.cuda.device_count()} for "
-                f"{settings.ranks} ranks"
+                f"rank 0 was given {given}, which torch does not find; `nvidia-smi -L` lists the "
+                "GPUs of this machine"
             )
-        torch.cuda.set_device(rank)
-    return device
+        return given.kind
+    if settings.device == "cpu" or (settings.device == "auto" and not gpus):
+        return "cpu"
+    if gpus < settings.ranks:
+        fewer = f"TANDEM_TRAINER_RANKS to {gpus} at most, or " if gpus else ""
+        raise WorkerStartFailed(
+            f"{settings.ranks} ranks need a GPU each, and this machine has {gpus}: set {fewer}"
+            "TANDEM_TRAINER_DEVICE to cpu"
+        )
+    return "cuda"
+
+
+def _visible_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _take_gpu(assignment: Assignment) -> None:
+    """Makes this rank's GPU the current one."""
+    if (there := _visible_gpus()) <= assignment.local_rank:
+        raise WorkerStartFailed(
+            f"rank {assignment.rank} sees {there} GPUs and was to use number "
+            f"{assignment.local_rank} of them (CUDA_VISIBLE_DEVICES is "
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"
+        )
+    torch.cuda.set_device(assignment.local_rank)

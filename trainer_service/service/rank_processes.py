@@ -1,9 +1,9 @@
 """The processes of ranks other than 0: how rank 0 starts and watches them, and their program.
 
-`python -m trainer_service.service.rank_processes` is one such rank. It reads its assignment as
-one line of JSON on standard input, which then stays open as its lifeline; it follows rank 0
-until it is killed. If anything fails it writes a `RankReport` to the given descriptor and exits: a
-process group that lost a rank is of no use.
+`python -m trainer_service.service.rank_processes` is one such rank, confined to its device if it is
+given one. It reads its assignment as one line of JSON on standard input, which then stays open as
+its lifeline; it follows rank 0 until it is killed. If anything fails it writes a `RankReport` to
+the given descriptor and exits: a process group that lost a rank is of no use.
 """
 
 from __future__ import annotations
@@ -17,18 +17,41 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pydantic import BaseModel
 
-from tandem.errors import OutOfMemory, TandemError, WorkerDied
+from tandem.devices import Device, confine, parse_device
+from tandem.errors import (
+    InvalidRequest,
+    OutOfMemory,
+    TandemError,
+    WorkerDied,
+    WorkerStartFailed,
+)
 from tandem.worker import die_with_parent, hold_lifeline
 from trainer_service.service.libraries import import_libraries
 
 # A rank that dies breaks its peers' collectives, so that they die within moments of each other;
 # the one that was killed is the cause.
 _SETTLE_SECONDS = 0.2
+
+
+def devices_of_ranks(names: Sequence[str], *, ranks: int) -> list[Device]:
+    """Returns the device of each rank; none where the whole machine is theirs. Raises
+    `WorkerStartFailed`."""
+    try:
+        devices = [parse_device(name) for name in names]
+    except InvalidRequest as error:
+        raise WorkerStartFailed(error.message) from error
+    if devices and len(devices) != ranks:
+        raise WorkerStartFailed(f"{ranks} ranks were given {len(devices)} devices, not one each")
+    if len({device.kind for device in devices}) > 1:
+        raise WorkerStartFailed(
+            f"ranks compute on devices of one kind, not on {', '.join(map(str, devices))}"
+        )
+    return devices
 
 
 class RankReport(BaseModel):
@@ -70,27 +93,34 @@ class _Death:
 class RankProcesses:
     """Ranks 1 … size-1. Start them from the main thread: they die with the thread that did.
 
-    `on_death` is called once, from a thread, with an error that names the rank to blame.
+    `devices` are those of all ranks, or none. `on_death` is called once, from a thread, with an
+    error that names the rank to blame.
     """
 
-    def __init__(self, *, size: int, on_death: Callable[[TandemError], None]) -> None:
+    def __init__(
+        self,
+        *,
+        size: int,
+        devices: Sequence[Device],
+        on_death: Callable[[TandemError], None],
+    ) -> None:
         self._on_death = on_death
         self._processes: list[subprocess.Popen[bytes]] = []
         self._reports: list[int] = []
         self._deaths: list[_Death] = []
         self._changed = threading.Condition()
         self._stopping = False
-        for _ in range(1, size):
-            self._start()
+        for rank in range(1, size):
+            self._start(str(devices[rank]) if devices else "")
         for rank in range(1, size):
             threading.Thread(
                 target=self._watch, args=(rank,), name=f"watch-{rank}", daemon=True
             ).start()
 
-    def _start(self) -> None:
+    def _start(self, device: str) -> None:
         read, write = os.pipe()
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, "--report-fd", str(write)],
+            [sys.executable, "-m", __name__, "--report-fd", str(write), "--device", device],
             stdin=subprocess.PIPE,
             pass_fds=(write,),
         )
@@ -154,13 +184,17 @@ def main() -> None:
     """The program of one rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--report-fd", type=int, required=True)
-    report_fd: int = parser.parse_args().report_fd
+    parser.add_argument("--device", required=True, help="the only one that it sees; empty: all")
+    arguments = parser.parse_args()
+    report_fd: int = arguments.report_fd
     die_with_parent()
     faulthandler.enable()
     # Rank 0 stops us. A signal to the whole process group must not look like our own death.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        if arguments.device:
+            confine(parse_device(arguments.device))
         import_libraries()  # while rank 0 does the same
         from trainer_service.compute.process_group import Assignment, join
         from trainer_service.service.operations import follow

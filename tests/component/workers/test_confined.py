@@ -43,6 +43,6 @@ def test_cores_that_the_machine_lacks_are_an_error_that_says_which_there_are(mor
     assert "this process may run on the cores" in said
 
 
-def test_a_confined_process_sees_its_nvidia_device_alone():
-    said = confined("cuda:3", "print(os.environ['CUDA_VISIBLE_DEVICES'])")
-    assert said == "3"
+@pytest.mark.parametrize(("device", "visible"), [("cuda:3", "3"), ("cpu:0", "")])
+def test_a_confined_process_sees_its_nvidia_device_alone(device, visible):
+    assert confined(device, "print(os.environ['CUDA_VISIBLE_DEVICES'])") == visible

@@ -1,0 +1,94 @@
+"""Which device each rank of a trainer gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.devices import parse_device
+from tandem.errors import WorkerStartFailed
+from tandem.settings import TrainerSettings
+from tandem.worker import TrainingSpec
+from trainer_service.compute.process_group import Assignment, kind_of_device, threads_of
+from trainer_service.service.rank_processes import devices_of_ranks
+
+
+def kind(device: str, ranks: int, *, gpus: int, given: str = "") -> str:
+    settings = TrainerSettings(device=device, ranks=ranks)
+    return kind_of_device(settings, parse_device(given) if given else None, gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "gpus", "expected"),
+    [
+        ("auto", 2, 0, "cpu"),
+        ("auto", 2, 2, "cuda"),
+        ("auto", 1, 8, "cuda"),
+        ("cpu", 2, 8, "cpu"),
+        ("cuda", 2, 2, "cuda"),
+    ],
+)
+def test_without_devices_the_settings_choose(device, ranks, gpus, expected):
+    assert kind(device, ranks, gpus=gpus) == expected
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_fewer_gpus_than_ranks_are_an_error_that_says_what_to_do(device):
+    with pytest.raises(WorkerStartFailed, match=r"3 ranks need a GPU each, .* has 2: set") as error:
+        kind(device, 3, gpus=2)
+    assert "TANDEM_TRAINER_RANKS to 2 at most, or TANDEM_TRAINER_DEVICE to cpu" in str(error.value)
+
+
+def test_gpus_asked_for_on_a_machine_without_are_an_error():
+    with pytest.raises(WorkerStartFailed, match="has 0: set TANDEM_TRAINER_DEVICE to cpu"):
+        kind("cuda", 1, gpus=0)
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+def test_devices_that_are_given_are_used_whatever_the_settings_say(device):
+    assert kind(device, 2, gpus=1, given="cuda:1") == "cuda"  # each rank sees one
+    assert kind(device, 2, gpus=0, given="cpu:0") == "cpu"
+
+
+def test_a_gpu_that_is_given_and_not_there_is_an_error():
+    with pytest.raises(WorkerStartFailed, match="was given cuda:5, which torch does not find"):
+        kind("auto", 1, gpus=0, given="cuda:5")
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (["cpu:0"], "2 ranks were given 1 devices, not one each"),
+        (["cpu:0", "cpu:1", "cpu:2"], "2 ranks were given 3 devices"),
+        (["cpu:0", "cuda:0"], "devices of one kind, not on cpu:0, cuda:0"),
+        (["cpu:0", "gpu:0"], "'gpu:0' is not a device"),
+    ],
+)
+def test_each_rank_needs_a_device_of_the_same_kind(names, sentence):
+    with pytest.raises(WorkerStartFailed, match=sentence):
+        devices_of_ranks(names, ranks=2)
+
+
+def test_ranks_without_devices_have_the_whole_machine():
+    assert devices_of_ranks([], ranks=2) == []
+
+
+@pytest.mark.parametrize(
+    ("own_cores", "threads", "expected"), [(True, 0, 8), (False, 0, 4), (True, 3, 3), (False, 3, 3)]
+)
+def test_ranks_share_the_cores_that_are_not_their_own(monkeypatch, own_cores, threads, expected):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    rank = Assignment(
+        rank=1,
+        local_rank=1,
+        size=2,
+        device="cpu",
+        own_cores=own_cores,
+        store_port=1,
+        model_path=Path("models/tiny"),
+        model_name="tiny",
+        training=TrainingSpec(),
+        settings=TrainerSettings(threads=threads),
+    )
+    assert threads_of(rank) == expected
