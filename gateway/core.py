@@ -24,8 +24,10 @@ from gateway.futures.completion_feed import CompletionFeed
 from gateway.futures.table import FutureTable, Outcome
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
+from gateway.placement.asks import check_defaults
 from gateway.placement.groups import groups_of
 from gateway.placement.leases import Leases
+from gateway.placement.places import Places
 from gateway.retention import Retention
 from gateway.runs.history import RunHistory
 from gateway.runs.journal import Journal
@@ -210,6 +212,12 @@ class Gateway:
         self.implicit_sessions = ImplicitSessions(
             sessions=self.sessions, display_name="Samples without a session"
         )
+        self.places = Places(
+            database=database,
+            most_engines=settings.max_engines,
+            most_starting=settings.max_starting_engines,
+            quantum=settings.engine_quantum,
+        )
         self.samplers = SamplerRouter(
             settings=settings,
             fleet=self.fleet,
@@ -220,6 +228,7 @@ class Gateway:
             sessions=self.sessions,
             limits=self.limits,
             leases=self.leases,
+            places=self.places,
         )
         self.loss_definitions: dict[str, LossDefinitions] = {}
         self.journal = Journal(
@@ -237,6 +246,7 @@ class Gateway:
             limits=self.limits,
             fleet=self.fleet,
             leases=self.leases,
+            places=self.places,
             collector=self.collector,
             snapshots=SnapshotStore(
                 database=database,
@@ -277,11 +287,17 @@ class Gateway:
         await self.models.open()
         for name, path in self.settings.models.items():  # before sessions that sample from them
             await self.models.add(name=name, path=str(path))
+        check_defaults(self.settings)
+        host = await self.fleet.launcher.describe_host()
+        groups = groups_of(self.settings, host)  # before there are workers to lose by a mistake
         await self.fleet.open()
-        groups = groups_of(self.settings, await self.fleet.launcher.describe_host())
-        self.runs.groups = self.samplers.groups = groups
         await self.leases.open(groups)
         await self.sessions.open()
+        await self.places.open(
+            groups,
+            host_memory_bytes=self.settings.host_memory_bytes or host.memory_bytes * 9 // 10,
+            is_active=lambda session_id: self.sessions.get(session_id) is not None,
+        )
         self.collector.paired = await check_pair(self.database, self.settings.data_dir)
         if self.collector.paired:
             await self.runs.open()
@@ -291,6 +307,7 @@ class Gateway:
         await self.sampling.open()
         await self.samplers.open()
         self.leases.records.forget_left()
+        self.places.release_left([run.id for run in self.runs.all()])
         await self.collector.collect_all()
 
     async def _close(self) -> None:

@@ -95,9 +95,10 @@ def asks_of(
     settings: GatewaySettings,
     groups: Sequence[DeviceGroup],
     admin: bool,
+    trains: bool = True,
 ) -> Asks:
-    """Return what is asked for by the `user_metadata` of a run (None: of a sampler without one)
-    and of its session.
+    """Return what is asked for by the `user_metadata` of a run and of its session; without
+    `trains`, of a session or its sampler alone.
 
     Raises `InvalidRequest` for a name or a value that is unknown, and for what no group has, and
     `PermissionDenied` for what is for administrators.
@@ -112,7 +113,15 @@ def asks_of(
         raise PermissionDenied(
             f"{_PREFIX}priority is {asks.priority}: above 0 it is for administrators"
         )
-    _check_groups(asks, groups)
+    trainers = _named(groups, "trainer", asks.group, "group")
+    if trains and not any(group.has_devices_for(asks.ranks) for group in trainers):
+        there = ", ".join(group.describe() for group in trainers)
+        raise InvalidRequest(
+            f"a trainer with {asks.ranks} ranks ({_PREFIX}ranks) needs a group with as many "
+            f"devices; there is: {there}"
+        )
+    if asks.sampler:
+        _named(groups, "sampler", asks.sampler_group, "sampler_group")
     return asks
 
 
@@ -150,18 +159,6 @@ def _refused(where: str, name: str, value: object) -> InvalidRequest:
     return InvalidRequest(
         f"{where}: {_PREFIX}{name} is {str(value)[:40]!r}; it is {_ALLOWED[name]}"
     )
-
-
-def _check_groups(asks: Asks, groups: Sequence[DeviceGroup]) -> None:
-    trainers = _named(groups, "trainer", asks.group, "group")
-    if not any(group.has_devices_for(asks.ranks) for group in trainers):
-        there = ", ".join(group.describe() for group in trainers)
-        raise InvalidRequest(
-            f"a trainer with {asks.ranks} ranks ({_PREFIX}ranks) needs a group with as many "
-            f"devices; there is: {there}"
-        )
-    if asks.sampler:
-        _named(groups, "sampler", asks.sampler_group, "sampler_group")
 
 
 def _named(groups: Sequence[DeviceGroup], role: Role, chosen: str, name: str) -> list[DeviceGroup]:

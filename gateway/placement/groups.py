@@ -53,6 +53,18 @@ class DeviceGroup:
     def has_devices_for(self, ranks: int) -> bool:
         return ranks <= (len(self.devices) or self.most_ranks)
 
+    def about(self) -> dict[str, object]:
+        """Return what the log and the status say of it."""
+        return {
+            "name": self.name,
+            "roles": sorted(self.roles),
+            "devices": [str(device) for device in self.devices],
+            "awake": self.awake,
+            "workers": self.workers,
+            "memory_bytes": self.memory_bytes,
+            "host": self.host,
+        }
+
     def describe(self) -> str:
         """Literal example: "train (2 devices)"."""
         if not self.devices:

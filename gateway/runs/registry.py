@@ -29,8 +29,9 @@ from gateway.identifiers import (
     run_id_of,
 )
 from gateway.limits import Quotas, overloaded
-from gateway.placement.groups import DeviceGroup
+from gateway.placement.asks import Asks, asks_of, default_asks
 from gateway.placement.leases import Leases
+from gateway.placement.places import Ask, Place, Places
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Body, Call, Kind, LoadWeights, Operation, RunBroken
@@ -69,13 +70,13 @@ class RunRegistry:
     limits: Quotas
     fleet: Fleet
     leases: Leases
+    places: Places
     collector: GarbageCollector
     snapshots: SnapshotStore
     tools: RunnerTools
 
     def __post_init__(self) -> None:
         self._data_dir = self.settings.data_dir
-        self.groups: tuple[DeviceGroup, ...] = ()
         self._runs: dict[str, TrainingRun] = {}
         self._arriving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._stopping: set[asyncio.Task[None]] = set()
@@ -129,11 +130,15 @@ class RunRegistry:
             owner=row["owner"],
             model=BaseModelEntry(**model | {"path": str(self._data_dir / model["path"])}),
             training=TrainingSpec.model_validate(row["training"]),
+            asks=Asks(**row["asks"]) if row["asks"] else default_asks(self.settings),
             recovery=recovery_of(row["user_metadata"], self.settings.recovery),
         )
         run.trainer = self._trainer_of(run)
         left = await self._resumption.resume(run, row)
-        self._settle(run)
+        if (place := self.places.get(run.id)) is not None:
+            self._settle(run, place)
+        elif not self.places.may_adopt(run.id):
+            await self.fleet.stop_left_of(run.id)
         run.creation = next((each for each in left.waiting if each.seq_id == 0), None)
         self._runs[run.id] = run
         run.life = asyncio.create_task(self._live_again(run, left.ended), name=f"run-{run.id}")
@@ -171,15 +176,18 @@ class RunRegistry:
         load: LoadWeights | None,
         user_metadata: Mapping[str, object] | None,
         request: bytes,
+        admin: bool = False,
     ) -> str:
         """Begin to start a run, and return the request_id of its creation, which is operation 0
         of the run: it ends when the trainer is ready and has loaded the checkpoint, if any.
 
-        `user_metadata` may say how the run is restored (`recovery_of`).
+        `user_metadata` may say how the run is restored (`recovery_of`), and with that of its
+        session what it asks for (`asks_of`), for an `admin` or another caller.
 
         Idempotent: a repeated `model_seq_id` with the same request returns the original
         request_id. Raises `SequenceTaken` for another request, `LimitExceeded` if the owner may
-        not have another run, `InvalidRequest`, and `SessionFinished`.
+        not have another run, `InvalidRequest`, also for what no group can give, `PermissionDenied`
+        and `SessionFinished`.
         """
         recovery = recovery_of(user_metadata, self.settings.recovery)
         run_id = run_id_of(session_id=session_id, model_seq_id=model_seq_id)
@@ -196,14 +204,24 @@ class RunRegistry:
             session = self.sessions.require(session_id)
             used = (run.session_id for run in self._runs.values() if run.state != "ended")
             self.limits.check("runs", used=self.sessions.count_of(session.owner, used))
-            run = self._runs[run_id] = self._new_run(
+            run = self._new_run(
                 id=run_id,
                 session_id=session_id,
                 owner=session.owner,
                 model=model,
                 training=training,
+                asks=asks_of(
+                    user_metadata,
+                    session.user_metadata,
+                    model=model.name,
+                    settings=self.settings,
+                    groups=self.places.groups,
+                    admin=admin,
+                ),
                 recovery=recovery,
             )
+            self.places.check(self._ask_of(run))
+            self._runs[run_id] = run
             creation = Operation(
                 run_id=run_id,
                 seq_id=0,
@@ -218,6 +236,7 @@ class RunRegistry:
                 "base_model": model.name,
                 "model": vars(model) | {"path": relative_path(Path(model.path), self._data_dir)},
                 "training": training.model_dump(),
+                "asks": run.asks.model_dump(),
                 "owner": session.owner,
                 "project_id": session.project_id,
                 "state": "active",
@@ -234,7 +253,6 @@ class RunRegistry:
             self.journal.end(creation, run.error)
         else:
             run.trainer = self._trainer_of(run)
-            self._settle(run)
             run.life = asyncio.create_task(self._live(run), name=f"run-{run_id}")
         await self.database.sync()
         return request_id
@@ -247,6 +265,7 @@ class RunRegistry:
         owner: str,
         model: BaseModelEntry,
         training: TrainingSpec,
+        asks: Asks,
         recovery: RecoverySettings,
     ) -> TrainingRun:
         return TrainingRun(
@@ -255,12 +274,27 @@ class RunRegistry:
             owner=owner,
             model=model,
             training=training,
+            asks=asks,
+            waits_for_place=partial(self.places.explain, id),
             recovery=recovery,
             dispatcher=Dispatcher(
                 window=self.settings.dispatch_window,
                 window_bytes=self.settings.dispatch_window_bytes,
                 gap_timeout=self.settings.sequence_gap_timeout,
                 end=self.journal.end,
+            ),
+        )
+
+    def _ask_of(self, run: TrainingRun) -> Ask:
+        """Return what a run needs before it starts: the place of its trainer, and that of the
+        sampler which will serve its weights."""
+        return Ask.of_run(
+            run.id,
+            owner=run.owner,
+            session_id=run.session_id,
+            asks=run.asks,
+            sampler=self.tools.samplers.key_for(
+                session_id=run.session_id, model_name=run.model.name, rank=run.training.rank
             ),
         )
 
@@ -276,12 +310,11 @@ class RunRegistry:
             on_lost=lambda error: self._break(run, error),
         )
 
-    def _settle(self, run: TrainingRun) -> None:
-        """Say on which group the run's trainer runs."""
+    def _settle(self, run: TrainingRun, place: Place) -> None:
+        """Note where the run's trainer is to be."""
         assert run.trainer is not None
-        group = next(group for group in self.groups if "trainer" in group.roles)
-        devices = tuple(map(str, group.devices_for(self.settings.trainer.ranks)))
-        run.trainer.host.settle(group, devices=devices, leases=self.leases)
+        run.place = place
+        run.trainer.host.settle(place, leases=self.leases)
 
     def _arrival(self, request_id: str) -> asyncio.Lock:
         """Return the lock that makes equal requests come one after the other: the second finds
@@ -289,13 +322,17 @@ class RunRegistry:
         return self._arriving.setdefault(request_id, asyncio.Lock())
 
     async def _live(self, run: TrainingRun, *, ended: int = -1) -> None:
-        """Start the trainer, and carry out operations until one of them ends the run. Of a run of
-        an earlier gateway, those up to `ended` have ended."""
+        """Start the trainer once there is a place for it, and carry out operations until one of
+        them ends the run. Of a run of an earlier gateway, those up to `ended` have ended."""
         assert run.trainer is not None
         try:
             runner = OperationRunner(run=run, trainer=run.trainer, tools=self.tools)
-            if run.creation is not None and not run.creation.future.ended:
+            begins = run.creation is not None and not run.creation.future.ended
+            if begins:
                 await run.trainer.host.stop_left()
+            if run.place is None:
+                self._settle(run, await self.places.take(self._ask_of(run)))
+            if run.creation is not None and begins:
                 await run.trainer.start()
                 call = Call(run.creation)
                 call.begin()
@@ -511,6 +548,8 @@ class RunRegistry:
             await self.collector.collect(run.id, ended=True)
         except Exception:  # noqa: BLE001 - the other runs of its session must end all the same
             self._log.exception("trainer_not_stopped", run_id=run.id)
+        finally:
+            self.places.release_run(run.id)
 
 
 def _restarted() -> GatewayRestarted:

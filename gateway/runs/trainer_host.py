@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from gateway.placement.groups import DeviceGroup
 from gateway.placement.leases import Lease, Leases, Switched
+from gateway.placement.places import Place
 from gateway.runs.training_run import TrainingRun
 from gateway.workers.clients import TrainerClient
 from gateway.workers.fleet import Fleet, Worker
@@ -37,15 +37,16 @@ class TrainerHost:
         """Say what it waits for before it has its devices; "" if it does not."""
         return self._lease.explain() if self._lease is not None else ""
 
-    def settle(self, group: DeviceGroup, *, devices: tuple[str, ...], leases: Leases) -> None:
+    def settle(self, place: Place, *, leases: Leases) -> None:
         """Note where the trainer runs, or ran for an earlier gateway."""
         run = self._run
-        self._devices = devices
-        self._lease = leases.of(group.name).register(
+        self._devices = place.devices
+        self._lease = leases.of(place.group.name).register(
             key=run.id,
             kind="trainer",
             owner=run.owner,
             session_id=run.session_id,
+            priority=run.asks.priority,
             tenant=self,
             present=self._fleet.has_left(run.id),
         )
@@ -59,6 +60,8 @@ class TrainerHost:
             run_id=run.id,
             model=run.model,
             training=run.training,
+            trainer=run.asks.trainer_settings(self._settings.trainer),
+            start_timeout=run.asks.start_timeout,
             devices=self._devices,
             lease=self.lease.token,
             on_exit=on_exit,
@@ -85,13 +88,15 @@ class TrainerHost:
     async def stop_left(self) -> None:
         """End the process that an earlier gateway has left, if there is one."""
         await self._fleet.stop_left_of(self._run.id)
-        self.lease.worker_ended()
+        if self._lease is not None:
+            self.lease.worker_ended()
 
     async def close(self, reason: str) -> None:
         """End the process, whoever started it, and give up its lease."""
-        await self._fleet.stop_left_of(self._run.id)
-        await self.stop(reason, at_once=False)
-        self.lease.close()
+        await self.stop_left()
+        if self._lease is not None:  # a run that ends while it waits for its place has none
+            await self.stop(reason, at_once=False)
+            self.lease.close()
 
     def client_of(self, worker: Worker) -> TrainerClient:
         return TrainerClient(

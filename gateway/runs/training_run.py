@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.futures.table import Future, Waiting
 from gateway.identifiers import request_id_of
+from gateway.placement.asks import Asks
+from gateway.placement.places import Place
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import Operation
 from gateway.workers.fleet import Worker
@@ -29,6 +32,9 @@ class TrainingRun:
     it; `trainer` calls the trainer, and brings it back when it dies; `creation` is the operation
     of the run's own creation, once it is in the journal; `about` what the trainer says of itself.
 
+    `asks` is what it needs of the devices, `place` where its trainer may be, once it has that.
+    While it waits for that, `waits_for_place` says why; else "".
+
     `parent` is the newest weight version, which is pinned, and `newest` the newest that can be
     sampled from. `version_bytes` is the size of the last one.
     """
@@ -39,6 +45,9 @@ class TrainingRun:
     model: BaseModelEntry
     training: TrainingSpec
     dispatcher: Dispatcher
+    asks: Asks = field(default_factory=Asks)
+    place: Place | None = None
+    waits_for_place: Callable[[], str] = lambda: ""
     recovery: RecoverySettings = field(default_factory=RecoverySettings)
     state: RunState = "starting"
     error: TandemError | None = None
@@ -87,8 +96,10 @@ class TrainingRun:
 
     @property
     def trouble(self) -> str:
-        """Say that the trainer is being restored, waits for its devices, or does not answer its
-        heartbeat; "" if all is well."""
+        """Say that the trainer waits for its place, is being restored, waits for its devices, or
+        does not answer its heartbeat; "" if all is well."""
+        if queue := self.waits_for_place():
+            return queue
         if self.trainer is not None:
             waits = self.trainer.host.explain()
             if trouble := "; ".join(filter(None, (self.trainer.restoration.doing, waits))):

@@ -12,15 +12,15 @@ from gateway.fair_queue import FairStarter
 from gateway.futures.table import Future
 from gateway.limits import Quotas, overloaded
 from gateway.metrics import Metrics
-from gateway.placement.groups import DeviceGroup
+from gateway.placement.asks import asks_of
 from gateway.placement.leases import Leases
-from gateway.sampling.places import EnginePlaces
-from gateway.sampling.sampler import Sample, Sampler
+from gateway.placement.places import Places
+from gateway.sampling.sampler import Sample, Sampler, sampler_key
 from gateway.sessions.registry import Session, SessionRegistry
 from gateway.usage.meter import SampleMeter
 from gateway.workers.clients import Tell
 from gateway.workers.fleet import Fleet
-from tandem.errors import SampleCancelled, TandemError
+from tandem.errors import InvalidRequest, SampleCancelled, TandemError
 from tandem.settings import GatewaySettings
 from tandem.v1 import sampler_pb2
 from tandem.worker import WorkerHandle
@@ -44,15 +44,10 @@ class SamplerRouter:
     sessions: SessionRegistry
     limits: Quotas
     leases: Leases
+    places: Places
 
     def __post_init__(self) -> None:
-        self.groups: tuple[DeviceGroup, ...] = ()
         self._starter = FairStarter()
-        self._places = EnginePlaces(
-            most=self.settings.max_engines,
-            most_starting=self.settings.max_starting_engines,
-            quantum=self.settings.engine_quantum,
-        )
         self._samplers: dict[tuple[str, str, int], Sampler] = {}
 
     async def open(self) -> None:
@@ -70,8 +65,15 @@ class SamplerRouter:
             elif (session.id, model.name, handle.max_lora_rank) in self._samplers:
                 ends.append(self.fleet.stop_left_worker(handle, "its sampler has another engine"))
             else:
-                sampler = self._add(session, model, largest=handle.max_lora_rank, left=True)
-                adoptions.append(sampler.adopt(handle))
+                try:
+                    sampler = self._add(session, model, largest=handle.max_lora_rank)
+                except InvalidRequest as error:  # of groups that are others now
+                    ends.append(self.fleet.stop_left_worker(handle, error.message))
+                    continue
+                if (slot := self.places.adopt(sampler)) is None:
+                    ends.append(self.fleet.stop_left_worker(handle, "its place is gone"))
+                else:
+                    adoptions.append(sampler.adopt(handle, slot))
         await asyncio.gather(*ends)
         if adoptions:
             await asyncio.wait(adoptions, timeout=_ADOPTION_PATIENCE)
@@ -89,9 +91,19 @@ class SamplerRouter:
         ]
         return min(found, key=lambda sampler: sampler.max_lora_rank, default=None)
 
+    def key_for(self, *, session_id: str, model_name: str, rank: int) -> str:
+        """Return the key of the place of the sampler that `ensure` returns."""
+        sampler = self.get(session_id=session_id, model_name=model_name, rank=rank)
+        return (
+            sampler.key
+            if sampler
+            else sampler_key(session_id, model_name, self._largest_rank(rank))
+        )
+
     def ensure(self, *, session_id: str, model: BaseModelEntry, rank: int) -> Sampler:
         """As `get`, but make a new sampler if there is none; its engine starts when it is needed.
-        Raises `LimitExceeded` if the owner may not have another one, and `SessionFinished`."""
+        Raises `LimitExceeded` if the owner may not have another one, `SessionFinished`, and as
+        `asks_of` for what its session asks for."""
         sampler = self.get(session_id=session_id, model_name=model.name, rank=rank)
         if sampler is None:
             session = self.sessions.require(session_id)
@@ -148,10 +160,7 @@ class SamplerRouter:
         await asyncio.gather(*(sampler.abandon() for sampler in self._samplers.values()))
         self._samplers.clear()
 
-    def _add(
-        self, session: Session, model: BaseModelEntry, *, largest: int, left: bool = False
-    ) -> Sampler:
-        group = next(group for group in self.groups if "sampler" in group.roles)
+    def _add(self, session: Session, model: BaseModelEntry, *, largest: int) -> Sampler:
         sampler = self._samplers[session.id, model.name, largest] = Sampler(
             session_id=session.id,
             owner=session.owner,
@@ -160,13 +169,20 @@ class SamplerRouter:
             settings=self.settings.sampler,
             sharing=self.settings.sharing,
             fleet=self.fleet,
-            places=self._places,
+            places=self.places,
+            leases=self.leases,
+            asks=asks_of(
+                None,
+                session.user_metadata,
+                model=model.name,
+                settings=self.settings,
+                groups=self.places.groups,
+                admin=True,  # it was checked when the session was created
+                trains=False,
+            ),
             metrics=self.metrics,
             meter=self.meter,
             pins=self.pins,
-        )
-        sampler.settle(
-            self.leases.of(group.name), devices=tuple(map(str, group.devices[:1])), left=left
         )
         return sampler
 

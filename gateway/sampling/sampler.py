@@ -3,10 +3,11 @@
 A session has one sampler for each base model and largest rank of adapters. One that can serve
 what is asked for is reused: engines are slow to start, and each takes a share of the device.
 
-An engine starts with the first request, when it has a place on the machine (`places`), or was
-started by an earlier gateway and is adopted. It holds nothing that cannot be loaded again. One that
-dies is started again, with backoff, and requests wait for the next one. If an engine cannot start,
-the waiting requests fail, and it is started again at the next request.
+An engine starts with the first request, when it has a place on a device group and a slot to run in
+(`gateway.placement.places`), or was started by an earlier gateway and is adopted. It holds nothing
+that cannot be loaded again. One that dies is started again, with backoff, and requests wait for the
+next one. If an engine cannot start, the waiting requests fail, and it is started again at the next
+request.
 
 A sample that was under way when the engine died is sent once more, to the next engine: sampling
 changes nothing, and the client chose the seed. If that one dies too, the sample fails with
@@ -30,8 +31,9 @@ from gateway.futures.table import Future, Outcome, Result, Waiting
 from gateway.identifiers import relative_version_folder
 from gateway.limits import Rate
 from gateway.metrics import Metrics
-from gateway.placement.leases import GroupLeases, Lease, Switched
-from gateway.sampling.places import EnginePlaces, Place
+from gateway.placement.asks import Asks
+from gateway.placement.leases import Lease, Leases, Switched
+from gateway.placement.places import EngineSlot, Place, Places
 from gateway.usage.meter import SampleMeter, TimeShares
 from gateway.workers.clients import (
     EXIT_REPORT_PATIENCE,
@@ -53,7 +55,7 @@ from tandem.v1 import common_pb2, sampler_pb2
 from tandem.worker import WorkerHandle
 
 EngineState = Literal["idle", "queued", "starting", "ready", "failed", "stopped"]
-"""`idle`: it starts with the next request. `queued`: it waits for its place on the machine."""
+"""`idle`: it starts with the next request. `queued`: it waits for its place, or for its start."""
 
 _Reply = TypeVar("_Reply")
 
@@ -93,7 +95,9 @@ class Sampler:
     max_lora_rank: int
     settings: SamplerSettings
     fleet: Fleet
-    places: EnginePlaces
+    places: Places
+    leases: Leases
+    asks: Asks
     metrics: Metrics
     meter: SampleMeter
     pins: Pins
@@ -115,32 +119,40 @@ class Sampler:
         self._start_at = 0.0
         self._died = asyncio.Event()
         self._calls = 0
-        self._place: Place | None = None
-        self._retiring: Place | None = None
+        self._slot: EngineSlot | None = None
+        self._retiring: EngineSlot | None = None
         self._client: asyncio.Future[SamplerClient] = asyncio.get_running_loop().create_future()
         self._starting: asyncio.Task[None] | None = None
         self._adopted: WorkerHandle | None = None
         """The engine that an earlier gateway has left, until it serves or is of no use."""
         self._lease: Lease | None = None
-        self._devices: tuple[str, ...] = ()
         self._wanted: list[common_pb2.WeightVersion] = []
         """What the calls need that wait for the devices."""
         self._log = get_log(session_id=self.session_id)
         self.pins.pin(relative_version_folder(self.weights))
 
     @property
+    def key(self) -> str:
+        """That of its place and of its lease."""
+        return sampler_key(self.session_id, self.model.name, self.max_lora_rank)
+
+    @property
     def lease(self) -> Lease:
-        assert self._lease is not None, "nothing is done with an engine that has no group yet"
+        assert self._lease is not None, "nothing is done with an engine that has no place yet"
         return self._lease
 
-    def settle(self, group: GroupLeases, *, devices: tuple[str, ...], left: bool = False) -> None:
-        """Note where its engine runs, or ran for an earlier gateway that has `left` one."""
-        self._devices = devices
-        self._lease = group.register(
-            key=f"{self.session_id}/{self.model.name}/{self.max_lora_rank}",
+    def _settle(self, place: Place, *, left: bool = False) -> None:
+        """Note where its engine is to run, or runs if an earlier gateway has `left` one."""
+        if self._lease is not None and self._lease.group.name == place.group.name:
+            return
+        if self._lease is not None:  # nobody waits for it, see `_take_slot`
+            self._lease.close()
+        self._lease = self.leases.of(place.group.name).register(
+            key=self.key,
             kind="sampler",
             owner=self.owner,
             session_id=self.session_id,
+            priority=self.asks.priority,
             tenant=self,
             present=left,
         )
@@ -196,12 +208,12 @@ class Sampler:
 
     def explain(self) -> str:
         """Say what the engine is doing, and why it does not serve yet."""
-        waits = self.lease.explain()
+        waits = self._lease.explain() if self._lease is not None else ""
         if self.state == "ready":
             return self.silence or waits or "the sampler is at work"
         age = time.monotonic() - self._state_since
-        if place := self.places.explain(self):
-            return f"the sampler waits for its place ({age:.0f} s): {place}"
+        if queue := self.places.explain(self.key):
+            return f"the sampler waits for its place ({age:.0f} s): {queue}"
         if waits:
             return f"the sampler is not started yet ({age:.0f} s): {waits}"
         why = f"; it failed before: {self.reason}" if self.reason else ""
@@ -302,32 +314,33 @@ class Sampler:
         self._set_state("queued", self.reason)
         self._starting = asyncio.create_task(self._start(), name=f"sampler-{self.session_id}")
 
-    def adopt(self, handle: WorkerHandle) -> asyncio.Task[None]:
+    def adopt(self, handle: WorkerHandle, slot: EngineSlot) -> asyncio.Task[None]:
         """Take over the engine that an earlier gateway has left; the task ends when it serves, or
         is of no use. Then another one starts if it is needed."""
         assert self.state == "idle"
-        self._place = self.places.adopt(self)
+        self._slot = slot
+        self._settle(slot.place, left=True)
         self._set_state("starting")
         self._adopted = handle
         self._starting = asyncio.create_task(self._adopt(handle), name=f"adopt-{handle.worker_id}")
         return self._starting
 
     def retire(self) -> Coroutine[None, None, None]:
-        """Return what stops an idle engine, whose place another one needs. The next request, which
-        may come before that has begun, starts another engine."""
-        worker, place = self.worker, self._place
-        assert worker is not None and place is not None, "only an engine that serves is idle"
-        self._place, self._retiring = None, place
+        """Return what stops an idle engine, whose place another worker needs. The next request,
+        which may come before that has begun, starts another engine."""
+        worker, slot = self.worker, self._slot
+        assert worker is not None and slot is not None, "only an engine that serves is idle"
+        self._slot, self._retiring = None, slot
         self._forget_engine()
         self._set_state("idle")
-        return self._stop_retired(worker, place)
+        return self._stop_retired(worker, slot)
 
-    async def _stop_retired(self, worker: Worker, place: Place) -> None:
+    async def _stop_retired(self, worker: Worker, slot: EngineSlot) -> None:
         try:
-            await self.fleet.stop(worker, reason="another engine needed its place")
+            await self.fleet.stop(worker, reason="another worker needed its place")
         finally:
             self.lease.worker_ended()
-            self.places.give_back(place)
+            self.places.give_back(slot)
 
     async def stop(self, error: TandemError) -> None:
         """End the engine, and fail all samples, and requests that wait for it, with the error."""
@@ -348,10 +361,11 @@ class Sampler:
             if worker is not None:
                 await self.fleet.stop(worker, reason=error.message)
         finally:
-            self._leave_place()
+            self._leave_slot()
             if self._retiring is not None and self._retiring.retiring is not None:
                 await asyncio.wait({self._retiring.retiring})
-            self.lease.close()
+            if self._lease is not None:
+                self._lease.close()
 
     # --- Towards the lease --------------------------------------------------------------------
 
@@ -484,7 +498,8 @@ class Sampler:
         """Start an engine, for all who wait for its client."""
         await asyncio.sleep(self._start_at - time.monotonic())
         try:
-            self._place = await self._take_place()
+            self._slot = await self._take_slot()
+            self._settle(self._slot.place)
             async with self.lease.use() as token:
                 self._set_state("starting", self.reason)
                 worker = await self.fleet.start(
@@ -492,17 +507,18 @@ class Sampler:
                     session_id=self.session_id,
                     model=self.model,
                     max_lora_rank=self.max_lora_rank,
-                    devices=self._devices,
+                    devices=self._slot.place.devices,
                     lease=token,
+                    start_timeout=self.asks.start_timeout,
                     on_exit=self._on_exit,
                 )
                 self.lease.worker_started()
                 self._serve(worker)
         except asyncio.CancelledError:
-            self._leave_place()
+            self._leave_slot()
             raise
         except Exception as error:  # noqa: BLE001 - a fault of ours must not leave clients waiting
-            self._leave_place()
+            self._leave_slot()
             if not isinstance(error, WorkerStartFailed):
                 self._log.exception("start_failed")
                 sentence = f"{type(error).__name__} while the sampler started; see the log"
@@ -527,8 +543,8 @@ class Sampler:
     async def _find_out(self, worker: Worker) -> None:
         """Note what an engine has, once a load that is under way has ended. Raises if it is of no
         use."""
-        assert self._place is not None
-        self.places.note_started(self._place)  # what it does now keeps no other from its start
+        assert self._slot is not None
+        self.places.note_started(self._slot)  # what it does now keeps no other from its start
         client = self._client_of(worker)
         try:
             async with asyncio.timeout(self.settings.operation_timeout):
@@ -545,11 +561,11 @@ class Sampler:
         self._adapters = dict.fromkeys(about.adapters)
 
     def _serve(self, worker: Worker) -> None:
-        assert self._place is not None
+        assert self._slot is not None
         self.worker = worker
         self._died.clear()
         self._set_state("ready")
-        self.places.note_started(self._place)
+        self.places.note_started(self._slot)
         self._client.set_result(self._client_of(worker))
 
     def _client_of(self, worker: Worker) -> SamplerClient:
@@ -559,27 +575,28 @@ class Sampler:
             give_up=lambda reason: self.fleet.give_up(worker, reason=reason),
         )
 
-    async def _take_place(self) -> Place:
-        patience = self.settings.operation_timeout
+    async def _take_slot(self) -> EngineSlot:
+        patience, asks = self.settings.operation_timeout, self.asks
+        if self._lease is not None and self._lease.waiting:  # of calls that outlived an engine
+            asks = asks.model_copy(update={"sampler_group": self._lease.group.name})
         try:
             async with asyncio.timeout(patience):
-                return await self.places.take(self)
+                return await self.places.take_for_engine(self, asks)
         except TimeoutError:
             raise WorkerStartFailed(
-                f"this machine had no place for another engine within {patience:g} s "
-                f"({self.places.most} may run at once, TANDEM_MAX_ENGINES); try again later"
+                f"there was no place for another engine within {patience:g} s; try again later"
             ) from None
 
-    def _leave_place(self) -> None:
-        if self._place is not None:
-            self.places.give_back(self._place)
-            self._place = None
+    def _leave_slot(self) -> None:
+        if self._slot is not None:
+            self.places.give_back(self._slot)
+            self._slot = None
 
     def _on_exit(self, reason: str) -> None:
         self._forget_engine()
         self.lease.worker_ended()
         self._died.set()
-        self._leave_place()
+        self._leave_slot()
         if self.state != "stopped":
             self._note_failed("idle", reason)
             if self._needed:
@@ -602,3 +619,7 @@ class Sampler:
         self.state = state
         self.reason = reason
         self._state_since = time.monotonic()
+
+
+def sampler_key(session_id: str, model_name: str, max_lora_rank: int) -> str:
+    return f"{session_id}/{model_name}/{max_lora_rank}"

@@ -79,6 +79,7 @@ class Session:
     owner: str
     project_id: str = ""
     sdk_version: str = ""
+    user_metadata: Mapping[str, object] | None = None
     ttl: float | None = None
     seen_at: float = field(default_factory=time.monotonic)
     connections: int = 0

@@ -94,6 +94,7 @@ runs = Table(
     Column("session_id", String(64), nullable=False),
     Column("base_model", String(200), nullable=False),
     Column("training", JSON),  # a tandem.worker.TrainingSpec
+    Column("asks", JSON),  # a gateway.placement.asks.Asks; absent in rows of an earlier release
     Column("owner", String(100), nullable=False),
     Column("project_id", String(200), nullable=False, default=""),
     Column("state", String(16), nullable=False),  # active, ended
@@ -311,6 +312,23 @@ lease_spans = Table(
     Column("sleep_seconds", Float, nullable=False),
     Column("ended", Float, nullable=False),
     Index("lease_spans_by_end", "ended"),
+)
+
+# Which worker may exist on which device group, from before it starts until nothing is left of it.
+places = Table(
+    "places",
+    metadata,
+    Column("key", String(300), primary_key=True),  # a run, for its trainer; SESSION/MODEL/RANK
+    Column("role", String(16), nullable=False),  # trainer, sampler
+    Column("group_name", String(64), nullable=False),
+    Column("devices", Text, nullable=False),  # by name, with spaces between them
+    Column("owner", String(100), nullable=False),
+    Column("session_id", String(64), nullable=False),
+    Column("ranks", Integer, nullable=False),
+    Column("memory", BigInteger, nullable=False),  # bytes that were asked for, 0: unknown
+    Column("host_memory", BigInteger, nullable=False),
+    Column("keeps", String(300), nullable=False, default=""),  # the sampler's that a run keeps
+    Column("created_at", Float, nullable=False),
 )
 
 # Usage by hour: one row for each hour, run or sampling session, and kind of event.

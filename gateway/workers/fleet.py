@@ -24,7 +24,7 @@ from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.base import Launcher
 from tandem.errors import GatewaySuperseded, TandemError, WorkerCrashed, WorkerDied
 from tandem.fencing import LEASE_METADATA_KEY
-from tandem.settings import GatewaySettings
+from tandem.settings import GatewaySettings, TrainerSettings
 from tandem.telemetry import get_log
 from tandem.worker import (
     GRPC_OPTIONS,
@@ -297,19 +297,21 @@ class Fleet:
         model: BaseModelEntry,
         run_id: str = "",
         training: TrainingSpec | None = None,
+        trainer: TrainerSettings | None = None,
         max_lora_rank: int = 0,
         devices: tuple[str, ...] = (),
         lease: int = 0,
+        start_timeout: float,
         on_exit: Callable[[str], None],
     ) -> Worker:
         """Start a worker on its devices, with the fencing token of its lease; return it once it
         serves.
 
-        `training` says what a trainer trains, `max_lora_rank` the largest adapter rank that a
-        sampler serves. `on_exit` is called with a sentence when the worker ends without having
-        been stopped. A worker that crashes in native code before it is ready, or ends in that very
-        moment, is started a second time. Raises `WorkerStartFailed`; then nothing of the worker is
-        left.
+        `training` says what a trainer trains, and `trainer` how; `max_lora_rank` is the largest
+        adapter rank that a sampler serves. `devices` are those of its place. `on_exit` is called
+        with a sentence when the worker ends without having been stopped. A worker that crashes in
+        native code before it is ready, or ends in that very moment, is started a second time.
+        Raises `WorkerStartFailed`; then nothing of the worker is left.
         """
         settings = self.settings
         spec = WorkerSpec(
@@ -324,9 +326,9 @@ class Fleet:
             devices=devices,
             lease=lease,
             log_level=settings.log_level,
-            start_timeout=settings.worker_start_timeout,
+            start_timeout=start_timeout,
             stop_timeout=settings.worker_stop_timeout,
-            trainer=settings.trainer if kind == "trainer" else None,
+            trainer=trainer,
             sampler=settings.sampler.model_copy(update={"max_lora_rank": max_lora_rank})
             if kind == "sampler"
             else None,

@@ -15,6 +15,10 @@ from tandem.errors import SdkTooOld, StorageFailed, StorageFull
 router = Router("/api/v1", tag="SDK")
 
 SDK_VERSION = ["The SDK must not be too old."]
+ASKS = (
+    "What the `user_metadata` asks for by names that begin with `tandem.` must be there, see "
+    "`docs/sharing.md`."
+)
 
 OLDEST = (0, 25)
 """The first SDK that sends forward_backward as protobuf alone, as this gateway takes it."""

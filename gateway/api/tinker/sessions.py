@@ -20,8 +20,9 @@ from gateway.api.dependencies import (
 from gateway.api.fields import Answer, Limit, Moment, Offset, PathText, Time, UserMetadata
 from gateway.api.request_body import SMALL_BODY
 from gateway.api.routing import Router, file_response
-from gateway.api.tinker.service import SDK_VERSION, check_sdk_version
+from gateway.api.tinker.service import ASKS, SDK_VERSION, check_sdk_version
 from gateway.auth.identity import Scope, urn_of
+from gateway.placement.asks import asks_of
 from gateway.runs.queries import Storage
 from gateway.sessions.queries import Cursor, EndReason, SessionFilters, SessionRecord
 from gateway.sessions.registry import Metadata, NewSession
@@ -154,7 +155,7 @@ async def session_heartbeat(body: Heartbeat, access: AccessDep) -> Beat:
     "/create_session",
     role="member",
     audit="session_create",
-    rules=SDK_VERSION,
+    rules=[*SDK_VERSION, ASKS],
     body_limit=SMALL_BODY,
 )
 async def create_session(
@@ -163,6 +164,15 @@ async def create_session(
     """Begin a session. An SDK that is too old is refused; one that was not tested gets a warning
     for its log."""
     warning = check_sdk_version(body.sdk_version)
+    asks_of(
+        None,
+        body.user_metadata,
+        model="",
+        settings=gateway.settings,
+        groups=gateway.places.groups,
+        admin=access.caller.role == "admin",
+        trains=False,
+    )
     fields = body.model_dump() | {"project_id": body.project_id or ""}
     session = await gateway.sessions.create(NewSession(owner=access.caller.owner, **fields))
     access.connection.carries(session)

@@ -29,7 +29,7 @@ from gateway.api.request_body import (
     validate,
 )
 from gateway.api.routing import Refuses, Router, binary, model_response
-from gateway.api.tinker.service import json_refused
+from gateway.api.tinker.service import ASKS, json_refused
 from gateway.api.tinker.training_runs import (
     OperationAccepted,
     OptimizerConfig,
@@ -256,6 +256,7 @@ _add_save("save_weights_external", SaveWeightsExternal, "Export a run's weights 
         "Without a `session_id`, a run (`model_id`) and a sequence number (`seq_id`) are needed. "
         "A new run is made where `session_id` is given; its path must be that of a training "
         "checkpoint that fits the model and the training asked for.",
+        ASKS,
     ],
     body_schema=LoadWeights,
 )
@@ -293,6 +294,7 @@ async def load_weights(
         load=load,
         user_metadata=new.user_metadata,
         request=raw,
+        admin=access.caller.role == "admin",
     )
     run_id = run_id_of(session_id=new.session_id, model_seq_id=new.model_seq_id)
     audit_note_of(request).note(run_id, load=load.path)

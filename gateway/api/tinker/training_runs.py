@@ -20,6 +20,7 @@ from gateway.api.tinker.checkpoints import (
     described,
     optimizer_name,
 )
+from gateway.api.tinker.service import ASKS
 from gateway.auth.identity import Caller, Scope
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.core import Gateway
@@ -121,6 +122,7 @@ class RunPage(Answer):
     audit="run_create",
     errors=[UnknownSession, UnknownModel, SessionFinished, SequenceTaken],
     rules=[
+        ASKS,
         "The optimizer must be a known one, and a LoRA configuration must train something.",
         "A repeated `model_seq_id` must come with the same body.",
     ],
@@ -143,6 +145,7 @@ async def create_model(
         load=None,
         user_metadata=body.user_metadata,
         request=raw,
+        admin=access.caller.role == "admin",
     )
     run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
     audit.note(run_id, base_model=body.base_model)

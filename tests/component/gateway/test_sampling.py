@@ -267,7 +267,7 @@ def test_an_engine_beyond_the_bound_waits_tells_why_and_gets_the_place_of_an_idl
         waiting = client.post("/api/v1/retrieve_future", json={"request_id": requests[2]}).json()
         assert waiting["queue_state"] == "paused_capacity"
         assert "2 engines run on this machine (TANDEM_MAX_ENGINES)" in waiting["queue_state_reason"]
-        assert "; 0 engines before this one; " in waiting["queue_state_reason"]
+        assert "1st in the queue for a place on group cpu" in waiting["queue_state_reason"]
         states = [s["state"] for s in client.get("/api/tandem/v1/status").json()["samplers"]]
         assert states == ["starting", "starting", "queued"]
         assert len(gate.launcher.specs) == 2
@@ -296,7 +296,7 @@ def test_a_save_whose_engine_waits_for_its_place_tells_so(tmp_path):
             return answer.json()["queue_state_reason"]
 
         wait_until(lambda: "the sampler waits for its place" in reason())
-        assert "1 engines run on this machine (TANDEM_MAX_ENGINES); 0 engines" in reason()
+        assert "1st in the queue for its start: 1 engines run" in reason()
 
 
 # --- Waiting for results ------------------------------------------------------------------

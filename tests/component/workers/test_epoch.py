@@ -18,7 +18,7 @@ from gateway.workers.launchers.agent import AgentLauncher
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.service import serving
 from tandem.errors import GatewaySuperseded
-from tandem.settings import GatewaySettings
+from tandem.settings import GatewaySettings, TrainerSettings
 from tests.support.tiny_model import write_tiny_model
 
 RUN = "s-1:train:0"
@@ -77,6 +77,8 @@ async def test_an_earlier_gateway_is_refused_by_the_trainer_that_a_later_one_has
         session_id="s-1",
         run_id=RUN,
         model=BaseModelEntry(name="tiny", path=str(model), max_length=64),
+        trainer=TrainerSettings(),
+        start_timeout=300,
         on_exit=lambda reason: None,
     )
     trainer = TrainerClient(worker, timeout=60, window=4)

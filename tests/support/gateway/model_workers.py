@@ -504,8 +504,13 @@ class ModelLauncher:
         return WorkerDetails()
 
     async def watch(self) -> AsyncIterator[WorkerExit]:
+        # A queue of its own: that of a dead gateway would wake the dead one alone.
+        before, exits = self._host.exits, asyncio.Queue()
+        while not before.empty():
+            exits.put_nowait(before.get_nowait())
+        self._host.exits = exits
         while True:
-            yield await self._host.exits.get()
+            yield await exits.get()
 
     async def close(self, *, leaving: bool = False) -> None:
         for worker_id in () if leaving else tuple(self._host.workers):

@@ -19,7 +19,6 @@ from gateway.checkpoints.pins import Pins
 from gateway.futures.table import Future, Result
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
-from gateway.placement.groups import groups_of
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sampler import Sampler
 from gateway.sessions.registry import Session
@@ -30,9 +29,9 @@ from tandem.errors import SessionFinished
 from tandem.settings import GatewaySettings, SamplerSettings
 from tandem.v1 import common_pb2, sampler_pb2
 from tandem.worker import WorkerSpec
-from tests.support.gateway.fake_launcher import HOST
-from tests.support.gateway.leased_workers import not_leased
+from tests.support.gateway.leased_workers import not_leased_groups
 from tests.support.gateway.model_workers import Misfortune, ModelHost, ModelLauncher, ModelSampler
+from tests.support.gateway.placement import WHOLE_MACHINE, open_on, places_for
 from tests.support.virtual_time import run_in_virtual_time
 
 DESCRIBE_TIMEOUT = 30.0
@@ -86,6 +85,7 @@ class World:
             metrics=metrics,
             epoch=Epoch(number=1, superseded=lambda: None),
         )
+        self.places = places_for(self.settings)
         self.router = SamplerRouter(
             settings=self.settings,
             fleet=self.fleet,
@@ -95,9 +95,9 @@ class World:
             models=models,
             sessions=sessions,
             limits=Quotas(settings=self.settings.limit, metrics=metrics),
-            leases=SimpleNamespace(of=lambda _name: not_leased()),
+            leases=not_leased_groups(),
+            places=self.places,
         )
-        self.router.groups = groups_of(self.settings, HOST)
 
     @property
     def model(self) -> BaseModelEntry:
@@ -126,8 +126,12 @@ class World:
         engine = self.host.workers[name] = ModelSampler(spec, self.host.misfortune)
         return engine
 
-    async def open(self) -> None:
+    async def open_host(self) -> None:
         await self.fleet.open()
+        await open_on(self.places, *WHOLE_MACHINE)
+
+    async def open(self) -> None:
+        await self.open_host()
         await self.router.open()
 
     def sampler(self, session_id: str = "s-1", *, rank: int = 0) -> Sampler:
@@ -159,7 +163,7 @@ class World:
             assert self.running() == []
             assert self.fleet.all() == []
             assert {folder for folder in self.pins.folders() if "/base/" not in folder} == set()
-            assert self.router._places._taken == []
+            assert not self.places.on(WHOLE_MACHINE[0])
 
         run_in_virtual_time(run())
 
@@ -272,7 +276,7 @@ def test_an_engine_that_is_of_no_use_is_replaced_and_gives_the_same_tokens(
 ):
     async def scenario():
         engine = world.left()
-        await world.fleet.open()
+        await world.open_host()
         misfortune(world, engine)
         await world.router.open()
         assert await world.sample() == await engine_alone(world, "v1")
@@ -346,7 +350,7 @@ def test_the_end_of_a_session_ends_its_engine_also_in_the_middle_of_its_adoption
         await asyncio.sleep(1)
         await world.router.end_session("s-1", SessionFinished("over"))
         assert world.running() == []
-        assert world.router._places._taken == []
+        assert not world.places.on(WHOLE_MACHINE[0])
         assert (await sample == SessionFinished.type) == (state != "it serves")
 
     world.run(scenario())

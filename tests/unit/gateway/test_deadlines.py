@@ -11,6 +11,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from gateway.futures.table import Future, Result
+from gateway.placement.asks import Asks
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import AdamParams, Call, Operation, OptimStep, RunBroken
 from gateway.runs.runner import OperationRunner
@@ -19,7 +20,7 @@ from gateway.workers.clients import SamplerClient, TrainerClient
 from tandem.errors import OperationTimedOut
 from tandem.settings import GatewaySettings, RecoverySettings
 from tandem.v1 import sampler_pb2, trainer_pb2
-from tests.support.gateway.leased_workers import not_leased
+from tests.support.gateway.leased_workers import not_leased_groups
 from tests.support.virtual_time import run_in_virtual_time
 
 WORKER: Any = SimpleNamespace(
@@ -66,6 +67,7 @@ async def serve(seconds: dict[int, float]) -> dict[int, Any]:
         owner="o",
         model=SimpleNamespace(name="m"),
         about=SimpleNamespace(ranks=1),
+        asks=Asks(),
         recovery=RecoverySettings(enabled=False),
     )
     trainer_of_run = RunTrainer(
@@ -78,8 +80,7 @@ async def serve(seconds: dict[int, float]) -> dict[int, Any]:
         definition_of=tools,
         on_lost=tools,
     )
-    leases: Any = SimpleNamespace(of=lambda _name: not_leased())
-    trainer_of_run.host.settle(MagicMock(), devices=(), leases=leases)
+    trainer_of_run.host.settle(MagicMock(), leases=not_leased_groups())
     trainer_of_run._serve(client)
     runner = OperationRunner(run=run, trainer=trainer_of_run, tools=tools)
     outcomes: dict[int, Any] = {}

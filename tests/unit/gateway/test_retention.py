@@ -185,7 +185,7 @@ async def test_the_audit_log_keeps_a_time_of_its_own(history):
     assert len(await history.database.read(select(tables.audit))) == 1
 
 
-RUN_COLUMNS = ("model", "parent", "newest", "replay_after")
+RUN_COLUMNS = ("asks", "model", "parent", "newest", "replay_after")
 
 
 async def test_a_database_of_the_first_revision_is_brought_up_to_date(tmp_path):
@@ -210,6 +210,7 @@ async def test_a_database_of_the_first_revision_is_brought_up_to_date(tmp_path):
         "DROP TABLE snapshots",
         "DROP TABLE leases",
         "DROP TABLE lease_spans",
+        "DROP TABLE places",
         *(f"ALTER TABLE runs DROP COLUMN {name}" for name in RUN_COLUMNS),
         *(f"ALTER TABLE operations DROP COLUMN {name}" for name in ("payload", "call", "seconds")),
         "UPDATE alembic_version SET version_num = '0001'",

@@ -12,13 +12,15 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.pins import Pins
 from gateway.futures.table import Future, Result
 from gateway.metrics import Metrics
-from gateway.sampling.places import EnginePlaces
+from gateway.placement.asks import Asks
+from gateway.placement.places import Places
 from gateway.sampling.sampler import Sample, Sampler
 from gateway.workers.fleet import Worker
 from tandem.errors import SessionFinished
 from tandem.settings import SamplerSettings, SharingSettings
 from tandem.v1 import sampler_pb2
-from tests.support.gateway.leased_workers import not_leased
+from tests.support.gateway.leased_workers import not_leased_groups
+from tests.support.gateway.placement import open_places
 from tests.support.waiting import until
 from tests.support.work import calls_in
 
@@ -32,8 +34,8 @@ class NoFleet:
         await asyncio.Event().wait()
 
 
-def make_sampler(session_id: str, *, fleet, places: EnginePlaces) -> Sampler:
-    sampler = Sampler(
+def make_sampler(session_id: str, *, fleet, places: Places) -> Sampler:
+    return Sampler(
         session_id=session_id,
         owner="ann",
         model=BaseModelEntry(name="tiny", path="/tiny", max_length=None),
@@ -45,18 +47,18 @@ def make_sampler(session_id: str, *, fleet, places: EnginePlaces) -> Sampler:
         pins=Pins(),
         places=places,
         sharing=SharingSettings(),
+        leases=not_leased_groups(),
+        asks=Asks(),
     )
-    sampler.settle(not_leased(), devices=())
-    return sampler
 
 
-def one_place() -> EnginePlaces:
-    return EnginePlaces(most=1, most_starting=1, quantum=0)
+async def one_place() -> Places:
+    return await open_places(most_engines=1, most_starting=1, quantum=0)
 
 
 @pytest.fixture
 async def sampler():
-    sampler = make_sampler("s-1", fleet=NoFleet(), places=one_place())
+    sampler = make_sampler("s-1", fleet=NoFleet(), places=await one_place())
     yield sampler
     await sampler.stop(SessionFinished("over"))
 
@@ -104,7 +106,7 @@ class EnginesThatStopSlowly:
 @pytest.fixture
 async def two_on_one_place():
     """The engine of the first serves and is idle; that of the second has not been asked for."""
-    fleet, places = EnginesThatStopSlowly(), one_place()
+    fleet, places = EnginesThatStopSlowly(), await one_place()
     first, second = (make_sampler(f"s-{n}", fleet=fleet, places=places) for n in (1, 2))
     first.start_engine()
     await until(lambda: first.idle)

@@ -1,0 +1,638 @@
+"""Places: which worker may exist on which device group, and the queue of those that wait for one.
+
+A run takes the places of its trainer and of its session's sampler at once, or waits for both, so
+that no two runs each hold half of what both need. It keeps them until it ends. The place of a
+sampler that no run keeps is the engine's alone: when another ask needs it, the engine is stopped
+once it has nothing to do and has served for `quantum` seconds, the least recently used first; it
+starts again when it is needed.
+
+An engine also needs a slot to run in. On groups that are not leased, where an engine with nothing
+to do costs as much as another one, `most_engines` run, of which `most_starting` start at once.
+
+Of those who wait, the next is who has been overtaken too often; else the highest priority; else the
+one whose owner has least; else the first. Whoever does not fit is overtaken by those who do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from heapq import nlargest
+from itertools import count
+from typing import Protocol
+
+from sqlalchemy import RowMapping, delete, insert, select
+
+from gateway.placement.asks import Asks
+from gateway.placement.groups import DeviceGroup, Role
+from gateway.storage.database import Database
+from gateway.storage.tables import places as table
+from tandem.errors import InvalidRequest
+from tandem.telemetry import get_log
+
+_POLL_SECONDS = 0.5
+_MOST_OVERTAKEN = 8
+"""How many of those that came later, and want the same, may be served before somebody."""
+_GIB = 2**30
+
+
+class Engine(Protocol):
+    """The engine of a sampler. `key` is that of its place; `used_at` is when its last request
+    ended, on the monotonic clock."""
+
+    owner: str
+    session_id: str
+    used_at: float
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def idle(self) -> bool: ...
+
+    def retire(self) -> Coroutine[None, None, None]:
+        """Take no more requests from now on; return what stops it and gives its slot back."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The right of one worker to exist on a group. `key` is the id of a run, for its trainer, or
+    that of a sampler. `keeps` is the key of the sampler's place that a run keeps, if it does."""
+
+    key: str
+    role: Role
+    group: DeviceGroup
+    owner: str
+    session_id: str
+    ranks: int = 1
+    memory: int = 0
+    host_memory: int = 0
+    keeps: str = ""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Return what its worker is told: a device for each rank."""
+        return tuple(str(device) for device in self.group.devices_for(self.ranks))
+
+
+@dataclass(eq=False, kw_only=True)
+class EngineSlot:
+    """What an engine runs in, from its start to its end."""
+
+    engine: Engine
+    place: Place
+    since: float
+    starting: bool = True
+    retiring: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What one worker needs, on a certain group or on any."""
+
+    key: str
+    role: Role
+    group: str
+    ranks: int = 1
+    memory: int = 0
+    host_memory: int = 0
+    keeps: str = ""
+
+
+@dataclass(eq=False, kw_only=True)
+class Ask:
+    """Somebody who needs all of this at once, and a slot for its `engine`, if it has one."""
+
+    key: str
+    owner: str
+    session_id: str
+    needs: tuple[Need, ...]
+    priority: int = 0
+    engine: Engine | None = None
+    number: int = 0
+    overtaken: int = 0
+    why: str = ""
+    turn: asyncio.Future[tuple[Place, ...]] = field(default_factory=asyncio.Future)
+
+    @property
+    def due(self) -> bool:
+        return self.overtaken >= _MOST_OVERTAKEN
+
+    @classmethod
+    def of_run(cls, run_id: str, *, owner: str, session_id: str, asks: Asks, sampler: str) -> Ask:
+        """Return that of a run; `sampler` is the key of its session's sampler."""
+        keeps = sampler if asks.sampler else ""
+        trainer = Need(
+            key=run_id,
+            role="trainer",
+            group=asks.group,
+            ranks=asks.ranks,
+            memory=asks.memory,
+            host_memory=asks.host_memory,
+            keeps=keeps,
+        )
+        return cls(
+            key=run_id,
+            owner=owner,
+            session_id=session_id,
+            needs=(trainer, _sampler_need(keeps, asks)) if keeps else (trainer,),
+            priority=asks.priority,
+        )
+
+    @classmethod
+    def of_engine(cls, engine: Engine, asks: Asks) -> Ask:
+        return cls(
+            key=engine.key,
+            owner=engine.owner,
+            session_id=engine.session_id,
+            needs=(_sampler_need(engine.key, asks),),
+            priority=asks.priority,
+            engine=engine,
+        )
+
+
+def _sampler_need(key: str, asks: Asks) -> Need:
+    return Need(
+        key=key,
+        role="sampler",
+        group=asks.sampler_group,
+        memory=asks.sampler_memory,
+        host_memory=asks.sampler_host_memory,
+    )
+
+
+class _Room:
+    """What is taken: the places, and the keys of the engines that run (and of those that start)."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, Place] = {}
+        self.engines: set[str] = set()
+        self.starting: set[str] = set()
+
+    def copy(self) -> _Room:
+        other = _Room()
+        other.places, other.engines = dict(self.places), set(self.engines)
+        other.starting = set(self.starting)
+        return other
+
+    def on(self, group: DeviceGroup) -> list[Place]:
+        return [place for place in self.places.values() if place.group is group]
+
+    def is_kept(self, key: str) -> bool:
+        return any(place.keeps == key for place in self.places.values())
+
+    def add(self, *places: Place) -> None:
+        self.places.update({place.key: place for place in places})
+
+    def end_engine(self, key: str) -> Place | None:
+        """Free what an engine has; return its place if that is free now, too."""
+        self.engines.discard(key)
+        self.starting.discard(key)
+        return None if self.is_kept(key) else self.places.pop(key, None)
+
+    @contextmanager
+    def with_place(self, place: Place) -> Iterator[None]:
+        self.places[place.key] = place
+        yield
+        del self.places[place.key]
+
+
+@dataclass(eq=False, kw_only=True)
+class Places:
+    """`most_engines`, `most_starting` and `quantum`, in seconds, are for engines, see above."""
+
+    database: Database
+    most_engines: int
+    most_starting: int
+    quantum: float
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.groups: tuple[DeviceGroup, ...] = ()
+        self._host_memory = 0
+        self._room = _Room()
+        self._slots: dict[str, EngineSlot] = {}
+        self._queue: dict[str, Ask] = {}
+        self._numbers = count()
+        self._polling: asyncio.TimerHandle | None = None
+
+    async def open(
+        self,
+        groups: Sequence[DeviceGroup],
+        *,
+        host_memory_bytes: int,
+        is_active: Callable[[str], bool],
+    ) -> None:
+        """Take up the places that an earlier gateway gave to sessions that are active, where the
+        groups still have them. `host_memory_bytes` is what all workers may need; 0: unbounded."""
+        self.groups, self._host_memory = tuple(groups), host_memory_bytes
+        for group in groups:
+            get_log().info("device_group", **group.about())
+        for row in await self.database.read(select(table)):
+            place = self._restored(row)
+            if place is None or not is_active(place.session_id):
+                self._forget(row["key"])
+            else:
+                self._room.add(place)
+
+    def _restored(self, row: RowMapping) -> Place | None:
+        for group in self.groups:
+            place = Place(
+                key=row["key"],
+                role=row["role"],
+                group=group,
+                owner=row["owner"],
+                session_id=row["session_id"],
+                ranks=row["ranks"],
+                memory=row["memory"],
+                host_memory=row["host_memory"],
+                keeps=row["keeps"],
+            )
+            same = group.name == row["group_name"] and " ".join(place.devices) == row["devices"]
+            if same and place.role in group.roles:
+                return place
+        return None
+
+    def release_left(self, run_ids: Sequence[str]) -> None:
+        """Give back what an earlier gateway's runs and engines had, except those of these runs and
+        of the engines that were adopted."""
+        for place in tuple(self._room.places.values()):
+            if place.role == "trainer" and place.key not in run_ids:
+                self.release_run(place.key)
+        for place in tuple(self._room.places.values()):
+            if place.role == "sampler" and place.key not in self._slots:
+                self._end_engine(place.key)
+
+    # --- Asking -------------------------------------------------------------------------------
+
+    def check(self, ask: Ask) -> None:
+        """Raise `InvalidRequest` for what would not fit if nobody had a place."""
+        found = self._choose(_Room(), ask.needs, ask)
+        if isinstance(found, str):
+            raise InvalidRequest(f"there can be no place for it: {found}")
+
+    async def take(self, ask: Ask) -> Place:
+        """Wait until all that is asked for is there, and return the place of the asking worker.
+        Whoever has a place keeps it. A cancelled ask leaves nothing behind."""
+        ask.number, self._queue[ask.key] = next(self._numbers), ask
+        try:
+            self._assign()
+            self._poll_later()
+            await asyncio.wait({ask.turn})
+            taken = ask.turn.result()
+            for place in taken:
+                self.database.write_soon(insert(table), _row(place))
+            if taken:
+                await self.database.flush()
+        except BaseException:
+            if not ask.turn.done():
+                del self._queue[ask.key]
+                self._assign()
+            elif ask.engine is not None:
+                self.give_back(self._slots[ask.key])
+            elif any(place.key == ask.key for place in ask.turn.result()):
+                self.release_run(ask.key)
+            raise
+        return self._room.places[ask.key]
+
+    async def take_for_engine(self, engine: Engine, asks: Asks) -> EngineSlot:
+        """Return the engine's slot once it may start."""
+        await self.take(Ask.of_engine(engine, asks))
+        return self._slots[engine.key]
+
+    def adopt(self, engine: Engine) -> EngineSlot | None:
+        """Return the slot of an engine that runs already, of which there may be more than
+        `most_engines`; None if it has no place."""
+        place = self._room.places.get(engine.key) or self._whole_machine_for(engine)
+        if place is None:
+            return None
+        slot = EngineSlot(engine=engine, place=place, since=self.clock())
+        self._slots[engine.key] = slot
+        self._room.engines.add(engine.key)
+        self._room.starting.add(engine.key)
+        return slot
+
+    def _whole_machine_for(self, engine: Engine) -> Place | None:
+        """Make a place for the engine of an earlier release, which wrote none down."""
+        for group in self.groups:
+            if not group.devices and "sampler" in group.roles:
+                place = Place(
+                    key=engine.key,
+                    role="sampler",
+                    group=group,
+                    owner=engine.owner,
+                    session_id=engine.session_id,
+                )
+                self._room.add(place)
+                self.database.write_soon(insert(table), _row(place))
+                return place
+        return None
+
+    def get(self, key: str) -> Place | None:
+        return self._room.places.get(key)
+
+    def may_adopt(self, run_id: str) -> bool:
+        """Whether the trainer that an earlier gateway left of a run is where it may be."""
+        whole = (not group.devices and "trainer" in group.roles for group in self.groups)
+        return run_id in self._room.places or any(whole)
+
+    def note_started(self, slot: EngineSlot) -> None:
+        """Note that the engine serves, so that another one may start."""
+        slot.starting, slot.since = False, self.clock()
+        self._room.starting.discard(slot.place.key)
+        self._assign()
+
+    def give_back(self, slot: EngineSlot) -> None:
+        """Note that nothing is left of an engine."""
+        del self._slots[slot.place.key]
+        self._end_engine(slot.place.key)
+        self._assign()
+
+    def release_run(self, run_id: str) -> None:
+        """Give back the places of a run of which nothing is left, if it has any."""
+        place = self._room.places.pop(run_id, None)
+        if place is None:
+            return
+        self._forget(run_id)
+        if place.keeps and place.keeps not in self._slots:
+            self._end_engine(place.keeps)
+        self._assign()
+
+    def _end_engine(self, key: str) -> None:
+        if self._room.end_engine(key) is not None:
+            self._forget(key)
+
+    def _forget(self, key: str) -> None:
+        self.database.write_soon(delete(table).where(table.c.key == key))
+
+    # --- The queue ----------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> list[Ask]:
+        """Those who wait, the next one first."""
+        return self._in_turn(self._room)
+
+    def on(self, group: DeviceGroup) -> list[Place]:
+        return self._room.on(group)
+
+    def explain(self, key: str) -> str:
+        """Say what a run, or an engine, that has no place yet waits for; "" if it does not wait.
+
+        Literal example: "2nd in the queue for a place on group train: 16 workers are there
+        (TANDEM_GROUPS workers)".
+        """
+        ask = self._queue.get(key)
+        if ask is None:
+            return ""
+        rivals = [each for each in self.waiting if each is ask or self._compete(each, ask)]
+        needs = [" or ".join(g.name for g in self._groups_for(n)) for n in self._open(ask)]
+        where = " and ".join(f"a place on group {names}" for names in needs)
+        position = _ordinal(rivals.index(ask) + 1)
+        return f"{position} in the queue for {where or 'its start'}: {ask.why}"
+
+    def _in_turn(self, room: _Room) -> list[Ask]:
+        places = Counter(place.owner for place in room.places.values())
+        engines = Counter(room.places[key].owner for key in room.engines)
+
+        def rank(ask: Ask) -> tuple[int, int, int, int]:
+            if ask.due:
+                return (0, 0, 0, ask.number)
+            has = places if ask.engine is None else engines
+            return (1, -ask.priority, has[ask.owner], ask.number)
+
+        return sorted(self._queue.values(), key=rank)
+
+    def _poll_later(self) -> None:
+        """Look again soon: an engine may have nothing to do any more, or its quantum may end."""
+        if self._queue and self._polling is None:
+            loop = asyncio.get_running_loop()
+            self._polling = loop.call_later(_POLL_SECONDS, self._poll)
+
+    def _poll(self) -> None:
+        self._polling = None
+        self._assign()
+        self._poll_later()
+
+    def _assign(self) -> None:
+        """Give those who wait what is free. If it is not enough, make idle engines retire."""
+        while self._grant():
+            pass
+        if self._queue and self._slots:
+            self._make_room()
+
+    def _grant(self) -> bool:
+        """Serve the next of those who wait whose needs are free, if there is one."""
+        before: list[Ask] = []  # those that are due, and must not be overtaken any more
+        for ask in self._in_turn(self._room):
+            found = self._fit(self._room, ask)
+            if not isinstance(found, str) and any(self._blocks(each, ask) for each in before):
+                found = "others have waited for so long that they are next"
+            if isinstance(found, str):
+                ask.why = found
+                before += [ask] if ask.due else []
+                continue
+            del self._queue[ask.key]
+            for other in self._queue.values():
+                other.overtaken += other.number < ask.number and self._compete(other, ask)
+            self._room.add(*found)
+            if ask.engine is not None:
+                place = self._room.places[ask.key]
+                self._slots[ask.key] = EngineSlot(
+                    engine=ask.engine, place=place, since=self.clock()
+                )
+                self._room.engines.add(ask.key)
+                self._room.starting.add(ask.key)
+            ask.turn.set_result(found)
+            return True
+        return False
+
+    def _make_room(self) -> None:
+        """Let engines retire that have nothing to do, where that helps one who waits."""
+        room, idle = self._room.copy(), []
+        for slot in sorted(self._slots.values(), key=lambda slot: slot.engine.used_at):
+            if slot.retiring is not None:
+                room.end_engine(slot.place.key)
+            elif (
+                not slot.starting and slot.engine.idle and self.clock() - slot.since >= self.quantum
+            ):
+                idle.append(slot)
+        before: list[Ask] = []
+        for ask in self._in_turn(room) if idle else ():
+            if any(self._blocks(each, ask) for each in before):
+                continue
+            found, ended = self._fit(room, ask), []
+            for slot in [slot for slot in idle if self._would_help(slot, ask)]:
+                if not isinstance(found, str):
+                    break
+                room.end_engine(slot.place.key)
+                ended.append(slot)
+                found = self._fit(room, ask)
+            if isinstance(found, str):
+                before += [ask] if ask.due else []
+                for slot in ended:  # in vain
+                    room.add(slot.place)
+                    room.engines.add(slot.place.key)
+                continue
+            room.add(*found)
+            if ask.engine is not None:
+                room.engines.add(ask.key)
+                room.starting.add(ask.key)
+            for slot in ended:
+                idle.remove(slot)
+                slot.retiring = asyncio.create_task(slot.engine.retire(), name="engine-retires")
+
+    def _would_help(self, slot: EngineSlot, ask: Ask) -> bool:
+        place = slot.place
+        if ask.engine is not None and not place.group.leased:
+            return True
+        needs = self._open(ask)
+        return not self._room.is_kept(place.key) and any(
+            place.group in self._groups_for(need) or (need.host_memory and place.host_memory)
+            for need in needs
+        )
+
+    def _compete(self, one: Ask, other: Ask) -> bool:
+        """Whether what one gets may be what the other one waits for."""
+        engines = one.engine is not None and other.engine is not None
+        return engines or self._blocks(one, other)
+
+    def _blocks(self, one: Ask, other: Ask) -> bool:
+        """Whether a place of the one may be what keeps the other one from its own."""
+        return any(
+            (a.host_memory and b.host_memory)
+            or not set(self._groups_for(a)).isdisjoint(self._groups_for(b))
+            for a in self._open(one)
+            for b in self._open(other)
+        )
+
+    # --- What fits ----------------------------------------------------------------------------
+
+    def _open(self, ask: Ask) -> list[Need]:
+        """Return what it needs and does not have."""
+        return [need for need in ask.needs if need.key not in self._room.places]
+
+    def _fit(self, room: _Room, ask: Ask) -> tuple[Place, ...] | str:
+        """Return the places that it can have now, besides those that it has, or why it cannot."""
+        needs = []
+        if ask.engine is not None:
+            if ask.key in room.engines:
+                return "its last engine is being stopped"
+            place = room.places.get(ask.key)
+            if place is not None and (why := self._no_slot(room, place.group)):
+                return why
+        for need in ask.needs:
+            if need.key not in room.places:
+                needs.append(need)
+            elif need.key in room.engines and self._slots[need.key].retiring is not None:
+                return "its last engine is being stopped"
+        return self._choose(room, needs, ask)
+
+    def _no_slot(self, room: _Room, group: DeviceGroup) -> str:
+        """Say why no engine may start on a group now; "" if one may. On a leased group, only those
+        start, and work, that have a lease."""
+        if group.leased:
+            return ""
+        running, starting = (
+            sum(not room.places[key].group.leased for key in keys)
+            for keys in (room.engines, room.starting)
+        )
+        if running >= self.most_engines:
+            return f"{running} engines run on this machine (TANDEM_MAX_ENGINES)"
+        if starting >= self.most_starting:
+            return f"{starting} engines are starting (TANDEM_MAX_STARTING_ENGINES)"
+        return ""
+
+    def _choose(self, room: _Room, needs: Sequence[Need], ask: Ask) -> tuple[Place, ...] | str:
+        """Return a place for each of the needs, on the groups with the fewest workers; or why
+        there is none."""
+        if not needs:
+            return ()
+        need, why = needs[0], ""
+        for group in sorted(self._groups_for(need), key=lambda group: len(room.on(group))):
+            fault = self._fault(room, need, group)
+            if not fault and ask.engine is not None:
+                fault = self._no_slot(room, group)
+            if fault:
+                why = why or fault
+                continue
+            place = Place(
+                key=need.key,
+                role=need.role,
+                group=group,
+                owner=ask.owner,
+                session_id=ask.session_id,
+                ranks=need.ranks,
+                memory=need.memory,
+                host_memory=need.host_memory,
+                keeps=need.keeps,
+            )
+            with room.with_place(place):
+                others = self._choose(room, needs[1:], ask)
+            if not isinstance(others, str):
+                return (place, *others)
+            why = why or others
+        return why
+
+    def _groups_for(self, need: Need) -> list[DeviceGroup]:
+        return [
+            group
+            for group in self.groups
+            if need.role in group.roles
+            and need.group in ("", group.name)
+            and group.has_devices_for(need.ranks)
+        ]
+
+    def _fault(self, room: _Room, need: Need, group: DeviceGroup) -> str:
+        """Say why a worker has no place on a group now; "" if it has."""
+        if group.workers or (group.memory_bytes and need.memory):
+            there = room.on(group)
+            if len(there) >= group.workers > 0:
+                return f"{len(there)} workers are there (TANDEM_GROUPS workers)"
+            awake = group.awake or len(there) + 1
+            wanted = sum(nlargest(awake, [need.memory, *(place.memory for place in there)]))
+            if need.memory and wanted > group.memory_bytes > 0:
+                return (
+                    f"those that are awake at once would need {_gib(wanted)} of a device's "
+                    f"{_gib(group.memory_bytes)} on group {group.name}"
+                )
+        if need.host_memory and self._host_memory:
+            taken = sum(place.host_memory for place in room.places.values())
+            if taken + need.host_memory > self._host_memory:
+                return (
+                    f"it needs {_gib(need.host_memory)} of the host's memory, and workers have "
+                    f"{_gib(taken)} of {_gib(self._host_memory)} (TANDEM_HOST_MEMORY_BYTES)"
+                )
+        return ""
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.4g} GiB"
+
+
+def _ordinal(number: int) -> str:
+    """Literal examples: 1st, 2nd, 3rd, 4th, 11th."""
+    ending = (
+        "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    )
+    return f"{number}{ending}"
+
+
+def _row(place: Place) -> dict[str, object]:
+    return {
+        "key": place.key,
+        "role": place.role,
+        "group_name": place.group.name,
+        "devices": " ".join(place.devices),
+        "owner": place.owner,
+        "session_id": place.session_id,
+        "ranks": place.ranks,
+        "memory": place.memory,
+        "host_memory": place.host_memory,
+        "keeps": place.keeps,
+        "created_at": time.time(),
+    }

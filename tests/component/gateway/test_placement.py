@@ -1,0 +1,229 @@
+"""Runs that wait for their places on device groups, as clients see them, and what they ask for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import tinker
+
+from gateway.core import Gateway
+from gateway.metrics import Metrics
+from gateway.workers.epoch import Epoch
+from tandem.errors import InvalidRequest
+from tests.support.gateway.fake_launcher import FakeLauncher
+from tests.support.gateway.running import running_gateway, settings_for
+from tests.support.waiting import wait_until
+
+GROUPS = [
+    {
+        "name": "train",
+        "devices": ["cpu:0", "cpu:1"],
+        "roles": ["trainer"],
+        "workers": 1,
+        "awake": 0,
+    },
+    {"name": "sample", "devices": ["cpu:2"], "roles": ["sampler"], "awake": 0},
+]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a gateway on the same directory with these groups."""
+
+    def started(**changes):
+        return running_gateway(tmp_path, **({"groups": GROUPS, "session_ttl": 600} | changes))
+
+    return started
+
+
+def create(client, session_id: str, number: int = 0, **metadata: str):
+    body = {
+        "session_id": session_id,
+        "model_seq_id": number,
+        "base_model": "tiny:full",
+        "user_metadata": {f"tandem.{name}": value for name, value in metadata.items()},
+    }
+    return client.post("/api/v1/create_model", json=body)
+
+
+def asked(client, request_id: str):
+    return client.post("/api/v1/retrieve_future", json={"request_id": request_id})
+
+
+def finish(client, session_id: str) -> None:
+    body = {"reason": {"type": "success"}}
+    assert client.post(f"/api/v1/sessions/{session_id}/finish", json=body).is_success
+
+
+def trainers(gate) -> list[str]:
+    return [spec.session_id for spec in gate.launcher.specs if spec.kind == "trainer"]
+
+
+def keys(gate) -> set[str]:
+    places = gate.gateway.places
+    return {place.key for group in places.groups for place in places.on(group)}
+
+
+def test_a_run_waits_for_its_place_tells_its_position_and_starts_when_another_session_ends(start):
+    with start() as gate, gate.http() as client:
+        first, second, third = (gate.session_id() for _ in range(3))
+        gate.run_id(first)
+        waiting = create(client, second).json()["request_id"]
+        later = create(client, third).json()["request_id"]
+        answer = asked(client, waiting)
+        assert answer.status_code == 408
+        assert answer.json()["queue_state"] == "paused_capacity"
+        assert answer.json()["queue_state_reason"].startswith(
+            "1st in the queue for a place on group train and a place on group sample: "
+            "1 workers are there (TANDEM_GROUPS workers); "
+        )
+        assert asked(client, later).json()["queue_state_reason"].startswith("2nd in the queue")
+        assert trainers(gate) == [first], "who waits has no worker"
+        finish(client, first)
+        assert gate.retrieve(waiting).status_code == 200
+        assert asked(client, later).json()["queue_state_reason"].startswith("1st in the queue")
+        assert trainers(gate) == [first, second]
+        assert [spec.devices for spec in gate.launcher.specs] == [("cpu:0",)] * 2
+
+
+def test_the_sdk_waits_for_a_place_as_for_any_start(start):
+    with start() as gate, gate.http() as client, gate.service() as service:
+        first = gate.session_id()
+        gate.run_id(first)
+        found: list[tinker.TrainingClient] = []
+        thread = threading.Thread(
+            target=lambda: found.append(service.create_lora_training_client("tiny:full").result())
+        )
+        thread.start()
+        wait_until(lambda: gate.gateway.places.waiting)
+        finish(client, first)
+        thread.join(30)
+        assert found[0].get_info().model_id.endswith(":train:0")
+
+
+def test_the_end_of_a_session_ends_its_waiting(start):
+    with start() as gate, gate.http() as client:
+        first, second = gate.session_id(), gate.session_id()
+        run = gate.run_id(first)
+        waiting = create(client, second).json()["request_id"]
+        wait_until(lambda: gate.gateway.places.waiting)
+        finish(client, second)
+        assert gate.gateway.places.waiting == []
+        assert "has ended" in gate.retrieve(waiting).json()["error"]
+        assert keys(gate) == {run, f"{first}/tiny/0"}
+        finish(client, first)
+        assert keys(gate) == set()
+        assert trainers(gate) == [first]
+
+
+def test_places_and_the_queue_survive_a_restart(start):
+    with start() as gate, gate.http() as client:
+        first, second = gate.session_id(), gate.session_id()
+        run = gate.run_id(first)
+        waiting = create(client, second).json()["request_id"]
+        wait_until(lambda: gate.gateway.places.waiting)
+    with start() as gate, gate.http() as client:
+        assert keys(gate) == {run, f"{first}/tiny/0"}
+        for session in (first, second):
+            client.post("/api/v1/session_heartbeat", json={"session_id": session})
+        wait_until(lambda: trainers(gate) == [first])
+        assert asked(client, waiting).json()["queue_state_reason"].startswith("1st in the queue")
+        finish(client, first)
+        assert gate.retrieve(waiting).status_code == 200
+
+
+def test_a_run_whose_group_is_gone_after_a_restart_gets_another_place(start):
+    with start() as gate:
+        session = gate.session_id()
+        run = gate.run_id(session)
+    renamed = [GROUPS[0] | {"name": "other"}, GROUPS[1]]
+    with start(groups=renamed) as gate, gate.http() as client:
+        client.post("/api/v1/session_heartbeat", json={"session_id": session})
+        wait_until(lambda: trainers(gate) == [session])
+        places = gate.gateway.places
+        assert [place.key for place in places.on(places.groups[0])] == [run]
+
+
+def test_what_a_run_asks_for_is_what_its_worker_is_started_with(start):
+    with start() as gate, gate.http() as client:
+        session = gate.session_id()
+        asks = {"ranks": "2", "dtype": "bfloat16", "start_timeout": "900", "sampler": "none"}
+        gate.retrieve(create(client, session, **asks).json()["request_id"])
+        (spec,) = gate.launcher.specs
+        assert (spec.devices, spec.start_timeout) == (("cpu:0", "cpu:1"), 900)
+        assert (spec.trainer.ranks, spec.trainer.dtype) == (2, "bfloat16")
+        assert keys(gate) == {spec.run_id}
+
+
+def test_an_engine_has_the_place_that_its_run_has_taken_for_it(start):
+    with start() as gate, gate.http() as client:
+        session = gate.session_id()
+        run = gate.run_id(session)
+        before = keys(gate)
+        save = {"model_id": run, "seq_id": 1, "sampling_session_seq_id": 0}
+        request = client.post("/api/v1/save_weights_for_sampler", json=save).json()["request_id"]
+        assert gate.retrieve(request).status_code == 200
+        (spec,) = [spec for spec in gate.launcher.specs if spec.kind == "sampler"]
+        assert spec.devices == ("cpu:2",)
+        assert keys(gate) == before
+
+
+def test_what_cannot_be_given_is_refused_at_once_with_the_reason(start):
+    with start(host_memory_bytes=2**30) as gate, gate.http() as client:
+        session = gate.session_id()
+        for number, (asks, why) in enumerate(
+            (
+                ({"ranks": "3"}, "there is: train (2 devices)"),
+                ({"group": "sample"}, "known: train"),
+                ({"host_memory": "2GiB"}, "it needs 2 GiB of the host's memory"),
+                ({"gpus": "1"}, "tandem.gpus is unknown; known: tandem.backend, "),
+                ({"dtype": "int8"}, "tandem.dtype is 'int8'; it is auto, float32 or bfloat16"),
+            )
+        ):
+            answer = create(client, session, number, **asks)
+            assert (answer.status_code, answer.json()["type"]) == (400, "invalid_request")
+            assert why in answer.json()["error"]
+        assert gate.gateway.runs.all() == [] and keys(gate) == set()
+
+
+def test_a_session_asks_for_all_its_runs_and_is_refused_where_it_cannot(start):
+    with start() as gate, gate.http() as client:
+        session = {"tags": [], "sdk_version": "test"}
+        wrong = session | {"user_metadata": {"tandem.ranks": "many"}}
+        answer = client.post("/api/v1/create_session", json=wrong)
+        assert answer.status_code == 400
+        assert "user_metadata of the session: tandem.ranks is 'many'" in answer.json()["error"]
+        right = session | {"user_metadata": {"tandem.ranks": "2", "tandem.sampler": "none"}}
+        made = client.post("/api/v1/create_session", json=right).json()["session_id"]
+        gate.run_id(made)
+        assert gate.launcher.specs[0].trainer.ranks == 2
+
+
+def test_a_priority_above_zero_is_for_administrators(start):
+    with start() as gate, gate.http() as admin:
+        key = admin.post("/api/tandem/v1/keys", json={"owner": "ann", "role": "member"}).json()
+        with gate.http(key["key"]) as ann:
+            body = {"tags": [], "sdk_version": "test"}
+            session = ann.post("/api/v1/create_session", json=body).json()["session_id"]
+            refused = create(ann, session, priority="1")
+            assert (refused.status_code, refused.json()["type"]) == (403, "permission_denied")
+            assert create(ann, session, priority="-1").status_code == 200
+        assert create(admin, gate.session_id(), priority="1").status_code == 200
+
+
+async def test_a_gateway_does_not_start_with_groups_that_the_host_cannot_have(tmp_path):
+    wrong = [{"name": "g", "devices": ["cpu:0-99"], "roles": ["trainer", "sampler"]}]
+    for changes, why in (
+        ({"groups": wrong}, "TANDEM_GROUPS: group 'g': cpu:0-99 is not there"),
+        ({"model_defaults": {"m": {"ranks": 0}}}, "TANDEM_MODEL_DEFAULTS of m: tandem.ranks is"),
+    ):
+        gateway = Gateway.open(
+            settings_for(tmp_path, **changes),
+            launcher=FakeLauncher(),
+            metrics=Metrics(),
+            epoch=Epoch(number=1, superseded=lambda: None),
+        )
+        with pytest.raises(InvalidRequest, match=why):
+            async with gateway:
+                pass

@@ -1,0 +1,44 @@
+"""Places on the groups of a machine on which none are declared, without a database."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.placement.groups import DeviceGroup, groups_of
+from gateway.placement.places import Places
+from tandem.host import Host
+from tandem.settings import GatewaySettings
+
+WHOLE_MACHINE = groups_of(GatewaySettings(), Host("host", cores=(0, 1)))
+
+
+class NoRows:
+    async def read(self, _query):
+        return []
+
+    def write_soon(self, *_statement): ...
+
+    async def flush(self) -> bool:
+        return True
+
+
+def places_for(settings: GatewaySettings) -> Places:
+    return _places(
+        most_engines=settings.max_engines,
+        most_starting=settings.max_starting_engines,
+        quantum=settings.engine_quantum,
+    )
+
+
+def _places(**limits: Any) -> Places:
+    rows: Any = NoRows()
+    return Places(database=rows, **limits)
+
+
+async def open_on(places: Places, *groups: DeviceGroup) -> Places:
+    await places.open(groups, host_memory_bytes=0, is_active=lambda _session_id: True)
+    return places
+
+
+async def open_places(**limits: Any) -> Places:
+    return await open_on(_places(**limits), *WHOLE_MACHINE)
