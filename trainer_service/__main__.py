@@ -29,7 +29,7 @@ from trainer_service.service.rank_processes import RankProcesses, devices_of_ran
 from trainer_service.service.servicer import EngineThread, TrainerMetrics, TrainerServicer, first_of
 
 if TYPE_CHECKING:
-    from trainer_service.service.operations import Operations
+    from trainer_service.service.hosted_runs import HostedRuns
 
 
 def main() -> None:
@@ -86,6 +86,7 @@ class _Worker:
         server = WorkerServer(self._spec)
         servicer = TrainerServicer(
             engine=engine,
+            run_id=self._spec.run_id,
             operation_timeout=self._settings.operation_timeout,
             metrics=TrainerMetrics(registry),
             log=self._log,
@@ -141,20 +142,20 @@ class _Worker:
         except BrokenPipeError:
             self._log.warning("report_unread", error=report.error)
 
-    def _bring_up(self, ranks: RankProcesses) -> Operations:
+    def _bring_up(self, ranks: RankProcesses) -> HostedRuns:
         began = time.monotonic()
         import_libraries()
         imported = time.monotonic()
         from trainer_service.compute.process_group import bring_up
-        from trainer_service.service.operations import Operations
+        from trainer_service.service.hosted_runs import HostedRuns
 
-        trainer = bring_up(self._spec, settings=self._settings, assign=ranks.assign)
+        first = bring_up(self._spec, settings=self._settings, assign=ranks.assign)
         self._log.info(
             "model_loaded",
             import_seconds=round(imported - began, 2),
             model_seconds=round(time.monotonic() - imported, 2),
         )
-        return Operations(trainer)
+        return HostedRuns(first, run_id=self._spec.run_id)
 
 
 def _cause(error: BaseException, ranks: RankProcesses) -> TandemError:

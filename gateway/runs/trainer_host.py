@@ -101,6 +101,7 @@ class TrainerHost:
     def client_of(self, worker: Worker) -> TrainerClient:
         return TrainerClient(
             worker,
+            run_id=self._run.id,
             timeout=self._settings.trainer.operation_timeout,
             window=self._settings.dispatch_window,
         )

@@ -54,13 +54,14 @@ class WorkerUnavailable(Exception):
 
 
 class TrainerClient:
-    """Literal use: `await client.call(client.stub.Publish, request, begun=call.begun)`.
+    """A run's calls to its trainer. Literal use:
+    `await client.call(client.stub.Publish, request, begun=call.begun)`.
 
     Every call raises `WorkerUnavailable` or the `TandemError` that a failure stands for. An
     operation may take `timeout` seconds; at most `window` are sent ahead.
     """
 
-    def __init__(self, worker: Worker, *, timeout: float, window: int) -> None:
+    def __init__(self, worker: Worker, *, run_id: str, timeout: float, window: int) -> None:
         self.stub = trainer_pb2_grpc.TrainerStub(worker.channel)
         self._forward_backward: Callable[..., Awaitable[trainer_pb2.ForwardBackwardReply]]
         self._forward_backward = worker.channel.unary_unary(
@@ -68,15 +69,16 @@ class TrainerClient:
             response_deserializer=trainer_pb2.ForwardBackwardReply.FromString,
         )
         self._worker = worker
+        self._run_id = run_id
         self._timeout = timeout
         self._call_timeout = (window + 1) * timeout
 
     async def describe(self) -> trainer_pb2.DescribeTrainerReply:
-        request = trainer_pb2.DescribeTrainerRequest()
+        request = trainer_pb2.DescribeTrainerRequest(run_id=self._run_id)
         return await _call(self._worker, self.stub.Describe, request, timeout=_DESCRIBE_TIMEOUT)
 
     async def progress(self) -> trainer_pb2.ProgressReply:
-        request = trainer_pb2.ProgressRequest()
+        request = trainer_pb2.ProgressRequest(run_id=self._run_id)
         return await _call(self._worker, self.stub.Progress, request, timeout=_PROGRESS_TIMEOUT)
 
     async def call(
@@ -112,16 +114,19 @@ class TrainerClient:
         return await _call(self._worker, method, request, timeout=self._timeout)
 
     async def restore(self, request: trainer_pb2.RestoreRequest) -> trainer_pb2.RestoreReply:
+        request.run_id = self._run_id
         return await _call(self._worker, self.stub.Restore, request, timeout=self._timeout)
 
     async def await_snapshot(
         self, request: trainer_pb2.AwaitSnapshotRequest
     ) -> trainer_pb2.AwaitSnapshotReply:
+        request.run_id = self._run_id
         return await _call(self._worker, self.stub.AwaitSnapshot, request, timeout=self._timeout)
 
     async def take_snapshot(
         self, request: trainer_pb2.TakeSnapshotRequest
     ) -> trainer_pb2.AwaitSnapshotReply:
+        request.run_id = self._run_id
         return await _call(self._worker, self.stub.TakeSnapshot, request, timeout=self._timeout)
 
     async def sleep(

@@ -31,6 +31,9 @@ class TrainerStub(object):
     memory in the middle of a forward_backward and cannot undo it. The trailing metadata
     "tandem-out-of-memory-at" has the tokens of the micro-batch: the next trainer is to be told
     (`ForwardBackwardRequest.out_of_memory_at`).
+
+    Each call is about one run, by the `run_id` of its header or its own; a run that the trainer does not
+    host is NOT_FOUND. It begins with the run of its specification.
     """
 
     def __init__(self, channel):
@@ -39,6 +42,16 @@ class TrainerStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.AddRun = channel.unary_unary(
+                '/tandem.v1.Trainer/AddRun',
+                request_serializer=tandem_dot_v1_dot_trainer__pb2.AddRunRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_trainer__pb2.AddRunReply.FromString,
+                _registered_method=True)
+        self.RemoveRun = channel.unary_unary(
+                '/tandem.v1.Trainer/RemoveRun',
+                request_serializer=tandem_dot_v1_dot_trainer__pb2.RemoveRunRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_trainer__pb2.RemoveRunReply.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/tandem.v1.Trainer/Describe',
                 request_serializer=tandem_dot_v1_dot_trainer__pb2.DescribeTrainerRequest.SerializeToString,
@@ -106,10 +119,29 @@ class TrainerServicer(object):
     memory in the middle of a forward_backward and cannot undo it. The trailing metadata
     "tandem-out-of-memory-at" has the tokens of the micro-batch: the next trainer is to be told
     (`ForwardBackwardRequest.out_of_memory_at`).
+
+    Each call is about one run, by the `run_id` of its header or its own; a run that the trainer does not
+    host is NOT_FOUND. It begins with the run of its specification.
     """
 
+    def AddRun(self, request, context):
+        """Hosts another run on the same frozen base model, with adapters, optimizer and order of operations
+        of its own. Answered alike when the run is hosted already. A failure leaves the others as they are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveRun(self, request, context):
+        """Ends a run once it is through with what was sent before, and frees what it holds. The last run is
+        not removed: stop the worker. Answered alike when the run is not hosted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
-        """Facts about the model and the process group. Answers once the worker is ready.
+        """Facts about the model, the process group and a run. Answers once the worker is ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -197,6 +229,16 @@ class TrainerServicer(object):
 
 def add_TrainerServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'AddRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddRun,
+                    request_deserializer=tandem_dot_v1_dot_trainer__pb2.AddRunRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_trainer__pb2.AddRunReply.SerializeToString,
+            ),
+            'RemoveRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveRun,
+                    request_deserializer=tandem_dot_v1_dot_trainer__pb2.RemoveRunRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_trainer__pb2.RemoveRunReply.SerializeToString,
+            ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
                     request_deserializer=tandem_dot_v1_dot_trainer__pb2.DescribeTrainerRequest.FromString,
@@ -270,7 +312,64 @@ class Trainer(object):
     memory in the middle of a forward_backward and cannot undo it. The trailing metadata
     "tandem-out-of-memory-at" has the tokens of the micro-batch: the next trainer is to be told
     (`ForwardBackwardRequest.out_of_memory_at`).
+
+    Each call is about one run, by the `run_id` of its header or its own; a run that the trainer does not
+    host is NOT_FOUND. It begins with the run of its specification.
     """
+
+    @staticmethod
+    def AddRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Trainer/AddRun',
+            tandem_dot_v1_dot_trainer__pb2.AddRunRequest.SerializeToString,
+            tandem_dot_v1_dot_trainer__pb2.AddRunReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Trainer/RemoveRun',
+            tandem_dot_v1_dot_trainer__pb2.RemoveRunRequest.SerializeToString,
+            tandem_dot_v1_dot_trainer__pb2.RemoveRunReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Describe(request,

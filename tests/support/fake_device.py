@@ -47,7 +47,7 @@ class FakeDevice:
 
 def offload_of(operations: Operations, device: FakeDevice | None = None) -> Offload:
     """Lets the operations of one rank sleep as on a device with memory of its own."""
-    trainer = operations._trainer
+    trainer = operations.trainer
     offload = Offload(lambda: [trainer.backend], memory=device or FakeDevice())
     operations.switching._offload = offload
     return offload

@@ -49,7 +49,7 @@ def make_rank(
         micro_batch_tokens=chosen.micro_batch_tokens,
         model_path=path,
         model_name=name,
-        parallel=ParallelMicroBatches(backend, count=parallel, threads=1) if parallel else None,
+        parallel=ParallelMicroBatches(count=parallel, threads=1) if parallel else None,
     )
 
 
@@ -83,8 +83,14 @@ def batch_of(trainer: RankTrainer, message: wire.ForwardBackwardRequest) -> Batc
 
 def gradients(trainer: RankTrainer) -> dict[str, torch.Tensor]:
     """The gradients held, by parameter."""
-    model = trainer.backend._model
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    named = parameters_of(trainer).items()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def parameters_of(trainer: RankTrainer) -> dict[str, torch.nn.Parameter]:
+    """Those of the model, and of the run's adapters."""
+    backend = trainer.backend
+    return {**dict(backend._model.named_parameters()), **backend._trainable}
 
 
 def data_of(seed: int = 0, count: int = 6) -> list[wire.Datum]:
@@ -150,11 +156,11 @@ def train(operations: Operations, steps: int, *, seed: int = 0, lr: float = 1e-2
 
 
 def model_of(operations: Operations) -> torch.nn.Module:
-    return operations._trainer.backend._model
+    return operations.trainer.backend._model
 
 
 def weights(operations: Operations) -> dict[str, torch.Tensor]:
-    named = model_of(operations).named_parameters()
+    named = parameters_of(operations.trainer).items()
     return {name: tensor.detach().clone() for name, tensor in named}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -74,10 +75,11 @@ def logprobs_of(output: wire.ForwardBackwardOutput) -> list[np.ndarray]:
 
 
 class TrainerClient(WorkerClient):
-    """Calls in log order, with the next `seq_id` each time."""
+    """Calls of one run, in log order, with the next `seq_id` each time."""
 
-    def __init__(self, started: Started) -> None:
+    def __init__(self, started: Started, *, run_id: str = RUN) -> None:
         super().__init__(started)
+        self.run_id = run_id
         self.stub = trainer_pb2_grpc.TrainerStub(self.channel)
         self.seq_id = 0
 
@@ -86,15 +88,45 @@ class TrainerClient(WorkerClient):
         return common_pb2.OperationHeader(
             operation_id=f"op-{self.seq_id}",
             session_id=SESSION,
-            run_id=RUN,
+            run_id=self.run_id,
             seq_id=self.seq_id,
             previous_seq_id=self.seq_id - 1,
             gradients_incomplete=incomplete,
         )
 
+    def of_run(self, run_id: str) -> TrainerClient:
+        """A client of another run of the same trainer."""
+        other = copy.copy(self)
+        other.run_id, other.seq_id = run_id, 0
+        return other
+
+    def add(self, training: TrainingSpec) -> trainer_pb2.AddRunReply:
+        """Let the trainer host the client's run."""
+        return self.stub.AddRun(
+            trainer_pb2.AddRunRequest(run_id=self.run_id, training=training.model_dump_json()),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
+
+    def remove(self) -> None:
+        self.stub.RemoveRun(
+            trainer_pb2.RemoveRunRequest(run_id=self.run_id),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
+
     def describe(self) -> trainer_pb2.DescribeTrainerReply:
         return self.stub.Describe(
-            trainer_pb2.DescribeTrainerRequest(), metadata=self.metadata, timeout=CALL_SECONDS
+            trainer_pb2.DescribeTrainerRequest(run_id=self.run_id),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
+
+    def progress(self) -> trainer_pb2.ProgressReply:
+        return self.stub.Progress(
+            trainer_pb2.ProgressRequest(run_id=self.run_id),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
         )
 
     def forward_backward(
@@ -137,14 +169,14 @@ class TrainerClient(WorkerClient):
 
     def await_snapshot(self, path: str) -> trainer_pb2.AwaitSnapshotReply:
         return self.stub.AwaitSnapshot(
-            trainer_pb2.AwaitSnapshotRequest(path=path),
+            trainer_pb2.AwaitSnapshotRequest(path=path, run_id=self.run_id),
             metadata=self.metadata,
             timeout=CALL_SECONDS,
         )
 
     def take_snapshot(self, path: str) -> trainer_pb2.AwaitSnapshotReply:
         return self.stub.TakeSnapshot(
-            trainer_pb2.TakeSnapshotRequest(path=path),
+            trainer_pb2.TakeSnapshotRequest(path=path, run_id=self.run_id),
             metadata=self.metadata,
             timeout=CALL_SECONDS,
         )
@@ -153,7 +185,7 @@ class TrainerClient(WorkerClient):
         """Go on after the operation `seq_id`."""
         self.seq_id = seq_id
         return self.stub.Restore(
-            trainer_pb2.RestoreRequest(path=path, seq_id=seq_id),
+            trainer_pb2.RestoreRequest(path=path, seq_id=seq_id, run_id=self.run_id),
             metadata=self.metadata,
             timeout=CALL_SECONDS,
         )
@@ -172,12 +204,12 @@ class TrainerClient(WorkerClient):
     def publish(
         self, data_dir: Path, number: int = 1, *, merged: bool = False
     ) -> tuple[trainer_pb2.PublishReply, Path]:
-        name = f"{RUN}/v{number:06d}-{os.urandom(4).hex()}"
+        name = f"{self.run_id}/v{number:06d}-{os.urandom(4).hex()}"
         path = version_path(data_dir, name)
         reply = self.stub.Publish(
             trainer_pb2.PublishRequest(
                 header=self.header(),
-                version=common_pb2.WeightVersion(name=name, path=str(path), run_id=RUN),
+                version=common_pb2.WeightVersion(name=name, path=str(path), run_id=self.run_id),
                 merged=merged,
             ),
             metadata=self.metadata,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from tandem.errors import WorkerStartFailed
+from tandem.errors import InvalidRequest, WorkerStartFailed
 from tandem.settings import TrainerSettings
 from tandem.worker import TrainingSpec
 from trainer_service.batches.micro_batches import MicroBatch
@@ -106,8 +106,25 @@ class TrainerBackend(ABC):
         return torch.from_numpy(values).to(self.device, non_blocking=True)
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of this rank's `loss`; the gradients held are sums over ranks."""
+        """Adds the gradients of this rank's `loss` to those held."""
         loss.backward()
+
+    def sum_gradients(self) -> None:
+        """Called before each step. The gradients held are sums over ranks afterwards; backends
+        whose `backward` sums them have nothing to do."""
+        return
+
+    def share(self, training: TrainingSpec) -> TrainerBackend:
+        """The backend of another run, with adapters and an optimizer of its own upon the same
+        model. Raises `UnsuitableLora`, or `InvalidRequest` where runs cannot share a model."""
+        raise InvalidRequest(
+            "this trainer's model is trained by one run, and another one cannot share it: only "
+            "LoRA runs share a model"
+        )
+
+    def activate(self) -> None:
+        """Called before each operation of the run, once it shares the model with others."""
+        return
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from tandem.settings import TrainerSettings
 from tandem.telemetry import get_log
@@ -28,11 +28,13 @@ from trainer_service.backends.base import (
 )
 from trainer_service.batches.micro_batches import MicroBatch
 from trainer_service.lora.adapters import (
-    LoraLinear,
-    add_adapters,
+    ActiveAdapters,
+    Adapter,
+    freeze,
     key_of,
     kinds_without_layers,
     merged,
+    new_adapters,
     target_names,
 )
 from trainer_service.models.huggingface import (
@@ -55,7 +57,11 @@ def torch_dtype(name: str) -> torch.dtype:
 
 class Fsdp2Backend(TrainerBackend):
     """Float32 master weights, sharded over ranks; computes in `dtype`, reduces in float32.
-    Weights that a LoRA run has frozen are kept in `dtype`; its adapters are float32.
+
+    LoRA runs freeze the weights, which are kept in `dtype`, and can share them: there is a backend
+    for each run upon one model, which computes with the adapters of the run that is active. These
+    are float32 and lie whole on every rank, which sums their gradients itself, once for each step:
+    they come and go, while what is sharded cannot change.
 
     A single rank that computes in float32 has nothing to shard or cast: its model stays a plain
     module, which for a small model is 2 to 5 % faster than a group of one rank.
@@ -79,20 +85,64 @@ class Fsdp2Backend(TrainerBackend):
         self.packs = self._may_pack(settings) and can_pack(self._model)
         self.facts = facts_of(self._model)
         self._record_groups(settings.shard_group_parameters)
-        self._adapted: dict[str, LoraLinear] = {}
-        self._own_head: list[str] = []
-        if self.training.lora is not None:
-            self._adapt(self.training.lora)
+        self._active = ActiveAdapters()
+        training = training or TrainingSpec()
+        if training.lora is not None:
+            self._freeze()
         if self._sharded:
             self._shard()
         else:
             self._model.to(self._device)
+        self._begin(training)
+        self.activate()
+
+    # --- The run ---------------------------------------------------------------------------
+
+    def _begin(self, training: TrainingSpec) -> None:
+        """Makes everything that is of one run alone."""
+        self.training = training
+        self._adapters: dict[str, Adapter] = {}
+        self._second_names: dict[str, str] = {}
+        self._trainable = dict(self._model.named_parameters())
+        outer = outer_parameters(self._model)
+        sum_over_ranks = self._sum_over_ranks
+        if training.lora is not None:
+            self._adapt(training.lora)
+            tables = {name.rpartition(".")[0] for name in outer}
+            outer = frozenset(n for n in self._trainable if n.rpartition(".")[0] in tables)
+            sum_over_ranks = _sum_over_one_rank
         self.optimizer = make_optimizer(
-            self.training.optimizer,
-            self._trainable(),
-            outer=outer_parameters(self._model),
-            sum_over_ranks=self._sum_over_ranks,
+            training.optimizer, self._trainable, outer=outer, sum_over_ranks=sum_over_ranks
         )
+
+    def _adapt(self, lora: LoraSpec) -> None:
+        names = [name for name, _ in self._model.named_modules()]
+        self._adapters = new_adapters(self._model, lora, device=self._device)
+        if self._world.rank == 0 and (kinds := kinds_without_layers(self._model, lora)):
+            get_log().warning("lora_without_layers", kinds=kinds)
+        self._targets = target_names(list(self._adapters), all_modules=names)
+        self._trainable = {
+            f"{name}.lora_{side}": parameter
+            for name, adapter in self._adapters.items()
+            for side, parameter in (("A", adapter.lora_A), ("B", adapter.lora_B))
+        }
+        first = {parameter: name for name, parameter in self._model.named_parameters()}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            # A tied weight's second name: once merged, an adapted head differs from the embedding.
+            if first[parameter] != name and name.rpartition(".")[0] in self._adapters:
+                self._second_names[name] = first[parameter]
+        trainable = sum(parameter.numel() for parameter in self._trainable.values())
+        self.facts = replace(self.facts, trainable_parameters=trainable)
+
+    def share(self, training: TrainingSpec) -> TrainerBackend:
+        if self.training.lora is None or training.lora is None:
+            return super().share(training)
+        other = copy.copy(self)
+        other._begin(training)
+        return other
+
+    def activate(self) -> None:
+        self._active.by_module = self._adapters
 
     # --- Loading and sharding --------------------------------------------------------------
 
@@ -137,32 +187,11 @@ class Fsdp2Backend(TrainerBackend):
                 return prefix
         return name
 
-    def _adapt(self, lora: LoraSpec) -> None:
-        """Freezes the model and adds adapters. Recorded names stay valid."""
-        names = [name for name, _ in self._model.named_modules()]
-        if self._world.rank == 0 and (kinds := kinds_without_layers(self._model, lora)):
-            get_log().warning("lora_without_layers", kinds=kinds)
-        self._adapted = add_adapters(self._model, lora)
-        self._targets = target_names(list(self._adapted), all_modules=names)
-        groups = {name: group for group in self._group_names for name in group}
-        first = {parameter: name for name, parameter in self._model.named_parameters()}
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad:
-                continue
-            # A tied weight's second name: once merged, an adapted head differs from the embedding.
-            if name not in groups and name.rpartition(".")[0] in self._adapted:
-                groups[first[parameter]].append(name)
-                self._sizes[name] = parameter.numel()
-                self._own_head.append(name)
+    def _freeze(self) -> None:
+        """Recorded names stay valid."""
+        freeze(self._model, self._active)
         for parameter in self._model.parameters():
-            if not parameter.requires_grad:
-                parameter.data = parameter.data.to(torch_dtype(self.dtype))
-        trainable = sum(parameter.numel() for parameter in self._trainable().values())
-        self.facts = replace(self.facts, trainable_parameters=trainable)
-
-    def _trainable(self) -> dict[str, nn.Parameter]:
-        named = self._model.named_parameters()
-        return {name: parameter for name, parameter in named if parameter.requires_grad}
+            parameter.data = parameter.data.to(torch_dtype(self.dtype))
 
     def _shard(self) -> None:
         mesh = init_device_mesh(self._world.device, (self._world.size,))
@@ -211,21 +240,35 @@ class Fsdp2Backend(TrainerBackend):
         return chosen
 
     def gradients(self, loss: Tensor) -> Gradients:
-        parameters = list(self._trainable().values())
+        parameters = list(self._trainable.values())
         return list(torch.autograd.grad(loss, parameters, allow_unused=True))
 
     def accumulate(self, gradients: Gradients) -> None:
         if not gradients:
             return
-        parameters = list(self._trainable().values())
+        parameters = list(self._trainable.values())
         total = add_gradients([parameter.grad for parameter in parameters], gradients)
         for parameter, gradient in zip(parameters, total, strict=True):
             parameter.grad = gradient
 
+    def sum_gradients(self) -> None:
+        """One collective for all adapters. A gradient that a rank lacks is zero there; one that all
+        ranks lack stays absent."""
+        if self._world.size == 1 or not self._adapters:
+            return
+        parameters = list(self._trainable.values())
+        parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        held = torch.tensor([float(each.grad is not None) for each in parameters])
+        flat = torch.cat([*(part.flatten() for part in parts), held.to(self._device)])
+        dist.all_reduce(flat)
+        *sums, ranks = flat.split([*(part.numel() for part in parts), len(parts)])
+        for parameter, total, held_by in zip(parameters, sums, ranks.tolist(), strict=True):
+            parameter.grad = total.view_as(parameter) if held_by else None
+
     def mark(self) -> Mark:
         return [
             (each, each.grad, 0 if each.grad is None else local(each.grad)._version)
-            for each in self._trainable().values()
+            for each in self._trainable.values()
         ]
 
     def undo(self, mark: Mark) -> bool:
@@ -256,7 +299,7 @@ class Fsdp2Backend(TrainerBackend):
             # A loss that failed after its forward pass has left the root gathered.
             for module in self._fsdp_modules():
                 module.reshard()
-        parameters = list(self._model.parameters())
+        parameters = list(dict.fromkeys([*self._model.parameters(), *self._trainable.values()]))
         return LiveState(
             optimizer=list(self.optimizer.state(create=False).values()),
             gradients=[each.grad for each in parameters if each.grad is not None],
@@ -266,25 +309,25 @@ class Fsdp2Backend(TrainerBackend):
     # --- Collecting ------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Tensor]:
-        named = {name: tensor.detach() for name, tensor in self._trainable().items()}
-        return named if self._adapted else {**named, **persistent_buffers(self._model)}
+        named = {name: tensor.detach() for name, tensor in self._trainable.items()}
+        return named if self._adapters else {**named, **persistent_buffers(self._model)}
 
     def tensor_sizes(self) -> Mapping[str, int]:
-        return self._sizes
+        own = {name: self._sizes[first] for name, first in self._second_names.items()}
+        return {**self._sizes, **own}
 
     def collect(self, *, dtype: str, owned_by_me: Callable[[str], bool]) -> dict[str, Tensor]:
         """Gathers one group after the other, so that no rank holds the whole model at once."""
         collected: dict[str, Tensor] = {}
-        updates = {name: self._update_of(layer) for name, layer in self._adapted.items()}
         modules: list[FSDPModule | None] = [None]
         if self._sharded:
             modules = list(self._fsdp_modules())
-        for module, names in zip(modules, self._group_names, strict=True):
+        for module, group in zip(modules, self._group_names, strict=True):
+            second = [name for name, first in self._second_names.items() if first in group]
+            names = [*group, *second]
             if module is not None:
                 module.unshard()
-            mine = {
-                name: self._merged(name, updates) for name in names if owned_by_me(self._unit(name))
-            }
+            mine = {name: self._merged(name) for name in names if owned_by_me(self._unit(name))}
             for name, tensor in self._file_layout(mine).items():
                 collected[name] = tensor.to(
                     device="cpu", dtype=torch_dtype(dtype), copy=True
@@ -296,32 +339,30 @@ class Fsdp2Backend(TrainerBackend):
                 collected[name] = buffer.detach().cpu().contiguous()
         return collected
 
-    def _update_of(self, layer: LoraLinear) -> tuple[Tensor, Tensor]:
-        return _whole(layer.lora_A), _whole(layer.lora_B)
-
-    def _merged(self, name: str, updates: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
+    def _merged(self, name: str) -> Tensor:
         """A parameter, with its adapter merged in. Its group must be gathered."""
         parameter = self._model.get_parameter(name).detach()
         module, _, kind = name.rpartition(".")
-        if kind != "weight" or module not in updates:
+        if kind != "weight" or (adapter := self._adapters.get(module)) is None:
             return parameter
-        a, b = updates[module]
-        return merged(parameter, a=a, b=b, scale=self._adapted[module].scale)
+        a, b = adapter.lora_A.detach(), adapter.lora_B.detach()
+        return merged(parameter, a=a, b=b, scale=adapter.scale)
 
     def collect_adapter(self) -> dict[str, Tensor]:
-        collected: dict[str, Tensor] = {}
-        for name, layer in self._adapted.items():
-            for side, tensor in zip("AB", self._update_of(layer), strict=True):
-                if self._world.rank == 0:
-                    collected[key_of(name, side=side)] = tensor.cpu().contiguous()
-        return collected
+        if self._world.rank:
+            return {}
+        return {
+            key_of(name, side=side): parameter.detach().cpu().contiguous()
+            for name, adapter in self._adapters.items()
+            for side, parameter in (("A", adapter.lora_A), ("B", adapter.lora_B))
+        }
 
     def adapter_targets(self) -> Sequence[str]:
         return self._targets
 
     @property
     def unties_head(self) -> bool:
-        return bool(self._own_head)
+        return bool(self._second_names)
 
     def _file_layout(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Converts names and shapes to those of the model's own files."""
@@ -333,10 +374,8 @@ class Fsdp2Backend(TrainerBackend):
         return reverted
 
 
-def _whole(parameter: nn.Parameter) -> Tensor:
-    """Gathers a parameter as a plain tensor. All ranks call it together."""
-    tensor = parameter.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _sum_over_one_rank(value: Tensor) -> None:
+    """Of what every rank has whole."""
 
 
 BACKEND = Fsdp2Backend

@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from tandem.errors import InternalError, ServerError, TandemError
@@ -30,14 +29,19 @@ _NICENESS = 5
 """Of the thread that writes, so that it yields to training where cores are few."""
 
 
-class Snapshots:
-    """The snapshots of one rank. `group` is for them alone, since they are written while other
-    collectives go on; None for a single rank."""
+def snapshot_thread() -> ThreadPoolExecutor:
+    """Return the thread in which a rank writes its snapshots."""
+    return ThreadPoolExecutor(1, "snapshots", initializer=_yield_to_training)
 
-    def __init__(self, trainer: RankTrainer, *, group: dist.ProcessGroup | None) -> None:
+
+class Snapshots:
+    """The snapshots of one run, on one rank. They have a group of their own, since they are written
+    while other collectives go on; and one thread for all runs, so that every rank writes them in
+    the order in which they were announced."""
+
+    def __init__(self, trainer: RankTrainer, *, thread: ThreadPoolExecutor) -> None:
         self._trainer = trainer
-        self._group = group
-        self._thread = ThreadPoolExecutor(1, "snapshots", initializer=_yield_to_training)
+        self._thread = thread
         self._path = ""
         self._newest: Future[trainer_pb2.AwaitSnapshotReply] = Future()
         self._log = get_log()
@@ -98,7 +102,7 @@ class Snapshots:
         began = time.perf_counter()
         partial = training_state.partial_path(path)
         try:
-            training_state.write_shards(state, partial, group=self._group)
+            training_state.write_shards(state, partial, group=self._trainer.snapshot_group)
             if self._trainer.control.rank:
                 return trainer_pb2.AwaitSnapshotReply()
             record = training_state.commit(record, path)

@@ -117,6 +117,11 @@ class CudaMemory:
         torch.cuda.empty_cache()
 
 
+def memory_of(device: str) -> DeviceMemory:
+    """That of the device of a backend."""
+    return CudaMemory() if device == "cuda" else HostMemory()
+
+
 @dataclass
 class _Moved:
     """Storages that are empty, with their sizes, and the file that has their contents, if it is not
@@ -163,7 +168,7 @@ class Offload:
             if not isinstance(backend, SleepingBackend):
                 name = type(backend).__name__
                 raise IllegalTransition(f"the trainer backend {name} does not know how to sleep")
-        memory = self._memory = self._memory or self._memory_of_device()
+        memory = self._memory = self._memory or memory_of(self._backends()[0].device)
         if spill_folder or not memory.is_host:
             _make_own(self._tensors())
         storages = self._choose(enough_bytes)
@@ -214,9 +219,6 @@ class Offload:
         return reply
 
     # --- What moves ------------------------------------------------------------------------
-
-    def _memory_of_device(self) -> DeviceMemory:
-        return CudaMemory() if self._backends()[0].device == "cuda" else HostMemory()
 
     def _tensors(self) -> list[Tensor]:
         """In the order in which they go. Those of a shared model come once for each backend."""

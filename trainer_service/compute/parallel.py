@@ -27,9 +27,8 @@ class ParallelMicroBatches:
     while other processes compute.
     """
 
-    def __init__(self, backend: ParallelBackend, *, count: int, threads: int) -> None:
+    def __init__(self, *, count: int, threads: int) -> None:
         self.count = count
-        self._backend = backend
         self._pool = ThreadPoolExecutor(
             count,
             thread_name_prefix="micro-batches",
@@ -37,13 +36,15 @@ class ParallelMicroBatches:
             initargs=(threads,),
         )
 
-    def compute(self, shares: Sequence[Callable[[Keep], Result]]) -> list[Result]:
+    def compute(
+        self, backend: ParallelBackend, shares: Sequence[Callable[[Keep], Result]]
+    ) -> list[Result]:
         """Runs each of `shares` with gradients of its own. Returns the results in order.
 
-        The gradients are then added to the model's in that order too, so that the sum does not
+        The gradients are then added to the backend's in that order too, so that the sum does not
         depend on which thread was quicker. Raises the first error once all threads have ended.
         """
-        held = [_SeparateGradients(self._backend.gradients) for _ in shares]
+        held = [_SeparateGradients(backend.gradients) for _ in shares]
         futures = [
             self._pool.submit(share, mine.add) for share, mine in zip(shares, held, strict=True)
         ]
@@ -51,7 +52,7 @@ class ParallelMicroBatches:
             future.exception()
         results = [future.result() for future in futures]
         for mine in held:
-            self._backend.accumulate(mine.total)
+            backend.accumulate(mine.total)
         return results
 
 

@@ -160,7 +160,7 @@ def _parallel(
     count = min(settings.parallel_micro_batches or 2, threads)
     if count < 2 or not isinstance(backend, ParallelBackend) or not backend.threadsafe:
         return None
-    return ParallelMicroBatches(backend, count=count, threads=threads // count)
+    return ParallelMicroBatches(count=count, threads=threads // count)
 
 
 def _wait_for_all(store: dist.Store, stage: str, *, rank: int, size: int) -> None:

@@ -24,7 +24,9 @@ from numpy.typing import NDArray
 from tandem.errors import OutOfMemory
 from tandem.telemetry import get_log
 from tandem.v1 import trainer_pb2
+from tandem.worker import TrainingSpec
 from trainer_service.backends.base import (
+    ParallelBackend,
     TrainerBackend,
     UndoingBackend,
 )
@@ -55,7 +57,8 @@ if TYPE_CHECKING:
 
 
 class Op(enum.IntEnum):
-    """What rank 0 announces. `HEARTBEAT` does nothing but keep idle ranks from timing out."""
+    """What rank 0 announces, each of one run. `HEARTBEAT` does nothing but keep idle ranks from
+    timing out."""
 
     HEARTBEAT = 0
     FORWARD_BACKWARD = 1
@@ -67,6 +70,8 @@ class Op(enum.IntEnum):
     SNAPSHOT = 7
     SLEEP = 8
     WAKE = 9
+    ADD_RUN = 10
+    REMOVE_RUN = 11
 
 
 _SIZE = struct.Struct("<q")
@@ -80,20 +85,24 @@ class ControlGroup:
     """Carries operations from rank 0 to the other ranks, and their results back.
 
     `group` is a gloo group beside the one that computes, or None for a single rank, which sends
-    nothing. Every wait ends with the group's timeout.
+    nothing. Every wait ends with the group's timeout. Each run has a `ControlGroup` with its number
+    in the process, which tells the ranks whose operation it is.
     """
 
-    def __init__(self, *, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, *, rank: int, size: int, group: dist.ProcessGroup | None, run: int = 0
+    ) -> None:
         self.rank = rank
         self.size = size
         self.group = group
+        self.run = run
 
     def broadcast(self, op: Op, message: Message | None = None) -> None:
         """Sends an operation from rank 0 to all others, and its request if it has one."""
         if self.group is None:
             return
         payload = b"" if message is None else message.SerializeToString()
-        dist.broadcast(torch.tensor([op, len(payload)]), src=0, group=self.group)
+        dist.broadcast(torch.tensor([op, self.run, len(payload)]), src=0, group=self.group)
         if payload:
             dist.broadcast(_buffer(payload), src=0, group=self.group)
 
@@ -101,16 +110,16 @@ class ControlGroup:
         """Restarts the other ranks' timeout while rank 0 is idle; raises if one has died."""
         self.broadcast(Op.HEARTBEAT)
 
-    def receive(self) -> tuple[Op, bytes]:
-        """Waits for the next operation of rank 0."""
-        header = torch.zeros(2, dtype=torch.int64)
+    def receive(self) -> tuple[Op, int, bytes]:
+        """Waits for the next operation of rank 0; returns it, the run's number and the request."""
+        header = torch.zeros(3, dtype=torch.int64)
         dist.broadcast(header, src=0, group=self.group)
-        op, size = header.tolist()
+        op, run, size = header.tolist()
         if not size:
-            return Op(op), b""
+            return Op(op), run, b""
         payload = torch.empty(size, dtype=torch.uint8)
         dist.broadcast(payload, src=0, group=self.group)
-        return Op(op), payload.numpy().tobytes()
+        return Op(op), run, payload.numpy().tobytes()
 
     def gather_known(self, payload: bytes, *, sizes: list[int]) -> list[bytes]:
         """Gathers payloads whose `sizes` (bytes, by rank) all ranks know. Rank 0 gets all of
@@ -197,7 +206,7 @@ class ShareResult:
 
 
 class RankTrainer:
-    """One rank. `step` counts the optimizer steps applied, alike on every rank.
+    """One rank, for one run. `step` counts the optimizer steps applied, alike on every rank.
     `micro_batch_tokens` is the plan: how many tokens a micro-batch may have, padding included. It
     becomes smaller when memory runs out. `snapshot_group` joins the threads that write snapshots;
     None for a single rank."""
@@ -220,8 +229,23 @@ class RankTrainer:
         self.progress = Progress()
         self.base = BaseModelFiles(name=model_name or model_path.name, path=model_path)
         self._parallel = parallel
+        self._first_plan = micro_batch_tokens
         # On a CPU the activations of more tokens than this fall out of the cache.
         self.micro_batch_tokens = micro_batch_tokens or (2048 if backend.device == "cpu" else 16384)
+
+    def share(self, training: TrainingSpec, *, run: int) -> RankTrainer:
+        """Returns the trainer of another run upon the same model, with the number `run`. Raises as
+        `TrainerBackend.share`."""
+        mine = self.control
+        return RankTrainer(
+            backend=self.backend.share(training),
+            control=ControlGroup(rank=mine.rank, size=mine.size, group=mine.group, run=run),
+            micro_batch_tokens=self._first_plan,
+            model_path=self.base.path,
+            model_name=self.base.name,
+            parallel=self._parallel,
+            snapshot_group=self.snapshot_group,
+        )
 
     def forward_backward(self, batch: Batch, *, plan: int = 0) -> Computed | None:
         """Computes this rank's share and adds its gradients. Rank 0 gets the result of the
@@ -283,8 +307,10 @@ class RankTrainer:
             share=sum(int(batch.lengths[list(part)].sum()) for share in mine for part in share),
         )
         if self._parallel:
+            assert isinstance(self.backend, ParallelBackend)
             results = self._parallel.compute(
-                [functools.partial(self._compute, batch, share) for share in plan]
+                self.backend,
+                [functools.partial(self._compute, batch, share) for share in plan],
             )
         else:
             results = self._compute_on_ranks(batch, plan)
@@ -309,6 +335,7 @@ class RankTrainer:
 
     def optim_step(self, settings: StepSettings) -> dict[str, float]:
         """Applies one step. Raises `GradientsNotFinite` on all ranks alike."""
+        self.backend.sum_gradients()
         metrics = self.backend.optimizer.step(settings)
         self.step += 1
         return metrics

@@ -4,6 +4,9 @@ A frozen linear layer W [out, in] gets A [r, in] and B [out, r], and computes
 y = W x + b + alpha / r · B A x. A is drawn as PEFT does (uniform within ±1/√in) and B is zero, so
 that a new adapter changes nothing.
 
+Several runs can adapt one model. Its layers compute with the adapters of the run that is active,
+and one that this run does not adapt is the plain layer.
+
 On disk (huggingface/peft, docs: checkpoint format), `adapter_config.json` lies beside
 `adapter_model.safetensors`, whose keys are `base_model.model.{module}.lora_A.weight` [r, in] and
 `….lora_B.weight` [out, r].
@@ -14,8 +17,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,30 +76,66 @@ _EITHER = frozenset({"dense", "out_proj", "c_proj"})
 """The last layer of an attention in some models, of an MLP in others."""
 
 
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """One layer's A [r, in] and B [out, r], in float32, and alpha / r."""
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    scale: float
+
+    @classmethod
+    def of(
+        cls,
+        layer: nn.Linear | LoraLinear,
+        *,
+        rank: int,
+        scale: float,
+        seed: int,
+        device: torch.device | str = "cpu",
+    ) -> Adapter:
+        """Return a new one, drawn from the seed."""
+        a = torch.empty(rank, layer.in_features, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(seed)
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+        b = torch.zeros(layer.out_features, rank, dtype=torch.float32)
+        return cls(nn.Parameter(a.to(device)), nn.Parameter(b.to(device)), scale)
+
+
+@dataclass
+class ActiveAdapters:
+    """The adapters that a model computes with, by module name: those of the run that the operation
+    under way is of."""
+
+    by_module: Mapping[str, Adapter] = field(default_factory=dict)
+
+
 class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
-    """A linear layer with the frozen parameters of another and an adapter.
+    """A linear layer with the frozen parameters of another and the active adapter, if there is one.
 
     The parameters keep their names, and a tied weight stays tied: the adapter is added to the
-    layer's output.
+    layer's output. Adapters are no part of the module: they come and go with their runs.
     """
 
-    def __init__(self, layer: nn.Linear, *, rank: int, scale: float, seed: int) -> None:
+    def __init__(self, layer: nn.Linear, *, name: str, active: ActiveAdapters) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.scale = scale
         self.weight = layer.weight
         self.register_parameter("bias", layer.bias)
-        made = torch.empty(rank, layer.in_features, dtype=torch.float32)
-        generator = torch.Generator().manual_seed(seed)
-        nn.init.kaiming_uniform_(made, a=math.sqrt(5), generator=generator)
-        self.lora_A = nn.Parameter(made)
-        self.lora_B = nn.Parameter(torch.zeros(layer.out_features, rank, dtype=torch.float32))
+        self._name = name
+        self._active = active
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, in] → […, out]."""
         y = functional.linear(x, self.weight, self.bias)
-        low = functional.linear(x, self.lora_A)
-        added = torch.addmm(y.flatten(0, -2), low.flatten(0, -2), self.lora_B.t(), alpha=self.scale)
+        adapter = self._active.by_module.get(self._name)
+        if adapter is None:
+            return y
+        a, b = adapter.lora_A, adapter.lora_B
+        if a.dtype != y.dtype:
+            a, b = a.to(y.dtype), b.to(y.dtype)
+        low = functional.linear(x, a)
+        added = torch.addmm(y.flatten(0, -2), low.flatten(0, -2), b.t(), alpha=adapter.scale)
         return added.view_as(y)
 
 
@@ -105,7 +144,7 @@ def merged(weight: Tensor, *, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
 
 
-def chosen_layers(model: nn.Module, spec: LoraSpec) -> dict[str, nn.Linear]:
+def chosen_layers(model: nn.Module, spec: LoraSpec) -> dict[str, nn.Linear | LoraLinear]:
     """The layers that `spec` selects, by module name, in the model's order.
 
     Attention and MLP layers are those of the transformer blocks; mixture-of-experts layers
@@ -132,12 +171,12 @@ def chosen_layers(model: nn.Module, spec: LoraSpec) -> dict[str, nn.Linear]:
     return chosen
 
 
-def _matching(model: nn.Module, spec: LoraSpec) -> Iterator[tuple[str, nn.Linear]]:
+def _matching(model: nn.Module, spec: LoraSpec) -> Iterator[tuple[str, nn.Linear | LoraLinear]]:
     names = {module: name for name, module in model.named_modules()}
     blocks = tuple(f"{names[block]}." for block in find_blocks(model))
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear | LoraLinear):
             continue
         if module is head:
             wanted = spec.unembedding
@@ -169,24 +208,32 @@ def _kind(name: str) -> str:
     return "attention" if leaf in _ATTENTION else "mlp" if leaf in _MLP else ""
 
 
-def add_adapters(model: nn.Module, spec: LoraSpec) -> dict[str, LoraLinear]:
-    """Freezes the model and adds adapters to the selected layers. Returns them by module name.
+def freeze(model: nn.Module, active: ActiveAdapters) -> None:
+    """Freezes the model, and lets every layer that can have an adapter compute with the active
+    one."""
+    model.requires_grad_(False)
+    for name, layer in list(_matching(model, LoraSpec())):
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, LoraLinear(layer, name=name, active=active))
+
+
+def new_adapters(
+    model: nn.Module, spec: LoraSpec, *, device: torch.device | str
+) -> dict[str, Adapter]:
+    """Returns new adapters for the selected layers, by module name. Raises `UnsuitableLora`.
 
     Each A is drawn from the seed and the layer's name alone.
     """
-    chosen = chosen_layers(model, spec)
-    model.requires_grad_(False)
-    adapted: dict[str, LoraLinear] = {}
-    for name, layer in chosen.items():
-        parent, _, leaf = name.rpartition(".")
-        adapted[name] = LoraLinear(
+    return {
+        name: Adapter.of(
             layer,
             rank=spec.rank,
             scale=spec.alpha / spec.rank,
             seed=_seed_of(name, seed=spec.seed),
+            device=device,
         )
-        setattr(model.get_submodule(parent), leaf, adapted[name])
-    return adapted
+        for name, layer in chosen_layers(model, spec).items()
+    }
 
 
 def _seed_of(name: str, *, seed: int) -> int:

@@ -163,8 +163,7 @@ def _global_norm(gradients: list[Tensor], sum_over_ranks: Callable[[Tensor], Non
 
 
 def outer_parameters(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters of embeddings and of the output head, including a LoRA adapter on
-    the head.
+    """Names of the parameters of embeddings and of the output head.
 
     Muon treats a matrix as a map between two spaces of features; a row of an embedding or of
     the head belongs to one token, and is an entry of a table (Jordan et al., "Muon", 2024).

@@ -1,10 +1,11 @@
 """The trainer as a process: gRPC on rank 0, operations in order, and the other ranks' processes.
 
-A call passes `servicer.py`, which admits it, puts it into the order of the run and queues it for
-the engine thread, and `operations.py`, which checks it, announces it to the other ranks and makes
-the reply. `rank_processes.py` starts and watches the other ranks and is their program;
+A call passes `servicer.py`, which admits it, puts it into the order of its run and queues it for
+the engine thread; `hosted_runs.py`, which has the runs of the process; and `operations.py`, which
+checks it, announces it to the other ranks and makes the reply. `rank_processes.py` starts and
+watches the other ranks and is their program;
 `trainer_service/__main__.py` is that of rank 0.
 
 To add an operation: a method of the servicer and of `Operations`, an `Op`, and a branch in
-`follow` for what the other ranks do.
+`Follower` for what the other ranks do.
 """

@@ -19,7 +19,7 @@ def import_libraries() -> None:
 
     import trainer_service.backends.fsdp2
     import trainer_service.compute.process_group
-    import trainer_service.service.operations  # noqa: F401
+    import trainer_service.service.hosted_runs  # noqa: F401
 
     gc.freeze()
     gc.enable()

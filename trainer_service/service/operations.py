@@ -1,4 +1,4 @@
-"""What each operation does: on rank 0 (`Operations`) and on the other ranks (`follow`).
+"""What each operation of a run does: on rank 0 (`Operations`) and on the others (`Follower`).
 
 Rank 0 finds a user's mistake before it announces the operation, so that a refused operation
 leaves no trace except that the gradients held are no longer what the client meant.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +35,7 @@ from trainer_service.checkpoints.publish import (
     publish,
     published_by,
 )
-from trainer_service.checkpoints.snapshots import Snapshots
+from trainer_service.checkpoints.snapshots import Snapshots, snapshot_thread
 from trainer_service.checkpoints.training_state import CheckpointRecord
 from trainer_service.compute.trainer import Op, RankTrainer
 from trainer_service.optimizers import step_settings
@@ -68,34 +69,36 @@ class HeldBatches:
 
 
 class Operations:
-    """The operations of rank 0. The engine thread calls them one after the other.
+    """A run's operations on rank 0. The engine thread calls them one after the other.
 
     `_held` tells of the batches whose gradients there are, if there are any, `_refused` why they
     are incomplete, if they are: a step drops them then, and a load forgets both. `_published` names
     the newest weight version, `_changed` the newest step or load: the weights are those after it.
     """
 
-    def __init__(self, trainer: RankTrainer) -> None:
-        self._trainer = trainer
-        self.snapshots = Snapshots(trainer, group=trainer.snapshot_group)
-        self.switching = Switching(trainer.control, lambda: [trainer.backend])
-        self.ranks = trainer.control.size
+    def __init__(
+        self,
+        trainer: RankTrainer,
+        *,
+        thread: ThreadPoolExecutor | None = None,
+        switching: Switching | None = None,
+    ) -> None:
+        """`thread` writes the snapshots of several runs, and `switching` moves their state."""
+        self.trainer = trainer
+        self.snapshots = Snapshots(trainer, thread=thread or snapshot_thread())
+        self.switching = switching or Switching(trainer.control, lambda: [trainer.backend])
         self.progress = trainer.progress
         self._held: HeldBatches | None = None
         self._refused = ""
         self._published = ""
         self._changed = common_pb2.OperationHeader()
 
-    def heartbeat(self) -> None:
-        """Keeps the other ranks from timing out between operations."""
-        self._trainer.control.heartbeat()
-
     def note_refused(self, reason: str) -> None:
         """Note why a forward_backward never came here, unless `reason` is empty."""
         self._refused = reason or self._refused
 
-    def describe(self, *, last_seq_id: int) -> trainer_pb2.DescribeTrainerReply:
-        trainer = self._trainer
+    def describe(self) -> trainer_pb2.DescribeTrainerReply:
+        trainer = self.trainer
         facts = trainer.backend.facts
         return trainer_pb2.DescribeTrainerReply(
             architecture=facts.architecture,
@@ -105,7 +108,6 @@ class Operations:
             ranks=trainer.control.size,
             dtype=trainer.backend.dtype,
             device=trainer.backend.device,
-            last_seq_id=last_seq_id,
             step=trainer.step,
             trainable_parameters=facts.trainable_parameters,
             micro_batch_tokens=trainer.micro_batch_tokens,
@@ -116,12 +118,12 @@ class Operations:
         """Tells the other ranks of an operation, before which the servicer has seen to it that
         they are awake."""
         assert not self.switching.asleep, f"{op.name} while the trainer is asleep"
-        self._trainer.control.broadcast(op, message)
+        self.trainer.control.broadcast(op, message)
 
     def forward_backward(
         self, request: trainer_pb2.ForwardBackwardRequest
     ) -> trainer_pb2.ForwardBackwardReply:
-        trainer, began = self._trainer, time.perf_counter()
+        trainer, began = self.trainer, time.perf_counter()
         forward_only = False
         try:
             message = parse(request.payload)
@@ -154,13 +156,13 @@ class Operations:
     def _plan(self, batch: Batch, request: trainer_pb2.ForwardBackwardRequest) -> int:
         """Return the tokens of a micro-batch for a request. Raises `OutOfMemory` if so many as
         can be had are known to be too many."""
-        plan = request.micro_batch_tokens or self._trainer.micro_batch_tokens
+        plan = request.micro_batch_tokens or self.trainer.micro_batch_tokens
         if not request.out_of_memory_at:
             return plan
-        return min(plan, self._trainer.plan_after(batch, tokens=request.out_of_memory_at))
+        return min(plan, self.trainer.plan_after(batch, tokens=request.out_of_memory_at))
 
     def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepReply:
-        trainer, began = self._trainer, time.perf_counter()
+        trainer, began = self.trainer, time.perf_counter()
         try:
             settings = step_settings(request, optimizer=trainer.backend.training.optimizer)
             if refused := self._refused:
@@ -197,7 +199,7 @@ class Operations:
         )
 
     def publish(self, request: trainer_pb2.PublishRequest) -> trainer_pb2.PublishReply:
-        trainer, began = self._trainer, time.perf_counter()
+        trainer, began = self.trainer, time.perf_counter()
         version = VersionRequest.from_message(request, step=trainer.step)
         try:
             manifest = published_by(version)
@@ -224,7 +226,7 @@ class Operations:
     def save_checkpoint(
         self, request: trainer_pb2.SaveCheckpointRequest
     ) -> trainer_pb2.SaveCheckpointReply:
-        trainer, began = self._trainer, time.perf_counter()
+        trainer, began = self.trainer, time.perf_counter()
         try:
             record = training_state.saved_by(request)
             if record is None:
@@ -250,11 +252,11 @@ class Operations:
             self._load(Path(request.path), optimizer=request.optimizer)
         except TandemError as error:
             return trainer_pb2.LoadCheckpointReply(
-                failure=error.to_failure(), step=self._trainer.step
+                failure=error.to_failure(), step=self.trainer.step
             )
         self._changed = request.header
         return trainer_pb2.LoadCheckpointReply(
-            step=self._trainer.step, seconds=time.perf_counter() - began
+            step=self.trainer.step, seconds=time.perf_counter() - began
         )
 
     def take_snapshot(self, request: trainer_pb2.TakeSnapshotRequest) -> None:
@@ -267,7 +269,7 @@ class Operations:
     def restore(self, request: trainer_pb2.RestoreRequest) -> trainer_pb2.RestoreReply:
         """Loads a snapshot, if one is named, and goes on with its plan if that is smaller. Replayed
         versions are not published again, so that the newest is told."""
-        began, trainer = time.perf_counter(), self._trainer
+        began, trainer = time.perf_counter(), self.trainer
         if request.path:
             try:
                 record = self._load(Path(request.path), optimizer=True)
@@ -280,7 +282,7 @@ class Operations:
         return trainer_pb2.RestoreReply(step=trainer.step, seconds=time.perf_counter() - began)
 
     def _load(self, path: Path, *, optimizer: bool) -> CheckpointRecord:
-        trainer = self._trainer
+        trainer = self.trainer
         record = training_state.check(path, trainer, optimizer=optimizer)
         request = trainer_pb2.LoadCheckpointRequest(path=str(path), optimizer=optimizer)
         self._announce(Op.LOAD_CHECKPOINT, request)
@@ -290,32 +292,28 @@ class Operations:
 
     def _drop_gradients(self) -> None:
         self._announce(Op.DROP_GRADIENTS)
-        self._trainer.drop_gradients()
+        self.trainer.drop_gradients()
         self._held, self._refused = None, ""
 
 
-def follow(trainer: RankTrainer) -> None:
-    """Applies what rank 0 announces, which has checked it, until the process is killed."""
-    snapshots = Snapshots(trainer, group=trainer.snapshot_group)
-    switching = Switching(trainer.control, lambda: [trainer.backend])
-    while True:
-        op, payload = trainer.control.receive()
+class Follower:
+    """A run's operations on a rank other than 0, which has checked them."""
+
+    def __init__(self, trainer: RankTrainer, *, thread: ThreadPoolExecutor) -> None:
+        self.trainer = trainer
+        self._snapshots = Snapshots(trainer, thread=thread)
+
+    def apply(self, op: Op, payload: bytes) -> None:
+        trainer = self.trainer
         if op == Op.FORWARD_BACKWARD:
             request = trainer_pb2.ForwardBackwardRequest.FromString(payload)
             batch = _read_batch(parse(request.payload), request, trainer)
             trainer.forward_backward(batch, plan=request.micro_batch_tokens)
         elif op == Op.OPTIM_STEP:
-            step = trainer_pb2.OptimStepRequest.FromString(payload)
-            try:
-                trainer.optim_step(
-                    step_settings(step, optimizer=trainer.backend.training.optimizer)
-                )
-            except GradientsNotFinite:
-                continue  # raised on all ranks alike; rank 0 tells the client
-            snapshots.take(step.snapshot, step.header)
+            self._optim_step(trainer_pb2.OptimStepRequest.FromString(payload))
         elif op == Op.SNAPSHOT:
             taken = trainer_pb2.TakeSnapshotRequest.FromString(payload)
-            snapshots.take(taken.path, taken.header)
+            self._snapshots.take(taken.path, taken.header)
         elif op == Op.DROP_GRADIENTS:
             trainer.drop_gradients()
         elif op == Op.PUBLISH:
@@ -326,8 +324,14 @@ def follow(trainer: RankTrainer) -> None:
         elif op == Op.LOAD_CHECKPOINT:
             load = trainer_pb2.LoadCheckpointRequest.FromString(payload)
             training_state.load(Path(load.path), trainer, optimizer=load.optimizer)
-        elif op in (Op.SLEEP, Op.WAKE):
-            switching.follow(op, payload)
+
+    def _optim_step(self, step: trainer_pb2.OptimStepRequest) -> None:
+        trainer = self.trainer
+        try:
+            trainer.optim_step(step_settings(step, optimizer=trainer.backend.training.optimizer))
+        except GradientsNotFinite:
+            return  # raised on all ranks alike; rank 0 tells the client
+        self._snapshots.take(step.snapshot, step.header)
 
 
 def _read_batch(

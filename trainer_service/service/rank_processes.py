@@ -197,13 +197,13 @@ def main() -> None:
             confine(parse_device(arguments.device))
         import_libraries()  # while rank 0 does the same
         from trainer_service.compute.process_group import Assignment, join
-        from trainer_service.service.operations import follow
+        from trainer_service.service.hosted_runs import FollowedRuns
 
         line = sys.stdin.buffer.readline()
         if not line:
             os._exit(1)
         hold_lifeline()
-        follow(join(Assignment.model_validate_json(line)))
+        FollowedRuns(join(Assignment.model_validate_json(line))).follow()
     except BaseException as error:  # noqa: BLE001 - whatever it is, the process ends
         os.write(report_fd, _report_of(error).model_dump_json().encode())
         traceback.print_exc()

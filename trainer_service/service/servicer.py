@@ -1,7 +1,8 @@
 """The gRPC servicer of rank 0: admits calls, puts them in order and answers each once.
 
-Operations enter the engine thread in the order of the run's journal. The thread applies them one
-after the other and alone touches torch, so that the asyncio side stays free to answer.
+Operations enter the engine thread in the order of their run's journal, and those of several runs as
+they come. The thread applies them one after the other and alone touches torch, so that the asyncio
+side stays free to answer.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
 from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
 
 if TYPE_CHECKING:
+    from trainer_service.service.hosted_runs import HostedRuns
     from trainer_service.service.operations import Operations
     from trainer_service.service.switching import Switching
 
@@ -104,30 +106,30 @@ class EngineThread:
     def __init__(
         self,
         *,
-        start: Callable[[], Operations],
+        start: Callable[[], HostedRuns],
         heartbeat: float,
         on_broken: Callable[[BaseException], None],
     ) -> None:
         self._start = start
         self._heartbeat = heartbeat
         self._on_broken = on_broken
-        self._jobs: queue.SimpleQueue[Callable[[Operations], None]] = queue.SimpleQueue()
-        self.started: Future[Operations] = Future()
+        self._jobs: queue.SimpleQueue[Callable[[HostedRuns], None]] = queue.SimpleQueue()
+        self.started: Future[HostedRuns] = Future()
         # A daemon: it may hang in a collective when the process is to end.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def run(self) -> None:
         self._thread.start()
 
-    def submit(self, job: Callable[[Operations], T]) -> Future[T]:
+    def submit(self, job: Callable[[HostedRuns], T]) -> Future[T]:
         """Queues a job. Its future gets the result, or the error that broke the group."""
         future: Future[T] = Future()
 
-        def carry_out(operations: Operations) -> None:
+        def carry_out(runs: HostedRuns) -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                result = job(operations)
+                result = job(runs)
             except BaseException as error:
                 future.set_exception(error)
                 raise
@@ -138,26 +140,30 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            operations = self._start()
+            runs = self._start()
         except BaseException as error:  # noqa: BLE001 (passed on by the future)
             self.started.set_exception(error)
             return
-        self.started.set_result(operations)
-        idle_limit = self._heartbeat if operations.ranks > 1 else None
+        self.started.set_result(runs)
+        idle_limit = self._heartbeat if runs.ranks > 1 else None
         try:
             while True:
                 try:
                     job = self._jobs.get(timeout=idle_limit)
                 except queue.Empty:
-                    operations.heartbeat()
+                    runs.heartbeat()
                 else:
-                    job(operations)
+                    job(runs)
         except BaseException as error:  # noqa: BLE001 (any error breaks the group)
             self._on_broken(error)
 
 
+class RunRemoved(Exception):
+    """The run that an operation is of was removed before its turn came."""
+
+
 class OperationSequence:
-    """Admits operations in journal order, each once.
+    """Admits the operations of a run in journal order, each once.
 
     `queued` is the newest operation handed to the engine thread, `applied` the newest that has
     ended. The last `keep` results are remembered, so that a repeated operation is answered and
@@ -169,6 +175,7 @@ class OperationSequence:
         self._results: OrderedDict[int, Reply] = OrderedDict()
         self._running: dict[int, asyncio.Task[Reply]] = {}
         self._turn = asyncio.Condition()
+        self._closed = False
         self.queued = 0
         self.applied = 0
 
@@ -187,16 +194,23 @@ class OperationSequence:
     async def wait_for_turn(self, *, previous: int, timeout: float) -> None:
         """Returns once the operation before has been handed to the engine thread.
 
-        Raises `TimeoutError` if it does not come in time.
+        Raises `TimeoutError` if it does not come in time, and `RunRemoved`.
         """
-        if self.queued >= previous:
-            return
-        async with asyncio.timeout(timeout), self._turn:
-            await self._turn.wait_for(lambda: self.queued >= previous)
+        if self.queued < previous:
+            async with asyncio.timeout(timeout), self._turn:
+                await self._turn.wait_for(lambda: self._closed or self.queued >= previous)
+        if self._closed:
+            raise RunRemoved
 
     async def enter(self, seq_id: int) -> None:
         """Notes that the operation was handed over. No await may come between the two."""
         self.queued = max(self.queued, seq_id)
+        async with self._turn:
+            self._turn.notify_all()
+
+    async def close(self) -> None:
+        """Let no further operation have its turn."""
+        self._closed = True
         async with self._turn:
             self._turn.notify_all()
 
@@ -218,13 +232,14 @@ class OperationSequence:
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     """Answers every call with ABORTED and the sentence of `broken` once that is set, since the
-    process group is then of no use; with RESOURCE_EXHAUSTED if it ran out of memory. Callers are
-    authenticated before (`tandem/worker_server.py`)."""
+    process group is then of no use; with RESOURCE_EXHAUSTED if it ran out of memory at an operation
+    of the call's run. Callers are authenticated before (`tandem/worker_server.py`)."""
 
     def __init__(
         self,
         *,
         engine: EngineThread,
+        run_id: str,
         operation_timeout: float,
         metrics: TrainerMetrics,
         log: Log,
@@ -236,24 +251,60 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         self._metrics = metrics
         self._log = log
         self._broken = broken
-        self._sequence = OperationSequence(keep=KEPT_RESULTS)
+        self._sequences = {run_id: OperationSequence(keep=KEPT_RESULTS)}
+        self._changing = asyncio.Lock()  # which runs there are
+        self._at_work = run_id
         self._fence = fence
         self._switches = 0
+
+    async def AddRun(
+        self, request: trainer_pb2.AddRunRequest, context: Context
+    ) -> trainer_pb2.AddRunReply:
+        await self._fence.check(context)
+        async with self._changing:
+            job = self._engine.submit(lambda runs: runs.add(request))
+            reply = await self._or_broken(asyncio.wrap_future(job), context)
+            if not reply.HasField("failure"):
+                sequence = self._sequences.setdefault(
+                    request.run_id, OperationSequence(keep=KEPT_RESULTS)
+                )
+                reply.about.last_seq_id = sequence.applied
+                self._log.info("run_added", run_id=request.run_id, runs=len(self._sequences))
+        return reply
+
+    async def RemoveRun(
+        self, request: trainer_pb2.RemoveRunRequest, context: Context
+    ) -> trainer_pb2.RemoveRunReply:
+        async with self._changing:
+            if list(self._sequences) == [request.run_id]:
+                await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, "it is the last run")
+            if (sequence := self._sequences.pop(request.run_id, None)) is not None:
+                await sequence.close()
+            # The engine thread is through with the run's operations when it comes to this.
+            job = self._engine.submit(lambda runs: runs.remove(request.run_id))
+            await self._or_broken(asyncio.wrap_future(job), context)
+        self._log.info("run_removed", run_id=request.run_id, runs=len(self._sequences))
+        return trainer_pb2.RemoveRunReply()
 
     async def Describe(
         self, request: trainer_pb2.DescribeTrainerRequest, context: Context
     ) -> trainer_pb2.DescribeTrainerReply:
-        applied = self._sequence.applied
-        job = self._engine.submit(lambda operations: operations.describe(last_seq_id=applied))
-        return await self._or_broken(asyncio.wrap_future(job), context)
+        if request.run_id:
+            await self._sequence(request.run_id, context)
+        job = self._engine.submit(lambda runs: runs.describe(request.run_id))
+        about = await self._or_broken(asyncio.wrap_future(job), context)
+        if request.run_id:
+            about.last_seq_id = (await self._sequence(request.run_id, context)).applied
+        return about
 
     async def Progress(
         self, request: trainer_pb2.ProgressRequest, context: Context
     ) -> trainer_pb2.ProgressReply:
+        await self._sequence(request.run_id, context)
         started = self._engine.started
         if not started.done() or started.exception() is not None:
             return trainer_pb2.ProgressReply()
-        return started.result().progress.read()
+        return started.result().find(request.run_id).progress.read()
 
     async def ForwardBackward(
         self, request: trainer_pb2.ForwardBackwardRequest, context: Context
@@ -309,29 +360,35 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         self, request: trainer_pb2.AwaitSnapshotRequest, context: Context
     ) -> trainer_pb2.AwaitSnapshotReply:
         # Not by the engine thread, which may be at operations that were sent since.
-        written = self._engine.started.result().snapshots.result(request.path)
+        await self._sequence(request.run_id, context)
+        runs = self._engine.started.result()
+        written = runs.find(request.run_id).snapshots.result(request.path)
         # Who gives up waiting does not cancel what others may wait for.
         return await self._or_broken(asyncio.wrap_future(written), context)
 
     async def TakeSnapshot(
         self, request: trainer_pb2.TakeSnapshotRequest, context: Context
     ) -> trainer_pb2.AwaitSnapshotReply:
+        await self._sequence(request.run_id, context)
         await self._fence.check(context)
-        job = self._engine.submit(lambda operations: operations.take_snapshot(request))
+        job = self._engine.submit(
+            lambda runs: runs.take_turn(request.run_id).take_snapshot(request)
+        )
         await self._or_broken(asyncio.wrap_future(job), context)
         return await self.AwaitSnapshot(
-            trainer_pb2.AwaitSnapshotRequest(path=request.path), context
+            trainer_pb2.AwaitSnapshotRequest(path=request.path, run_id=request.run_id), context
         )
 
     async def Restore(
         self, request: trainer_pb2.RestoreRequest, context: Context
     ) -> trainer_pb2.RestoreReply:
+        sequence = await self._sequence(request.run_id, context)
         await self._fence.check(context)
-        await self._refuse_unless_idle(context)
-        job = self._engine.submit(lambda operations: operations.restore(request))
+        await self._refuse_unless_idle(context, sequence)
+        job = self._engine.submit(lambda runs: runs.take_turn(request.run_id).restore(request))
         reply = await self._or_broken(asyncio.wrap_future(job), context)
         if not reply.HasField("failure"):
-            await self._sequence.restored(request.seq_id)
+            await sequence.restored(request.seq_id)
         return reply
 
     async def Sleep(
@@ -348,7 +405,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         self, context: Context, move: Callable[[Switching], common_pb2.SwitchReply]
     ) -> common_pb2.SwitchReply:
         await self._fence.admit(context)
-        await self._refuse_unless_idle(context)
+        await self._refuse_unless_idle(context, *self._sequences.values())
         self._switches += 1
         self._fence.asleep = True  # for as long as it moves, too
         # A task of its own: a caller that gives up does not keep the fence from what comes of it.
@@ -357,8 +414,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def _moved(
         self, move: Callable[[Switching], common_pb2.SwitchReply]
     ) -> common_pb2.SwitchReply:
-        def carry_out(operations: Operations) -> tuple[common_pb2.SwitchReply, bool]:
-            return move(operations.switching), operations.switching.asleep
+        def carry_out(runs: HostedRuns) -> tuple[common_pb2.SwitchReply, bool]:
+            return move(runs.switching), runs.switching.asleep
 
         reply, asleep = await asyncio.wrap_future(self._engine.submit(carry_out))
         self._switches -= 1
@@ -371,8 +428,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         )
         return reply
 
-    async def _refuse_unless_idle(self, context: Context) -> None:
-        if not self._sequence.idle:
+    async def _refuse_unless_idle(self, context: Context, *sequences: OperationSequence) -> None:
+        if not all(sequence.idle for sequence in sequences):
             await _abort(context, grpc.StatusCode.FAILED_PRECONDITION, "operations are under way")
 
     async def _answer(
@@ -386,22 +443,24 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         the devices: what was applied, or has begun, is answered whatever has become of the
         lease."""
         header = request.header
-        reply: Reply | None = self._sequence.result(header.seq_id)
+        sequence = await self._sequence(header.run_id, context)
+        reply: Reply | None = sequence.result(header.seq_id)
         if reply is None:
-            task = self._sequence.running(header.seq_id)
+            task = sequence.running(header.seq_id)
             if task is None:
-                if header.seq_id <= self._sequence.queued:
+                if header.seq_id <= sequence.queued:
                     await _abort(
                         context,
                         grpc.StatusCode.FAILED_PRECONDITION,
                         f"operation {header.seq_id} was applied already and its result is no "
-                        f"longer kept; the newest is {self._sequence.queued}",
+                        f"longer kept; the newest is {sequence.queued}",
                     )
                 await self._fence.check(context)
                 # A task of its own: a caller that gives up does not undo what the journal holds.
-                task = asyncio.create_task(self._in_order(header, reply_type.DESCRIPTOR.name, job))
-                self._sequence.begin(header.seq_id, task)
-            reply = await self._or_broken(task, context)
+                kind = reply_type.DESCRIPTOR.name.removesuffix("Reply")
+                task = asyncio.create_task(self._in_order(sequence, header, kind, job))
+                sequence.begin(header.seq_id, task)
+            reply = await self._or_broken(task, context, run_id=header.run_id)
         if not isinstance(reply, reply_type):
             await _abort(
                 context,
@@ -410,7 +469,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             )
         return reply
 
-    async def _or_broken(self, task: asyncio.Future[T], context: Context) -> T:
+    async def _sequence(self, run_id: str, context: Context) -> OperationSequence:
+        if (sequence := self._sequences.get(run_id)) is None:
+            await _abort_unknown(context, run_id)
+        return sequence
+
+    async def _or_broken(self, task: asyncio.Future[T], context: Context, *, run_id: str = "") -> T:
         """The task's result. Aborts the call when its deadline has passed, if it has one, or when
         the process group breaks. How long an operation may take is the caller's to decide, who
         knows what was sent before it."""
@@ -419,24 +483,29 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             return task.result()
         if task.done() and isinstance(task.exception(), TimeoutError):
             await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, str(task.exception()))
+        if task.done() and isinstance(task.exception(), RunRemoved):
+            await _abort_unknown(context, run_id)
         if task.done() and not self._broken.done():
             # The operation broke the group; the rank to blame will be known in a moment.
             await first_of(self._broken, timeout=5)
         if self._broken.done():
-            await _abort_broken(context, self._broken.result())
+            await self._abort_broken(context, run_id)
         if task.done():
             await _abort(context, grpc.StatusCode.INTERNAL, f"rank 0 failed: {task.exception()}")
         await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, "the operation took too long")
 
     async def _in_order(
-        self, header: common_pb2.OperationHeader, reply_name: str, job: Callable[[Operations], R]
+        self,
+        sequence: OperationSequence,
+        header: common_pb2.OperationHeader,
+        kind: str,
+        job: Callable[[Operations], R],
     ) -> Reply:
         """Waits for the operation before this one, applies it and remembers the result."""
-        kind = reply_name.removesuffix("Reply")
         self._metrics.waiting.inc()
         try:
             try:
-                await self._sequence.wait_for_turn(
+                await sequence.wait_for_turn(
                     previous=header.previous_seq_id, timeout=self._operation_timeout
                 )
             except TimeoutError:
@@ -444,14 +513,35 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
                     f"operation {header.seq_id} waited {self._operation_timeout:g} s for "
                     f"operation {header.previous_seq_id}, which did not come"
                 ) from None
-            future = self._engine.submit(lambda operations: _apply(job, header, operations))
-            await self._sequence.enter(header.seq_id)
+            future = self._engine.submit(lambda runs: self._apply(job, header, runs))
+            await sequence.enter(header.seq_id)
             reply, seconds = await asyncio.wrap_future(future)
         finally:
             self._metrics.waiting.dec()
-        self._sequence.ended(header.seq_id, reply)
+        sequence.ended(header.seq_id, reply)
         self._record(header, kind, reply, seconds)
         return reply
+
+    def _apply(
+        self, job: Callable[[Operations], R], header: common_pb2.OperationHeader, runs: HostedRuns
+    ) -> tuple[R, float]:
+        """Returns the reply, and how many seconds it took. The engine thread calls it."""
+        began = time.perf_counter()
+        self._at_work = header.run_id
+        operations = runs.take_turn(header.run_id)
+        operations.note_refused(header.gradients_incomplete)
+        operations.progress.begin(header.seq_id)
+        try:
+            return job(operations), time.perf_counter() - began
+        finally:
+            operations.progress.end()
+
+    async def _abort_broken(self, context: Context, run_id: str) -> NoReturn:
+        error = self._broken.result()
+        if isinstance(error, OutOfMemory) and run_id == self._at_work:
+            context.set_trailing_metadata(((OUT_OF_MEMORY_METADATA_KEY, str(error.tokens)),))
+            await _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
+        await _abort(context, grpc.StatusCode.ABORTED, error.message)
 
     def _record(
         self, header: common_pb2.OperationHeader, kind: str, reply: Reply, seconds: float
@@ -490,26 +580,10 @@ async def first_of(*awaitables: Awaitable[object], timeout: float | None = None)
     await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _apply(
-    job: Callable[[Operations], R], header: common_pb2.OperationHeader, operations: Operations
-) -> tuple[R, float]:
-    """Returns the reply, and how many seconds it took."""
-    began = time.perf_counter()
-    operations.note_refused(header.gradients_incomplete)
-    operations.progress.begin(header.seq_id)
-    try:
-        return job(operations), time.perf_counter() - began
-    finally:
-        operations.progress.end()
-
-
 async def _abort(context: Context, code: grpc.StatusCode, sentence: str) -> NoReturn:
     await context.abort(code, sentence)
     raise AssertionError("abort raises")
 
 
-async def _abort_broken(context: Context, error: TandemError) -> NoReturn:
-    if isinstance(error, OutOfMemory):
-        context.set_trailing_metadata(((OUT_OF_MEMORY_METADATA_KEY, str(error.tokens)),))
-        await _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
-    await _abort(context, grpc.StatusCode.ABORTED, error.message)
+async def _abort_unknown(context: Context, run_id: str) -> NoReturn:
+    await _abort(context, grpc.StatusCode.NOT_FOUND, f"this trainer does not host the run {run_id}")

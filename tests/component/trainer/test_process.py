@@ -207,11 +207,7 @@ def test_a_repeated_operation_is_answered_and_not_applied_again(one):
 
 
 def test_progress_is_told_during_a_long_operation_and_of_no_other(two):
-    def progress() -> trainer_pb2.ProgressReply:
-        return two.stub.Progress(
-            trainer_pb2.ProgressRequest(), metadata=two.metadata, timeout=CALL_SECONDS
-        )
-
+    progress = two.progress
     assert progress() == trainer_pb2.ProgressReply()
     data = mixed_data(1500)
     with ThreadPoolExecutor(1) as pool:

@@ -161,7 +161,7 @@ def test_nothing_that_needs_the_devices_runs_without_the_lease(two, tmp_path):
             two.seq_id = before
     # What needs none is answered: its facts, how far it is, what became of a snapshot.
     assert not two.describe().asleep
-    two.stub.Progress(trainer_pb2.ProgressRequest(), metadata=two.metadata, timeout=CALL_SECONDS)
+    assert two.progress() == trainer_pb2.ProgressReply()
     assert two.await_snapshot("unknown").HasField("failure")
     two.wait_until_serving()
     two.hold(lease + 1)

@@ -55,7 +55,7 @@ class OneAtATime:
 
 async def serve(seconds: dict[int, float]) -> dict[int, Any]:
     """Give a run one operation of each of `seconds`; return the outcomes."""
-    client: Any = TrainerClient(WORKER, timeout=LIMIT, window=4)
+    client: Any = TrainerClient(WORKER, run_id="r", timeout=LIMIT, window=4)
     trainer = OneAtATime(seconds, trainer_pb2.OptimStepReply(step=1))
     client.stub.OptimStep = trainer
     client.stub.Progress = OneAtATime(defaultdict(float), trainer_pb2.ProgressReply())

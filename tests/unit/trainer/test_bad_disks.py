@@ -68,7 +68,7 @@ def check(operations: Operations, path: Path) -> None:
     if (path / "manifest.json").exists():
         open_version(path, name=f"{RUN}/{path.name}")
     else:
-        training_state.check(path, operations._trainer, optimizer=True)
+        training_state.check(path, operations.trainer, optimizer=True)
 
 
 writes = pytest.mark.parametrize("write", [publish, save, snapshot])
@@ -121,7 +121,7 @@ def test_a_checkpoint_is_loaded_by_a_host_that_looked_too_early_and_with_files_t
     assert save(operations, path) == ""
     with disk.at("reader"):
         assert not path.exists()
-        training_state.check(path, operations._trainer, optimizer=True)
+        training_state.check(path, operations.trainer, optimizer=True)
         assert not load(operations, path).HasField("failure")
     for strike in disk.strikes(Fault.STALE):
         with strike:

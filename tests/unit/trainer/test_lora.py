@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +16,19 @@ from tests.support.local_trainer import (
     SPEC,
     data_of,
     forward_backward,
+    gradients,
     logprobs,
     make,
     model_of,
+    parameters_of,
     step,
     train,
     weights,
 )
 from tests.support.tiny_model import ARCHITECTURES
 from trainer_service.lora.adapters import (
+    ActiveAdapters,
+    Adapter,
     LoraLinear,
     chosen_layers,
     kinds_without_layers,
@@ -41,6 +46,18 @@ def adapters(operations) -> dict[str, torch.Tensor]:
     return {name: t for name, t in weights(operations).items() if ".lora_" in name}
 
 
+def adapted(layer: nn.Linear, *, rank: int, scale: float) -> tuple[LoraLinear, Adapter]:
+    """The layer with an adapter, which is active."""
+    adapter = Adapter.of(layer, rank=rank, scale=scale, seed=3)
+    if layer.weight.dtype == torch.float64:
+        adapter = replace(
+            adapter,
+            lora_A=nn.Parameter(adapter.lora_A.detach().double()),
+            lora_B=nn.Parameter(adapter.lora_B.detach().double()),
+        )
+    return LoraLinear(layer, name="it", active=ActiveAdapters({"it": adapter})), adapter
+
+
 # --- What is computed ------------------------------------------------------------------------
 
 
@@ -54,11 +71,13 @@ def test_a_new_adapter_gives_exactly_the_logprobs_of_the_base_model(models, arch
 def test_the_gradient_of_a_layer_is_that_of_the_dense_computation():
     torch.manual_seed(0)
     layer = nn.Linear(7, 5).double()
-    lora = LoraLinear(layer, rank=3, scale=0.75, seed=1).double()
+    lora, adapter = adapted(layer, rank=3, scale=0.75)
     with torch.no_grad():
-        lora.lora_B.normal_()
+        adapter.lora_B.normal_()
     x = torch.randn(2, 4, 7, dtype=torch.float64, requires_grad=True)
-    dense_a, dense_b = (p.detach().clone().requires_grad_() for p in (lora.lora_A, lora.lora_B))
+    dense_a, dense_b = (
+        p.detach().clone().requires_grad_() for p in (adapter.lora_A, adapter.lora_B)
+    )
     dense_x = x.detach().clone().requires_grad_()
     expected = dense_x @ (layer.weight + 0.75 * dense_b @ dense_a).T + layer.bias
     computed = lora(x)
@@ -66,8 +85,8 @@ def test_the_gradient_of_a_layer_is_that_of_the_dense_computation():
     pull = torch.randn_like(computed)
     computed.backward(pull)
     expected.backward(pull)
-    torch.testing.assert_close(lora.lora_A.grad, dense_a.grad)
-    torch.testing.assert_close(lora.lora_B.grad, dense_b.grad)
+    torch.testing.assert_close(adapter.lora_A.grad, dense_a.grad)
+    torch.testing.assert_close(adapter.lora_B.grad, dense_b.grad)
     torch.testing.assert_close(x.grad, dense_x.grad)
 
 
@@ -76,11 +95,11 @@ def test_the_gradient_of_the_loss_is_the_finite_difference(models):
     train(trainer, 2)  # B is not zero any more
     data = data_of(9)
     forward_backward(trainer, data)
-    held = {n: p.grad.clone() for n, p in model_of(trainer).named_parameters() if ".lora_" in n}
+    held = gradients(trainer.trainer)
     for side in ("q_proj.lora_A", "down_proj.lora_B", "lm_head.lora_A", "lm_head.lora_B"):
         name = next(name for name in held if name.endswith(side))
         direction = held[name] / held[name].norm()
-        parameter = model_of(trainer).get_parameter(name)
+        parameter = parameters_of(trainer.trainer)[name]
         losses = []
         for sign in (1, -1):
             with torch.no_grad():
@@ -98,23 +117,22 @@ def test_an_adapter_computes_what_the_merged_weights_compute(models):
         trainer = make(models[architecture])
         train(trainer, 3)
         expected = logprobs(trainer, data_of(8))
-        for layer in model_of(trainer).modules():
-            if isinstance(layer, LoraLinear):
-                whole = merged(
-                    layer.weight, a=layer.lora_A, b=layer.lora_B, scale=layer.scale
-                ).detach()
-                layer.weight = nn.Parameter(whole, requires_grad=False)
-                nn.init.zeros_(layer.lora_B)
+        for name, adapter in trainer.trainer.backend._adapters.items():
+            layer = model_of(trainer).get_submodule(name)
+            a, b = adapter.lora_A.detach(), adapter.lora_B.detach()
+            whole = merged(layer.weight, a=a, b=b, scale=adapter.scale)
+            layer.weight = nn.Parameter(whole, requires_grad=False)
+            nn.init.zeros_(adapter.lora_B)
         np.testing.assert_allclose(logprobs(trainer, data_of(8)), expected, atol=1e-5)
 
 
 def test_alpha_and_rank_scale_the_update():
     for rank, alpha in ((4, 32.0), (8, 32.0), (4, 8.0)):
         layer = nn.Linear(16, 16, bias=False)
-        lora = LoraLinear(layer, rank=rank, scale=alpha / rank, seed=0)
-        nn.init.ones_(lora.lora_B)
+        lora, adapter = adapted(layer, rank=rank, scale=alpha / rank)
+        nn.init.ones_(adapter.lora_B)
         x = torch.ones(1, 16)
-        expected = alpha / rank * lora.lora_A.sum()
+        expected = alpha / rank * adapter.lora_A.sum()
         torch.testing.assert_close(lora(x) - layer(x), expected.expand(1, 16), rtol=1e-4, atol=1e-5)
 
 
@@ -126,8 +144,7 @@ def test_frozen_weights_never_change_and_have_no_gradients(models, parallel):
     trainer = make(models["qwen3"], parallel=parallel)
     before = weights(trainer)
     forward_backward(trainer, data_of())
-    with_gradients = {n for n, p in model_of(trainer).named_parameters() if p.grad is not None}
-    assert with_gradients == set(adapters(trainer))
+    assert set(gradients(trainer.trainer)) == set(adapters(trainer))
     step(trainer)
     train(trainer, 2)
     for name, tensor in weights(trainer).items():
@@ -144,16 +161,16 @@ def test_two_threads_train_as_one_does(models):
 def test_clipping_counts_the_trainable_gradients_alone(models):
     trainer = make(models["qwen3"])
     forward_backward(trainer, data_of())
-    gradients = [p.grad for p in model_of(trainer).parameters() if p.grad is not None]
-    expected = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+    norms = [gradient.norm() for gradient in gradients(trainer.trainer).values()]
+    expected = torch.stack(norms).norm().item()
     assert step(trainer, clip=1e-3)["grad_norm"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_is_trained_is_told(models):
-    full = make(models["qwen3"], None).describe(last_seq_id=0)
+    full = make(models["qwen3"], None).describe()
     assert full.trainable_parameters == full.parameters
     trainer = make(models["qwen3"])
-    lora = trainer.describe(last_seq_id=0)
+    lora = trainer.describe()
     assert lora.parameters == full.parameters
     assert lora.trainable_parameters == sum(t.numel() for t in adapters(trainer).values())
 
@@ -217,11 +234,11 @@ def test_a_comes_from_the_seed_by_the_layers_name(models):
 
 
 def test_a_is_uniform_within_the_root_of_the_inputs():
-    lora = LoraLinear(nn.Linear(400, 300), rank=100, scale=1.0, seed=3)
-    drawn = lora.lora_A.detach()
+    _, adapter = adapted(nn.Linear(400, 300), rank=100, scale=1.0)
+    drawn = adapter.lora_A.detach()
     assert float(drawn.abs().max()) <= 400**-0.5
     assert float(drawn.std()) == pytest.approx(400**-0.5 / 3**0.5, rel=0.02)
-    assert not lora.lora_B.any()
+    assert not adapter.lora_B.any()
 
 
 def test_no_random_number_is_drawn_while_training(models):

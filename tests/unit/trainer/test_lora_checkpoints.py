@@ -34,7 +34,7 @@ def other(tmp_path_factory) -> Path:
 
 
 def moments(operations) -> dict[str, torch.Tensor]:
-    state = operations._trainer.backend.optimizer.state(create=False)
+    state = operations.trainer.backend.optimizer.state(create=False)
     return {name: tensor.clone() for name, tensor in state.items()}
 
 

@@ -63,7 +63,7 @@ def step(operations: Operations, optimizer: str = "adamw", *, snapshot: str = ""
 
 
 def live(operations: Operations) -> list[torch.Tensor]:
-    state = operations._trainer.backend.live_state()
+    state = operations.trainer.backend.live_state()
     return [*state.optimizer, *state.gradients, *state.parameters]
 
 
@@ -259,7 +259,7 @@ def test_state_is_spilled_to_a_file_and_comes_back_bit_by_bit(
     models, tmp_path, small_blocks, architecture, lora, optimizer, device
 ):
     operations = make(models[architecture], lora, optimizer=optimizer)
-    trainer = operations._trainer
+    trainer = operations.trainer
     forward_backward(operations, data_of(1))
     step(operations, optimizer)
     forward_backward(operations, data_of(2))
@@ -291,7 +291,7 @@ def test_a_disk_that_fails_leaves_the_trainer_awake_and_unharmed(
 ):
     operations = make(models["qwen3"], None)
     forward_backward(operations, data_of(1))
-    trainer = operations._trainer
+    trainer = operations.trainer
     offload = Offload(lambda: [trainer.backend])
     before = copies(operations)
 
@@ -348,7 +348,7 @@ def test_a_snapshot_that_is_still_written_is_of_the_state_before_the_sleep(
         write(*arguments, **more)
 
     operations = make(models["qwen3"], None)
-    trainer = operations._trainer
+    trainer = operations.trainer
     offload = Offload(lambda: [trainer.backend])
     path = tmp_path / "run" / "s1"
     monkeypatch.setattr(training_state, "write_shards", write_once_asleep)
@@ -371,7 +371,7 @@ def test_a_snapshot_that_is_still_written_is_of_the_state_before_the_sleep(
 def test_on_a_cpu_nothing_moves(models):
     operations = make(models["qwen3"], None)
     forward_backward(operations, data_of(1))
-    trainer = operations._trainer
+    trainer = operations.trainer
     offload = Offload(lambda: [trainer.backend])
     places = [tensor.data_ptr() for tensor in live(operations)]
     total = offload.describe().device_bytes
@@ -390,16 +390,16 @@ def test_a_sleeping_trainer_is_asked_for_nothing(models):
     operations = make(models["qwen3"], None)
     offload_of(operations)
     forward_backward(operations, data_of(1))
-    held = gradients(operations._trainer)
+    held = gradients(operations.trainer)
     operations.switching.sleep(common_pb2.SleepRequest())
-    assert operations.describe(last_seq_id=0).asleep
+    assert operations.describe().asleep
     with pytest.raises(AssertionError, match="while the trainer is asleep"):
         forward_backward(operations, data_of(2))
     with pytest.raises(AssertionError, match="while the trainer is asleep"):
         step(operations)
     operations.switching.wake()
-    assert not operations.describe(last_seq_id=0).asleep
-    again = gradients(operations._trainer)
+    assert not operations.describe().asleep
+    again = gradients(operations.trainer)
     assert held.keys() == again.keys()
     assert same(list(held.values()), list(again.values()))
 

@@ -33,10 +33,11 @@ def test_muon_has_the_hidden_matrices_and_adamw_the_rest(
 ) -> None:
     operations = lora.make(model, spec, optimizer="dimuon")
     train(operations, 0)
-    backend = operations._trainer.backend
+    backend = operations.trainer.backend
     state = backend.optimizer.state(create=False)
     kinds = {name.rpartition(".")[0]: name.rpartition(".")[2] for name in state}
-    trained = {n: p for n, p in lora.model_of(operations).named_parameters() if p.requires_grad}
+    named = lora.parameters_of(operations.trainer)
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     assert kinds.keys() == trained.keys()
     for name, parameter in trained.items():
         outer = "embed" in name or "lm_head" in name

@@ -57,7 +57,7 @@ def make(
         control=ControlGroup(rank=0, size=1, group=None),
         micro_batch_tokens=plan,
         model_path=path,
-        parallel=ParallelMicroBatches(backend, count=2, threads=1) if way == "parallel" else None,
+        parallel=ParallelMicroBatches(count=2, threads=1) if way == "parallel" else None,
     )
 
 
@@ -159,7 +159,7 @@ def test_a_sequence_that_is_too_long_is_refused_in_numbers_and_the_run_lives(mod
     )
     assert reply.out_of_memory_at == 12
     assert_same_gradients(trainer, expected)
-    assert operations.describe(last_seq_id=0).micro_batch_tokens == 2048, "shorter ones may be many"
+    assert operations.describe().micro_batch_tokens == 2048, "shorter ones may be many"
     refused = operations.optim_step(trainer_pb2.OptimStepRequest())
     assert refused.failure.type == "gradients_incomplete"
     assert not send(operations, sequences(4, 5)).HasField("failure")
@@ -194,7 +194,7 @@ def test_a_call_that_ended_a_trainer_is_computed_in_smaller_micro_batches_or_ref
     operations = Operations(trainer)
     reply = send(operations, sequences(8, 8, 8, 8), out_of_memory_at=32)
     assert reply.micro_batch_tokens == 16
-    assert operations.describe(last_seq_id=0).micro_batch_tokens == 16
+    assert operations.describe().micro_batch_tokens == 16
     before = trainer.progress
     reply = send(operations, sequences(8, 8), out_of_memory_at=8)
     assert (reply.failure.type, reply.out_of_memory_at) == ("out_of_memory", 8)
@@ -209,14 +209,14 @@ def test_a_trainer_that_is_restored_goes_on_with_the_smaller_plan(model, tmp_pat
     path = tmp_path / "snapshot"
     save(lost, path)
     restored.restore(trainer_pb2.RestoreRequest(path=str(path)))
-    assert restored.describe(last_seq_id=0).micro_batch_tokens == plan
+    assert restored.describe().micro_batch_tokens == plan
 
 
 def test_a_checkpoint_that_is_loaded_says_nothing_of_the_memory_here(model, tmp_path):
     saved, loading = Operations(make(model, plan=512)), Operations(make(model))
     save(saved, tmp_path / "checkpoint")
     assert not load(loading, tmp_path / "checkpoint", optimizer=False).HasField("failure")
-    assert loading.describe(last_seq_id=0).micro_batch_tokens == 2048
+    assert loading.describe().micro_batch_tokens == 2048
 
 
 def too_much(allocate) -> Exception:

@@ -82,9 +82,9 @@ def test_an_error_in_one_thread_is_raised_when_all_have_ended(model: Path) -> No
     def fail(_: object) -> None:
         raise MemoryError("too much")
 
-    threads = ParallelMicroBatches(make_rank(model).backend, count=2, threads=1)
+    threads = ParallelMicroBatches(count=2, threads=1)
     with pytest.raises(MemoryError, match="too much"):
-        threads.compute([fail, lambda _: ended.append(True)])
+        threads.compute(make_rank(model).backend, [fail, lambda _: ended.append(True)])
     assert ended == [True]
 
 

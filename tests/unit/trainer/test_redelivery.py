@@ -19,6 +19,7 @@ from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
+from tests.support.worker_process import RUN
 from trainer_service.service.servicer import KEPT_RESULTS, TrainerMetrics, TrainerServicer
 
 
@@ -55,8 +56,8 @@ class Operations:
 
     def note_refused(self, reason: str) -> None: ...
 
-    def describe(self, *, last_seq_id: int) -> trainer_pb2.DescribeTrainerReply:
-        return trainer_pb2.DescribeTrainerReply(last_seq_id=last_seq_id)
+    def describe(self) -> trainer_pb2.DescribeTrainerReply:
+        return trainer_pb2.DescribeTrainerReply()
 
     def restore(self, request: trainer_pb2.RestoreRequest) -> trainer_pb2.RestoreReply:
         if request.path == "damaged":
@@ -71,17 +72,37 @@ class Operations:
         return trainer_pb2.OptimStepReply(step=len(self.applied))
 
 
+class Runs:
+    """As `HostedRuns`."""
+
+    def __init__(self) -> None:
+        self.by_id = {RUN: Operations()}
+
+    def take_turn(self, run_id: str) -> Operations:
+        return self.by_id[run_id]
+
+    def describe(self, run_id: str) -> trainer_pb2.DescribeTrainerReply:
+        return trainer_pb2.DescribeTrainerReply(run_ids=self.by_id)
+
+    def add(self, request: trainer_pb2.AddRunRequest) -> trainer_pb2.AddRunReply:
+        self.by_id.setdefault(request.run_id, Operations())
+        return trainer_pb2.AddRunReply()
+
+    def remove(self, run_id: str) -> None:
+        self.by_id.pop(run_id, None)
+
+
 class Engine:
     """Applies each job when it gets it, or when `held` jobs are let go."""
 
     def __init__(self) -> None:
-        self.operations: Any = Operations()
+        self.runs: Any = Runs()
         self.holds = False
         self.held: list[Callable[[], None]] = []
 
     def submit(self, job: Callable[[Any], Any]) -> Future[Any]:
         future: Future[Any] = Future()
-        self.held.append(lambda: future.set_result(job(self.operations)))
+        self.held.append(lambda: future.set_result(job(self.runs)))
         if not self.holds:
             self.let_go()
         return future
@@ -98,6 +119,7 @@ class Trainer:
         self.broken: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
         self.servicer = TrainerServicer(
             engine=self.engine,
+            run_id=RUN,
             operation_timeout=operation_timeout,
             metrics=TrainerMetrics(CollectorRegistry()),
             log=get_log(),
@@ -107,21 +129,30 @@ class Trainer:
 
     @property
     def applied(self) -> list[int]:
-        return self.engine.operations.applied
+        return self.operations.applied
 
-    def step(self, seq_id: int, *, context: Any = None) -> asyncio.Task[trainer_pb2.OptimStepReply]:
-        header = common_pb2.OperationHeader(seq_id=seq_id, previous_seq_id=seq_id - 1)
+    @property
+    def operations(self) -> Operations:
+        return self.engine.runs.by_id[RUN]
+
+    def step(
+        self, seq_id: int, *, context: Any = None, run_id: str = RUN
+    ) -> asyncio.Task[trainer_pb2.OptimStepReply]:
+        header = common_pb2.OperationHeader(
+            run_id=run_id, seq_id=seq_id, previous_seq_id=seq_id - 1
+        )
         request = trainer_pb2.OptimStepRequest(header=header)
         return asyncio.create_task(self.servicer.OptimStep(request, context or Context()))
 
     async def restore(self, seq_id: int, path: str = "") -> trainer_pb2.RestoreReply:
         context: Any = Context()
-        request = trainer_pb2.RestoreRequest(path=path, seq_id=seq_id)
+        request = trainer_pb2.RestoreRequest(path=path, seq_id=seq_id, run_id=RUN)
         return await self.servicer.Restore(request, context)
 
     async def last_seq_id(self) -> int:
         context: Any = Context()
-        reply = await self.servicer.Describe(trainer_pb2.DescribeTrainerRequest(), context)
+        request = trainer_pb2.DescribeTrainerRequest(run_id=RUN)
+        reply = await self.servicer.Describe(request, context)
         return reply.last_seq_id
 
 
@@ -139,10 +170,10 @@ async def test_the_last_operation_and_an_older_one_are_answered_as_before(traine
 
 
 async def test_a_refused_operation_is_refused_again_and_not_tried_again(trainer):
-    trainer.engine.operations.refused.add(1)
+    trainer.operations.refused.add(1)
     refused = await trainer.step(1)
     assert refused.failure.type == "no_gradients"
-    trainer.engine.operations.refused.clear()  # it would succeed now
+    trainer.operations.refused.clear()  # it would succeed now
     assert await trainer.step(1) == refused
     assert trainer.applied == [1]
 
@@ -185,7 +216,7 @@ async def test_an_operation_whose_result_is_forgotten_is_refused_and_not_applied
 
 async def test_the_number_of_an_operation_of_another_kind_is_refused(trainer):
     await trainer.step(1)
-    header = common_pb2.OperationHeader(seq_id=1)
+    header = common_pb2.OperationHeader(run_id=RUN, seq_id=1)
     context: Any = Context()
     with pytest.raises(Aborted, match=r"one of another kind \(OptimStepReply\)") as caught:
         await trainer.servicer.Publish(trainer_pb2.PublishRequest(header=header), context)
@@ -275,3 +306,78 @@ async def test_every_call_hears_why_the_process_group_broke(trainer, error, code
             await call
         assert caught.value.code is code
         assert context.metadata == metadata
+
+
+# --- Several runs -----------------------------------------------------------------------------
+
+
+async def add(trainer: Trainer, run_id: str) -> None:
+    context: Any = Context()
+    await trainer.servicer.AddRun(trainer_pb2.AddRunRequest(run_id=run_id), context)
+
+
+async def remove(trainer: Trainer, run_id: str) -> None:
+    context: Any = Context()
+    await trainer.servicer.RemoveRun(trainer_pb2.RemoveRunRequest(run_id=run_id), context)
+
+
+async def test_each_run_has_an_order_and_results_of_its_own(trainer):
+    await add(trainer, "other")
+    await trainer.step(1)
+    first, second = trainer.step(2, run_id="other"), trainer.step(2)
+    assert (await second).step == 2, "an operation waits for those of its own run alone"
+    assert not first.done()
+    assert (await trainer.step(1, run_id="other")).step == 1
+    assert (await first).step == 2
+    await add(trainer, "other")  # delivered again
+    assert await trainer.step(2, run_id="other") == await first
+    assert trainer.applied == trainer.engine.runs.by_id["other"].applied == [1, 2]
+
+
+async def test_a_run_that_is_not_hosted_is_not_found(trainer):
+    with pytest.raises(Aborted, match="does not host the run other") as caught:
+        await trainer.step(1, run_id="other")
+    assert caught.value.code is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_run_is_removed_after_what_was_sent_and_before_what_waits(trainer):
+    await add(trainer, "other")
+    other = trainer.engine.runs.by_id["other"]
+    trainer.engine.holds = True
+    sent, waits = trainer.step(1, run_id="other"), trainer.step(3, run_id="other")
+    await asyncio.sleep(0)
+    removed = asyncio.create_task(remove(trainer, "other"))
+    await asyncio.sleep(0)
+    with pytest.raises(Aborted, match="does not host") as caught:
+        await trainer.step(2, run_id="other")
+    assert caught.value.code is grpc.StatusCode.NOT_FOUND
+    with pytest.raises(Aborted, match="does not host"):
+        await waits
+    trainer.engine.let_go()
+    await removed
+    assert (await sent).step == 1
+    assert other.applied == [1]
+    trainer.engine.holds = False
+    await remove(trainer, "other")  # delivered again
+    with pytest.raises(Aborted, match="it is the last run"):
+        await remove(trainer, RUN)
+    assert (await trainer.step(1)).step == 1
+
+
+async def test_memory_that_one_run_had_too_little_of_is_not_told_to_another(trainer):
+    await add(trainer, "other")
+    trainer.engine.holds = True
+    contexts = [Context(), Context()]
+    calls = [
+        trainer.step(1, context=contexts[0]),
+        trainer.step(1, context=contexts[1], run_id="other"),
+    ]
+    await asyncio.sleep(0)
+    trainer.broken.set_result(OutOfMemory("rank 1 failed", tokens=4096))
+    with pytest.raises(Aborted, match="rank 1 failed") as mine:
+        await calls[0]
+    with pytest.raises(Aborted, match="rank 1 failed") as theirs:
+        await calls[1]
+    assert mine.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert theirs.value.code is grpc.StatusCode.ABORTED
+    assert contexts[1].metadata == {}

@@ -1,0 +1,101 @@
+"""Several LoRA runs in one trainer process of one and of two ranks, over gRPC."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import grpc
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tandem.agent.worker_process import group_members
+from tandem.worker import LoraSpec, TrainingSpec
+from tests.support.local_trainer import data_of
+from tests.support.trainer_worker import TrainerClient, request, trainer_process
+from tests.support.worker_process import CALL_SECONDS, RUN, SESSION
+
+A = TrainingSpec(lora=LoraSpec(rank=4, seed=5))
+B = TrainingSpec(lora=LoraSpec(rank=2, seed=6, alpha=8, mlp=False))
+OTHER = f"{SESSION}:train:1"
+
+
+def train(client: TrainerClient, *numbers: int) -> None:
+    for number in numbers:
+        client.output(request(data_of(number)))
+        assert not client.optim_step(lr=1e-2).HasField("failure")
+
+
+def tensors(client: TrainerClient, folder, *, merged: bool = False) -> dict[str, np.ndarray]:
+    reply, path = client.publish(folder, merged=merged)
+    assert not reply.HasField("failure"), reply.failure
+    found: dict[str, np.ndarray] = {}
+    for file in path.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_runs_of_a_process_train_as_each_does_in_its_own(models, tmp_path, ranks):
+    model = models["qwen3"]
+    with trainer_process(model, tmp_path, training=A, ranks=ranks) as a:
+        train(a, 1)
+        b = a.of_run(OTHER)
+        with pytest.raises(grpc.RpcError, match="does not host") as caught:
+            b.optim_step()
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        b.seq_id = 0
+        assert b.add(TrainingSpec(lora=LoraSpec(rank=400))).failure.type == "unsuitable_lora"
+        about = b.add(B).about
+        assert list(about.run_ids) == [RUN, OTHER]
+        assert about.trainable_parameters < a.describe().trainable_parameters
+        b.output(request(data_of(5)))
+        a.output(request(data_of(2)))
+        snapshots = {client: str(tmp_path / client.run_id[-1]) for client in (a, b)}
+        for client, path in snapshots.items():
+            client.optim_step(lr=1e-2, snapshot=path)
+        for client, path in snapshots.items():
+            assert client.await_snapshot(path).seq_id == client.seq_id
+        train(b, 6)
+        found = tensors(a, tmp_path), tensors(b, tmp_path), tensors(b, tmp_path, merged=True)
+        a.remove()
+        assert list(b.describe().run_ids) == [OTHER]
+        with pytest.raises(grpc.RpcError, match="the last run"):
+            b.remove()
+        train(b, 7)
+        last = tensors(b, tmp_path)
+        again = a.of_run("again")  # in a process where the first run has come and gone
+        assert not again.add(A).HasField("failure")
+        assert again.restore(snapshots[a], seq_id=4).step == 2
+        assert_same(tensors(again, tmp_path), found[0])
+
+    with trainer_process(model, tmp_path, training=A, ranks=ranks) as own:
+        train(own, 1, 2)
+        assert_same(tensors(own, tmp_path), found[0])
+    with trainer_process(model, tmp_path, training=B, ranks=ranks) as own:
+        train(own, 5, 6)
+        assert_same(tensors(own, tmp_path), found[1])
+        assert_same(tensors(own, tmp_path, merged=True), found[2])
+        train(own, 7)
+        assert_same(tensors(own, tmp_path), last)
+
+
+def test_the_death_of_a_rank_is_that_of_every_run(models, tmp_path):
+    with trainer_process(models["qwen3"], tmp_path, training=A, ranks=2) as a:
+        b = a.of_run(OTHER)
+        b.add(B)
+        (rank_1,) = set(group_members(a.process.pid)) - {a.process.pid}
+        os.kill(rank_1, signal.SIGKILL)
+        for client in (a, b):
+            with pytest.raises(grpc.RpcError) as caught:
+                client.output(request(data_of(1)))
+            assert caught.value.code() in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE)
+        assert a.next_report().error == "rank 1 was killed by SIGKILL"
+        assert a.process.wait(timeout=CALL_SECONDS) == 1

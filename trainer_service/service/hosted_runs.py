@@ -1,0 +1,156 @@
+"""The runs that a trainer hosts: one, or several that train adapters on one base model.
+
+Each has its own `Operations`, and a number by which rank 0 tells the others whose operation it
+announces. The engine thread applies one operation at a time, of whichever run was first to ask for
+it, and before it makes that run's adapters those that the model computes with.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import NoReturn
+
+from tandem.errors import InvalidRequest, OutOfMemory, UserError
+from tandem.v1 import trainer_pb2
+from tandem.worker import TrainingSpec
+from trainer_service.backends.base import TrainerBackend
+from trainer_service.checkpoints.snapshots import snapshot_thread
+from trainer_service.compute.memory import ran_out_of_memory
+from trainer_service.compute.offload import memory_of
+from trainer_service.compute.trainer import Op, RankTrainer
+from trainer_service.service.operations import Follower, Operations
+from trainer_service.service.switching import Switching
+
+
+class HostedRuns:
+    """Those of rank 0, by their ids: at least one at any time."""
+
+    def __init__(self, first: RankTrainer, *, run_id: str) -> None:
+        self._control = first.control
+        self._thread = snapshot_thread()
+        self.switching = Switching(self._control, lambda: _backends(self._runs.values()))
+        self._runs = {run_id: self._operations(first)}
+        self._numbers = itertools.count(1)
+
+    def _operations(self, trainer: RankTrainer) -> Operations:
+        return Operations(trainer, thread=self._thread, switching=self.switching)
+
+    @property
+    def ranks(self) -> int:
+        return self._control.size
+
+    def heartbeat(self) -> None:
+        """Keeps the other ranks from timing out between operations."""
+        self._control.heartbeat()
+
+    def find(self, run_id: str) -> Operations:
+        """Return a run's operations, from any thread. Whoever calls one takes a turn instead."""
+        return self._runs[run_id]
+
+    def take_turn(self, run_id: str) -> Operations:
+        """Let the model compute with a run's adapters, and return the run's operations."""
+        operations = self._runs[run_id]
+        operations.trainer.backend.activate()
+        return operations
+
+    def describe(self, run_id: str) -> trainer_pb2.DescribeTrainerReply:
+        """Without a run: what is true of all."""
+        about = self._runs[run_id or next(iter(self._runs))].describe()
+        if not run_id:
+            for name in ("step", "trainable_parameters", "micro_batch_tokens"):
+                about.ClearField(name)
+        about.run_ids.extend(self._runs)
+        return about
+
+    def add(self, request: trainer_pb2.AddRunRequest) -> trainer_pb2.AddRunReply:
+        """Raises nothing that a request can cause: the other runs go on."""
+        training = TrainingSpec.model_validate_json(request.training)
+        try:
+            if request.run_id not in self._runs:
+                self._add(request, training)
+            elif self._runs[request.run_id].trainer.backend.training != training:
+                raise InvalidRequest(
+                    f"the trainer hosts {request.run_id} already, with other adapters"
+                )
+        except (UserError, OutOfMemory) as error:
+            return trainer_pb2.AddRunReply(failure=error.to_failure())
+        return trainer_pb2.AddRunReply(about=self.describe(request.run_id))
+
+    def _add(self, request: trainer_pb2.AddRunRequest, training: TrainingSpec) -> None:
+        sibling = next(iter(self._runs.values())).trainer
+        made = _share(sibling, training, number=next(self._numbers))  # it may refuse
+        made.control.broadcast(Op.ADD_RUN, request)
+        for reason in made.control.gather(b""):
+            if reason:
+                made.control.broadcast(Op.REMOVE_RUN)
+                raise OutOfMemory(reason.decode())
+        self._runs[request.run_id] = self._operations(made)
+
+    def remove(self, run_id: str) -> None:
+        """Free what a run holds. Nothing happens when it is not hosted."""
+        if (removed := self._runs.pop(run_id, None)) is None:
+            return
+        removed.trainer.control.broadcast(Op.REMOVE_RUN)
+        del removed
+        _free(next(iter(self._runs.values())).trainer)
+
+
+class FollowedRuns:
+    """Those of another rank, by their numbers."""
+
+    def __init__(self, first: RankTrainer) -> None:
+        self._control = first.control
+        self._thread = snapshot_thread()
+        self._switching = Switching(self._control, lambda: _backends(self._runs.values()))
+        self._runs = {0: Follower(first, thread=self._thread)}
+
+    def follow(self) -> NoReturn:
+        """Apply what rank 0 announces, until the process is killed."""
+        while True:
+            op, number, payload = self._control.receive()
+            if op == Op.ADD_RUN:
+                self._add(number, trainer_pb2.AddRunRequest.FromString(payload))
+            elif op == Op.REMOVE_RUN:
+                self._runs.pop(number, None)
+                _free(next(iter(self._runs.values())).trainer)
+            elif op in (Op.SLEEP, Op.WAKE):
+                self._switching.follow(op, payload)
+            elif op != Op.HEARTBEAT:
+                run = self._runs[number]
+                run.trainer.backend.activate()
+                run.apply(op, payload)
+
+    def _add(self, number: int, request: trainer_pb2.AddRunRequest) -> None:
+        """Rank 0 has checked it, so that only memory can be missing."""
+        sibling = next(iter(self._runs.values())).trainer
+        training = TrainingSpec.model_validate_json(request.training)
+        reason = ""
+        try:
+            made = _share(sibling, training, number=number)
+            self._runs[number] = Follower(made, thread=self._thread)
+        except OutOfMemory as error:
+            reason = f"rank {self._control.rank}: {error.message}"
+        self._control.gather(reason.encode())
+
+
+def _backends(runs: Iterable[Operations | Follower]) -> list[TrainerBackend]:
+    """Those of all runs, whose state sleeps and wakes together."""
+    return [run.trainer.backend for run in runs]
+
+
+def _share(sibling: RankTrainer, training: TrainingSpec, *, number: int) -> RankTrainer:
+    """Raises as `RankTrainer.share`, or `OutOfMemory`."""
+    try:
+        return sibling.share(training, run=number)
+    except Exception as error:
+        if not ran_out_of_memory(error):
+            raise
+        raise OutOfMemory(f"there is no memory for another run: {error}") from error
+
+
+def _free(other: RankTrainer) -> None:
+    """Give back the memory of a run that is gone. The model may still compute with its adapters,
+    and gets those of another one."""
+    other.backend.activate()
+    memory_of(other.backend.device).give_back()
