@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -161,9 +160,10 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         scheduler = (await self._engine(context)).scheduler
         await self._fence.admit(context)
         try:
-            return await self._switched("asleep", scheduler.sleep(_parse_level(request.level)))
+            switch = await asyncio.wrap_future(scheduler.sleep(_parse_level(request.level)))
         except TandemError as error:
             return common_pb2.SwitchReply(failure=error.to_failure())
+        return self._switched("asleep", switch, scheduler)
 
     async def Wake(
         self,
@@ -174,12 +174,12 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         await self._fence.admit(context)
         try:
             wanted = _parse_version(request.version) if request.HasField("version") else None
-            return await self._switched("awake", scheduler.wake(wanted))
+            switch = await asyncio.wrap_future(scheduler.wake(wanted))
         except TandemError as error:
             return common_pb2.SwitchReply(failure=error.to_failure())
+        return self._switched("awake", switch, scheduler)
 
-    async def _switched(self, event: str, future: Future[Switch]) -> common_pb2.SwitchReply:
-        switch = await asyncio.wrap_future(future)
+    def _switched(self, event: str, switch: Switch, scheduler: Scheduler) -> common_pb2.SwitchReply:
         self._log.info(
             event,
             device_bytes=switch.after.device,
@@ -191,6 +191,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             bytes_moved=switch.bytes_moved,
             device_bytes=switch.after.device,
             host_bytes=switch.after.host,
+            version=_version_message(scheduler.status.version),
         )
 
     async def _answer(

@@ -180,6 +180,7 @@ class SwitchReply(google.protobuf.message.Message):
     DEVICE_BYTES_FIELD_NUMBER: builtins.int
     HOST_BYTES_FIELD_NUMBER: builtins.int
     DISK_BYTES_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     seconds: builtins.float
     bytes_moved: builtins.int
     device_bytes: builtins.int
@@ -188,6 +189,12 @@ class SwitchReply(google.protobuf.message.Message):
     disk_bytes: builtins.int
     @property
     def failure(self) -> Global___Failure: ...
+    @property
+    def version(self) -> Global___WeightVersion:
+        """Of a sampler: what it serves. Another one than the wake named, if this could not be loaded; then
+        requests for it say why.
+        """
+
     def __init__(
         self,
         *,
@@ -197,8 +204,9 @@ class SwitchReply(google.protobuf.message.Message):
         device_bytes: builtins.int = ...,
         host_bytes: builtins.int = ...,
         disk_bytes: builtins.int = ...,
+        version: Global___WeightVersion | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["failure", b"failure"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes_moved", b"bytes_moved", "device_bytes", b"device_bytes", "disk_bytes", b"disk_bytes", "failure", b"failure", "host_bytes", b"host_bytes", "seconds", b"seconds"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["failure", b"failure", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes_moved", b"bytes_moved", "device_bytes", b"device_bytes", "disk_bytes", b"disk_bytes", "failure", b"failure", "host_bytes", b"host_bytes", "seconds", b"seconds", "version", b"version"]) -> None: ...
 
 Global___SwitchReply: typing_extensions.TypeAlias = SwitchReply

@@ -240,8 +240,11 @@ class SamplerClient(WorkerClient):
 
     def wake(self, version: common_pb2.WeightVersion | None = None) -> common_pb2.SwitchReply:
         """Wake it, with the next token."""
+        return self.send_wake(version).result()
+
+    def send_wake(self, version: common_pb2.WeightVersion | None = None) -> Any:
         self.lease(self.token + 1)
-        return self.stub.Wake(
+        return self.stub.Wake.future(
             common_pb2.WakeRequest(version=version), metadata=self.metadata, timeout=CALL_SECONDS
         )
 

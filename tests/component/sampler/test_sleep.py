@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tandem.agent.worker_process import group_members
 from tandem.fencing import FENCED_METADATA_KEY
 from tandem.v1 import sampler_pb2
 from tests.support.adapter_files import write_adapter_files, write_merged
@@ -128,8 +131,9 @@ def test_a_wake_with_a_newer_version_loads_it_once(
     client.assert_serves(client.base, model)
     before = loads(client)
     client.sleep(level)
-    assert not client.wake(version).HasField("failure")
-    assert client.describe().version.name == version.name
+    reply = client.wake(version)
+    assert not reply.HasField("failure")
+    assert reply.version.name == client.describe().version.name == version.name
     client.assert_serves(version, changed)
     assert loads(client) == before + 1
     client.assert_serves(client.base, model)
@@ -146,8 +150,9 @@ def test_a_wake_with_a_damaged_version_serves_the_one_before(
     file.write_bytes(content)
     client.assert_serves(client.base, model)
     client.sleep(level)
-    assert not client.wake(version).HasField("failure")
-    assert client.describe().version.name == client.base.name
+    reply = client.wake(version)
+    assert not reply.HasField("failure")
+    assert reply.version.name == client.describe().version.name == client.base.name
     assert client.refusal(client.request(PROMPT, version=version)).type == "load_failed"
     client.assert_serves(client.base, model)
 
@@ -199,3 +204,13 @@ def test_the_prefix_cache_is_empty_after_a_wake(client: SamplerClient, level: in
     client.wake()
     assert cached() == 0
     assert cached() > 0
+
+
+def test_a_sampler_that_is_killed_while_it_wakes_leaves_no_process(model: Path):
+    with sampler_process(model, lease=LEASE) as client:
+        client.sleep(2)
+        waking = client.send_wake()
+        os.kill(client.process.pid, signal.SIGKILL)
+        wait_until(lambda: not group_members(client.process.pid))
+        with pytest.raises(grpc.RpcError):
+            waking.result()
