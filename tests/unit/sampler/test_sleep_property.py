@@ -17,6 +17,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sampler_service.engine import EngineState, SleepLevel, StepOutput, WeightsTouched
+from sampler_service.lifecycle import Switch
 from sampler_service.weights.loader import WeightVersion
 from sampler_service.work import QueuedSwitch, Sampled, SubmissionQueue, Work
 from tandem.errors import LoadFailed, TandemError
@@ -62,6 +63,7 @@ class Sampler(RuleBasedStateMachine):
         adapters = [adapter(self.folder, number) for number in NUMBERS]
         self.versions = [BASE, NEW, OTHER, *adapters]
         self.futures: list[Future[object]] = []
+        self.sleeps: list[Future[Switch]] = []
         self.samples: dict[str, tuple[Future[Sampled], WeightVersion]] = {}
 
     def teardown(self) -> None:
@@ -78,10 +80,13 @@ class Sampler(RuleBasedStateMachine):
                 return
             was, loads = bench.scheduler.status.state, len(bench.loader.loads)
             dropped, refusals = not bench.engine.weights, self.errors_left
+            admitted = len(bench.engine.admitted)
+            sleep_due = was is EngineState.AWAKE and any(not sleep.done() for sleep in self.sleeps)
             try:
                 bench.scheduler.turn()
             except WouldBlock:
                 return
+            assert not sleep_due or len(bench.engine.admitted) == admitted
             if (was, bench.scheduler.status.state) == (EngineState.ASLEEP, EngineState.AWAKE):
                 loads, refusals = len(bench.loader.loads) - loads, refusals - self.errors_left
                 assert loads <= 1 + refusals
@@ -107,7 +112,8 @@ class Sampler(RuleBasedStateMachine):
 
     @rule(level=st.sampled_from(SleepLevel))
     def sleep(self, level: SleepLevel) -> None:
-        self.futures.append(self.bench.scheduler.sleep(level))
+        self.sleeps.append(self.bench.scheduler.sleep(level))
+        self.futures.append(self.sleeps[-1])
 
     @rule(version=st.none() | st.integers(0, 5))
     def wake(self, version: int | None) -> None:
