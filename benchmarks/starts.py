@@ -13,9 +13,10 @@ import os
 import signal
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -27,14 +28,14 @@ from benchmarks import record
 from benchmarks.recovery import batch
 from tandem.agent.launcher import ProcessLauncher
 from tandem.demo.tiny_model import write_tiny_model
-from tandem.settings import PoolSettings, SamplerSettings, TrainerSettings
+from tandem.settings import SamplerSettings, TrainerSettings
 from tandem.stack import Stack
 from tandem.worker import LoraSpec, TrainingSpec, WorkerKind, WorkerSpec
 
 KINDS: tuple[WorkerKind, WorkerKind] = ("trainer", "sampler")
 MODEL = "bench/model"
 _POLL_SECONDS = 0.05
-_BESIDE_SECONDS = 8.0
+_BESIDE_SECONDS = 1.0
 
 
 async def start(launcher: ProcessLauncher, spec: WorkerSpec) -> dict[str, float]:
@@ -103,19 +104,10 @@ def stack(
             yield running, service
 
 
-def idle_pids(running: Stack) -> dict[str, int]:
-    """Return the newest process of each kind that the agent has told to be idle."""
-    log = (running.data_dir / "logs" / "agent.log").read_text()
-    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
-    return {each["kind"]: each["pid"] for each in lines if each["event"] == "idle_process_ready"}
-
-
-def wait_until_idle(running: Stack, *, others: dict[str, int]) -> None:
-    """Return when there is an idle process of each kind that is not one of the others."""
-    while True:
-        found = idle_pids(running)
-        if len(found) == len(KINDS) and not set(found.values()) & set(others.values()):
-            return
+def wait_until_idle(running: Stack) -> None:
+    """Return when the agent has told of an idle process of each kind."""
+    log = running.data_dir / "logs" / "agent.log"
+    while log.read_text().count("idle_process_ready") < len(KINDS):
         time.sleep(_POLL_SECONDS)
 
 
@@ -126,11 +118,11 @@ def clients(work: Path, model: Path, *, rounds: int) -> list[dict[str, object]]:
         for pool in found:
             with stack(work / f"clients-{number}-{pool}", model, pool=pool) as (running, service):
                 if pool:
-                    wait_until_idle(running, others={})
+                    wait_until_idle(running)
                 began = time.perf_counter()
                 training = service.create_lora_training_client(MODEL).result()
                 created = time.perf_counter() - began
-                sampler = training.save_weights_and_get_sampling_client()
+                sampler = training.save_weights_and_get_sampling_client().result()
                 prompt = types.ModelInput.from_ints([1, 2, 3])
                 sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
                 found[pool].append((created, time.perf_counter() - began))
@@ -144,40 +136,65 @@ def clients(work: Path, model: Path, *, rounds: int) -> list[dict[str, object]]:
     ]
 
 
+@contextmanager
+def being_made(data_dir: Path) -> Iterator[None]:
+    """Let an agent's launcher make idle processes meanwhile, with the usual niceness."""
+    over = threading.Event()
+
+    async def make() -> None:
+        launcher = ProcessLauncher(data_dir=data_dir, pool=dict.fromkeys(KINDS, 8))
+        await asyncio.to_thread(over.wait)
+        await launcher.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(make()))
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def send_to_idle_processes(number: signal.Signals) -> None:
+    """Send a signal to all that this process has made and is making."""
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if "--spec-fd" in child.cmdline():
+                child.send_signal(number)
+
+
 def beside(work: Path, model: Path, *, rounds: int) -> list[dict[str, object]]:
-    """Measure the steps of a run while idle processes are made, and while there are some."""
+    """Measure the steps of a run while idle processes are made, and while they are stopped, in
+    turn: second by second, so that other load of the machine is in both."""
     data = batch()
-    rates: dict[str, list[float]] = {"while two are made": [], "while there are two": []}
-    lasted = []
-    with stack(work / "beside", model, pool=1) as (running, service):
+    rates: dict[str, list[float]] = {"alone": [], "while idle processes are made": []}
+    with stack(work / "beside", model, pool=0) as (_running, service):
         training = service.create_lora_training_client(MODEL).result()
 
-        def steps_per_second(*, others: dict[str, int], least: float) -> float:
-            """Measure until other idle processes are there, and for so many seconds at least."""
+        def steps_per_second() -> float:
             began, steps = time.perf_counter(), 0
-            while True:
+            while time.perf_counter() - began < _BESIDE_SECONDS:
                 training.forward_backward(data, "cross_entropy").result()
                 training.optim_step(types.AdamParams(learning_rate=1e-4)).result()
                 steps += 1
-                seconds = time.perf_counter() - began
-                there = set(idle_pids(running).values()) - set(others.values())
-                if seconds >= least and (not others or len(there) == len(KINDS)):
-                    return steps / seconds
+            return steps / (time.perf_counter() - began)
 
-        wait_until_idle(running, others={})
-        for _ in range(rounds):
-            rates["while there are two"].append(steps_per_second(others={}, least=_BESIDE_SECONDS))
-            killed = idle_pids(running)
-            for pid in killed.values():
-                os.kill(pid, signal.SIGKILL)
-            began = time.perf_counter()
-            rates["while two are made"].append(steps_per_second(others=killed, least=0))
-            lasted.append(round(time.perf_counter() - began, 1))
-    rows: list[dict[str, object]] = [
-        {"idle processes": what, "steps a second": [round(each, 1) for each in found]}
+        steps_per_second()
+        with being_made(work / "made"):
+            for _ in range(10 * rounds):
+                rates["while idle processes are made"].append(steps_per_second())
+                send_to_idle_processes(signal.SIGSTOP)
+                rates["alone"].append(steps_per_second())
+                send_to_idle_processes(signal.SIGCONT)
+    return [
+        {
+            "a run": what,
+            "steps a second, median": round(statistics.median(found), 2),
+            "mean": round(statistics.mean(found), 2),
+            "seconds": len(found),
+        }
         for what, found in rates.items()
     ]
-    return [{**rows[0], "made in, s": lasted, "nice": PoolSettings().nice}, rows[1]]
 
 
 def main() -> None:

@@ -231,6 +231,7 @@ class Pool:
             ready = await idle.answered(_PRELOAD_SECONDS)
         except BaseException:
             idle.kill()
+            await idle.gone()
             raise
         if not ready:
             idle.kill()
