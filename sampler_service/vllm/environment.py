@@ -39,6 +39,9 @@ _CPU = {
     # More OpenMP threads than one spin against each other inside one engine process. With two, a
     # sequence's logprobs also depend on its batch, so that a seed no longer repeats its samples.
     "OMP_NUM_THREADS": "1",
+    # Intel's OpenMP would give the engine's thread the cores back that the process had when it was
+    # loaded, which is before the process is confined to its worker's.
+    "KMP_AFFINITY": "disabled",
     # By default vLLM pins the whole process, our servicer included, to one core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # One small function would be compiled at the first token, for seconds.

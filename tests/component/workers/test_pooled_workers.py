@@ -27,6 +27,9 @@ def model(tmp_path_factory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", head_dim=32)
 
 
+CORE = max(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
+
+
 def spec(kind: WorkerKind, model: Path, worker_id: str) -> WorkerSpec:
     return WorkerSpec(
         worker_id=worker_id,
@@ -36,6 +39,7 @@ def spec(kind: WorkerKind, model: Path, worker_id: str) -> WorkerSpec:
         model_path=str(model),
         session_id=SESSION,
         run_id=RUN if kind == "trainer" else "",
+        devices=(f"cpu:{CORE}",) if sys.platform == "linux" else (),
         trainer=TrainerSettings(device="cpu", threads=1) if kind == "trainer" else None,
         sampler=(
             SamplerSettings(device="cpu", kv_cache_bytes=64 * 2**20) if kind == "sampler" else None
@@ -86,6 +90,15 @@ def text_of(path: Path) -> str:
     return path.read_text()
 
 
+def threads(pid: int) -> list[int]:
+    return [int(each.name) for each in Path(f"/proc/{pid}/task").iterdir()]
+
+
+def cores(pid: int) -> set[int]:
+    """Those that any thread of a process may run on."""
+    return set().union(*(os.sched_getaffinity(thread) for thread in threads(pid)))
+
+
 def niceness(pid: int) -> set[int]:
     """That of all threads of a process, and of its session where sessions have one."""
     process = Path(f"/proc/{pid}")
@@ -114,6 +127,7 @@ async def test_a_trainer_that_was_idle_computes_what_one_that_was_not_does(tmp_p
         assert '"event":"ready"' in pooled.log
         if sys.platform == "linux":
             assert niceness(pooled.pid) <= {os.getpriority(os.PRIO_PROCESS, 0), 0}
+            assert cores(pooled.pid) == {CORE}
 
 
 async def test_an_engine_that_was_idle_samples_from_its_model(tmp_path, model):
@@ -129,3 +143,4 @@ async def test_an_engine_that_was_idle_samples_from_its_model(tmp_path, model):
         assert '"event":"ready"' in pooled.log
         if sys.platform == "linux":
             assert niceness(pooled.pid) <= {os.getpriority(os.PRIO_PROCESS, 0), 0}
+            assert cores(pooled.pid) == {CORE}
