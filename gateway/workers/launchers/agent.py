@@ -29,6 +29,7 @@ from tandem.worker import (
 
 _CONNECT_SECONDS = 10.0
 _RETRY_SECONDS = 0.1
+_BEYOND_START = 60.0
 _OPTIONS = [
     *GRPC_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -57,7 +58,7 @@ class AgentLauncher:
 
     The agent is that of the data directory. It may start after the gateway, and once more while
     the gateway runs: its workers have ended then, which the watchers are told. A call to it may
-    take `timeout` seconds.
+    take `timeout` seconds, and longer for a worker that may take longer to start.
     """
 
     data_dir: Path
@@ -67,6 +68,7 @@ class AgentLauncher:
     def __post_init__(self) -> None:
         self._starting: set[str] = set()
         self._workers: dict[str, agent_pb2.AgentWorker] = {}
+        self._start_timeouts: dict[str, float] = {}
         self._watchers: list[asyncio.Queue[WorkerExit | None]] = []
         self._following: asyncio.Task[None] | None = None
         self._closed = False
@@ -82,12 +84,14 @@ class AgentLauncher:
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         self._starting.add(spec.worker_id)
+        self._start_timeouts[spec.worker_id] = spec.start_timeout
         try:
             request = agent_pb2.StartWorkerRequest(spec=spec.model_dump_json())
-            reply = await self._ask(self._stub.Start, request)
+            reply = await self._ask(self._stub.Start, request, start_timeout=spec.start_timeout)
         finally:
             self._starting.discard(spec.worker_id)
         if reply.HasField("failure"):
+            self._start_timeouts.pop(spec.worker_id, None)
             raise from_failure(reply.failure)
         self._workers[spec.worker_id] = reply.worker
         return _handle(reply.worker)
@@ -95,7 +99,9 @@ class AgentLauncher:
     async def wait_ready(self, worker_id: str) -> None:
         try:
             reply = await self._ask(
-                self._stub.WaitReady, agent_pb2.WaitReadyRequest(worker_id=worker_id)
+                self._stub.WaitReady,
+                agent_pb2.WaitReadyRequest(worker_id=worker_id),
+                start_timeout=self._start_timeouts.pop(worker_id, 0.0),
             )
             if reply.HasField("failure"):
                 raise from_failure(reply.failure)
@@ -166,13 +172,16 @@ class AgentLauncher:
         for queue in self._watchers:
             queue.put_nowait(None)
 
-    async def _ask(self, method: Method[Request, Reply], request: Request) -> Reply:
+    async def _ask(
+        self, method: Method[Request, Reply], request: Request, *, start_timeout: float = 0.0
+    ) -> Reply:
         """Raises `WorkerStartFailed` when the agent does not answer."""
         if self._closed:
             raise WorkerStartFailed("the launcher is closed")
         try:
             await self._connect()
-            return await method(request, metadata=self.epoch.metadata, timeout=self.timeout)
+            timeout = max(self.timeout, start_timeout + _BEYOND_START)
+            return await method(request, metadata=self.epoch.metadata, timeout=timeout)
         except grpc.aio.AioRpcError as error:
             self.epoch.check(error)
             reason = (

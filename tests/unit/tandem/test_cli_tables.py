@@ -52,6 +52,17 @@ ANSWERS = {
     },
     "status": {
         "warnings": [],
+        "groups": [
+            {
+                "name": "train",
+                "roles": ["trainer"],
+                "devices": ["cpu:0"],
+                "awake": 1,
+                "workers": [RUN],
+                "most_workers": 16,
+                "waiting": 0,
+            }
+        ],
         "sessions": [
             {"id": "s-0123456789ab", "owner": "ann", "display_name": "x[1]", "idle_seconds": 1.2}
         ],
