@@ -7,7 +7,19 @@ import sys
 import typer
 from pydantic import ValidationError
 
-from tandem.cli import backup, checkpoints, demo, keys, logs, models, observe, runs, up, usage
+from tandem.cli import (
+    backup,
+    checkpoints,
+    demo,
+    doctor,
+    keys,
+    logs,
+    models,
+    observe,
+    runs,
+    up,
+    usage,
+)
 from tandem.cli.context import fail
 from tandem.errors import TandemError
 from tandem.settings import settings_fault
@@ -26,6 +38,7 @@ app.command("usage")(usage.usage)
 app.command("logs")(logs.logs)
 app.command("backup")(backup.backup)
 app.command("restore")(backup.restore)
+app.command("doctor")(doctor.doctor)
 app.command("config")(observe.config)
 app.command("version")(observe.version)
 app.add_typer(keys.app, name="keys")

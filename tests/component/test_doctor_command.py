@@ -1,0 +1,38 @@
+"""`tandem doctor`, on the machine that runs the tests."""
+
+from __future__ import annotations
+
+import json
+
+import orjson
+import pytest
+from typer.testing import CliRunner
+
+from tandem.cli.main import app
+
+GROUP = {"name": "g", "devices": ["cpu:9999"], "roles": ["trainer", "sampler"]}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_DATA_DIR", str(tmp_path))
+
+    def run(*arguments: str, groups: list[object] | None = None):
+        if groups is not None:
+            monkeypatch.setenv("TANDEM_GROUPS", json.dumps(groups))
+        return CliRunner().invoke(app, ["doctor", *arguments])
+
+    return run
+
+
+def test_it_says_what_is_here_and_what_is_not(run):
+    done = run("--json")
+    names = [each["name"] for each in orjson.loads(done.stdout)["findings"]]
+    assert {"cores", "memory", "torch", "vllm", "gloo", "criu", "host memory budget"} <= {*names}
+    assert "group cpu" in run().stdout
+
+
+def test_groups_that_this_machine_cannot_have_are_a_problem(run):
+    done = run(groups=[GROUP])
+    assert done.exit_code == 1
+    assert "TANDEM_GROUPS: group 'g': cpu:9999 is not there" in done.stdout

