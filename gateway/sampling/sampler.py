@@ -381,14 +381,15 @@ class Sampler:
             )
 
     async def wake(self, token: int) -> Switched:
-        """The version that is wanted first is loaded at once, instead of the one before."""
+        """The version that is wanted first is loaded at once, instead of the one before; that one
+        serves if it fails."""
         async with self._reached() as client:
             client.worker.lease = token
             version = self._wanted[0] if self._wanted else None
             request = common_pb2.WakeRequest(version=version)
             reply = await client.wake(request, timeout=self._patience)
-            if version is not None and not reply.HasField("failure"):
-                self._note_loaded(version.name, adapter=version.adapter)
+            if reply.HasField("version"):
+                self._note_loaded(reply.version.name, adapter=False)
             return Switched.of(reply)
 
     async def end(self, reason: str) -> None:
