@@ -31,7 +31,7 @@ from gateway.api.openai.routes import router as openai
 from gateway.api.openai.service import InferenceService
 from gateway.api.routing import PathOperation, identify
 from gateway.api.standby import StandbyBoundary
-from gateway.api.tandem import keys, runs, status, usage
+from gateway.api.tandem import groups, keys, runs, status, usage
 from gateway.api.tinker import (
     auth,
     billing,
@@ -84,6 +84,7 @@ ROUTERS = (
     checkpoints.own_router,
     keys.router,
     usage.router,
+    groups.router,
     runs.router,
     status.root_router,
 )

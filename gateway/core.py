@@ -25,7 +25,7 @@ from gateway.futures.table import FutureTable, Outcome
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
 from gateway.placement.asks import check_defaults
-from gateway.placement.groups import groups_of
+from gateway.placement.groups import DeviceGroup, groups_of
 from gateway.placement.leases import Leases
 from gateway.placement.places import Places
 from gateway.retention import Retention
@@ -298,6 +298,8 @@ class Gateway:
             host_memory_bytes=self.settings.host_memory_bytes or host.memory_bytes * 9 // 10,
             is_active=lambda session_id: self.sessions.get(session_id) is not None,
         )
+        for group in groups:
+            self.leases.of(group.name).drain(self.places.is_drained(group))
         self.collector.paired = await check_pair(self.database, self.settings.data_dir)
         if self.collector.paired:
             await self.runs.open()
@@ -352,6 +354,12 @@ class Gateway:
         for definitions in self.loss_definitions.values():
             outcome = outcome or await definitions.recall(request_id)
         return outcome
+
+    async def drain(self, group: DeviceGroup, *, drained: bool) -> None:
+        """Let a group take no more workers, and those there sleep when they are idle; or undo it.
+        Raises `StorageFailed`."""
+        await self.places.drain(group, drained=drained)
+        self.leases.of(group.name).drain(drained)
 
     async def collect(self, run_id: str) -> bool:
         """Remove the run's files that nothing names or uses. Return False if some are unnamed and

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 """Seconds."""
+
+GROUP_GAUGES = {
+    "lease_holders": "Workers that have the devices of a group, or move on to them or off them.",
+    "lease_waiters": "Workers that wait for the devices of a group.",
+    "resident_bytes": "Bytes of the workers of a group on its devices, as of their last switches.",
+    "sleeping_bytes": "Bytes of the workers of a group on the host, as of their last switches.",
+}
 
 
 class Metrics:
@@ -73,6 +80,15 @@ class Metrics:
         self.moved_bytes = self._counter(
             "moved_bytes", "Bytes that workers moved to sleep or to wake.", "group", "direction"
         )
+        self._group_gauges = {
+            name: Gauge(f"tandem_gateway_{name}", text, ["group"], registry=self.registry)
+            for name, text in GROUP_GAUGES.items()
+        }
+
+    def watch_group(self, group: str, values: Mapping[str, Callable[[], float]]) -> None:
+        """Let the gauges of a device group, by `GROUP_GAUGES`, be computed at each scrape."""
+        for name, value in values.items():
+            self._group_gauges[name].labels(group).set_function(value)
 
     def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """Register a gauge whose value is computed at each scrape."""

@@ -12,6 +12,7 @@
     │   ├── UnknownWeights          404
     │   ├── UnknownRequest          404
     │   ├── UnknownKey              404
+    │   ├── UnknownGroup            404
     │   ├── AddressForged           403
     │   ├── AddressExpired          410
     │   ├── SessionFinished         410
@@ -212,6 +213,12 @@ class UnknownRequest(UserError):
 
 class UnknownKey(UserError):
     """There is no API key of this id."""
+
+    status = 404
+
+
+class UnknownGroup(UserError):
+    """There is no device group of this name."""
 
     status = 404
 

@@ -39,7 +39,7 @@ RESOURCES: Mapping[str, Sequence[str]] = {
     "checkpoints": ("checkpoint",),
     "projects": ("project",),
     "teams": ("team",),
-    "organizations": ("organization", "apikey", "model"),
+    "organizations": ("organization", "apikey", "model", "group"),
 }
 """The SDK's event types, with the first words of the actions that belong to them."""
 

@@ -182,11 +182,12 @@ class GroupLeases:
         self.name = name
         self.awake = awake
         self.leases: list[Lease] = []
+        self.drained = False
         self.switches = 0
         self.switch_seconds = 0.0
         """What a switch has cost lately: to put one worker to sleep, and to wake another."""
         self._hold_seconds = settings.quantum
-        self._settings = settings
+        self._settings = self._configured = settings
         self._records = records
         self._metrics = metrics
         self._next_token = next_token
@@ -239,6 +240,17 @@ class GroupLeases:
         elif left.since:
             lease.since = now - max(0.0, time.time() - left.since)
 
+    @property
+    def policy(self) -> str:
+        return self._settings.policy
+
+    def drain(self, drained: bool) -> None:
+        """Put workers to sleep as soon as they have nothing to do, or no more."""
+        self.drained = drained
+        policy = "eager" if drained else self._configured.policy
+        self._settings = self._configured.model_copy(update={"policy": policy})
+        self.look()
+
     def explain(self, lease: Lease) -> str:
         if not lease.waiting:
             return ""
@@ -248,11 +260,16 @@ class GroupLeases:
         if lease not in queue:  # it gives way, and is in the queue then
             return f"its worker makes room for another one on group {self.name}"
         before, now = queue.index(lease), self._loop.time()
-        expected = (before + 1) * (self._hold_seconds + self.switch_seconds)
+        expected = self.expected_wait(before)
         return (
             f"the devices of group {self.name} are used by others: {before} before it in the "
             f"queue, {now - lease.since:.0f} s so far, about {expected:.0f} s more"
         )
+
+    def expected_wait(self, before: int) -> float:
+        """Return how long, in seconds, one with so many before it will wait, by how things went
+        lately."""
+        return (before + 1) * (self._hold_seconds + self.switch_seconds)
 
     def queue(self) -> list[Lease]:
         """Return those that wait, in turn."""
@@ -267,6 +284,17 @@ class GroupLeases:
             max_wait=self._settings.max_wait,
             share_of=lambda owner: self._share(owner, now),
         )
+
+    def watch(self) -> None:
+        """Let the metrics say how it is."""
+        leases = self.leases
+        values = {
+            "lease_holders": lambda: sum(lease.state != "free" for lease in leases),
+            "lease_waiters": lambda: sum(_waits(lease) for lease in leases),
+            "resident_bytes": lambda: sum(lease.device_bytes for lease in leases),
+            "sleeping_bytes": lambda: sum(lease.host_bytes for lease in leases),
+        }
+        self._metrics.watch_group(self.name, values)
 
     async def close_all(self) -> None:
         """Cancel everything, and leave all as it is to the next gateway."""
@@ -494,21 +522,25 @@ class GroupLeases:
             )
             self._hold_seconds += _RECENT * (seconds - self._hold_seconds)
             self._metrics.lease_hold_seconds.labels(self.name).observe(seconds)
-            span = Span(
-                worker=lease.key,
-                group_name=self.name,
-                kind=lease.kind,
-                owner=lease.owner,
-                session_id=lease.session_id,
-                began=time.time() - seconds - lease.wake_seconds,
-                wake_seconds=lease.wake_seconds,
-                sleep_seconds=lease.sleep_seconds,
-                ended=time.time(),
-            )
-            self._records.free(lease.key, seconds=lease.seconds, span=span)
+            self._records.free(lease.key, seconds=lease.seconds, span=self.span(lease))
             lease.granted_at = lease.wake_seconds = lease.sleep_seconds = 0.0
         if lease.waiting:
             self._note_waiting(lease)
+
+    def span(self, lease: Lease) -> Span:
+        """Return the time for which it has had the devices, up to now."""
+        seconds = self._loop.time() - lease.granted_at
+        return Span(
+            worker=lease.key,
+            group_name=self.name,
+            kind=lease.kind,
+            owner=lease.owner,
+            session_id=lease.session_id,
+            began=time.time() - seconds - lease.wake_seconds,
+            wake_seconds=lease.wake_seconds,
+            sleep_seconds=lease.sleep_seconds,
+            ended=time.time(),
+        )
 
     def _note_active(self, owner: str) -> None:
         """Let an owner that wanted nothing for a while not catch up for that time."""
@@ -567,6 +599,7 @@ class Leases:
                 metrics=self._metrics,
                 next_token=lambda: next(self._tokens),
             )
+            self._groups[group.name].watch()
 
     def of(self, group: str) -> GroupLeases:
         return self._groups[group]

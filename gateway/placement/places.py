@@ -30,6 +30,7 @@ from sqlalchemy import RowMapping, delete, insert, select
 from gateway.placement.asks import Asks
 from gateway.placement.groups import DeviceGroup, Role
 from gateway.storage.database import Database
+from gateway.storage.tables import drained_groups
 from gateway.storage.tables import places as table
 from tandem.errors import InvalidRequest
 from tandem.telemetry import get_log
@@ -167,17 +168,19 @@ def _sampler_need(key: str, asks: Asks) -> Need:
 
 
 class _Room:
-    """What is taken: the places, and the keys of the engines that run (and of those that start)."""
+    """What is taken: the places, and the keys of the engines that run (and of those that start).
+    `drained` has the names of the groups that take nobody."""
 
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
         self.engines: set[str] = set()
         self.starting: set[str] = set()
+        self.drained: set[str] = set()
 
     def copy(self) -> _Room:
         other = _Room()
         other.places, other.engines = dict(self.places), set(self.engines)
-        other.starting = set(self.starting)
+        other.starting, other.drained = set(self.starting), self.drained
         return other
 
     def on(self, group: DeviceGroup) -> list[Place]:
@@ -233,6 +236,8 @@ class Places:
         self.groups, self._host_memory = tuple(groups), host_memory_bytes
         for group in groups:
             get_log().info("device_group", **group.about())
+        rows = await self.database.read(select(drained_groups))
+        self._room.drained.update(row["name"] for row in rows)
         for row in await self.database.read(select(table)):
             place = self._restored(row)
             if place is None or not is_active(place.session_id):
@@ -282,7 +287,6 @@ class Places:
         ask.number, self._queue[ask.key] = next(self._numbers), ask
         try:
             self._assign()
-            self._poll_later()
             await asyncio.wait({ask.turn})
             taken = ask.turn.result()
             for place in taken:
@@ -370,6 +374,30 @@ class Places:
     def _forget(self, key: str) -> None:
         self.database.write_soon(delete(table).where(table.c.key == key))
 
+    # --- Draining -----------------------------------------------------------------------------
+
+    async def drain(self, group: DeviceGroup, *, drained: bool) -> None:
+        """Give nobody a place on a group any more, after a restart neither, and stop the engines
+        there that no run keeps once they are idle; or undo it. Raises `StorageFailed`."""
+        if drained:
+            row = {"name": group.name}
+            await self.database.write(self.database.insert_once(drained_groups), row)
+            self._room.drained.add(group.name)
+        else:
+            named = drained_groups.c.name == group.name
+            await self.database.write(delete(drained_groups).where(named))
+            self._room.drained.discard(group.name)
+        self._assign()
+
+    def is_drained(self, group: DeviceGroup) -> bool:
+        return group.name in self._room.drained
+
+    def _retire_drained(self) -> None:
+        for slot in self._slots.values():
+            leaves = self.is_drained(slot.place.group) and not self._room.is_kept(slot.place.key)
+            if leaves and slot.retiring is None and not slot.starting and slot.engine.idle:
+                self._retire(slot)
+
     # --- The queue ----------------------------------------------------------------------------
 
     @property
@@ -413,14 +441,14 @@ class Places:
 
     def _poll_later(self) -> None:
         """Look again soon: an engine may have nothing to do any more, or its quantum may end."""
-        if self._queue and self._polling is None:
+        needed = self._queue or (self._room.drained and self._slots)
+        if needed and self._polling is None:
             loop = asyncio.get_running_loop()
             self._polling = loop.call_later(_POLL_SECONDS, self._poll)
 
     def _poll(self) -> None:
         self._polling = None
         self._assign()
-        self._poll_later()
 
     def _assign(self) -> None:
         """Give those who wait what is free. If it is not enough, make idle engines retire."""
@@ -428,6 +456,8 @@ class Places:
             pass
         if self._queue and self._slots:
             self._make_room()
+        self._retire_drained()
+        self._poll_later()
 
     def _grant(self) -> bool:
         """Serve the next of those who wait whose needs are free, if there is one."""
@@ -488,7 +518,10 @@ class Places:
                 room.starting.add(ask.key)
             for slot in ended:
                 idle.remove(slot)
-                slot.retiring = asyncio.create_task(slot.engine.retire(), name="engine-retires")
+                self._retire(slot)
+
+    def _retire(self, slot: EngineSlot) -> None:
+        slot.retiring = asyncio.create_task(slot.engine.retire(), name="engine-retires")
 
     def _would_help(self, slot: EngineSlot, ask: Ask) -> bool:
         place = slot.place
@@ -593,6 +626,8 @@ class Places:
 
     def _fault(self, room: _Room, need: Need, group: DeviceGroup) -> str:
         """Say why a worker has no place on a group now; "" if it has."""
+        if group.name in room.drained:
+            return f"group {group.name} is drained, and takes no more workers"
         if group.workers or (group.memory_bytes and need.memory):
             there = room.on(group)
             if len(there) >= group.workers > 0:

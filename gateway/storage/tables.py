@@ -331,6 +331,9 @@ places = Table(
     Column("created_at", Float, nullable=False),
 )
 
+# The device groups that take no more workers.
+drained_groups = Table("drained_groups", metadata, Column("name", String(64), primary_key=True))
+
 # Usage by hour: one row for each hour, run or sampling session, and kind of event.
 usage = Table(
     "usage",

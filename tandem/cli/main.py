@@ -12,11 +12,13 @@ from tandem.cli import (
     checkpoints,
     demo,
     doctor,
+    groups,
     keys,
     logs,
     models,
     observe,
     runs,
+    timeline,
     up,
     usage,
 )
@@ -34,6 +36,8 @@ app.command("up")(up.up)
 app.command("agent")(up.agent)
 app.command("demo")(demo.demo)
 app.command("status")(observe.status)
+app.command("top")(groups.top)
+app.command("timeline")(timeline.timeline)
 app.command("usage")(usage.usage)
 app.command("logs")(logs.logs)
 app.command("backup")(backup.backup)
@@ -41,6 +45,7 @@ app.command("restore")(backup.restore)
 app.command("doctor")(doctor.doctor)
 app.command("config")(observe.config)
 app.command("version")(observe.version)
+app.add_typer(groups.app, name="groups")
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
 app.add_typer(runs.app, name="runs")

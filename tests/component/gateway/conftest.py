@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tinker
 
-from tests.support.gateway.access_world import World
+from tests.support.gateway.access_world import GROUPS, World
 from tests.support.gateway.running import running_gateway
 
 
@@ -18,7 +18,7 @@ def gate(tmp_path_factory):
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
-    with running_gateway(folder, session_ttl=600) as gate:
+    with running_gateway(folder, session_ttl=600, groups=GROUPS) as gate:
         yield World(gate, folder)
 
 

@@ -29,6 +29,17 @@ from tests.support.waiting import wait_until
 API = "/api/v1"
 OWN = "/api/tandem/v1"
 PROTO = {"Content-Type": "application/x-protobuf"}
+GROUPS = [
+    {
+        "name": "all",
+        "devices": ["cpu:0-2"],
+        "roles": ["trainer", "sampler"],
+        "awake": 0,
+        "workers": 1000,
+    },
+    {"name": "spare", "devices": ["cpu:3"], "roles": ["trainer"], "awake": 0},
+]
+"""Of the gateway of a `World`; nothing depends on `spare`."""
 CALLERS = ("nobody", "foreign", "reader", "member", "admin")
 
 
@@ -228,6 +239,10 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "get_version": _get(f"{OWN}/version"),
     "status": _get(f"{OWN}/status"),
     "list_models": _get(f"{OWN}/models"),
+    "list_groups": _get(f"{OWN}/groups"),
+    "lease_spans": _get(f"{OWN}/leases/spans"),
+    "drain_group": _get(f"{OWN}/groups/spare/drain"),
+    "undrain_group": _get(f"{OWN}/groups/spare/drain"),
     "list_runs": _get(f"{OWN}/runs"),
     "run_steps": lambda w: Call(f"{OWN}/runs/{w.run}/steps"),
     "export_run_steps": lambda w: Call(f"{OWN}/runs/{w.run}/steps/export"),

@@ -10,15 +10,17 @@ from tandem.errors import TandemError
 from tandem.v1 import sampler_pb2, sampler_pb2_grpc
 from tandem.wire.v1 import tinker_pb2
 from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
+from tests.support.gateway.fake_sleep import FakeSleep
 
 
-class FakeSampler(sampler_pb2_grpc.SamplerServicer):
+class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
     """Answers every prompt with its tokens, reversed, or what `speak` makes of them. `gate` holds
     samples back (streams after their first token), and `slow_loads` the loads that have a number
     in it, each until its event is set. Token i of an answer has the logprob -i, and alternatives
     are the tokens 0, 1, … with 0, -1, …."""
 
     def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__()
         self.spec = spec
         self.requests: list[sampler_pb2.SampleRequest] = []
         self.cancelled: list[int] = []
@@ -40,6 +42,7 @@ class FakeSampler(sampler_pb2_grpc.SamplerServicer):
 
     async def Sample(self, request, context):
         assert dict(context.invocation_metadata())[SECRET_METADATA_KEY] == self.spec.secret
+        self.check_awake()
         self.requests.append(request)
         try:
             await self.gate.wait()

@@ -17,6 +17,7 @@ from tandem.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem.weights import Manifest, PartialVersion, checksum_file
 from tandem.wire.v1 import tinker_pb2
 from tandem.worker import OUT_OF_MEMORY_METADATA_KEY, SECRET_METADATA_KEY, WorkerSpec
+from tests.support.gateway.fake_sleep import FakeSleep
 
 if TYPE_CHECKING:
     from tests.support.gateway.fake_launcher import FakeLauncher
@@ -27,7 +28,7 @@ def after(history: str, kind: str, seq_id: int) -> str:
     return hashlib.sha256(f"{history} {kind} {seq_id}".encode()).hexdigest()
 
 
-class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
+class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
     """Applies operations in log order. `gate` holds them back while it is not set. By `seq_id`,
     `memory` says how many tokens of a forward_backward it can compute at once, if not 2048; fewer
     than 500 it never does."""
@@ -35,6 +36,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
     memory: Mapping[int, int] = {}
 
     def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__()
         self.spec = spec
         self.launcher: FakeLauncher | None = None
         self.applied: list[tuple[str, int]] = []
@@ -58,6 +60,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServicer):
     async def _admit(self, context, header) -> TandemError | None:
         metadata = dict(context.invocation_metadata())
         assert metadata[SECRET_METADATA_KEY] == self.spec.secret
+        self.check_awake()
         async with self._turn:
             await self._turn.wait_for(lambda: self._done >= header.previous_seq_id)
         await self.gate.wait()

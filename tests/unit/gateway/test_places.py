@@ -9,10 +9,12 @@ from itertools import count
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sqlalchemy import insert
 
 from gateway.placement.asks import Asks
 from gateway.placement.groups import DeviceGroup
 from gateway.placement.places import Ask, Places
+from gateway.storage.tables import drained_groups
 from tandem.devices import parse_device
 from tandem.errors import InvalidRequest
 from tests.support.waiting import PATIENCE
@@ -21,13 +23,24 @@ GIB = 2**30
 
 
 class Rows:
-    """A database of one table, as a dictionary."""
+    """A database of places, as a dictionary, and of the names of drained groups."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, object]] = {}
+        self.drained: set[str] = set()
 
-    async def read(self, _query):
+    async def read(self, query):
+        if query.get_final_froms() == [drained_groups]:
+            return [{"name": name} for name in self.drained]
         return list(self.rows.values())
+
+    def insert_once(self, table):
+        return insert(table)
+
+    async def write(self, statement, *rows) -> None:
+        self.drained.update(row["name"] for row in rows)
+        if statement.is_delete:
+            self.drained.discard(statement.compile().params["name_1"])
 
     def write_soon(self, statement, *rows) -> None:
         for row in rows:
@@ -431,6 +444,59 @@ async def test_no_engine_is_stopped_where_that_would_not_help():
     assert not late.has and not idle.retired
 
 
+# --- Drained groups -------------------------------------------------------------------------------
+
+
+async def test_a_drained_group_takes_nobody_until_that_is_undone():
+    world = await World(TRAIN, SAMPLE, group("other", "trainer")).open()
+    there = await (await world.run(group="train").ask()).granted()
+    await world.places.drain(TRAIN, drained=True)
+    named = await world.run(group="train").ask()
+    anywhere = await world.run().ask()
+    assert anywhere.has and anywhere.place.group.name == "other"
+    assert named.why == (
+        "1st in the queue for a place on group train and a place on group sample: "
+        "group train is drained, and takes no more workers"
+    )
+    assert (await world.run(run_id=there.key).ask()).place == there.place, "what runs goes on"
+    there.end()
+    await quiet()
+    assert not named.has
+    await world.places.drain(TRAIN, drained=False)
+    await named.granted()
+
+
+async def test_a_drained_group_is_drained_for_the_next_gateway():
+    world = await World(TRAIN, SAMPLE).open()
+    await world.places.drain(TRAIN, drained=True)
+    await world.open()
+    assert world.places.is_drained(TRAIN) and not world.places.is_drained(SAMPLE)
+    world.places.check(world.run().as_ask())  # it is not refused
+    waiting = await world.run().ask()
+    assert not waiting.has
+    await world.places.drain(TRAIN, drained=False)
+    await waiting.granted()
+    await world.open()
+    assert not world.places.is_drained(TRAIN)
+
+
+async def test_engines_of_a_drained_group_end_when_they_are_idle_and_no_run_keeps_them():
+    world = await World(group("sample", "sampler", workers=9), TRAIN).open()
+    sample = world.groups[0]
+    idle, busy = [await world.engine(idle=idle).serve() for idle in (True, False)]
+    run = await (await world.run().ask()).granted()
+    kept = Engine(world, "ann", run.sampler, idle=True)
+    await kept.serve()
+    await world.places.drain(sample, drained=True)
+    await quiet()
+    assert (idle.retired, busy.retired, kept.retired) == (True, False, False)
+    busy.idle = True
+    run.end()
+    await quiet()
+    assert busy.retired and kept.retired
+    assert world.keys(sample) == []
+
+
 # --- Restarts -------------------------------------------------------------------------------------
 
 
@@ -573,7 +639,8 @@ def test_no_budget_is_exceeded_nothing_is_half_taken_and_everybody_gets_a_turn(
             await settle(everybody)
             check()
             for one in [one for one in everybody if one.has]:
-                await end(one)
+                if not getattr(one, "retired", False):  # for the sake of one that waited
+                    await end(one)
                 everybody.remove(one)
                 await settle(everybody)
         assert everybody == [] and world.rows.rows == {} and world.places.waiting == []

@@ -211,6 +211,7 @@ async def test_a_database_of_the_first_revision_is_brought_up_to_date(tmp_path):
         "DROP TABLE leases",
         "DROP TABLE lease_spans",
         "DROP TABLE places",
+        "DROP TABLE drained_groups",
         *(f"ALTER TABLE runs DROP COLUMN {name}" for name in RUN_COLUMNS),
         *(f"ALTER TABLE operations DROP COLUMN {name}" for name in ("payload", "call", "seconds")),
         "UPDATE alembic_version SET version_num = '0001'",

@@ -1,0 +1,228 @@
+"""Device groups: who has their devices, who waits, who had them when; and draining one.
+
+What is another owner's is shown without its name, see `gateway.placement.occupancy`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated
+
+from fastapi import Query
+from pydantic import Field
+
+from gateway.api.dependencies import CallerDep, GatewayDep
+from gateway.api.fields import Answer, Omitted, PathText
+from gateway.api.routing import Router
+from gateway.auth.identity import Caller
+from gateway.core import Gateway
+from gateway.placement.groups import DeviceGroup
+from gateway.placement.lease_records import Span
+from gateway.placement.occupancy import applicants, history, occupants
+from tandem.errors import UnknownGroup
+
+_RECENT = 600.0
+_Seconds = Annotated[float, Field(ge=0, le=2**53)]
+
+router = Router("/api/tandem/v1", tag="Tandem")
+
+
+class GroupWorker(Answer):
+    """A worker on a group. `state`: awake, giving_way (it ends the calls that it is at),
+    falling_asleep, waking, waiting, asleep, or absent (it has a place and no process). `position`
+    is its turn among those that wait, from 1; 0: it does not wait. `seconds`: for so long it has
+    had the devices, or has waited; it is expected to wait for `expected_seconds` more, as things
+    went lately. Of another owner's worker there are state and position alone."""
+
+    state: str
+    position: int
+    worker: str
+    kind: str
+    owner: str
+    session_id: str
+    seconds: float
+    expected_seconds: float
+    reason: str
+    device_seconds: float
+    device_bytes: int
+    host_bytes: int
+
+
+class GroupOccupancy(Answer):
+    """At most `awake` workers are awake at once (0: all always are), and `most_workers` have a
+    place (0: any number); `placed` have one. `host` is for admins. `switch_seconds` is what a
+    switch took lately: to put one worker to sleep and wake another. Of the workers that the caller
+    may see, `resident_bytes` are on the devices and `sleeping_bytes` on the host, as of their last
+    switches. `workers` are those that have the devices, those that wait, in turn, and the rest."""
+
+    name: str
+    host: str
+    devices: list[str]
+    roles: list[str]
+    awake: int
+    workers: list[GroupWorker]
+    most_workers: int
+    placed: int
+    drained: bool
+    policy: str
+    switches: int
+    switch_seconds: float
+    resident_bytes: int
+    sleeping_bytes: int
+
+
+class PlaceApplicant(Answer):
+    """A run, or a sampler, that waits for its places; another owner's is its position alone."""
+
+    position: int
+    worker: str
+    owner: str
+    session_id: str
+    reason: str
+
+
+class GroupList(Answer):
+    """`queue` waits for places, the next one first."""
+
+    groups: list[GroupOccupancy]
+    queue: list[PlaceApplicant]
+
+
+class LeaseSpan(Answer):
+    """A time in which a worker had a group's devices: the first `wake_seconds` it woke, the last
+    `sleep_seconds` it fell asleep. `ended` is null while it has them. Another owner's has times
+    alone."""
+
+    group: str
+    worker: str
+    kind: str
+    owner: str
+    session_id: str
+    began: float
+    wake_seconds: float
+    sleep_seconds: float
+    ended: float | None
+
+
+class OwnerDeviceSeconds(Answer):
+    """Seconds times the devices of the group."""
+
+    owner: str
+    device_seconds: float
+
+
+class LeaseSpans(Answer):
+    """`truncated`: there were more spans, and older ones are left out; `owners` counts all."""
+
+    since: float
+    until: float
+    spans: list[LeaseSpan]
+    truncated: bool
+    owners: list[OwnerDeviceSeconds]
+
+
+@router.operation("GET", "/groups", role="reader")
+async def list_groups(gateway: GatewayDep, caller: CallerDep) -> GroupList:
+    """List the device groups, who has their devices and who waits."""
+    return GroupList(
+        groups=[_described(group, gateway, caller) for group in gateway.places.groups],
+        queue=[PlaceApplicant.of(each.for_caller(caller)) for each in applicants(gateway.places)],
+    )
+
+
+@router.operation(
+    "POST", "/groups/{name}/drain", role="admin", audit="group_drain", errors=[UnknownGroup]
+)
+async def drain_group(name: PathText, gateway: GatewayDep, caller: CallerDep) -> GroupOccupancy:
+    """Let a group take no more workers, also after a restart of the gateway. Its idle workers go to
+    sleep, and those that no run keeps end; what runs goes on."""
+    group = _group(name, gateway)
+    await gateway.drain(group, drained=True)
+    return _described(group, gateway, caller)
+
+
+@router.operation(
+    "DELETE", "/groups/{name}/drain", role="admin", audit="group_undrain", errors=[UnknownGroup]
+)
+async def undrain_group(name: PathText, gateway: GatewayDep, caller: CallerDep) -> GroupOccupancy:
+    """Let a group take workers again."""
+    group = _group(name, gateway)
+    await gateway.drain(group, drained=False)
+    return _described(group, gateway, caller)
+
+
+@router.operation("GET", "/leases/spans", role="reader")
+async def lease_spans(
+    gateway: GatewayDep,
+    caller: CallerDep,
+    since: Annotated[_Seconds | Omitted, Query()] = None,
+    until: Annotated[_Seconds | Omitted, Query()] = None,
+    group: Annotated[str, Query(max_length=100)] = "",
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 5_000,
+) -> LeaseSpans:
+    """Say who had the devices of a group, or of all, and when: times in seconds since 1970, without
+    any the last ten minutes. At most `limit` spans, the newest."""
+    until = time.time() if until is None else until
+    since = until - _RECENT if since is None else min(since, until)
+    found = await history(
+        database=gateway.database,
+        leases=gateway.leases,
+        groups=gateway.places.groups,
+        caller=caller,
+        since=since,
+        until=until,
+        group=group,
+        limit=limit,
+    )
+    spans = [_span(each, ended=each.ended) for each in found.spans]
+    return LeaseSpans(
+        since=since,
+        until=until,
+        spans=[*spans, *(_span(each, ended=None) for each in found.lasting)],
+        truncated=found.truncated,
+        owners=[OwnerDeviceSeconds.of(each) for each in found.owners],
+    )
+
+
+def _group(name: str, gateway: Gateway) -> DeviceGroup:
+    for group in gateway.places.groups:
+        if group.name == name:
+            return group
+    known = ", ".join(group.name for group in gateway.places.groups)
+    raise UnknownGroup(f"there is no group {name[:100]!r}; known: {known}")
+
+
+def _described(group: DeviceGroup, gateway: Gateway, caller: Caller) -> GroupOccupancy:
+    leases = gateway.leases.of(group.name)
+    placed = gateway.places.on(group)
+    now = asyncio.get_running_loop().time()
+    workers = [each.for_caller(caller) for each in occupants(leases, placed, now=now)]
+    return GroupOccupancy(
+        name=group.name,
+        host=group.host if caller.role == "admin" else "",
+        devices=[str(device) for device in group.devices],
+        roles=sorted(group.roles),
+        awake=group.awake,
+        workers=[
+            GroupWorker.of(
+                each,
+                seconds=round(each.seconds, 1),
+                expected_seconds=round(each.expected_seconds, 1),
+                device_seconds=round(each.device_seconds, 1),
+            )
+            for each in workers
+        ],
+        most_workers=group.workers,
+        placed=len(placed),
+        drained=leases.drained,
+        policy=leases.policy,
+        switches=leases.switches,
+        switch_seconds=round(leases.switch_seconds, 3),
+        resident_bytes=sum(each.device_bytes for each in workers),
+        sleeping_bytes=sum(each.host_bytes for each in workers),
+    )
+
+
+def _span(span: Span, *, ended: float | None) -> LeaseSpan:
+    return LeaseSpan.of(span, group=span.group_name, ended=ended)

@@ -1,0 +1,211 @@
+"""Who has, had and waits for the devices of the groups, as far as a caller may see it.
+
+Of another owner's workers a caller sees that there is one, what it does and its turn: without its
+name, its session, its sizes or its times. An admin sees all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from sqlalchemy import case, desc, func, select
+
+from gateway.auth.identity import Caller
+from gateway.placement.groups import DeviceGroup
+from gateway.placement.lease_records import Span
+from gateway.placement.leases import GroupLeases, Lease, Leases
+from gateway.placement.places import Ask, Place, Places
+from gateway.storage.database import Database, from_row
+from gateway.storage.tables import lease_spans
+
+Standing = Literal["awake", "giving_way", "falling_asleep", "waking", "waiting", "asleep", "absent"]
+"""What a worker does on its group. `absent`: it has a place, and there is no process."""
+
+_HOLDING = ("awake", "giving_way", "falling_asleep", "waking")
+_STANDING: Mapping[str, Standing] = {
+    "held": "awake",
+    "waking": "waking",
+    "giving_way": "giving_way",
+    "sleeping": "falling_asleep",
+}
+
+
+@dataclass(frozen=True)
+class Occupant:
+    """A worker on a group. `position` is its turn among those that wait, from 1; 0: it does not.
+    `seconds`: for so long it has had the devices, or has waited; `expected_seconds`: for so long
+    it will wait, as things went lately. Bytes are those of its last switch."""
+
+    state: Standing
+    position: int = 0
+    worker: str = ""
+    kind: str = ""
+    owner: str = ""
+    session_id: str = ""
+    seconds: float = 0.0
+    expected_seconds: float = 0.0
+    reason: str = ""
+    device_seconds: float = 0.0
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+    @property
+    def holds(self) -> bool:
+        return self.state in _HOLDING
+
+    def for_caller(self, caller: Caller) -> Occupant:
+        return self if caller.may_see(self.owner) else Occupant(self.state, self.position)
+
+
+@dataclass(frozen=True)
+class Applicant:
+    """A run, or a sampler, that waits for its places."""
+
+    position: int
+    worker: str = ""
+    owner: str = ""
+    session_id: str = ""
+    reason: str = ""
+
+    def for_caller(self, caller: Caller) -> Applicant:
+        return self if caller.may_see(self.owner) else Applicant(self.position)
+
+
+@dataclass(frozen=True)
+class OwnerSeconds:
+    owner: str
+    device_seconds: float
+
+
+@dataclass(frozen=True)
+class History:
+    """`spans` are those that there were in a time, in the order of their beginning; those that
+    have not ended are in `lasting`. `truncated`: there were more than were asked for, and older
+    ones are left out. `owners` counts all of them."""
+
+    spans: Sequence[Span]
+    lasting: Sequence[Span]
+    owners: Sequence[OwnerSeconds]
+    truncated: bool
+
+
+def occupants(leases: GroupLeases, places: Iterable[Place], *, now: float) -> list[Occupant]:
+    """Return the workers of a group: those that have the devices, those that wait, in turn, and
+    the others. `now` is in the time of the event loop."""
+    if not leases.awake:  # they have no leases
+        return [
+            Occupant(
+                "awake",
+                worker=place.key,
+                kind=place.role,
+                owner=place.owner,
+                session_id=place.session_id,
+            )
+            for place in places
+        ]
+    queue = leases.queue()
+    waiting = [
+        _occupant(lease, now=now, position=number, expected=leases.expected_wait(number - 1))
+        for number, lease in enumerate(queue, start=1)
+    ]
+    others = [_occupant(lease, now=now) for lease in leases.leases if lease not in queue]
+    return sorted([*others, *waiting], key=lambda each: (not each.holds, not each.position))
+
+
+def _occupant(lease: Lease, *, now: float, position: int = 0, expected: float = 0.0) -> Occupant:
+    resting: Standing = "waiting" if position else "asleep" if lease.present else "absent"
+    state = _STANDING.get(lease.state, resting)
+    since = lease.granted_at if state != "waking" and state in _HOLDING else lease.since
+    seconds = now - since if since else 0.0
+    had = now - lease.granted_at if lease.granted_at else 0.0
+    return Occupant(
+        state,
+        position=position,
+        worker=lease.key,
+        kind=lease.kind,
+        owner=lease.owner,
+        session_id=lease.session_id,
+        seconds=seconds,
+        expected_seconds=expected,
+        reason=lease.explain(),
+        device_seconds=lease.seconds + had,
+        device_bytes=lease.device_bytes,
+        host_bytes=lease.host_bytes,
+    )
+
+
+def applicants(places: Places) -> list[Applicant]:
+    """Return who waits for places, the next one first."""
+    return [
+        _applicant(ask, places, position) for position, ask in enumerate(places.waiting, start=1)
+    ]
+
+
+def _applicant(ask: Ask, places: Places, position: int) -> Applicant:
+    return Applicant(
+        position,
+        worker=ask.key,
+        owner=ask.owner,
+        session_id=ask.session_id,
+        reason=places.explain(ask.key),
+    )
+
+
+async def history(
+    *,
+    database: Database,
+    leases: Leases,
+    groups: Sequence[DeviceGroup],
+    caller: Caller,
+    since: float,
+    until: float,
+    group: str = "",
+    limit: int,
+) -> History:
+    """Return who had devices in a time, in seconds since 1970."""
+    lasting = [
+        each.span(lease)
+        for each in leases.all()
+        for lease in each.leases
+        if lease.granted_at and group in ("", each.name)
+    ]
+    lasting = [span for span in lasting if span.began < until and span.ended > since]
+    table = lease_spans.c
+    within = (table.ended > since) & (table.began < until)
+    if group:
+        within &= table.group_name == group
+    newest = select(lease_spans).where(within).order_by(desc(table.ended)).limit(limit + 1)
+    spans = [from_row(Span, row) for row in await database.read(newest)]
+    began = case((table.began < since, since), else_=table.began)
+    ended = case((table.ended > until, until), else_=table.ended)
+    seconds: defaultdict[str, float] = defaultdict(float)
+    devices = {each.name: len(each.devices) for each in groups}
+    for span in lasting:
+        had = min(span.ended, until) - max(span.began, since)
+        seconds[span.owner] += had * devices.get(span.group_name, 1)
+    sums = select(table.owner, table.group_name, func.sum(ended - began).label("seconds"))
+    for row in await database.read(sums.where(within).group_by(table.owner, table.group_name)):
+        seconds[row["owner"]] += row["seconds"] * devices.get(row["group_name"], 1)
+    return History(
+        spans=[_for_caller(each, caller) for each in sorted(spans[:limit], key=_beginning)],
+        lasting=[_for_caller(each, caller) for each in sorted(lasting, key=_beginning)],
+        owners=[
+            OwnerSeconds(owner, had)
+            for owner, had in sorted(seconds.items(), key=lambda item: -item[1])
+            if caller.may_see(owner)
+        ],
+        truncated=len(spans) > limit,
+    )
+
+
+def _beginning(span: Span) -> float:
+    return span.began
+
+
+def _for_caller(span: Span, caller: Caller) -> Span:
+    if caller.may_see(span.owner):
+        return span
+    return replace(span, worker="", kind="", owner="", session_id="")

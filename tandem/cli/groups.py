@@ -1,0 +1,194 @@
+"""`tandem groups`: the device groups; `tandem top`: who has their devices now."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, NoReturn, cast
+from urllib.parse import quote
+
+import typer
+from rich.live import Live
+from rich.text import Text
+
+from tandem.cli.context import DataDir, JsonFlag, call, out, print_json, say
+from tandem.cli.tables import Column, byte_size, show_table
+
+app = typer.Typer(help="Device groups: list them, drain one.", no_args_is_help=True)
+
+Row = dict[str, object]
+
+_GROUPS = (
+    Column("group"),
+    Column("state"),
+    Column("awake", right=True),
+    Column("waiting", right=True),
+    Column("placed", right=True),
+    Column("switches", right=True),
+    Column("switch", right=True),
+    Column("resident", right=True),
+    Column("asleep", right=True),
+    Column("roles"),
+    Column("policy"),
+    Column("devices", wrap=24),
+)
+_WORKERS = (
+    Column("group"),
+    Column("state"),
+    Column("turn", right=True),
+    Column("for", right=True),
+    Column("expected", right=True),
+    Column("worker"),
+    Column("owner"),
+    Column("kind"),
+    Column("had", right=True),
+    Column("reason", wrap=24),
+)
+_HOLDING = ("awake", "waking", "giving_way", "falling_asleep")
+_WINDOW = 600.0
+"""Seconds for which `top` counts what each owner had."""
+
+
+@app.command("list")
+def list_groups(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
+    """List the device groups: devices, workers, switches and what lies on the devices."""
+    answer = call(data_dir, "GET", "groups")
+    if as_json:
+        print_json(answer)
+        return
+    _show_groups(cast(dict[str, list[Row]], answer))
+
+
+@app.command("drain")
+def drain(
+    name: Annotated[str, typer.Argument(help="The group, as `list` shows it.")],
+    undo: Annotated[bool, typer.Option("--undo", help="Let it take workers again.")] = False,
+    data_dir: DataDir = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Let a group take no more workers: idle ones sleep or end, and what runs goes on."""
+    method = "DELETE" if undo else "POST"
+    group = cast(Row, call(data_dir, method, f"groups/{quote(name, safe='')}/drain"))
+    if as_json:
+        print_json(group)
+    elif undo:
+        say(f"{group['name']} takes workers again.")
+    else:
+        say(
+            f"{group['name']} takes no more workers; {group['placed']} are there. "
+            f"`tandem groups drain {group['name']} --undo` undoes it."
+        )
+
+
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print it once.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    data_dir: DataDir = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show who has the devices, who waits and for how long, and what each owner had lately."""
+    if once or as_json:
+        _look(data_dir, as_json=as_json)
+        return
+    with suppress(KeyboardInterrupt):
+        if out.is_terminal:
+            _look_live(data_dir, interval)
+        while True:
+            _look(data_dir)
+            say("")
+            time.sleep(interval)
+
+
+def _look_live(data_dir: Path | None, interval: float) -> NoReturn:
+    """Draw over what was there, until it is interrupted."""
+    with Live(console=out, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            with out.capture() as shown:
+                _look(data_dir)
+            live.update(Text.from_ansi(shown.get()), refresh=True)
+            time.sleep(interval)
+
+
+def _look(data_dir: Path | None, *, as_json: bool = False) -> None:
+    """Print the groups, their workers and the owners once."""
+    answer = cast(dict[str, list[Row]], call(data_dir, "GET", "groups"))
+    query = f"leases/spans?since={time.time() - _WINDOW:.0f}&limit=1"
+    owners = cast(dict[str, list[Row]], call(data_dir, "GET", query))["owners"]
+    if as_json:
+        print_json({**answer, "owners": owners})
+        return
+    say(time.strftime("%H:%M:%S"))
+    _show_groups(answer)
+    say("")
+    show_workers(answer)
+    if queue := answer["queue"]:
+        say("")
+        show_table(
+            [Column("turn", right=True), Column("owner"), Column("waits"), Column("reason", 32)],
+            [[row["position"], row["owner"], row["worker"], row["reason"]] for row in queue],
+            title="waiting for a place:",
+        )
+    if owners:
+        say("")
+        show_table(
+            [Column("owner"), Column("device seconds", right=True)],
+            [[row["owner"], f"{cast(float, row['device_seconds']):.1f}"] for row in owners],
+            title=f"owners, in the last {_WINDOW / 60:.0f} minutes:",
+        )
+
+
+def _show_groups(answer: dict[str, list[Row]]) -> None:
+    show_table(_GROUPS, [_group_row(group) for group in answer["groups"]])
+
+
+def _group_row(group: Row) -> list[object]:
+    states = [worker["state"] for worker in cast(list[Row], group["workers"])]
+    return [
+        group["name"],
+        "drained" if group["drained"] else "open",
+        f"{sum(state in _HOLDING for state in states)}/{group['awake'] or 'all'}",
+        states.count("waiting"),
+        f"{group['placed']}/{group['most_workers'] or 'any'}",
+        group["switches"],
+        seconds(group["switch_seconds"]),
+        byte_size(group["resident_bytes"]),
+        byte_size(group["sleeping_bytes"]),
+        ", ".join(cast(list[str], group["roles"])),
+        group["policy"] if group["awake"] else "",
+        ", ".join(cast(list[str], group["devices"])) or "the whole machine",
+    ]
+
+
+def show_workers(answer: dict[str, list[Row]]) -> None:
+    """Print the workers of all groups; of each, holders first, then those that wait, in turn."""
+    rows = [
+        [
+            group["name"],
+            str(worker["state"]).replace("_", " "),
+            worker["position"] or "",
+            seconds(worker["seconds"]),
+            seconds(worker["expected_seconds"]),
+            worker["worker"] or "(another owner's)",
+            worker["owner"],
+            worker["kind"],
+            seconds(worker["device_seconds"]),
+            worker["reason"],
+        ]
+        for group in answer["groups"]
+        for worker in cast(list[Row], group["workers"])
+    ]
+    if rows:
+        show_table(_WORKERS, rows)
+    else:
+        say("No workers.")
+
+
+def seconds(value: object) -> str:
+    """Literal examples: "", `0.32 s`, `12.0 s` and `3 min`."""
+    assert isinstance(value, int | float)
+    if not value:
+        return ""
+    if value < 1:
+        return f"{value:.2g} s"
+    return f"{value:.1f} s" if value < 180 else f"{value / 60:.0f} min"

@@ -1,0 +1,262 @@
+"""Two owners' sessions on one group: what waits says why, and who has and had the devices is shown
+to each as far as it is its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from itertools import pairwise
+
+import pytest
+from typer.testing import CliRunner
+
+from gateway.auth.keys import NewKey
+from tandem.cli.main import app
+from tandem.errors import ServerError
+from tests.support.gateway.running import forward_backward_bytes, running_gateway
+from tests.support.waiting import wait_until
+
+GROUPS = [
+    {"name": "gpu", "devices": ["cpu:0"], "roles": ["trainer", "sampler"]},
+    {"name": "spare", "devices": ["cpu:1"], "roles": ["trainer"]},
+]
+PROTO = {"Content-Type": "application/x-protobuf"}
+OWN = "/api/tandem/v1"
+
+
+class Experiment:
+    """A session of an owner, with a run on the group `gpu`, over HTTP."""
+
+    def __init__(self, gate, owner: str) -> None:
+        self.gate = gate
+        key = gate.run(gate.gateway.keys.create(NewKey(owner=owner, role="member")))[1]
+        self.client = gate.http(key)
+        body = {"tags": [], "sdk_version": "test"}
+        self.session = self.post("create_session", **body)["session_id"]
+        answer = self.post(
+            "create_model",
+            session_id=self.session,
+            model_seq_id=0,
+            base_model="tiny:full",
+            user_metadata={"tandem.group": "gpu"},
+        )
+        self.run = answer["model_id"]
+        gate.retrieve(answer["request_id"])
+        self.seq_id = 0
+
+    @property
+    def trainer(self):
+        return self.gate.worker(f"trainer-{self.session}")[1]
+
+    def post(self, route: str, **body: object) -> dict:
+        answer = self.client.post(f"/api/v1/{route}", json=body)
+        assert answer.is_success, answer.text
+        return answer.json()
+
+    def get(self, path: str) -> dict:
+        answer = self.client.get(f"{OWN}/{path}")
+        assert answer.is_success, answer.text
+        return answer.json()
+
+    def step(self) -> str:
+        """Send a batch and its optimizer step; return the request id of the latter."""
+        self.seq_id += 2
+        body = forward_backward_bytes(self.run, self.seq_id - 1)
+        self.client.post("/api/v1/forward_backward", content=body, headers=PROTO)
+        step = {"model_id": self.run, "seq_id": self.seq_id, "adam_params": {}}
+        return self.post("optim_step", **step)["request_id"]
+
+    def sample(self) -> str:
+        sampler = self.post(
+            "create_sampling_session",
+            session_id=self.session,
+            sampling_session_seq_id=0,
+            base_model="tiny",
+        )
+        return self.post(
+            "asample",
+            sampling_session_id=sampler["sampling_session_id"],
+            seq_id=0,
+            prompt={"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+            sampling_params={"max_tokens": 2},
+        )["request_id"]
+
+    def asked(self, request_id: str):
+        return self.client.post("/api/v1/retrieve_future", json={"request_id": request_id})
+
+    def why(self, request_id: str) -> str:
+        """Return what is said of a request that is paused."""
+        answer = self.asked(request_id)
+        assert answer.status_code == 408
+        assert answer.json()["queue_state"] == "paused_capacity"
+        return answer.json()["queue_state_reason"]
+
+    def done(self, request_id: str) -> None:
+        wait_until(lambda: self.asked(request_id).status_code == 200)
+
+    def at_work(self) -> str:
+        """Have the devices, for as long as the trainer's gate is closed."""
+        self.done(self.step())  # it has the devices
+        self.gate.run(self.trainer.gate.clear)
+        return self.step()
+
+    def close(self) -> None:
+        self.client.close()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a gateway on the same directory."""
+
+    def started(**changes):
+        sharing = {"quantum": 600, "max_wait": 600}
+        return running_gateway(
+            tmp_path, **({"groups": GROUPS, "session_ttl": 600, "sharing": sharing} | changes)
+        )
+
+    return started
+
+
+@pytest.fixture
+def gate(start):
+    with start() as gate:
+        yield gate
+
+
+@pytest.fixture
+def ann(gate):
+    experiment = Experiment(gate, "ann")
+    yield experiment
+    experiment.close()
+
+
+@pytest.fixture
+def ben(gate):
+    experiment = Experiment(gate, "ben")
+    yield experiment
+    experiment.close()
+
+
+def group(caller, name: str = "gpu") -> dict:
+    return next(group for group in caller.get("groups")["groups"] if group["name"] == name)
+
+
+def test_an_operation_that_waits_for_devices_says_its_position_and_why(gate, ann, ben):
+    first = ann.at_work()
+    second = ben.step()
+    why = wait_until(lambda: "used by others" in ben.why(second) and ben.why(second))
+    assert why.startswith("the devices of group gpu are used by others: 0 before it in the queue, ")
+    assert " s so far, about " in why
+    gate.run(ann.trainer.gate.set)
+    ann.done(first)
+    ben.done(second)
+    assert ann.trainer.switches[-1] == "sleep"
+
+
+def test_a_sample_that_waits_for_devices_says_so(gate, ann, ben):
+    training = ann.at_work()
+    sample = ben.sample()
+    why = wait_until(lambda: "used by others" in ben.why(sample) and ben.why(sample))
+    assert re.match(r"the sampler is not started yet \(\d+ s\): the devices of group gpu are", why)
+    assert "0 before it in the queue" in why and "0 samples before this one" in why
+    gate.run(ann.trainer.gate.set)
+    ann.done(training)
+    ben.done(sample)
+
+
+def test_who_has_the_devices_and_who_waits_is_shown_without_other_owners_names(gate, ann, ben):
+    training = ann.at_work()
+    waiting = ben.step()
+    wait_until(lambda: group(ben)["workers"][1]["state"] == "waiting")
+    holder, waiter = group(ben)["workers"]
+    assert (holder["state"], holder["worker"], holder["owner"]) == ("awake", "", "")
+    assert holder["seconds"] == holder["device_seconds"] == holder["device_bytes"] == 0
+    assert (waiter["worker"], waiter["owner"], waiter["position"]) == (ben.run, "ben", 1)
+    assert waiter["expected_seconds"] > 0
+    assert waiter["reason"].startswith("the devices of group gpu are used by others")
+    for secret in (ann.session, "ann"):
+        assert secret not in json.dumps(ben.get("groups"))
+        assert secret not in json.dumps(ben.get("leases/spans"))
+    with gate.http() as admin:
+        (gpu, spare) = admin.get(f"{OWN}/groups").json()["groups"]
+    assert [worker["owner"] for worker in gpu["workers"]] == ["ann", "ben"]
+    assert (gpu["placed"], gpu["most_workers"], gpu["devices"]) == (4, 16, ["cpu:0"])
+    assert gpu["sleeping_bytes"] > 0 and gpu["switches"] > 0
+    assert spare["workers"] == []
+    metrics = gate.http().get("/metrics").text
+    assert 'tandem_gateway_lease_waiters{group="gpu"} 1.0' in metrics
+    gate.run(ann.trainer.gate.set)
+    ann.done(training)
+    ben.done(waiting)
+
+
+def test_who_had_the_devices_is_shown_with_times_alone_of_other_owners(gate, ann, ben):
+    began = time.time() - 60
+    for experiment in (ann, ben, ann, ben):
+        experiment.done(experiment.step())
+    spans = ben.get(f"leases/spans?since={began}")
+    assert {span["owner"] for span in spans["spans"]} == {"", "ben"}
+    assert {span["worker"] for span in spans["spans"]} == {"", ben.run}
+    assert [owner["owner"] for owner in spans["owners"]] == ["ben"]
+    ended = [span for span in spans["spans"] if span["ended"] is not None]
+    assert len(ended) >= 3
+    for before, after in pairwise(ended):
+        assert before["ended"] <= after["began"] + 0.01, "never two at once"
+    assert spans["spans"][-1]["owner"] == "ben", "it has the devices still"
+    assert ben.get(f"leases/spans?since={began}&group=spare")["spans"] == []
+    assert ben.get(f"leases/spans?until={began}")["spans"] == []
+
+
+def test_a_drained_group_takes_nobody_lets_what_runs_go_on_and_is_drained_after_a_restart(start):
+    with start() as gate, gate.http() as admin:
+        ann = Experiment(gate, "ann")
+        drained = admin.post(f"{OWN}/groups/gpu/drain").json()
+        assert (drained["drained"], drained["policy"]) == (True, "eager")
+        ann.done(ann.step())
+        wait_until(lambda: ann.trainer.asleep)
+        refused = ann.client.post(f"{OWN}/groups/gpu/drain")
+        assert (refused.status_code, group(ann)["drained"]) == (403, True)
+        answer = admin.post(f"{OWN}/groups/nowhere/drain")
+        assert (answer.status_code, answer.json()["type"]) == (404, "unknown_group")
+        assert "known: gpu, spare" in answer.json()["error"]
+    with start() as gate, gate.http() as admin:
+        session = gate.session_id()
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny:full"}
+        waiting = admin.post("/api/v1/create_model", json=body).json()["request_id"]
+        wait_until(lambda: gate.gateway.places.waiting)
+        listed = admin.get(f"{OWN}/groups").json()
+        assert [group["drained"] for group in listed["groups"]] == [True, False]
+        (queued,) = listed["queue"]
+        assert queued["worker"].startswith(session)
+        assert "group gpu is drained, and takes no more workers" in queued["reason"]
+        assert admin.delete(f"{OWN}/groups/gpu/drain").json()["drained"] is False
+        assert gate.retrieve(waiting).status_code == 200
+        log = admin.get("/api/v1/audit?limit=100").text
+        assert "group_drain" in log and "group_undrain" in log
+
+
+def test_the_commands_show_and_drain_and_draw(gate, ann, ben, tmp_path):
+    for experiment in (ann, ben, ann):
+        experiment.done(experiment.step())
+    listed = json.loads(tandem(gate, "groups", "list", "--json"))["groups"]
+    assert [group["name"] for group in listed] == ["gpu", "spare"]
+    said = tandem(gate, "top", "--once")
+    assert ann.run in said and ben.run in said and "owners, in the last 10 minutes:" in said
+    assert json.loads(tandem(gate, "top", "--json"))["owners"]
+    picture = tmp_path / "timeline.svg"
+    tandem(gate, "timeline", "--out", str(picture))
+    assert ann.session in picture.read_text() and ben.session in picture.read_text()
+    assert "takes no more workers" in tandem(gate, "groups", "drain", "spare")
+    assert group(ann, "spare")["drained"]
+    tandem(gate, "groups", "drain", "spare", "--undo")
+    assert not group(ann, "spare")["drained"]
+    with pytest.raises(ServerError, match="there is no group 'nowhere'; known: gpu, spare"):
+        tandem(gate, "groups", "drain", "nowhere")
+
+
+def tandem(gate, *arguments: str) -> str:
+    directory = ["--data-dir", str(gate.settings.data_dir)]
+    done = CliRunner().invoke(app, [*arguments, *directory], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
