@@ -64,7 +64,7 @@ class HostedRuns:
         return about
 
     def add(self, request: trainer_pb2.AddRunRequest) -> trainer_pb2.AddRunReply:
-        """Raises nothing that a request can cause: the other runs go on."""
+        """What is refused is so in the reply: the other runs go on."""
         training = TrainingSpec.model_validate_json(request.training)
         try:
             if request.run_id not in self._runs:

@@ -80,7 +80,12 @@ class TrainerMetrics:
             registry=registry,
         )
         self.tokens = Counter("tandem_trainer_tokens", "Tokens computed.", registry=registry)
-        self.steps = Gauge("tandem_trainer_step", "Optimizer steps applied.", registry=registry)
+        self.runs = Gauge("tandem_trainer_runs", "Runs hosted.", registry=registry)
+        self.steps = Gauge(
+            "tandem_trainer_step",
+            "Optimizer steps applied, to the run that was served last.",
+            registry=registry,
+        )
         self.published = Counter(
             "tandem_trainer_published_bytes", "Bytes of weight versions.", registry=registry
         )
@@ -253,6 +258,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         self._broken = broken
         self._sequences = {run_id: OperationSequence(keep=KEPT_RESULTS)}
         self._changing = asyncio.Lock()  # which runs there are
+        metrics.runs.set(1)
         self._at_work = run_id
         self._fence = fence
         self._switches = 0
@@ -269,7 +275,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
                     request.run_id, OperationSequence(keep=KEPT_RESULTS)
                 )
                 reply.about.last_seq_id = sequence.applied
-                self._log.info("run_added", run_id=request.run_id, runs=len(self._sequences))
+                self._metrics.runs.set(len(self._sequences))
+                self._log.info("run_added", run_id=request.run_id)
         return reply
 
     async def RemoveRun(
@@ -283,7 +290,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             # The engine thread is through with the run's operations when it comes to this.
             job = self._engine.submit(lambda runs: runs.remove(request.run_id))
             await self._or_broken(asyncio.wrap_future(job), context)
-        self._log.info("run_removed", run_id=request.run_id, runs=len(self._sequences))
+            self._metrics.runs.set(len(self._sequences))
+        self._log.info("run_removed", run_id=request.run_id)
         return trainer_pb2.RemoveRunReply()
 
     async def Describe(

@@ -87,6 +87,35 @@ def test_two_runs_of_a_process_train_as_each_does_in_its_own(models, tmp_path, r
         assert_same(tensors(own, tmp_path), last)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_runs_of_a_process_sleep_and_wake_at_once(models, tmp_path, ranks):
+    sleeping = {"training": A, "ranks": ranks, "lease": 1}
+    norms = {}
+    for slept in (False, True):
+        with trainer_process(models["qwen3"], tmp_path, **sleeping) as a:
+            b, late = a.of_run(OTHER), a.of_run("late")
+            b.add(B)
+            train(b, 1)
+            a.output(request(data_of(2)))
+            if slept:
+                a.hold(2)
+                reply = a.sleep(spill_folder=str(tmp_path))
+                assert reply.device_bytes == 0 and reply.disk_bytes > 0, reply
+                assert a.describe().asleep and b.describe().asleep
+                for client in (b, late):
+                    client.hold(2)
+                with pytest.raises(grpc.RpcError, match="it is asleep"):
+                    late.add(A)
+                a.hold(3)
+                assert not a.wake().HasField("failure")
+                for client in (b, late):
+                    client.hold(3)
+            b.output(request(data_of(3)))
+            norms[slept] = [client.optim_step().metrics["grad_norm"] for client in (a, b)]
+            assert not late.add(A).HasField("failure")
+    assert norms[True] == norms[False]
+
+
 def test_the_death_of_a_rank_is_that_of_every_run(models, tmp_path):
     with trainer_process(models["qwen3"], tmp_path, training=A, ranks=2) as a:
         b = a.of_run(OTHER)

@@ -116,12 +116,13 @@ class Engine:
 class Trainer:
     def __init__(self, *, operation_timeout: float = 60) -> None:
         self.engine: Any = Engine()
+        self.registry = CollectorRegistry()
         self.broken: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
         self.servicer = TrainerServicer(
             engine=self.engine,
             run_id=RUN,
             operation_timeout=operation_timeout,
-            metrics=TrainerMetrics(CollectorRegistry()),
+            metrics=TrainerMetrics(self.registry),
             log=get_log(),
             broken=self.broken,
             fence=Fence(0),
@@ -342,6 +343,7 @@ async def test_a_run_that_is_not_hosted_is_not_found(trainer):
 
 async def test_a_run_is_removed_after_what_was_sent_and_before_what_waits(trainer):
     await add(trainer, "other")
+    assert trainer.registry.get_sample_value("tandem_trainer_runs") == 2
     other = trainer.engine.runs.by_id["other"]
     trainer.engine.holds = True
     sent, waits = trainer.step(1, run_id="other"), trainer.step(3, run_id="other")
@@ -355,6 +357,7 @@ async def test_a_run_is_removed_after_what_was_sent_and_before_what_waits(traine
         await waits
     trainer.engine.let_go()
     await removed
+    assert trainer.registry.get_sample_value("tandem_trainer_runs") == 1
     assert (await sent).step == 1
     assert other.applied == [1]
     trainer.engine.holds = False
