@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tests.chaos.chaos import run_chaos
 from tests.chaos.experiments import KINDS
+from tests.support.stacks import GROUPS
 
 
 def main() -> int:
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1, help="of each trainer")
     parser.add_argument("--experiments", default="full,rl", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--only", default="", help="parts of the names of faults, with commas")
+    parser.add_argument("--groups", choices=GROUPS, default="none", help="that they share")
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
     logging.getLogger("tinker").setLevel(logging.ERROR)
@@ -42,6 +44,7 @@ def main() -> int:
             ranks=arguments.ranks,
             kinds=arguments.experiments.split(","),
             only=arguments.only.split(",") if arguments.only else (),
+            groups=GROUPS[arguments.groups],
             tell=tell,
         )
     except BaseException:

@@ -35,12 +35,14 @@ def run_chaos(
     ranks: int = 1,
     kinds: Sequence[str] = ("full", "rl"),
     only: Sequence[str] = (),
+    groups: str = "",
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Struck]:
-    """Raise `AssertionError` where something is not as in an undisturbed run, or is left."""
+    """Let experiments share the device `groups`, and strike. Raise `AssertionError` where something
+    is not as in an undisturbed run, or is left."""
     rng = random.Random(seed)
     model = write_qwen(folder / "model", seed=seed)
-    settings = {**SETTINGS, "trainer_ranks": str(ranks)}
+    settings = {**SETTINGS, "trainer_ranks": str(ranks), "groups": groups}
     with machine(folder, models={TIED: model}, settings=settings) as where:
         disturbed = [Experiment(kind) for kind in kinds]
         threads = [_start(where, each) for each in disturbed]

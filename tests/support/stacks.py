@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,23 @@ SMALL = {
     "sampler_max_num_seqs": "64",
     "trainer_threads": "1",
 }
+
+_FIRST, _LAST = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
+GROUPS = {
+    "none": "[]",
+    # One core trains, and another one samples.
+    "two": json.dumps(
+        [
+            {"name": "train", "devices": [f"cpu:{_FIRST}"], "roles": ["trainer"]},
+            {"name": "sample", "devices": [f"cpu:{_LAST}"], "roles": ["sampler"]},
+        ]
+    ),
+    # One core does both, in turns.
+    "one": json.dumps(
+        [{"name": "both", "devices": [f"cpu:{_FIRST}"], "roles": ["trainer", "sampler"]}]
+    ),
+}
+"""Settings of device groups that experiments share; two cores are needed for two."""
 
 
 @dataclass(frozen=True)
