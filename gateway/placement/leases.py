@@ -92,10 +92,11 @@ class Lease:
     """Of one worker, named by `key`, which stays the same when its process is replaced.
 
     `present`: there is a process. `left`: an earlier gateway has left it held, and the worker may
-    be awake, asleep or in between. `uses` counts the calls under way; `in_step` has the runs whose
-    gradients were computed and not applied yet. `since` is when it began to wait, `granted_at` when
-    it got the devices, `idle_since` when its last use ended, `served_at` when it last gave them up,
-    all in the time of the event loop. `seconds` is how long it had them in all.
+    be awake, asleep or in between. `stopping`: whoever started the worker is ending it. `uses`
+    counts the calls under way; `in_step` has the runs whose gradients were computed and not applied
+    yet. `since` is when it began to wait, `granted_at` when it got the devices, `idle_since` when
+    its last use ended, `served_at` when it last gave them up, all in the time of the event loop.
+    `seconds` is how long it had them in all.
     """
 
     key: str
@@ -110,6 +111,7 @@ class Lease:
     present: bool = False
     closed: bool = False
     left: bool = False
+    stopping: bool = False
     uses: int = 0
     in_step: set[str] = field(default_factory=set)
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
@@ -150,9 +152,13 @@ class Lease:
         """Note that there is a process, which is awake. Call it within a use."""
         self.present = True
 
+    def worker_stops(self) -> None:
+        """Note that the worker is being ended: a switch may fail, and nobody needs to kill it."""
+        self.stopping = True
+
     def worker_ended(self) -> None:
         """Note that nothing is left of the worker's process."""
-        self.present = False
+        self.present = self.stopping = False
         self.device_bytes = self.host_bytes = 0
         self.group.look()
 
@@ -500,13 +506,14 @@ class GroupLeases:
     async def _end(self, lease: Lease, reason: str) -> None:
         """Kill a worker; return when nothing of it is left, however long that takes: until then,
         nobody else may have its devices."""
-        self._log.error("lease_holder_ended", worker=lease.key, reason=reason)
         while lease.present:
-            try:
-                async with asyncio.timeout(self._settings.switch_timeout):
-                    await lease.tenant.end(reason)
-            except Exception:  # noqa: BLE001 - it is tried again, until it is known to be gone
-                self._log.exception("lease_holder_not_ended", worker=lease.key)
+            if not lease.stopping:
+                self._log.error("lease_holder_ended", worker=lease.key, reason=reason)
+                try:
+                    async with asyncio.timeout(self._settings.switch_timeout):
+                        await lease.tenant.end(reason)
+                except Exception:  # noqa: BLE001 - it is tried again, until it is known to be gone
+                    self._log.exception("lease_holder_not_ended", worker=lease.key)
             if lease.present:
                 await asyncio.sleep(_PAUSE)
 

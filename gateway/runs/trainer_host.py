@@ -80,6 +80,7 @@ class TrainerHost:
 
     async def stop(self, reason: str, *, at_once: bool) -> None:
         """End the process, if there is one."""
+        self.lease.worker_stops()
         worker, self._run.worker = self._run.worker, None
         if worker is not None:
             await self._fleet.stop(worker, reason=reason, at_once=at_once)

@@ -331,6 +331,7 @@ class Sampler:
         worker, slot = self.worker, self._slot
         assert worker is not None and slot is not None, "only an engine that serves is idle"
         self._slot, self._retiring = None, slot
+        self.lease.worker_stops()
         self._forget_engine()
         self._set_state("idle")
         return self._stop_retired(worker, slot)
@@ -345,6 +346,7 @@ class Sampler:
     async def stop(self, error: TandemError) -> None:
         """End the engine, and fail all samples, and requests that wait for it, with the error."""
         self._set_state("stopped", error.message)
+        self.lease.worker_stops()
         for sample in self.samples.values():
             sample.future.resolve(error)
         if self._client.done():
