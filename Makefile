@@ -2,7 +2,7 @@ ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_
 	restarted restored retention run_history search security_names sessions trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
-.PHONY: setup demo first-hour test test-postgresql conformance lint bench bench-bombs bench-gateway bench-history bench-recovery bench-starts bench-versus chaos fuzz nightly api-docs protos clean
+.PHONY: setup demo first-hour test test-postgresql conformance lint bench bench-bombs bench-gateway bench-history bench-recovery bench-starts bench-timeslice bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -47,6 +47,9 @@ bench-recovery: setup ## Measures snapshots, and how long a killed trainer's run
 
 bench-starts: setup ## Measures starts of workers in new processes and in idle ones. ARGS="--rounds 5"
 	@.venv/bin/python -m benchmarks.starts $(ARGS)
+
+bench-timeslice: setup ## Measures experiments that share devices, beside the same ones in a row.
+	@.venv/bin/python -m benchmarks.timeslice $(ARGS)
 
 bench-versus: setup ## Measures this checkout beside another one. ARGS=../other-checkout
 	@.venv/bin/python -m benchmarks.versus $(ARGS)

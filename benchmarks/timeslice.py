@@ -1,0 +1,244 @@
+"""`make bench-timeslice`: experiments that share devices in turns, beside the same ones in a row.
+
+Each experiment samples and trains for about as long. One core trains, another one samples. In each
+round, the experiments do so many steps one after the other, and then the same at the same time;
+all clients are there from the beginning, and have done a step. Reported are the makespans, the duty
+cycle of each group in both (processor seconds of its workers over the makespan), the bound that the
+busier one sets, what switches took, and how evenly the owners were served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sqlite3
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import numpy as np
+import psutil
+import tinker
+from rich.console import Console
+from tinker import types
+
+from benchmarks import record
+from tandem.demo.tiny_model import TinyShape, write_tiny_model
+from tandem.stack import Stack
+
+MODEL = "bench/timeslice"
+_SHAPE = TinyShape(hidden=256, layers=4, ffn=768, heads=4, max_length=256, tied=True)
+_PROMPTS, _SAMPLES = 4, 4
+TIMEOUT = 600.0
+
+
+class Experiment:
+    """Reinforcement learning that samples `tokens` for each sample, and then computes its batch
+    `repeats` times."""
+
+    def __init__(self, service: tinker.ServiceClient, *, tokens: int, repeats: int) -> None:
+        self._training = service.create_lora_training_client(MODEL, rank=8, seed=1).result(TIMEOUT)
+        self._tokens, self.repeats = tokens, repeats
+        self.seconds = {"sample": 0.0, "train": 0.0}
+
+    def step(self) -> None:
+        began = time.perf_counter()
+        sampler = self._training.save_weights_and_get_sampling_client()
+        prompts = [[20 + i, 30, 40, 21] for i in range(_PROMPTS)]
+        params = types.SamplingParams(max_tokens=self._tokens, seed=1, temperature=1.0, stop=[])
+        futures = [
+            sampler.sample(
+                types.ModelInput.from_ints(prompt), num_samples=_SAMPLES, sampling_params=params
+            )
+            for prompt in prompts
+        ]
+        data = [
+            _datum(prompt, sequence)
+            for prompt, future in zip(prompts, futures, strict=True)
+            for sequence in future.result(TIMEOUT).sequences
+        ]
+        sampled = time.perf_counter()
+        for _ in range(self.repeats):
+            self._training.forward_backward(data, "importance_sampling")
+            step = self._training.optim_step(types.AdamParams(learning_rate=1e-4))
+        step.result(TIMEOUT)
+        self.seconds["sample"] += sampled - began
+        self.seconds["train"] += time.perf_counter() - sampled
+
+
+def _datum(prompt: list[int], sequence: types.SampledSequence) -> types.Datum:
+    tokens, before = prompt + list(sequence.tokens), len(prompt) - 1
+    inputs = {
+        "target_tokens": np.array(tokens[1:], np.int64),
+        "logprobs": np.array([0.0] * before + list(sequence.logprobs or []), np.float32),
+        "advantages": np.array([0.0] * before + [0.1] * len(sequence.tokens), np.float32),
+    }
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={name: types.TensorData.from_numpy(value) for name, value in inputs.items()},
+    )
+
+
+def _calibrate(experiment: Experiment) -> None:
+    """Let training take about as long as sampling."""
+    for _ in range(3):
+        experiment.seconds = {"sample": 0.0, "train": 0.0}
+        experiment.step()
+        one = experiment.seconds["train"] / experiment.repeats
+        experiment.repeats = max(1, round(experiment.seconds["sample"] / one))
+
+
+def _busy(stack: Stack) -> dict[str, float]:
+    """Return the processor seconds of all trainers and of all samplers."""
+    with stack.client() as client:
+        workers = client.get("status").json()["workers"]
+    found = {"trainer": 0.0, "sampler": 0.0}
+    for worker in workers:
+        times = psutil.Process(worker["pid"]).cpu_times()
+        found[worker["kind"]] += times.user + times.system
+    return found
+
+
+def _timed(stack: Stack, work: Callable[[], None]) -> dict[str, float]:
+    before, began = _busy(stack), time.perf_counter()
+    work()
+    seconds = time.perf_counter() - began
+    after = _busy(stack)
+    duty = {kind: round((after[kind] - before[kind]) / seconds, 3) for kind in after}
+    return {"seconds": seconds, **duty, "busiest": max(after[k] - before[k] for k in after)}
+
+
+def _in_a_row(experiments: Sequence[Experiment], steps: int) -> None:
+    for experiment in experiments:
+        for _ in range(steps):
+            experiment.step()
+
+
+def _at_once(experiments: Sequence[Experiment], steps: int) -> None:
+    faults: list[BaseException] = []
+
+    def work(experiment: Experiment) -> None:
+        try:
+            _in_a_row([experiment], steps)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            faults.append(error)
+
+    threads = [threading.Thread(target=work, args=(each,)) for each in experiments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if faults:
+        raise faults[0]
+
+
+def _switches(database: Path, *, since: float) -> dict[str, object]:
+    """Return what the leases of a time tell: seconds of switches, and device seconds of owners."""
+    query = (
+        "SELECT owner, group_name, wake_seconds, sleep_seconds, ended - began AS held "
+        "FROM lease_spans WHERE began >= ?"
+    )
+    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+        rows = connection.execute(query, [since]).fetchall()
+    seconds = sorted(row[2] + row[3] for row in rows)
+    owners: dict[str, dict[str, float]] = {}
+    for owner, group, *_, held in rows:
+        of_group = owners.setdefault(group, {})
+        of_group[owner] = of_group.get(owner, 0.0) + held
+    return {
+        "switches": len(seconds),
+        "switch_median": round(statistics.median(seconds), 4),
+        "switch_p95": round(seconds[int(0.95 * len(seconds))], 4),
+        "owners_max_over_min": {
+            group: round(max(found.values()) / min(found.values()), 3)
+            for group, found in owners.items()
+            if len(found) > 1
+        },
+    }
+
+
+def measure(
+    stack: Stack, experiments: Sequence[Experiment], *, steps: int, rounds: int
+) -> dict[str, object]:
+    rows, alone, together, began = [], [], [], 0.0
+    told: list[dict[str, object]] = []
+    for _ in range(rounds):
+        alone.append(_timed(stack, lambda: _in_a_row(experiments, steps)))
+        began = time.time()
+        together.append(_timed(stack, lambda: _at_once(experiments, steps)))
+        told.append(_switches(stack.data_dir / "tandem.db", since=began))
+        rows.append(together[-1]["seconds"] / alone[-1]["seconds"])
+    bound = [
+        there["busiest"] / here["seconds"] for here, there in zip(alone, together, strict=True)
+    ]
+    return {
+        "experiments": len(experiments),
+        "steps": steps,
+        "makespan_over_serial": round(statistics.median(rows), 3),
+        "each_round": [round(row, 3) for row in rows],
+        "bound_by_busiest": round(statistics.median(bound), 3),
+        "serial": alone,
+        "together": together,
+        "leases": told,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.timeslice", description=__doc__)
+    parser.add_argument("--experiments", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=48, help="of each sample")
+    parser.add_argument("--quantum", type=float, default=0.5)
+    parser.add_argument("--no-save", action="store_true")
+    arguments = parser.parse_args()
+    console = Console()
+    cores = sorted(os.sched_getaffinity(0))
+    groups = [
+        {"name": "train", "devices": [f"cpu:{cores[0]}"], "roles": ["trainer"]},
+        {"name": "sample", "devices": [f"cpu:{cores[-1]}"], "roles": ["sampler"]},
+    ]
+    settings = {
+        "port": "0",
+        "groups": json.dumps(groups),
+        "sharing_quantum": str(arguments.quantum),
+        "sampler_kv_cache_bytes": str(64 * 2**20),
+    }
+    results: dict[str, object] = {"machine": record.machine(), "benchmark": "timeslice"}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as open_until_the_end:
+        model = Path(folder) / "model"
+        write_tiny_model(model, seed=0, shape=_SHAPE)
+        stack = open_until_the_end.enter_context(
+            Stack(data_dir=Path(folder) / "data", settings=settings)
+        )
+        stack.add_model(name=MODEL, path=model)
+        experiments: list[Experiment] = []
+        for number in range(max(arguments.experiments)):
+            with stack.client() as client:
+                body = {"owner": f"owner-{number}", "role": "member", "name": "bench"}
+                key = client.post("keys", json=body).raise_for_status().json()["key"]
+            service = open_until_the_end.enter_context(
+                tinker.ServiceClient(base_url=stack.endpoint.url, api_key=key)
+            )
+            repeats = experiments[0].repeats if experiments else 4
+            experiments.append(Experiment(service, tokens=arguments.tokens, repeats=repeats))
+            experiments[-1].step()
+            if not number:
+                _calibrate(experiments[0])
+        for count in arguments.experiments:
+            found = measure(
+                stack, experiments[:count], steps=arguments.steps, rounds=arguments.rounds
+            )
+            results[f"{count} experiments"] = found
+            console.print_json(json.dumps(found))
+    if not arguments.no_save:
+        console.print(f"written to {record.save(results).name}")
+
+
+if __name__ == "__main__":
+    main()
