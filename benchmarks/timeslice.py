@@ -48,7 +48,7 @@ class Experiment:
 
     def step(self) -> None:
         began = time.perf_counter()
-        sampler = self._training.save_weights_and_get_sampling_client()
+        sampler = self._training.save_weights_and_get_sampling_client().result(TIMEOUT)
         prompts = [[20 + i, 30, 40, 21] for i in range(_PROMPTS)]
         params = types.SamplingParams(max_tokens=self._tokens, seed=1, temperature=1.0, stop=[])
         futures = [
