@@ -140,7 +140,7 @@ def _at_once(experiments: Sequence[Experiment], steps: int) -> None:
 def _switches(database: Path, *, since: float) -> dict[str, object]:
     """Return what the leases of a time tell: seconds of switches, and device seconds of owners."""
     query = (
-        "SELECT owner, group_name, wake_seconds, sleep_seconds, ended - began AS held "
+        "SELECT owner, group_name, wake_seconds, sleep_seconds, busy_seconds "
         "FROM lease_spans WHERE began >= ?"
     )
     with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:

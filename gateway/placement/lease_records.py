@@ -17,7 +17,7 @@ from gateway.storage.tables import lease_spans, leases
 @dataclass(frozen=True)
 class LeaseRecord:
     """What an earlier gateway has left: whether the worker may be awake, since when it waits (in
-    seconds since 1970; 0: it does not), and how many seconds it has had the devices in all."""
+    seconds since 1970; 0: it does not), and for how many seconds it has used the devices in all."""
 
     held: bool
     token: int
@@ -28,7 +28,7 @@ class LeaseRecord:
 @dataclass(frozen=True)
 class Span:
     """A time in which a worker had the devices of a group, its wake and its sleep included. Times
-    in seconds since 1970."""
+    in seconds since 1970. It used them for `busy_seconds`."""
 
     worker: str
     group_name: str
@@ -37,6 +37,7 @@ class Span:
     session_id: str
     began: float
     wake_seconds: float
+    busy_seconds: float
     sleep_seconds: float
     ended: float
 

@@ -96,7 +96,7 @@ class Lease:
     counts the calls under way; `in_step` has the runs whose gradients were computed and not applied
     yet. `since` is when it began to wait, `granted_at` when it got the devices, `idle_since` when
     its last use ended, `served_at` when it last gave them up, all in the time of the event loop.
-    `seconds` is how long it had them in all.
+    `seconds` is how long it used them in all, `span_seconds` since they were granted.
     """
 
     key: str
@@ -119,7 +119,9 @@ class Lease:
     granted_at: float = 0.0
     idle_since: float = 0.0
     served_at: float = 0.0
+    busy_since: float = 0.0
     seconds: float = 0.0
+    span_seconds: float = 0.0
     wake_seconds: float = 0.0
     sleep_seconds: float = 0.0
     device_bytes: int = 0
@@ -316,7 +318,7 @@ class GroupLeases:
         """Return when the worker has the devices, with one more use counted."""
         self.look()
         if not self.awake or (lease.state == "held" and not lease.left):
-            lease.uses += 1
+            self._begin_use(lease)
             return
         if lease.state == "free" and not lease.waiting:
             self._note_active(lease.owner)
@@ -334,10 +336,23 @@ class GroupLeases:
             self.look()
             raise
 
+    def _begin_use(self, lease: Lease) -> None:
+        if not lease.uses:
+            lease.busy_since = self._loop.time()
+        lease.uses += 1
+
     def leave(self, lease: Lease) -> None:
         lease.uses -= 1
-        lease.idle_since = self._loop.time()
+        if not lease.uses:
+            lease.idle_since = self._loop.time()
+            self._note_used(lease, lease.idle_since - lease.busy_since)
         self.look()
+
+    def _note_used(self, lease: Lease, seconds: float) -> None:
+        lease.seconds += seconds
+        lease.span_seconds += seconds
+        share = seconds / self._weight(lease.owner)
+        self._shares[lease.owner] = self._shares.get(lease.owner, 0.0) + share
 
     def close(self, lease: Lease) -> None:
         lease.closed, lease.present = True, False
@@ -358,7 +373,7 @@ class GroupLeases:
         lease.state = "held"
         turns, lease.waiting = lease.waiting, []
         for turn in turns:
-            lease.uses += 1
+            self._begin_use(lease)
             turn.set_result(None)
 
     # --- Decisions ----------------------------------------------------------------------------
@@ -523,14 +538,11 @@ class GroupLeases:
         lease.state, lease.served_at = "free", now
         if lease.granted_at:
             seconds = now - lease.granted_at
-            lease.seconds += seconds
-            self._shares[lease.owner] = self._shares.get(lease.owner, 0.0) + (
-                seconds / self._weight(lease.owner)
-            )
             self._hold_seconds += _RECENT * (seconds - self._hold_seconds)
             self._metrics.lease_hold_seconds.labels(self.name).observe(seconds)
             self._records.free(lease.key, seconds=lease.seconds, span=self.span(lease))
             lease.granted_at = lease.wake_seconds = lease.sleep_seconds = 0.0
+            lease.span_seconds = 0.0
         if lease.waiting:
             self._note_waiting(lease)
 
@@ -545,6 +557,7 @@ class GroupLeases:
             session_id=lease.session_id,
             began=time.time() - seconds - lease.wake_seconds,
             wake_seconds=lease.wake_seconds,
+            busy_seconds=lease.span_seconds,
             sleep_seconds=lease.sleep_seconds,
             ended=time.time(),
         )
@@ -567,11 +580,9 @@ class GroupLeases:
         return self._settings.weights.get(owner, 1.0)
 
     def _share(self, owner: str, now: float) -> float:
-        """Return the seconds that an owner has had, divided by its weight."""
+        """Return the seconds for which an owner has used the devices, divided by its weight."""
         running = sum(
-            now - lease.granted_at
-            for lease in self.leases
-            if lease.owner == owner and lease.granted_at
+            now - lease.busy_since for lease in self.leases if lease.owner == owner and lease.uses
         )
         return self._shares.get(owner, 0.0) + running / self._weight(owner)
 

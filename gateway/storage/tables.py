@@ -287,14 +287,14 @@ workers = Table(
 leases = Table(
     "leases",
     metadata,
-    Column("worker", String(120), primary_key=True),
+    Column("worker", String(320), primary_key=True),
     Column("group_name", String(100), nullable=False),
     Column("kind", String(16), nullable=False),
     Column("owner", String(100), nullable=False),
     Column("held", Boolean, nullable=False, default=False),
     Column("token", BigInteger, nullable=False, default=0),
     Column("since", Float, nullable=False, default=0.0),  # when it began to wait; 0: it does not
-    Column("seconds", Float, nullable=False, default=0.0),  # for which it had the devices in all
+    Column("seconds", Float, nullable=False, default=0.0),  # for which it used the devices in all
 )
 
 # Who had the devices of a group when.
@@ -302,13 +302,14 @@ lease_spans = Table(
     "lease_spans",
     metadata,
     Column("id", BigInteger().with_variant(Integer(), "sqlite"), primary_key=True),
-    Column("worker", String(120), nullable=False),
+    Column("worker", String(320), nullable=False),
     Column("group_name", String(100), nullable=False),
     Column("kind", String(16), nullable=False),
     Column("owner", String(100), nullable=False),
     Column("session_id", String(64), nullable=False),
     Column("began", Float, nullable=False),  # with its wake, until it slept
     Column("wake_seconds", Float, nullable=False),
+    Column("busy_seconds", Float, nullable=False),
     Column("sleep_seconds", Float, nullable=False),
     Column("ended", Float, nullable=False),
     Index("lease_spans_by_end", "ended"),

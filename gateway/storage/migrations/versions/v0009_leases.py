@@ -12,7 +12,7 @@ down_revision = "0008"
 def upgrade() -> None:
     op.create_table(
         "leases",
-        sa.Column("worker", sa.String(120), primary_key=True),
+        sa.Column("worker", sa.String(320), primary_key=True),
         sa.Column("group_name", sa.String(100), nullable=False),
         sa.Column("kind", sa.String(16), nullable=False),
         sa.Column("owner", sa.String(100), nullable=False),
@@ -24,13 +24,14 @@ def upgrade() -> None:
     op.create_table(
         "lease_spans",
         sa.Column("id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), primary_key=True),
-        sa.Column("worker", sa.String(120), nullable=False),
+        sa.Column("worker", sa.String(320), nullable=False),
         sa.Column("group_name", sa.String(100), nullable=False),
         sa.Column("kind", sa.String(16), nullable=False),
         sa.Column("owner", sa.String(100), nullable=False),
         sa.Column("session_id", sa.String(64), nullable=False),
         sa.Column("began", sa.Float, nullable=False),
         sa.Column("wake_seconds", sa.Float, nullable=False),
+        sa.Column("busy_seconds", sa.Float, nullable=False),
         sa.Column("sleep_seconds", sa.Float, nullable=False),
         sa.Column("ended", sa.Float, nullable=False),
     )
