@@ -346,7 +346,8 @@ class Sampler:
     async def stop(self, error: TandemError) -> None:
         """End the engine, and fail all samples, and requests that wait for it, with the error."""
         self._set_state("stopped", error.message)
-        self.lease.worker_stops()
+        if self._lease is not None:
+            self._lease.worker_stops()
         for sample in self.samples.values():
             sample.future.resolve(error)
         if self._client.done():
