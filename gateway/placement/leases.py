@@ -27,6 +27,7 @@ from gateway.placement.groups import DeviceGroup
 from gateway.placement.lease_records import LeaseRecord, LeaseRecords, Span
 from gateway.placement.policy import Holder, Waiter, gives_way_at, in_turn
 from gateway.storage.database import Database
+from gateway.workers.clients import WorkerUnavailable
 from tandem.errors import StorageFailed, from_failure
 from tandem.settings import SharingSettings
 from tandem.telemetry import get_log
@@ -36,6 +37,9 @@ _RECENT = 0.3
 """The weight of the newest of several measurements."""
 _PAUSE = 0.5
 """Seconds until something that failed is tried again, and between looks at a heartbeat."""
+
+_ATTEMPTS = 3
+"""Of a switch, over connections that break."""
 
 _TOKEN_BITS = 20
 """Of a token, for the changes of one gateway; the rest is its epoch. More than these only reach
@@ -373,8 +377,9 @@ class GroupLeases:
         lease.state = "held"
         turns, lease.waiting = lease.waiting, []
         for turn in turns:
-            self._begin_use(lease)
-            turn.set_result(None)
+            if not turn.done():  # it is cancelled, and its task has not heard of it yet
+                self._begin_use(lease)
+                turn.set_result(None)
 
     # --- Decisions ----------------------------------------------------------------------------
 
@@ -498,7 +503,7 @@ class GroupLeases:
         began = self._loop.time()
         try:
             async with asyncio.timeout(self._settings.switch_timeout):
-                switched = await carry_out()
+                switched = await self._unless_connection_breaks(lease, carry_out)
         except TimeoutError:
             limit = self._settings.switch_timeout
             await self._end(lease, f"it did not {direction} within {limit:g} s")
@@ -513,6 +518,20 @@ class GroupLeases:
         self.switch_seconds += _RECENT * (2 * seconds - self.switch_seconds)
         self._metrics.switch_seconds.labels(self.name, lease.kind, direction).observe(seconds)
         self._metrics.moved_bytes.labels(self.name, direction).inc(switched.bytes_moved)
+
+    async def _unless_connection_breaks(
+        self, lease: Lease, carry_out: Callable[[], Coroutine[None, None, Switched]]
+    ) -> Switched:
+        """Ask a worker that lives again if only the connection broke: it answers at once if it has
+        done it already."""
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return await carry_out()
+            except WorkerUnavailable:
+                await asyncio.sleep(_PAUSE)
+                if not lease.present or lease.stopping:
+                    raise
+        return await carry_out()
 
     async def _end_holder(self, lease: Lease, reason: str) -> None:
         await self._end(lease, reason)
