@@ -97,6 +97,8 @@ class RunTrainer:
         self.gone: asyncio.Future[None] = asyncio.Future()
         """Done once the trainer that serves now has been given up."""
         self._exit: asyncio.Future[str] = asyncio.Future()
+        self._without_turn: dict[int, asyncio.Event] = {}
+        """By `seq_id`, the operations that wait for a turn; set when they do not any more."""
         self._backoff = Backoff()
         self._restore_task: asyncio.Task[None] | None = None
         self._closed = False
@@ -214,17 +216,31 @@ class RunTrainer:
 
     @asynccontextmanager
     async def turn(self, operation: Operation) -> AsyncIterator[TrainerClient]:
-        """Have a trainer that serves, on its devices, while the block runs. Raises `RunBroken`."""
-        run_id, ends = self._run.id, operation.kind in ("optim_step", "load_weights")
+        """Have a trainer that serves, on its devices, while the block runs. Raises `RunBroken`.
+
+        Operations get theirs in the order of their numbers, whatever they waited for before: at the
+        trainer, each waits for the one before it, which must not wait for its devices then.
+        """
+        seq_id, run_id = operation.seq_id, self._run.id
         begins = operation.kind == "forward_backward"
-        while True:
-            await self.client()
-            async with self.host.lease.use(
-                begins_step=run_id if begins else "", ends_step=run_id if ends else ""
-            ):
-                if self.serves:  # it may have died while its devices were waited for
-                    yield self._serving.result()
-                    return
+        ends = operation.kind in ("optim_step", "load_weights")
+        self._without_turn[seq_id] = asyncio.Event()
+        try:
+            while True:
+                await self.client()
+                if (first := min(self._without_turn)) < seq_id:
+                    await self._without_turn[first].wait()
+                    continue
+                async with self.host.lease.use(
+                    begins_step=run_id if begins else "", ends_step=run_id if ends else ""
+                ):
+                    if self.serves:  # it may have died while its devices were waited for
+                        self._without_turn.pop(seq_id).set()
+                        yield self._serving.result()
+                        return
+        finally:
+            if (waiting := self._without_turn.pop(seq_id, None)) is not None:
+                waiting.set()
 
     def note_sent(
         self, call: Call, request: TrainerRequest, *, release: Callable[[], None] | None
