@@ -294,7 +294,7 @@ class GroupLeases:
             waiting,
             now=now,
             max_wait=self._settings.max_wait,
-            share_of=lambda owner: self._share(owner, now),
+            share_of=lambda owner: self._share(owner),
         )
 
     def watch(self) -> None:
@@ -576,7 +576,7 @@ class GroupLeases:
             session_id=lease.session_id,
             began=time.time() - seconds - lease.wake_seconds,
             wake_seconds=lease.wake_seconds,
-            busy_seconds=lease.span_seconds,
+            busy_seconds=lease.span_seconds + self.running(lease),
             sleep_seconds=lease.sleep_seconds,
             ended=time.time(),
         )
@@ -585,8 +585,7 @@ class GroupLeases:
         """Let an owner that wanted nothing for a while not catch up for that time."""
         active = {each.owner for each in self.leases if each.state != "free" or each.waiting}
         if owner not in active and active:
-            now = self._loop.time()
-            fewest = min(self._share(other, now) for other in active)
+            fewest = min(self._share(other) for other in active)
             self._shares[owner] = max(self._shares.get(owner, 0.0), fewest)
 
     def _note_waiting(self, lease: Lease) -> None:
@@ -598,12 +597,14 @@ class GroupLeases:
     def _weight(self, owner: str) -> float:
         return self._settings.weights.get(owner, 1.0)
 
-    def _share(self, owner: str, now: float) -> float:
+    def _share(self, owner: str) -> float:
         """Return the seconds for which an owner has used the devices, divided by its weight."""
-        running = sum(
-            now - lease.busy_since for lease in self.leases if lease.owner == owner and lease.uses
-        )
+        running = sum(self.running(lease) for lease in self.leases if lease.owner == owner)
         return self._shares.get(owner, 0.0) + running / self._weight(owner)
+
+    def running(self, lease: Lease) -> float:
+        """Return for how many seconds its worker has been at work; 0 if it is idle."""
+        return self._loop.time() - lease.busy_since if lease.uses else 0.0
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

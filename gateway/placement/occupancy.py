@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sqlalchemy import case, desc, func, select
+from sqlalchemy import desc, func, select
 
 from gateway.auth.identity import Caller
 from gateway.placement.groups import DeviceGroup
@@ -120,7 +120,6 @@ def _occupant(lease: Lease, *, now: float, position: int = 0, expected: float = 
     state = _STANDING.get(lease.state, resting)
     since = lease.granted_at if state != "waking" and state in _HOLDING else lease.since
     seconds = now - since if since else 0.0
-    had = now - lease.granted_at if lease.granted_at else 0.0
     return Occupant(
         state,
         position=position,
@@ -131,7 +130,7 @@ def _occupant(lease: Lease, *, now: float, position: int = 0, expected: float = 
         seconds=seconds,
         expected_seconds=expected,
         reason=lease.explain(),
-        device_seconds=lease.seconds + had,
+        device_seconds=lease.seconds + lease.group.running(lease),
         device_bytes=lease.device_bytes,
         host_bytes=lease.host_bytes,
     )
@@ -179,14 +178,11 @@ async def history(
         within &= table.group_name == group
     newest = select(lease_spans).where(within).order_by(desc(table.ended)).limit(limit + 1)
     spans = [from_row(Span, row) for row in await database.read(newest)]
-    began = case((table.began < since, since), else_=table.began)
-    ended = case((table.ended > until, until), else_=table.ended)
     seconds: defaultdict[str, float] = defaultdict(float)
     devices = {each.name: len(each.devices) for each in groups}
     for span in lasting:
-        had = min(span.ended, until) - max(span.began, since)
-        seconds[span.owner] += had * devices.get(span.group_name, 1)
-    sums = select(table.owner, table.group_name, func.sum(ended - began).label("seconds"))
+        seconds[span.owner] += span.busy_seconds * devices.get(span.group_name, 1)
+    sums = select(table.owner, table.group_name, func.sum(table.busy_seconds).label("seconds"))
     for row in await database.read(sums.where(within).group_by(table.owner, table.group_name)):
         seconds[row["owner"]] += row["seconds"] * devices.get(row["group_name"], 1)
     return History(

@@ -106,7 +106,7 @@ class LeaseSpan(Answer):
 
 
 class OwnerDeviceSeconds(Answer):
-    """Seconds times the devices of the group."""
+    """Seconds for which an owner used the devices of a group, times the devices."""
 
     owner: str
     device_seconds: float

@@ -162,6 +162,7 @@ class Past:
             "session_id": f"{owner}'s session",
             "began": self.now - began,
             "wake_seconds": 0.25,
+            "busy_seconds": (began - ended) / 2,
             "sleep_seconds": 0.5,
             "ended": self.now - ended,
         }
@@ -213,11 +214,11 @@ async def test_an_owner_is_told_of_its_own_spans_and_of_the_others_only_when(pas
     assert "ann" not in str(asdict(found))
 
 
-async def test_device_seconds_are_those_within_the_time_times_the_devices_of_the_group(past):
+async def test_device_seconds_are_those_of_use_times_the_devices_of_the_group(past):
     found = await past.seen_by(ADMIN, limit=1)
     assert found.truncated and len(found.spans) == 1
     seconds = {owner.owner: owner.device_seconds for owner in found.owners}
-    assert seconds == {"ben": pytest.approx(80), "ann": pytest.approx(2 * 10 + 30)}
+    assert seconds == {"ben": pytest.approx(2 * 20), "ann": pytest.approx(2 * 15 + 15)}
 
 
 async def test_who_has_the_devices_now_is_among_the_spans(past):
