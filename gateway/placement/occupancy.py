@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sqlalchemy import desc, func, select
+from sqlalchemy import case, desc, func, select
 
 from gateway.auth.identity import Caller
 from gateway.placement.groups import DeviceGroup
@@ -76,6 +76,8 @@ class Applicant:
 
 @dataclass(frozen=True)
 class OwnerSeconds:
+    """Of a span that is partly in the time that was asked for, that part of its use counts."""
+
     owner: str
     device_seconds: float
 
@@ -171,9 +173,9 @@ async def history(
         for lease in each.leases
         if lease.granted_at and group in ("", each.name)
     ]
-    lasting = [span for span in lasting if span.began < until and span.ended > since]
+    lasting = [each for each in lasting if max(each.began, since) < min(each.ended, until)]
     table = lease_spans.c
-    within = (table.ended > since) & (table.began < until)
+    within = (table.ended > since) & (table.began < until) & (table.ended > table.began)
     if group:
         within &= table.group_name == group
     newest = select(lease_spans).where(within).order_by(desc(table.ended)).limit(limit + 1)
@@ -181,8 +183,12 @@ async def history(
     seconds: defaultdict[str, float] = defaultdict(float)
     devices = {each.name: len(each.devices) for each in groups}
     for span in lasting:
-        seconds[span.owner] += span.busy_seconds * devices.get(span.group_name, 1)
-    sums = select(table.owner, table.group_name, func.sum(table.busy_seconds).label("seconds"))
+        part = (min(span.ended, until) - max(span.began, since)) / (span.ended - span.began)
+        seconds[span.owner] += span.busy_seconds * part * devices.get(span.group_name, 1)
+    began = case((table.began < since, since), else_=table.began)
+    ended = case((table.ended > until, until), else_=table.ended)
+    used = table.busy_seconds * (ended - began) / (table.ended - table.began)
+    sums = select(table.owner, table.group_name, func.sum(used).label("seconds"))
     for row in await database.read(sums.where(within).group_by(table.owner, table.group_name)):
         seconds[row["owner"]] += row["seconds"] * devices.get(row["group_name"], 1)
     return History(

@@ -42,7 +42,7 @@ _WORKERS = (
     Column("worker"),
     Column("owner"),
     Column("kind"),
-    Column("had", right=True),
+    Column("used", right=True),
     Column("reason", wrap=24),
 )
 _HOLDING = ("awake", "waking", "giving_way", "falling_asleep")

@@ -214,11 +214,11 @@ async def test_an_owner_is_told_of_its_own_spans_and_of_the_others_only_when(pas
     assert "ann" not in str(asdict(found))
 
 
-async def test_device_seconds_are_those_of_use_times_the_devices_of_the_group(past):
+async def test_device_seconds_are_those_of_use_in_the_time_times_the_devices_of_the_group(past):
     found = await past.seen_by(ADMIN, limit=1)
     assert found.truncated and len(found.spans) == 1
     seconds = {owner.owner: owner.device_seconds for owner in found.owners}
-    assert seconds == {"ben": pytest.approx(2 * 20), "ann": pytest.approx(2 * 15 + 15)}
+    assert seconds == {"ben": pytest.approx(2 * 20), "ann": pytest.approx(2 * 5 + 15)}
 
 
 async def test_who_has_the_devices_now_is_among_the_spans(past):
