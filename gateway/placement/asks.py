@@ -32,14 +32,9 @@ _ALLOWED: Mapping[str, str] = {
     "sampler_host_memory": _SIZE,
     "start_timeout": f"seconds, {_LONGEST_START:g} at most",
     "priority": "a whole number from -10 to 10",
-    "share": "on or off",
 }
 _OF_RUNS_ALONE = ("recovery",)
 """Names that are read elsewhere."""
-
-
-def _switch(value: object) -> object:
-    return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
 
 
 def _sampler(value: object) -> object:
@@ -50,8 +45,7 @@ class Asks(BaseModel):
     """What a run needs of the devices, and its session's sampler with it.
 
     `sampler` False: the run only trains. Without a group, any will do. The sizes are bytes on each
-    device and on the host; 0 is unknown, and not counted. `share`: its trainer may host other LoRA
-    runs of the same owner and base model, too.
+    device and on the host; 0 is unknown, and not counted.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -68,7 +62,6 @@ class Asks(BaseModel):
     sampler_host_memory: ByteSize = ByteSize(0)
     start_timeout: float = Field(300.0, gt=0)
     priority: int = Field(0, ge=-10, le=10)
-    share: Annotated[bool, BeforeValidator(_switch)] = False
 
     def trainer_settings(self, settings: TrainerSettings) -> TrainerSettings:
         """Return the settings of the run's trainer."""

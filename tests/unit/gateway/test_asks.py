@@ -36,13 +36,7 @@ def test_who_asks_for_nothing_gets_the_defaults_of_the_platform():
     )
     asks = asked({"purpose": "a test", "tandem_training": "full"}, settings=settings)
     assert (asks.ranks, asks.dtype, asks.backend, asks.start_timeout) == (2, "bfloat16", "other", 7)
-    assert (asks.group, asks.sampler, asks.memory, asks.priority, asks.share) == (
-        "",
-        True,
-        0,
-        0,
-        False,
-    )
+    assert (asks.group, asks.sampler, asks.memory, asks.priority) == ("", True, 0, 0)
 
 
 def test_a_run_counts_before_its_session_and_that_before_the_defaults_of_the_model():
@@ -67,12 +61,11 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
             "tandem.sampler_host_memory": "2GiB",
             "tandem.start_timeout": "600",
             "tandem.priority": "-3",
-            "tandem.share": "on",
             "tandem.recovery": "off",
         }
     )
     assert (asks.memory, asks.host_memory, asks.sampler_host_memory) == (2**34, 1024, 2**31)
-    assert (asks.sampler, asks.share, asks.priority, asks.start_timeout) == (False, True, -3, 600.0)
+    assert (asks.sampler, asks.priority, asks.start_timeout) == (False, -3, 600.0)
     trainer = asks.trainer_settings(TrainerSettings(threads=3))
     assert (trainer.ranks, trainer.dtype, trainer.threads) == (2, "bfloat16", 3)
 
@@ -89,7 +82,6 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
         ("memory", "-1", "a number of bytes"),
         ("start_timeout", "86400", "seconds, 3600 at most"),
         ("priority", "11", "a whole number from -10 to 10"),
-        ("share", "yes please", "on or off"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_name_and_what_is_allowed(name, value, allowed):
