@@ -13,6 +13,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
 from gateway.app import run
 from tandem.settings import GatewaySettings, settings_fault
@@ -21,6 +22,6 @@ from tandem.stack import SENTENCE
 if __name__ == "__main__":
     try:
         settings = GatewaySettings()
-    except ValidationError as error:
+    except (ValidationError, SettingsError) as error:
         sys.exit(f"{SENTENCE}{settings_fault(error)}")
     sys.exit(run(settings.model_copy(update={"data_dir": settings.data_dir.resolve()})))

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 
 class TrainerSettings(BaseSettings):
@@ -454,9 +455,12 @@ class GatewaySettings(BaseSettings):
     openai: OpenAISettings = Field(default_factory=OpenAISettings)
 
 
-def settings_fault(error: ValidationError) -> str:
+def settings_fault(error: ValidationError | SettingsError) -> str:
     """Return what is wrong with the settings. Literal example: `TANDEM_PORT is 'abc': Input should
     be a valid integer, unable to parse string as an integer`."""
+    if isinstance(error, SettingsError):  # a list or an object that cannot be parsed
+        field = re.search(r'"(\w+)"', str(error))
+        return f"TANDEM_{field[1].upper()} is not JSON" if field else str(error)
     prefix = _prefix_of(error.title)
     return "; ".join(
         f"{prefix}{'_'.join(map(str, each['loc'])).upper()} is {str(each['input'])[:80]!r}: "

@@ -76,7 +76,7 @@ class LossReference(BaseModel):
 
 class SaveWeights(BaseModel):
     path: str
-    ttl_seconds: int | None = None
+    ttl_seconds: int | None = Field(None, ge=-(2**53), le=2**53)
     overwrite: bool = False
     user_metadata: TextMetadata | None = None
 
@@ -87,7 +87,7 @@ class SaveWeightsForSampler(BaseModel):
     path: str | None = None
     sampling_session_seq_id: int | None = Field(None, ge=0, le=2**53)
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = None
+    ttl_seconds: int | None = Field(None, ge=-(2**53), le=2**53)
     user_metadata: TextMetadata | None = None
 
 
@@ -95,7 +95,7 @@ class SaveWeightsExternal(BaseModel):
     """`age_encryption_recipients`: every file is encrypted to each of these keys."""
 
     path: str
-    ttl_seconds: int | None = None
+    ttl_seconds: int | None = Field(None, ge=-(2**53), le=2**53)
     age_encryption_recipients: list[str] | None = None
 
 

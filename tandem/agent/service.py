@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
 from tandem.agent import SENTENCE
 from tandem.agent.launcher import ProcessLauncher
@@ -212,7 +213,7 @@ def run(data_dir: Path) -> int:
         with _locked(data_dir):
             pool = pool_sizes(PoolSettings())
             asyncio.run(_serve_until_signalled(data_dir, pool=pool))
-    except ValidationError as error:
+    except (ValidationError, SettingsError) as error:
         print(f"{SENTENCE}{settings_fault(error)}", file=sys.stderr)
         return 1
     except TandemError as error:

@@ -6,6 +6,7 @@ import sys
 
 import typer
 from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
 from tandem.cli import (
     backup,
@@ -56,7 +57,7 @@ def main() -> None:
     """Run the command line; exit with status 1 on an error."""
     try:
         app()
-    except ValidationError as error:  # of a setting
+    except (ValidationError, SettingsError) as error:  # of a setting
         fail(settings_fault(error))
         sys.exit(1)
     except (TandemError, ValueError) as error:

@@ -15,7 +15,7 @@ from tests.chaos.experiments import TIMEOUT, Experiment
 from tests.chaos.killer import SETTINGS, Killer
 from tests.chaos.machine import Machine, machine
 from tests.support.files import tree
-from tests.support.stacks import TIED, write_qwen
+from tests.support.stacks import GROUPS, TIED, write_qwen
 from tests.support.waiting import wait_until
 
 
@@ -35,7 +35,7 @@ def run_chaos(
     ranks: int = 1,
     kinds: Sequence[str] = ("full", "rl"),
     only: Sequence[str] = (),
-    groups: str = "",
+    groups: str = GROUPS["none"],
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Struck]:
     """Let experiments share the device `groups`, and strike. Raise `AssertionError` where something

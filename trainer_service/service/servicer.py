@@ -8,6 +8,7 @@ side stays free to answer.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import queue
 import threading
 import time
@@ -121,7 +122,12 @@ class EngineThread:
         self._jobs: queue.SimpleQueue[Callable[[HostedRuns], None]] = queue.SimpleQueue()
         self.started: Future[HostedRuns] = Future()
         # A daemon: it may hang in a collective when the process is to end.
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run,  # carries what log lines say of the service
+            args=(self._run,),
+            name="engine",
+            daemon=True,
+        )
 
     def run(self) -> None:
         self._thread.start()
