@@ -29,6 +29,7 @@ from tinker import types
 
 from benchmarks import record
 from tandem.demo.tiny_model import TinyShape, write_tiny_model
+from tandem.settings import SharingSettings
 from tandem.stack import Stack
 
 MODEL = "bench/timeslice"
@@ -194,7 +195,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=48, help="of each sample")
-    parser.add_argument("--quantum", type=float, default=0.5)
+    parser.add_argument("--quantum", type=float, default=SharingSettings().quantum)
     parser.add_argument("--no-save", action="store_true")
     arguments = parser.parse_args()
     console = Console()
@@ -208,8 +209,14 @@ def main() -> None:
         "groups": json.dumps(groups),
         "sharing_quantum": str(arguments.quantum),
         "sampler_kv_cache_bytes": str(64 * 2**20),
+        "pool_trainers": "0",  # what makes idle processes would be measured, too
+        "pool_samplers": "0",
     }
-    results: dict[str, object] = {"machine": record.machine(), "benchmark": "timeslice"}
+    results: dict[str, object] = {
+        "machine": record.machine(),
+        "benchmark": "timeslice",
+        "quantum": arguments.quantum,
+    }
     with tempfile.TemporaryDirectory() as folder, ExitStack() as open_until_the_end:
         model = Path(folder) / "model"
         write_tiny_model(model, seed=0, shape=_SHAPE)

@@ -130,7 +130,10 @@ class SharingSettings(BaseSettings):
     )
     idle_after: float = Field(60.0, ge=0)
     quantum: float = Field(
-        1.0, ge=0, description="A busy worker keeps its devices for so long, though others wait."
+        5.0,
+        ge=0,
+        description="A busy worker keeps its devices for so long, though others wait. Best is "
+        "longer than what it does between two pauses, such as a step.",
     )
     max_wait: float = Field(
         120.0,
