@@ -17,21 +17,20 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
+from typing import Literal
 
 from gateway.metrics import Metrics
 from gateway.placement.groups import DeviceGroup
+from gateway.placement.lease import Lease, Switched, Tenant
 from gateway.placement.lease_records import LeaseRecord, LeaseRecords, Span
 from gateway.placement.policy import Holder, Waiter, gives_way_at, in_turn
 from gateway.storage.database import Database
 from gateway.workers.clients import WorkerUnavailable
-from tandem.errors import StorageFailed, from_failure
+from tandem.errors import StorageFailed
 from tandem.settings import SharingSettings
 from tandem.telemetry import get_log
-from tandem.v1 import common_pb2
 
 _RECENT = 0.3
 """The weight of the newest of several measurements."""
@@ -44,137 +43,6 @@ _ATTEMPTS = 3
 _TOKEN_BITS = 20
 """Of a token, for the changes of one gateway; the rest is its epoch. More than these only reach
 into the next millisecond's."""
-
-LeaseState = Literal["free", "waking", "held", "giving_way", "sleeping"]
-"""`free`: it is not held. `waking` and `sleeping`: its worker moves on to the devices, or off them.
-`giving_way`: no use begins any more."""
-
-
-@dataclass(frozen=True)
-class Switched:
-    """What a worker says of a switch."""
-
-    bytes_moved: int = 0
-    device_bytes: int = 0
-    host_bytes: int = 0
-
-    @classmethod
-    def of(cls, reply: common_pb2.SwitchReply) -> Switched:
-        """Raises the failure that the worker reports; it is as it was then."""
-        if reply.HasField("failure"):
-            raise from_failure(reply.failure)
-        return cls(
-            bytes_moved=reply.bytes_moved,
-            device_bytes=reply.device_bytes,
-            host_bytes=reply.host_bytes,
-        )
-
-
-class Tenant(Protocol):
-    """What stands for the worker of a lease. All methods may be cancelled."""
-
-    @property
-    def silent_for(self) -> float:
-        """Seconds for which the worker has not answered its heartbeat; 0 if it does."""
-        ...
-
-    async def sleep(self, token: int) -> Switched:
-        """Put the worker to sleep; return when it is. Raises whatever went wrong."""
-        ...
-
-    async def wake(self, token: int) -> Switched:
-        """Wake the worker; return when it is awake. Raises whatever went wrong."""
-        ...
-
-    async def end(self, reason: str) -> None:
-        """Kill the worker; return when nothing of it is left, and `worker_ended` was called."""
-        ...
-
-
-@dataclass(eq=False, kw_only=True)
-class Lease:
-    """Of one worker, named by `key`, which stays the same when its process is replaced.
-
-    `present`: there is a process. `left`: an earlier gateway has left it held, and the worker may
-    be awake, asleep or in between. `stopping`: whoever started the worker is ending it. `uses`
-    counts the calls under way; `in_step` has the runs whose gradients were computed and not applied
-    yet. `since` is when it began to wait, `granted_at` when it got the devices, `idle_since` when
-    its last use ended, `served_at` when it last gave them up, all in the time of the event loop.
-    `seconds` is how long it used them in all, `span_seconds` since they were granted.
-    """
-
-    key: str
-    kind: str
-    owner: str
-    session_id: str
-    priority: int
-    tenant: Tenant
-    group: GroupLeases
-    state: LeaseState = "free"
-    token: int = 0
-    present: bool = False
-    closed: bool = False
-    left: bool = False
-    stopping: bool = False
-    uses: int = 0
-    in_step: set[str] = field(default_factory=set)
-    waiting: list[asyncio.Future[None]] = field(default_factory=list)
-    since: float = 0.0
-    granted_at: float = 0.0
-    idle_since: float = 0.0
-    served_at: float = 0.0
-    busy_since: float = 0.0
-    seconds: float = 0.0
-    span_seconds: float = 0.0
-    wake_seconds: float = 0.0
-    sleep_seconds: float = 0.0
-    device_bytes: int = 0
-    host_bytes: int = 0
-
-    @asynccontextmanager
-    async def use(self, *, begins_step: str = "", ends_step: str = "") -> AsyncIterator[int]:
-        """Have the devices while the block runs; wait for them first. Yields the fencing token.
-
-        `begins_step` names a run whose gradients are computed in the block, `ends_step` one whose
-        gradients are applied or dropped: between the two, the lease rather stays.
-        """
-        await self.enter()
-        if begins_step:
-            self.in_step.add(begins_step)
-        self.in_step.discard(ends_step)
-        try:
-            yield self.token
-        finally:
-            self.leave()
-
-    async def enter(self) -> None:
-        """Begin a use, once the worker has the devices; `leave` ends it."""
-        await self.group.enter(self)
-
-    def leave(self) -> None:
-        self.group.leave(self)
-
-    def worker_started(self) -> None:
-        """Note that there is a process, which is awake. Call it within a use."""
-        self.present = True
-
-    def worker_stops(self) -> None:
-        """Note that the worker is being ended: a switch may fail, and nobody needs to kill it."""
-        self.stopping = True
-
-    def worker_ended(self) -> None:
-        """Note that nothing is left of the worker's process."""
-        self.present = self.stopping = False
-        self.device_bytes = self.host_bytes = 0
-        self.group.look()
-
-    def close(self) -> None:
-        """Give it up for good. Nothing of the worker may be left."""
-        self.group.close(self)
-
-    def explain(self) -> str:
-        """Say what it waits for; "" if it does not wait."""
-        return self.group.explain(self)
 
 
 class GroupLeases:
@@ -321,7 +189,7 @@ class GroupLeases:
     async def enter(self, lease: Lease) -> None:
         """Return when the worker has the devices, with one more use counted."""
         self.look()
-        if not self.awake or (lease.state == "held" and not lease.left):
+        if lease.state == "held" and not lease.left:
             self._begin_use(lease)
             return
         if lease.state == "free" and not lease.waiting:
@@ -461,7 +329,12 @@ class GroupLeases:
         task.add_done_callback(self._tasks.discard)
 
     async def _carry_out(self, lease: Lease, switch: Coroutine[None, None, None]) -> None:
-        await switch
+        try:
+            await switch
+        except Exception:  # noqa: BLE001 - a fault of ours must not keep the devices from others
+            self._log.exception("switch_failed", worker=lease.key)
+            await self._end(lease, "the gateway failed in the middle of a switch; see its log")
+            self._note_free(lease)
         if lease.closed:
             self._remove(lease)
         self.look()

@@ -15,8 +15,9 @@ from sqlalchemy import case, desc, func, select
 
 from gateway.auth.identity import Caller
 from gateway.placement.groups import DeviceGroup
+from gateway.placement.lease import Lease
 from gateway.placement.lease_records import Span
-from gateway.placement.leases import GroupLeases, Lease, Leases
+from gateway.placement.leases import GroupLeases, Leases
 from gateway.placement.places import Ask, Place, Places
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import lease_spans

@@ -408,10 +408,6 @@ class Places:
     def on(self, group: DeviceGroup) -> list[Place]:
         return self._room.on(group)
 
-    def wants(self, ask: Ask, group: DeviceGroup) -> bool:
-        """Whether somebody who waits would take a place on a group."""
-        return any(group in self._groups_for(need) for need in self._open(ask))
-
     def explain(self, key: str) -> str:
         """Say what a run, or an engine, that has no place yet waits for; "" if it does not wait.
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Literal, Protocol, cast
+from typing import Annotated, Literal, Protocol, cast
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
@@ -37,6 +37,10 @@ Kind = Literal[
     "save_weights_external",
     "load_weights",
 ]
+
+
+RowInteger = Annotated[int, Field(ge=-(2**53), le=2**53)]
+"""What a row can hold. Whether it makes sense is said at the operation's turn."""
 
 
 class AdamParams(BaseModel):
@@ -76,7 +80,7 @@ class LossReference(BaseModel):
 
 class SaveWeights(BaseModel):
     path: str
-    ttl_seconds: int | None = Field(None, ge=-(2**53), le=2**53)
+    ttl_seconds: RowInteger | None = None
     overwrite: bool = False
     user_metadata: TextMetadata | None = None
 
@@ -87,7 +91,7 @@ class SaveWeightsForSampler(BaseModel):
     path: str | None = None
     sampling_session_seq_id: int | None = Field(None, ge=0, le=2**53)
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = Field(None, ge=-(2**53), le=2**53)
+    ttl_seconds: RowInteger | None = None
     user_metadata: TextMetadata | None = None
 
 
@@ -95,7 +99,7 @@ class SaveWeightsExternal(BaseModel):
     """`age_encryption_recipients`: every file is encrypted to each of these keys."""
 
     path: str
-    ttl_seconds: int | None = Field(None, ge=-(2**53), le=2**53)
+    ttl_seconds: RowInteger | None = None
     age_encryption_recipients: list[str] | None = None
 
 

@@ -97,8 +97,9 @@ class RunTrainer:
         self.gone: asyncio.Future[None] = asyncio.Future()
         """Done once the trainer that serves now has been given up."""
         self._exit: asyncio.Future[str] = asyncio.Future()
-        self._without_turn: dict[int, asyncio.Event] = {}
-        """By `seq_id`, the operations that wait for a turn; set when they do not any more."""
+        self._without_turn: dict[int, asyncio.Event | None] = {}
+        """By `seq_id`, the operations that wait for a turn, with what is set when they do not any
+        more, if another one waits for that."""
         self._backoff = Backoff()
         self._restore_task: asyncio.Task[None] | None = None
         self._closed = False
@@ -224,23 +225,29 @@ class RunTrainer:
         seq_id, run_id = operation.seq_id, self._run.id
         begins = operation.kind == "forward_backward"
         ends = operation.kind in ("optim_step", "load_weights")
-        self._without_turn[seq_id] = asyncio.Event()
+        self._without_turn[seq_id] = None
         try:
             while True:
                 await self.client()
                 if (first := min(self._without_turn)) < seq_id:
-                    await self._without_turn[first].wait()
+                    before = self._without_turn[first] or asyncio.Event()
+                    self._without_turn[first] = before
+                    await before.wait()
                     continue
                 async with self.host.lease.use(
                     begins_step=run_id if begins else "", ends_step=run_id if ends else ""
                 ):
                     if self.serves:  # it may have died while its devices were waited for
-                        self._without_turn.pop(seq_id).set()
+                        self._let_next_go(seq_id)
                         yield self._serving.result()
                         return
         finally:
-            if (waiting := self._without_turn.pop(seq_id, None)) is not None:
-                waiting.set()
+            self._let_next_go(seq_id)
+
+    def _let_next_go(self, seq_id: int) -> None:
+        """Note that an operation has its turn, or wants none any more."""
+        if (waited_for := self._without_turn.pop(seq_id, None)) is not None:
+            waited_for.set()
 
     def note_sent(
         self, call: Call, request: TrainerRequest, *, release: Callable[[], None] | None

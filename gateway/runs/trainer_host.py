@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from gateway.placement.leases import Lease, Leases, Switched
+from gateway.placement.lease import Lease, Switched
+from gateway.placement.leases import Leases
 from gateway.placement.places import Place
 from gateway.runs.training_run import TrainingRun
 from gateway.workers.clients import TrainerClient

@@ -32,7 +32,8 @@ from gateway.identifiers import relative_version_folder
 from gateway.limits import Rate
 from gateway.metrics import Metrics
 from gateway.placement.asks import Asks
-from gateway.placement.leases import Lease, Leases, Switched
+from gateway.placement.lease import Lease, Switched
+from gateway.placement.leases import Leases
 from gateway.placement.places import EngineSlot, Place, Places
 from gateway.usage.meter import SampleMeter, TimeShares
 from gateway.workers.clients import (

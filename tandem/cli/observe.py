@@ -14,14 +14,6 @@ from tandem.settings import GatewaySettings, without_password
 Rows = list[dict[str, object]]
 
 _TABLES: dict[str, tuple[Column, ...]] = {
-    "groups": (
-        Column("name"),
-        Column("roles"),
-        Column("devices"),
-        Column("awake", right=True),
-        Column("workers", right=True),
-        Column("waiting", right=True),
-    ),
     "sessions": (
         Column("id"),
         Column("owner"),
@@ -58,7 +50,7 @@ _TABLES: dict[str, tuple[Column, ...]] = {
 
 
 def status(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
-    """Show device groups, sessions, training runs, samplers, workers and their queues."""
+    """Show sessions, training runs, samplers, workers and their queues."""
     answer = cast(dict[str, Rows], call(data_dir, "GET", "status"))
     if as_json:
         print_json(answer)
@@ -72,8 +64,6 @@ def status(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
         for row in rows:
             if isinstance(operation := row.get("operation"), dict):
                 row["operation"] = operation["says"]
-            if name == "groups":
-                row.update(_group(row))
         if not rows:
             say(f"No {name}.")
             continue
@@ -82,18 +72,6 @@ def status(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
             [[row.get(column.heading) for column in columns] for row in rows],
             title=f"{name}:",
         )
-
-
-def _group(row: dict[str, object]) -> dict[str, object]:
-    """Literal example: `{"roles": "trainer", "devices": "cpu:0", "workers": "1 of 16"}`."""
-    roles, devices, workers = (cast(list[str], row[key]) for key in ("roles", "devices", "workers"))
-    most = row["most_workers"]
-    return {
-        "roles": " ".join(roles),
-        "devices": " ".join(devices) or "the whole machine",
-        "awake": row["awake"] or "all",
-        "workers": f"{len(workers)} of {most}" if most else len(workers),
-    }
 
 
 def config(as_json: JsonFlag = False) -> None:

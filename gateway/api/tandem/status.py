@@ -128,28 +128,11 @@ class WorkerStatus(Answer):
     age_seconds: float
 
 
-class GroupStatus(Answer):
-    """`workers` that the caller may see have a place there, `most_workers` is how many may (0: any
-    number), of which `awake` at once (0: all). `waiting` counts the caller's that wait for a place
-    on this group or another one that would do."""
-
-    name: str
-    roles: list[str]
-    devices: list[str]
-    awake: int
-    most_workers: int
-    memory_bytes: int
-    host: str
-    workers: list[str]
-    waiting: int
-
-
 class Status(Answer):
     """`warnings` are sentences for an admin."""
 
     gateway: GatewayStatus
     warnings: list[str]
-    groups: list[GroupStatus]
     sessions: list[SessionStatus]
     runs: list[RunStatus]
     samplers: list[SamplerStatus]
@@ -197,21 +180,6 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
             data_dir=str(gateway.settings.data_dir) if admin else "",
         ),
         warnings=await gateway.collector.warnings() if admin else [],
-        groups=[
-            GroupStatus.of(
-                group,
-                roles=sorted(group.roles),
-                devices=[str(device) for device in group.devices],
-                most_workers=group.workers,
-                host=group.host if admin else "",
-                workers=[p.key for p in gateway.places.on(group) if p.session_id in mine],
-                waiting=sum(
-                    ask.session_id in mine and gateway.places.wants(ask, group)
-                    for ask in gateway.places.waiting
-                ),
-            )
-            for group in gateway.places.groups
-        ],
         sessions=[
             SessionStatus.of(session, idle_seconds=round(time.monotonic() - session.seen_at, 1))
             for session in gateway.sessions.all()

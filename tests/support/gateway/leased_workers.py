@@ -10,8 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from gateway.metrics import Metrics
+from gateway.placement.lease import Lease, Switched
 from gateway.placement.lease_records import LeaseRecord
-from gateway.placement.leases import GroupLeases, Lease, Switched
+from gateway.placement.leases import GroupLeases
 from tandem.errors import StorageFailed
 from tandem.settings import SharingSettings
 
