@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 _MADV_DONTNEED = 4
+_M_TRIM_THRESHOLD = -1
+_LARGEST_TRIM_THRESHOLD = 64 * 2**20
+"""What glibc raises its threshold to by itself, as large pieces of memory are freed (mallopt(3))."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -109,12 +112,18 @@ def release_pages(tensors: Iterable[torch.Tensor]) -> None:
 
 def drop_weights(model: torch.nn.Module) -> None:
     """Free the parameters, the packed copies of linear layers, and the room for adapters. Buffers,
-    which no file of a weight version holds, stay."""
+    which no file of a weight version holds, stay.
+
+    A packed copy may lie in the heap of a thread. `malloc_trim` leaves what is free at such a heap's
+    end; only `free` gives it back, when it is more than the threshold.
+    """
+    _LIBC.mallopt(_M_TRIM_THRESHOLD, mmap.PAGESIZE)
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
             module.cpu_linear = DroppedLinear()
         release_pages(_adapter_room(module))
     release_pages(parameter.data for parameter in model.parameters())
+    _LIBC.mallopt(_M_TRIM_THRESHOLD, _LARGEST_TRIM_THRESHOLD)
 
 
 def dropped_layers(model: torch.nn.Module) -> set[str]:
