@@ -2,7 +2,7 @@ ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_
 	restarted restored retention run_history search security_names sessions trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
-.PHONY: setup demo first-hour test test-postgresql conformance lint bench bench-bombs bench-gateway bench-history bench-recovery bench-starts bench-timeslice bench-versus chaos fuzz nightly api-docs protos clean
+.PHONY: setup demo first-hour test test-gpu test-postgresql conformance lint bench bench-bombs bench-gateway bench-gpu bench-history bench-recovery bench-starts bench-timeslice bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -24,6 +24,9 @@ test: setup      ## Runs all the tests, in two processes (with a GPU, in one). J
 test-postgresql: setup ## Runs tests of whole gateways on PostgreSQL, which must be installed.
 	@TANDEM_TEST_DATABASE=postgresql .venv/bin/python -m pytest -n $(JOBS) $(addprefix tests/component/gateway/test_,$(addsuffix .py,$(ON_POSTGRESQL))) $(ARGS)
 
+test-gpu: setup  ## Runs the tests that say something on an NVIDIA GPU. ARGS="-k trainer"
+	@.venv/bin/python -m tests.gpu $(ARGS)
+
 conformance: setup ## Holds every public method of the SDK to its meaning. SDK=0.27.2
 	@$(if $(SDK),scripts/conformance.sh $(SDK),.venv/bin/python -m pytest tests/conformance) $(ARGS)
 
@@ -38,6 +41,9 @@ bench: setup     ## Measures Tandem beside its floor, in one run; writes benchma
 
 bench-gateway: setup ## Measures a gateway under 1,000 sessions and 64 samplers. ARGS="--quick"
 	@.venv/bin/python -m benchmarks.gateway_load $(ARGS)
+
+bench-gpu: setup ## Measures how workers leave a GPU and come back. ARGS="--sizes 0.5B --only trainers"
+	@.venv/bin/python -m benchmarks.gpu $(ARGS)
 
 bench-history: setup ## Measures a gateway with 10 million past operations, and what retention leaves.
 	@.venv/bin/python -m benchmarks.history $(ARGS)

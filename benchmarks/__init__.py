@@ -1,7 +1,7 @@
 """Measurements of Tandem beside its floor, in one run: `make bench`.
 
 Each module measures one thing; `__main__` runs them, `record` keeps the results with the machine,
-the versions and the date in `results/`. `gateway_load` (`make bench-gateway`), `history` (`make
-bench-history`), `recovery` (`make bench-recovery`) and `versus` (this checkout beside another one)
-are programs of their own.
+the versions and the date in `results/`. `gateway_load` (`make bench-gateway`), `gpu` (`make
+bench-gpu`), `history` (`make bench-history`), `recovery` (`make bench-recovery`) and `versus` (this
+checkout beside another one) are programs of their own.
 """

@@ -42,8 +42,10 @@ class Experiment:
     """Reinforcement learning that samples `tokens` for each sample, and then computes its batch
     `repeats` times."""
 
-    def __init__(self, service: tinker.ServiceClient, *, tokens: int, repeats: int) -> None:
-        self._training = service.create_lora_training_client(MODEL, rank=8, seed=1).result(TIMEOUT)
+    def __init__(
+        self, service: tinker.ServiceClient, *, tokens: int, repeats: int, model: str = MODEL
+    ) -> None:
+        self._training = service.create_lora_training_client(model, rank=8, seed=1).result(TIMEOUT)
         self._tokens, self.repeats = tokens, repeats
         self.seconds = {"sample": 0.0, "train": 0.0}
 
@@ -114,18 +116,18 @@ def _timed(stack: Stack, work: Callable[[], None]) -> dict[str, float]:
     return {"seconds": seconds, **duty, "busiest": max(after[k] - before[k] for k in after)}
 
 
-def _in_a_row(experiments: Sequence[Experiment], steps: int) -> None:
+def in_a_row(experiments: Sequence[Experiment], steps: int) -> None:
     for experiment in experiments:
         for _ in range(steps):
             experiment.step()
 
 
-def _at_once(experiments: Sequence[Experiment], steps: int) -> None:
+def at_once(experiments: Sequence[Experiment], steps: int) -> None:
     faults: list[BaseException] = []
 
     def work(experiment: Experiment) -> None:
         try:
-            _in_a_row([experiment], steps)
+            in_a_row([experiment], steps)
         except BaseException as error:  # noqa: BLE001 - raised below
             faults.append(error)
 
@@ -138,7 +140,7 @@ def _at_once(experiments: Sequence[Experiment], steps: int) -> None:
         raise faults[0]
 
 
-def _switches(database: Path, *, since: float) -> dict[str, object]:
+def switches(database: Path, *, since: float) -> dict[str, object]:
     """Return what the leases of a time tell: seconds of switches, and device seconds of owners."""
     query = (
         "SELECT owner, group_name, wake_seconds, sleep_seconds, busy_seconds "
@@ -169,10 +171,10 @@ def measure(
     rows, alone, together, began = [], [], [], 0.0
     told: list[dict[str, object]] = []
     for _ in range(rounds):
-        alone.append(_timed(stack, lambda: _in_a_row(experiments, steps)))
+        alone.append(_timed(stack, lambda: in_a_row(experiments, steps)))
         began = time.time()
-        together.append(_timed(stack, lambda: _at_once(experiments, steps)))
-        told.append(_switches(stack.data_dir / "tandem.db", since=began))
+        together.append(_timed(stack, lambda: at_once(experiments, steps)))
+        told.append(switches(stack.data_dir / "tandem.db", since=began))
         rows.append(together[-1]["seconds"] / alone[-1]["seconds"])
     bound = [
         there["busiest"] / here["seconds"] for here, there in zip(alone, together, strict=True)

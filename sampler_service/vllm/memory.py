@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MADV_DONTNEED = 4
 _M_TRIM_THRESHOLD = -1
 _LARGEST_TRIM_THRESHOLD = 64 * 2**20
-"""What glibc raises its threshold to by itself, as large pieces of memory are freed (mallopt(3))."""
+"""What glibc raises its threshold to by itself, when large pieces are freed (mallopt(3))."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -114,8 +114,8 @@ def drop_weights(model: torch.nn.Module) -> None:
     """Free the parameters, the packed copies of linear layers, and the room for adapters. Buffers,
     which no file of a weight version holds, stay.
 
-    A packed copy may lie in the heap of a thread. `malloc_trim` leaves what is free at such a heap's
-    end; only `free` gives it back, when it is more than the threshold.
+    A packed copy may lie in the heap of a thread. `malloc_trim` leaves what is free at the end of
+    such a heap; only `free` gives it back, when it is more than the threshold.
     """
     _LIBC.mallopt(_M_TRIM_THRESHOLD, mmap.PAGESIZE)
     for module in model.modules():

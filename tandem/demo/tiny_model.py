@@ -32,10 +32,15 @@ class TinyShape:
 def write_tiny_model(path: Path, *, seed: int, shape: TinyShape | None = None) -> None:
     """Write config, tokenizer and `model.safetensors` (float32) into `path`."""
     shape = shape or TinyShape()
+    write_layout(path, shape)
+    _write_weights(path, shape, seed)
+
+
+def write_layout(path: Path, shape: TinyShape) -> None:
+    """Write config and tokenizer, for weights that somebody else draws (`tensor_shapes`)."""
     path.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(path, shape)
     _write_config(path, shape)
-    _write_weights(path, shape, seed)
 
 
 def characters() -> list[str]:
@@ -98,35 +103,40 @@ def _write_config(path: Path, shape: TinyShape) -> None:
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "pad_token_id": 0}))
 
 
+def tensor_shapes(shape: TinyShape) -> dict[str, tuple[int, ...]]:
+    """Return the names of all tensors, in the order in which they are drawn, with their shapes:
+    those of one dimension are norms, and of ones."""
+    hidden, width = shape.hidden, shape.heads * shape.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, hidden)}
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}"
+        shapes |= {
+            f"{prefix}.input_layernorm.weight": (hidden,),
+            f"{prefix}.self_attn.q_proj.weight": (width, hidden),
+            f"{prefix}.self_attn.k_proj.weight": (width, hidden),
+            f"{prefix}.self_attn.v_proj.weight": (width, hidden),
+            f"{prefix}.self_attn.o_proj.weight": (hidden, width),
+            f"{prefix}.self_attn.q_norm.weight": (shape.head_dim,),
+            f"{prefix}.self_attn.k_norm.weight": (shape.head_dim,),
+            f"{prefix}.post_attention_layernorm.weight": (hidden,),
+            f"{prefix}.mlp.gate_proj.weight": (shape.ffn, hidden),
+            f"{prefix}.mlp.up_proj.weight": (shape.ffn, hidden),
+            f"{prefix}.mlp.down_proj.weight": (hidden, shape.ffn),
+        }
+    shapes["model.norm.weight"] = (hidden,)
+    if not shape.tied:
+        shapes["lm_head.weight"] = (shape.vocabulary, hidden)
+    return shapes
+
+
 def _write_weights(path: Path, shape: TinyShape, seed: int) -> None:
     from safetensors.numpy import save_file
 
     random = np.random.default_rng(seed)
-
-    def normal(rows: int, columns: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        return (0.02 * random.standard_normal((rows, columns))).astype(np.float32)
-
-    def ones(size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        return np.ones(size, dtype=np.float32)
-
-    width = shape.heads * shape.head_dim
-    tensors = {"model.embed_tokens.weight": normal(shape.vocabulary, shape.hidden)}
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}"
-        tensors |= {
-            f"{prefix}.input_layernorm.weight": ones(shape.hidden),
-            f"{prefix}.self_attn.q_proj.weight": normal(width, shape.hidden),
-            f"{prefix}.self_attn.k_proj.weight": normal(width, shape.hidden),
-            f"{prefix}.self_attn.v_proj.weight": normal(width, shape.hidden),
-            f"{prefix}.self_attn.o_proj.weight": normal(shape.hidden, width),
-            f"{prefix}.self_attn.q_norm.weight": ones(shape.head_dim),
-            f"{prefix}.self_attn.k_norm.weight": ones(shape.head_dim),
-            f"{prefix}.post_attention_layernorm.weight": ones(shape.hidden),
-            f"{prefix}.mlp.gate_proj.weight": normal(shape.ffn, shape.hidden),
-            f"{prefix}.mlp.up_proj.weight": normal(shape.ffn, shape.hidden),
-            f"{prefix}.mlp.down_proj.weight": normal(shape.hidden, shape.ffn),
-        }
-    tensors["model.norm.weight"] = ones(shape.hidden)
-    if not shape.tied:
-        tensors["lm_head.weight"] = normal(shape.vocabulary, shape.hidden)
+    tensors = {
+        name: np.ones(size, np.float32)
+        if len(size) == 1
+        else (0.02 * random.standard_normal(size)).astype(np.float32)
+        for name, size in tensor_shapes(shape).items()
+    }
     save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})

@@ -1,0 +1,50 @@
+"""Two whole experiments on one GPU that nobody has declared."""
+
+from __future__ import annotations
+
+import threading
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from tandem.host import accelerators
+from tests.chaos.experiments import TIMEOUT, Experiment
+from tests.support.stacks import TIED, running, write_qwen
+
+STEPS = 4
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(len(accelerators()) != 1, reason="needs one NVIDIA GPU, and no more"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),
+    pytest.mark.timeout(900),
+]
+
+
+def test_two_experiments_take_turns_on_one_gpu_and_leave_nothing_on_it(tmp_path):
+    model = write_qwen(tmp_path / "tied", seed=3)
+    free = torch.cuda.mem_get_info()[0]
+    settings = {"sharing_quantum": "0.5"}
+    with running(tmp_path / "data", models={TIED: model}, settings=settings) as stack:
+        experiments = [Experiment("rl"), Experiment("rl-full")]
+
+        def work(experiment: Experiment) -> None:
+            with stack.service() as service:
+                experiment.run(service, exactly=STEPS)
+
+        threads = [threading.Thread(target=work, args=(e,), daemon=True) for e in experiments]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT)
+        for each in experiments:
+            assert each.fault is None, each.fault
+            assert len(each.steps) == STEPS
+        with stack.stack.client() as client:
+            (group,) = client.get("groups").raise_for_status().json()["groups"]
+        assert (group["name"], group["awake"]) == ("gpu", 1)
+        assert group["switches"] >= len(experiments)
+        log = stack.stack.log_path.read_text()
+    assert "lease_holder_ended" not in log
+    assert free - torch.cuda.mem_get_info()[0] < 256 * 2**20

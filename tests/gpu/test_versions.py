@@ -1,0 +1,61 @@
+"""An engine on a GPU that loads what a trainer on the same GPU has published."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from tandem.demo.tiny_model import TinyShape, write_tiny_model
+from tests.support.losses.batches import mixed_data
+from tests.support.sampler_worker import PROMPT, same, sampler_process
+from tests.support.trainer_worker import request, trainer_process
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),
+]
+
+
+def test_an_engine_serves_each_published_version_by_its_own_weights(tmp_path):
+    """Two versions, in turn and after a sleep that dropped the weights. That the trainer's logprobs
+    are those of the engine is the canary of each load."""
+    model = tmp_path / "model"
+    write_tiny_model(model, seed=1, shape=TinyShape(hidden=1024, heads=16, head_dim=64, ffn=4096))
+    versions = []
+    with trainer_process(
+        model, tmp_path, lease=1, device="cuda", devices=["cuda:0"], threads=0
+    ) as trainer:
+        for number in (1, 2):
+            trainer.output(request(mixed_data()))
+            assert not trainer.optim_step(lr=1e-2).HasField("failure")
+            reply, _ = trainer.publish(tmp_path, number)
+            assert not reply.HasField("failure"), reply.failure
+            versions.append(reply.version)
+    with sampler_process(
+        model,
+        lease=1,
+        device="cuda",
+        devices=("cuda:0",),
+        gpu_memory_bytes=4 * 2**30,
+        max_num_seqs=16,
+    ) as engine:
+
+        def sampled(version):
+            answer = engine.sample(
+                PROMPT, version=version, seed=3, max_tokens=20, stop=[], prompt_logprobs=True
+            )
+            assert answer.version == version.name
+            return answer
+
+        expected = [sampled(version) for version in versions]
+        assert not same(*expected)
+        for version, answer in zip(versions, expected, strict=True):
+            loaded = engine.load(version)
+            assert not loaded.HasField("failure"), loaded.failure
+            assert same(sampled(version), answer)
+        engine.sleep(2)
+        assert engine.wake(versions[0]).version.name == versions[0].name
+        assert same(sampled(versions[0]), expected[0])
