@@ -61,6 +61,8 @@ EngineState = Literal["idle", "queued", "starting", "ready", "failed", "stopped"
 _Reply = TypeVar("_Reply")
 
 _LOADING_INTERVAL = 0.1
+_ON_ITS_WAY = (sampler_pb2.SAMPLER_STATE_LOADING, sampler_pb2.SAMPLER_STATE_WAKING)
+"""States of an engine that another one follows soon."""
 
 
 @dataclass(eq=False)
@@ -546,8 +548,8 @@ class Sampler:
             self._serve(worker)
 
     async def _find_out(self, worker: Worker) -> None:
-        """Note what an engine has, once a load that is under way has ended. Raises if it is of no
-        use."""
+        """Note what an engine has, once a load or a wake that is under way has ended. One that is
+        asleep is woken by its next use. Raises if it is of no use."""
         assert self._slot is not None
         self.places.note_started(self._slot)  # what it does now keeps no other from its start
         client = self._client_of(worker)
@@ -556,12 +558,14 @@ class Sampler:
                 while True:
                     about = await client.describe()
                     self._set_weights(about.version.name)
-                    if about.state != sampler_pb2.SAMPLER_STATE_LOADING:
+                    if about.state not in _ON_ITS_WAY:
                         break
                     await asyncio.sleep(_LOADING_INTERVAL)
         except (WorkerUnavailable, TimeoutError) as error:
-            raise WorkerDied(str(error) or "it did not end a load") from error
-        if about.state != sampler_pb2.SAMPLER_STATE_AWAKE:
+            raise WorkerDied(str(error) or "it did not end a load or a wake") from error
+        if about.state == sampler_pb2.SAMPLER_STATE_ASLEEP and not self.lease.group.awake:
+            raise WorkerDied("its engine is asleep, and nobody on its group sleeps any more")
+        if about.state not in (sampler_pb2.SAMPLER_STATE_AWAKE, sampler_pb2.SAMPLER_STATE_ASLEEP):
             raise WorkerDied("its engine has failed")
         self._adapters = dict.fromkeys(about.adapters)
 

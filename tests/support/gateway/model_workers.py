@@ -126,6 +126,17 @@ class ModelSampler(ModelWorker):
             state=self.state, version=self.version, adapters=self.adapters
         )
 
+    async def Sleep(self, request):
+        self.state = sampler_pb2.SAMPLER_STATE_ASLEEP
+        return common_pb2.SwitchReply()
+
+    async def Wake(self, request):
+        if self.state == sampler_pb2.SAMPLER_STATE_ASLEEP:
+            self.state = sampler_pb2.SAMPLER_STATE_WAKING
+            await self._misfortune.delay(1.0)
+            self.state = sampler_pb2.SAMPLER_STATE_AWAKE
+        return common_pb2.SwitchReply()
+
     async def Load(self, request):
         async with self._turn:
             await self._change_to(request.version)
@@ -138,6 +149,7 @@ class ModelSampler(ModelWorker):
         return sampler_pb2.SampleReply(response=tokens.encode(), version=request.version)
 
     async def _change_to(self, version: common_pb2.WeightVersion) -> None:
+        assert self.state != sampler_pb2.SAMPLER_STATE_ASLEEP, "it was called while asleep"
         if version.name == self.version.name:
             return
         assert (Path(version.path) / "manifest.json").is_file()

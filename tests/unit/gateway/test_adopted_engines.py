@@ -29,7 +29,8 @@ from tandem.errors import SessionFinished
 from tandem.settings import GatewaySettings, SamplerSettings
 from tandem.v1 import common_pb2, sampler_pb2
 from tandem.worker import WorkerSpec
-from tests.support.gateway.leased_workers import not_leased_groups
+from tests.support.gateway.leased_workers import World as Leases
+from tests.support.gateway.leased_workers import not_leased
 from tests.support.gateway.model_workers import Misfortune, ModelHost, ModelLauncher, ModelSampler
 from tests.support.gateway.placement import WHOLE_MACHINE, open_on, places_for
 from tests.support.virtual_time import run_in_virtual_time
@@ -86,6 +87,10 @@ class World:
             epoch=Epoch(number=1, superseded=lambda: None),
         )
         self.places = places_for(self.settings)
+        self.leases: Leases | None = None
+        leases: Any = SimpleNamespace(
+            of=lambda _name: self.leases.group if self.leases else not_leased()
+        )
         self.router = SamplerRouter(
             settings=self.settings,
             fleet=self.fleet,
@@ -95,7 +100,7 @@ class World:
             models=models,
             sessions=sessions,
             limits=Quotas(settings=self.settings.limit, metrics=metrics),
-            leases=not_leased_groups(),
+            leases=leases,
             places=self.places,
         )
 
@@ -231,6 +236,49 @@ def test_a_load_that_was_under_way_is_awaited_and_samples_wait_for_it(world):
         assert not sample.done()
         engine.version, engine.state = world.version("v2"), sampler_pb2.SAMPLER_STATE_AWAKE
         assert await sample == await engine_alone(world, "v3")
+        assert world.running() == ["sampler-s-1-0"]
+
+    world.run(scenario())
+
+
+def test_an_engine_that_sleeps_is_adopted_asleep_and_woken_by_its_next_use(world):
+    async def scenario():
+        world.leases = Leases()
+        engine = world.left()
+        engine.version, engine.state = world.version("v1"), sampler_pb2.SAMPLER_STATE_ASLEEP
+        await world.open()
+        assert (world.sampler().state, world.sampler().weights) == ("ready", "s-1:train:0/v1")
+        assert world.sampler().lease.state == "free"
+        await asyncio.sleep(100)
+        assert engine.state == sampler_pb2.SAMPLER_STATE_ASLEEP, "nobody needs it"
+        assert await world.sample("v1") == await engine_alone(world, "v1")
+        assert world.sampler().lease.state == "held"
+        assert world.running() == ["sampler-s-1-0"]
+
+    world.run(scenario())
+
+
+def test_an_engine_that_sleeps_where_nobody_is_put_to_sleep_any_more_is_replaced(world):
+    async def scenario():
+        engine = world.left()
+        engine.state = sampler_pb2.SAMPLER_STATE_ASLEEP
+        await world.open()
+        assert await world.sample() == await engine_alone(world, "v1")
+        assert engine.died.done()
+
+    world.run(scenario())
+
+
+def test_a_wake_that_was_under_way_is_awaited_and_the_engine_adopted(world):
+    async def scenario():
+        world.leases = Leases()
+        engine = world.left()
+        engine.state = sampler_pb2.SAMPLER_STATE_WAKING
+        await world.open()
+        assert world.sampler().state == "starting"
+        await asyncio.sleep(100)
+        engine.state = sampler_pb2.SAMPLER_STATE_AWAKE
+        assert await world.sample("v1") == await engine_alone(world, "v1")
         assert world.running() == ["sampler-s-1-0"]
 
     world.run(scenario())
