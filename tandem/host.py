@@ -12,10 +12,8 @@ from pathlib import Path
 
 import psutil
 
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
+_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP_LIMITS = (_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
@@ -79,6 +77,18 @@ def accelerators(environment: Mapping[str, str] = os.environ) -> tuple[Accelerat
         return tuple(found)
     names = [name.strip() for name in visible.split(",")]
     return tuple(each for each in found if str(each.index) in names or each.uuid in names)
+
+
+def free_memory_bytes() -> int:
+    """Return what of the host's memory can be had now, also within the bound of a container."""
+    bounds = [int(psutil.virtual_memory().available)]
+    with suppress(OSError, ValueError, KeyError):  # no such cgroup, or "max"
+        limit = int((_CGROUP / "memory.max").read_text())
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+        reclaimable = int(dict(line.split() for line in lines)["inactive_file"])
+        used = int((_CGROUP / "memory.current").read_text()) - reclaimable
+        bounds.append(limit - used)
+    return max(0, min(bounds))
 
 
 def _text(value: str | bytes) -> str:

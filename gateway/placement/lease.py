@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from gateway.placement.memory import SleepPlan
 from tandem.errors import from_failure
 from tandem.v1 import common_pb2
 
@@ -30,6 +31,7 @@ class Switched:
     bytes_moved: int = 0
     device_bytes: int = 0
     host_bytes: int = 0
+    disk_bytes: int = 0
 
     @classmethod
     def of(cls, reply: common_pb2.SwitchReply) -> Switched:
@@ -40,6 +42,7 @@ class Switched:
             bytes_moved=reply.bytes_moved,
             device_bytes=reply.device_bytes,
             host_bytes=reply.host_bytes,
+            disk_bytes=reply.disk_bytes,
         )
 
 
@@ -51,7 +54,7 @@ class Tenant(Protocol):
         """Seconds for which the worker has not answered its heartbeat; 0 if it does."""
         ...
 
-    async def sleep(self, token: int) -> Switched:
+    async def sleep(self, token: int, plan: SleepPlan) -> Switched:
         """Put the worker to sleep; return when it is. Raises whatever went wrong."""
         ...
 

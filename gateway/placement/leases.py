@@ -25,6 +25,7 @@ from gateway.metrics import Metrics
 from gateway.placement.groups import DeviceGroup
 from gateway.placement.lease import Lease, Switched, Tenant
 from gateway.placement.lease_records import LeaseRecord, LeaseRecords, Span
+from gateway.placement.memory import TO_HOST_MEMORY
 from gateway.placement.policy import Holder, Waiter, gives_way_at, in_turn
 from gateway.storage.database import Database
 from gateway.workers.clients import WorkerUnavailable
@@ -362,7 +363,9 @@ class GroupLeases:
         began = self._loop.time()
         lease.token = self._next_token()
         if lease.present:
-            await self._switch(lease, "sleep", lambda: lease.tenant.sleep(lease.token))
+            await self._switch(
+                lease, "sleep", lambda: lease.tenant.sleep(lease.token, TO_HOST_MEMORY)
+            )
         lease.sleep_seconds = self._loop.time() - began
         self._note_free(lease)
 

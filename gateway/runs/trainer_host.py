@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 from gateway.placement.lease import Lease, Switched
 from gateway.placement.leases import Leases
+from gateway.placement.memory import SleepPlan
 from gateway.placement.places import Place
 from gateway.runs.training_run import TrainingRun
 from gateway.workers.clients import TrainerClient
@@ -114,10 +115,10 @@ class TrainerHost:
     def silent_for(self) -> float:
         return self._run.worker.silent_for if self._run.worker is not None else 0.0
 
-    async def sleep(self, token: int) -> Switched:
+    async def sleep(self, token: int, plan: SleepPlan) -> Switched:
         async with self._worker() as worker:
             worker.lease = token
-            request = common_pb2.SleepRequest()
+            request = plan.request()
             return Switched.of(await self.client_of(worker).sleep(request, timeout=self._patience))
 
     async def wake(self, token: int) -> Switched:

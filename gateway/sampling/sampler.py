@@ -34,6 +34,7 @@ from gateway.metrics import Metrics
 from gateway.placement.asks import Asks
 from gateway.placement.lease import Lease, Switched
 from gateway.placement.leases import Leases
+from gateway.placement.memory import SleepPlan
 from gateway.placement.places import EngineSlot, Place, Places
 from gateway.usage.meter import SampleMeter, TimeShares
 from gateway.workers.clients import (
@@ -379,12 +380,10 @@ class Sampler:
     def silent_for(self) -> float:
         return self.worker.silent_for if self.worker is not None else 0.0
 
-    async def sleep(self, token: int) -> Switched:
+    async def sleep(self, token: int, plan: SleepPlan) -> Switched:
         async with self._reached() as client:
             client.worker.lease = token
-            return Switched.of(
-                await client.sleep(common_pb2.SleepRequest(), timeout=self._patience)
-            )
+            return Switched.of(await client.sleep(plan.request(), timeout=self._patience))
 
     async def wake(self, token: int) -> Switched:
         """The version that is wanted first is loaded at once, instead of the one before; that one

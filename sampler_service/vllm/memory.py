@@ -61,6 +61,8 @@ class GpuSleeper:
 
     def sleep(self, level: SleepLevel) -> None:
         self._engine.sleep(level=int(level))
+        if level is SleepLevel.DROP_WEIGHTS:  # pinned memory of an earlier sleep is kept for reuse
+            torch.accelerator.empty_host_cache()
 
     def wake_weights(self) -> None:
         self._engine.wake_up(tags=["weights"])

@@ -128,20 +128,26 @@ class SleepRequest(google.protobuf.message.Message):
     ENOUGH_BYTES_FIELD_NUMBER: builtins.int
     SPILL_FOLDER_FIELD_NUMBER: builtins.int
     LEVEL_FIELD_NUMBER: builtins.int
+    MOST_BYTES_FIELD_NUMBER: builtins.int
     enough_bytes: builtins.int
     """Of device memory that are enough to be freed; 0: all. Optimizer state goes first, parameters last."""
     spill_folder: builtins.str
     """Write the state to a file in this folder, instead of keeping it in host memory; empty: keep it."""
     level: builtins.int
     """Of a sampler: 1 keeps the weights in host memory, 2 drops them; 0: 1."""
+    most_bytes: builtins.int
+    """Of a trainer: what its state may take of host memory, or with spill_folder of the disk, all ranks
+    together. One that needs more stays awake and answers out_of_memory or storage_full. 0: any number.
+    """
     def __init__(
         self,
         *,
         enough_bytes: builtins.int = ...,
         spill_folder: builtins.str = ...,
         level: builtins.int = ...,
+        most_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["enough_bytes", b"enough_bytes", "level", b"level", "spill_folder", b"spill_folder"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["enough_bytes", b"enough_bytes", "level", b"level", "most_bytes", b"most_bytes", "spill_folder", b"spill_folder"]) -> None: ...
 
 Global___SleepRequest: typing_extensions.TypeAlias = SleepRequest
 

@@ -27,6 +27,7 @@ import torch
 import xxhash
 
 from tandem.errors import IllegalTransition, OutOfMemory, StorageFailed, StorageFull
+from tandem.host import free_memory_bytes
 from tandem.v1 import common_pb2
 from trainer_service.backends.base import SleepingBackend, TrainerBackend
 from trainer_service.compute.memory import ran_out_of_memory
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 64 * 2**20
 """Of host memory, at most, in one allocation, and of one read or write of a file. Torch rounds
 pinned allocations up to a power of two."""
+_LEFT_FREE = 2**30
+"""Of the host's memory, in bytes, at least."""
 _ALIGNMENT = 512
 """Of each storage's copy."""
 _BATCH_BYTES = 4 * BLOCK_BYTES
@@ -98,6 +101,9 @@ class CudaMemory:
         self._stream = torch.cuda.Stream()
 
     def allocate_host(self, size: int) -> Tensor:
+        # Pinned memory that the host does not have is not refused: the kernel kills somebody.
+        if (free := free_memory_bytes()) - size < _LEFT_FREE:
+            raise torch.OutOfMemoryError(f"{free} bytes of host memory are free")
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     @contextmanager
@@ -115,6 +121,7 @@ class CudaMemory:
 
     def give_back(self) -> None:
         torch.cuda.empty_cache()
+        torch.accelerator.empty_host_cache()
 
 
 def memory_of(device: str) -> DeviceMemory:
@@ -156,9 +163,12 @@ class Offload:
     def asleep(self) -> bool:
         return self._moved is not None
 
-    def sleep(self, *, enough_bytes: int = 0, spill_folder: str = "") -> common_pb2.SwitchReply:
+    def sleep(
+        self, *, enough_bytes: int = 0, spill_folder: str = "", most_bytes: int = 0
+    ) -> common_pb2.SwitchReply:
         """Moves state off the device, optimizer state first, until `enough_bytes` are free there;
-        0: all of it. With `spill_folder` it goes to a file there.
+        0: all of it. With `spill_folder` it goes to a file there. It takes `most_bytes` of host
+        memory or of the disk; 0: any number.
 
         Raises `IllegalTransition` if a backend cannot, `OutOfMemory` or `StorageFailed`; then all
         is as it was before.
@@ -173,11 +183,17 @@ class Offload:
             _make_own(self._tensors())
         storages = self._choose(enough_bytes)
         moved = _Moved(storages, [storage.nbytes() for storage in storages])
+        if memory.is_host and not spill_folder:
+            moved = _Moved([], [])
+        if most_bytes and moved.bytes > most_bytes:
+            raise (StorageFull if spill_folder else OutOfMemory)(
+                f"the trainer stays awake: its state is {moved.bytes} bytes, and {most_bytes} are "
+                f"left for it {'on the disk' if spill_folder else 'in host memory'}"
+            )
         if spill_folder:
             self._write(moved, spill_folder, memory)
-        elif memory.is_host:
-            moved = _Moved([], [])
-        else:
+            self._blocks.clear()
+        elif not memory.is_host:
             self._copy_out(moved, memory)
         _empty(moved.storages)
         self._moved = moved

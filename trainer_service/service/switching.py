@@ -82,7 +82,10 @@ class Switching:
                 return offload.describe()
             if op == Op.WAKE:
                 return offload.wake()
-            share = -(-request.enough_bytes // self._control.size)
-            return offload.sleep(enough_bytes=share, spill_folder=request.spill_folder)
+            return offload.sleep(
+                enough_bytes=-(-request.enough_bytes // self._control.size),
+                spill_folder=request.spill_folder,
+                most_bytes=-(-request.most_bytes // self._control.size),
+            )
         except TandemError as error:
             return common_pb2.SwitchReply(failure=error.to_failure())

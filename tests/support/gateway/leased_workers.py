@@ -13,6 +13,7 @@ from gateway.metrics import Metrics
 from gateway.placement.lease import Lease, Switched
 from gateway.placement.lease_records import LeaseRecord
 from gateway.placement.leases import GroupLeases
+from gateway.placement.memory import SleepPlan
 from tandem.errors import StorageFailed
 from tandem.settings import SharingSettings
 
@@ -104,7 +105,7 @@ class Worker:
     silent_for: float = 0.0
     log: list[str] = field(default_factory=list)
 
-    async def sleep(self, token: int) -> Switched:
+    async def sleep(self, token: int, plan: SleepPlan) -> Switched:
         return await self._switch("sleep", token)
 
     async def wake(self, token: int) -> Switched:

@@ -52,7 +52,11 @@ class RecordingEngine:
 
 
 @pytest.mark.parametrize("level", SleepLevel)
-def test_a_gpu_sleeps_by_vllms_own_means_and_wakes_its_weights_before_its_cache(level: SleepLevel):
+def test_a_gpu_sleeps_by_vllms_own_means_and_wakes_its_weights_before_its_cache(
+    level: SleepLevel, monkeypatch: pytest.MonkeyPatch
+):
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: emptied.append(True))
     engine = RecordingEngine()
     sleeper = GpuSleeper(engine)
     sleeper.sleep(level)
@@ -63,6 +67,7 @@ def test_a_gpu_sleeps_by_vllms_own_means_and_wakes_its_weights_before_its_cache(
         ("wake_up", ["weights"]),
         ("wake_up", ["kv_cache"]),
     ]
+    assert len(emptied) == (level is SleepLevel.DROP_WEIGHTS), "pinned memory is given back"
 
 
 def test_a_cpu_sleeps_by_ours():

@@ -253,6 +253,36 @@ def test_without_room_on_the_device_it_stays_asleep_and_can_wake_later(
 # --- To a file --------------------------------------------------------------------------------
 
 
+def test_a_state_that_needs_more_than_it_may_take_stays_where_it_is(tmp_path):
+    parameter = torch.arange(1000.0)
+    offload = offload_tensors([parameter], device=(device := FakeDevice()))
+    with pytest.raises(OutOfMemory, match="4000 bytes, and 3999 are left for it in host memory"):
+        offload.sleep(most_bytes=3999)
+    with pytest.raises(StorageFull, match="3999 are left for it on the disk"):
+        offload.sleep(most_bytes=3999, spill_folder=str(tmp_path))
+    assert not offload.asleep
+    assert not device.host_blocks
+    offload.sleep(most_bytes=4000)
+    offload.wake()
+    assert torch.equal(parameter, torch.arange(1000.0))
+
+
+def test_a_state_that_stays_in_the_hosts_memory_takes_no_more_of_it():
+    backends: Any = [Tensors([torch.zeros(1000)])]
+    offload = Offload(lambda: backends, memory=module.HostMemory())
+    offload.sleep(most_bytes=1)
+    assert offload.asleep
+
+
+def test_a_trainer_whose_state_goes_to_a_file_gives_its_pinned_memory_back(tmp_path, small_blocks):
+    offload = offload_tensors([torch.zeros(2000)], device=(device := FakeDevice()))
+    for spill in ("", str(tmp_path), ""):
+        offload.sleep(spill_folder=spill)
+        offload.wake()
+    buffers = [4096, 4096]  # to write and to read with
+    assert device.host_blocks == [4096, 4096, *buffers, 4096, 4096]
+
+
 @pytest.mark.parametrize("device", [FakeDevice, lambda: None], ids=["device", "cpu"])
 @pytest.mark.parametrize(("architecture", "lora", "optimizer"), KINDS)
 def test_state_is_spilled_to_a_file_and_comes_back_bit_by_bit(
