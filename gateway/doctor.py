@@ -10,7 +10,7 @@ from __future__ import annotations
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,17 +20,16 @@ import orjson
 
 from gateway.placement.asks import check_defaults
 from gateway.placement.groups import groups_of
+from tandem.agent.suspender import PROGRAM, CudaCheckpoint
 from tandem.devices import Device
 from tandem.errors import InvalidRequest
-from tandem.host import Host, this_host
+from tandem.host import Host, driver_version, this_host
 from tandem.settings import GatewaySettings
 
 _GIB = 2**30
-_PROGRAMS: Mapping[str, str] = {
-    "cuda-checkpoint": "moves the device state of any CUDA process; not needed: trainers and "
-    "engines move their own when they sleep",
-    "criu": "freezes whole processes into files; not needed: trainers are restored from snapshots",
-}
+_SUSPENDS = "suspends trainers whose backend cannot sleep"
+_SUSPENDS_NOT = "trainers whose backend cannot sleep get no devices in turns; Tandem's own can"
+_CRIU = "freezes whole processes into files; not used: trainers are restored from snapshots"
 
 Level = Literal["ok", "absent", "problem"]
 
@@ -48,12 +47,13 @@ class Finding:
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
     """Examines a machine; the rest is how it is asked, which tests replace. `version_of` returns
-    that of an installed package, `find_program` where a program is."""
+    that of an installed package, `find_program` where a program is, `driver` NVIDIA's version."""
 
     settings: GatewaySettings
     host: Host
     version_of: Callable[[str], str | None]
     find_program: Callable[[str], str | None] = shutil.which
+    driver: Callable[[], str] = driver_version
     lockable_bytes: int = -1
     """Memory that a process may lock; -1: any amount."""
 
@@ -139,9 +139,14 @@ class Doctor:
         )
 
     def _programs(self) -> Iterator[Finding]:
-        for name, about in _PROGRAMS.items():
-            found = self.find_program(name)
-            yield Finding(name, found or "not found", about, level="ok" if found else "absent")
+        found = self.find_program(PROGRAM)
+        if reason := CudaCheckpoint(find_program=self.find_program, driver=self.driver).why_not():
+            about = f"{_SUSPENDS_NOT}: {reason}"
+            yield Finding(PROGRAM, found or "not found", about, level="absent")
+        else:
+            yield Finding(PROGRAM, found or "", _SUSPENDS)
+        criu = self.find_program("criu")
+        yield Finding("criu", criu or "not found", _CRIU, level="ok" if criu else "absent")
 
     def _sharing(self) -> Iterator[Finding]:
         try:

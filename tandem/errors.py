@@ -60,6 +60,8 @@
         ├── Overloaded              429
         ├── RequestTimedOut         408
         ├── IllegalTransition
+        ├── CannotSleep
+        ├── SuspendFailed
         └── InternalError
 
 An error crosses a process boundary as (type, message), where `type` is the snake-case name of
@@ -481,6 +483,14 @@ class RequestTimedOut(ServerError):
 
 class IllegalTransition(ServerError):
     """A state machine was asked for a move that its state does not allow."""
+
+
+class CannotSleep(ServerError):
+    """A worker cannot move its state off its devices by itself: its host may be able to."""
+
+
+class SuspendFailed(ServerError):
+    """The host could not suspend a worker's processes, or not resume them."""
 
 
 class InternalError(ServerError):

@@ -91,6 +91,22 @@ def free_memory_bytes() -> int:
     return max(0, min(bounds))
 
 
+def driver_version() -> str:
+    """Return that of NVIDIA's driver, such as "570.86.10"; "" where there is none."""
+    try:
+        import pynvml
+    except ImportError:
+        return ""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ""
+    try:
+        return _text(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 

@@ -106,7 +106,8 @@ class WorkerSpec(BaseModel):
 
     `devices` has one device for each rank, such as "cpu:0-3" (cores) or "cuda:0"; the worker sees
     no others. Empty: the whole machine, as the settings choose. `lease` is the fencing token with
-    which it starts, awake; 0: its group is not leased, and it is always awake.
+    which it starts, awake; 0: its group is not leased, and it is always awake. `no_suspender` says
+    why the host cannot suspend a leased worker that does not know how to sleep: its launcher does.
     """
 
     # An error must not quote its input: the secret would be in the log.
@@ -122,6 +123,7 @@ class WorkerSpec(BaseModel):
     training: TrainingSpec | None = None
     devices: tuple[str, ...] = ()
     lease: int = 0
+    no_suspender: str = ""
     host: str = "127.0.0.1"
     log_level: str = "info"
     start_timeout: float = 300.0

@@ -16,6 +16,7 @@ from gateway.placement.places import Place
 from gateway.runs.training_run import TrainingRun
 from gateway.workers.clients import TrainerClient
 from gateway.workers.fleet import Fleet, Worker
+from tandem.errors import CannotSleep
 from tandem.settings import GatewaySettings
 from tandem.v1 import common_pb2
 
@@ -119,13 +120,27 @@ class TrainerHost:
         async with self._worker() as worker:
             worker.lease = token
             request = plan.request()
-            return Switched.of(await self.client_of(worker).sleep(request, timeout=self._patience))
+            try:
+                return Switched.of(
+                    await self.client_of(worker).sleep(request, timeout=self._patience)
+                )
+            except CannotSleep:
+                if plan.spill_folder:  # the host would keep it in memory, and there is none
+                    raise
+                await self._fleet.suspend(worker, timeout=self._patience)
+                return Switched()
 
     async def wake(self, token: int) -> Switched:
         async with self._worker() as worker:
             worker.lease = token
             request = common_pb2.WakeRequest()
-            return Switched.of(await self.client_of(worker).wake(request, timeout=self._patience))
+            try:
+                return Switched.of(
+                    await self.client_of(worker).wake(request, timeout=self._patience)
+                )
+            except CannotSleep:
+                await self._fleet.resume(worker, timeout=self._patience)
+                return Switched()
 
     async def end(self, reason: str) -> None:
         worker = self._run.worker

@@ -350,6 +350,15 @@ class Fleet:
         await worker.channel.close()
         await self.launcher.stop(worker.worker_id, at_once=at_once)
 
+    async def suspend(self, worker: Worker, *, timeout: float) -> None:
+        """Have the host move the state of a worker that cannot sleep by itself off its devices.
+        Raises `SuspendFailed`; then the worker is to be ended."""
+        await self.launcher.suspend(worker.worker_id, lease=worker.lease, timeout=timeout)
+
+    async def resume(self, worker: Worker, *, timeout: float) -> None:
+        """The way back. Raises as `suspend`."""
+        await self.launcher.resume(worker.worker_id, lease=worker.lease, timeout=timeout)
+
     def give_up(self, worker: Worker, *, reason: str) -> None:
         """Kill a worker that does not answer, and report its end when nothing of it is left. Does
         nothing for one that has ended or was given up."""

@@ -7,7 +7,7 @@ import asyncio
 import os
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,8 +16,9 @@ from pathlib import Path
 import orjson
 
 from tandem.agent.pool import Pool, default_command, start_child
-from tandem.agent.worker_process import WorkerProcess
-from tandem.errors import WorkerStartFailed, without_paths
+from tandem.agent.suspender import CudaCheckpoint, ProcessSuspender, uses_gpu
+from tandem.agent.worker_process import WorkerProcess, group_members
+from tandem.errors import IllegalTransition, SuspendFailed, WorkerStartFailed, without_paths
 from tandem.host import Host, this_host
 from tandem.settings import TrainerSettings
 from tandem.telemetry import get_log
@@ -41,17 +42,20 @@ class ProcessLauncher:
 
     `command` says what to run for a kind; `--report-fd N` is added to it. Output is appended to
     `data_dir/logs/WORKER.log`. `pool`: how many processes to keep started for the next workers.
+    `suspender` suspends those that cannot sleep by themselves.
     """
 
     data_dir: Path
     command: Callable[[WorkerKind], list[str]] = default_command
     pool: Mapping[WorkerKind, int] = field(default_factory=dict)
+    suspender: ProcessSuspender = field(default_factory=CudaCheckpoint)
 
     def __post_init__(self) -> None:
         self._workers: dict[str, WorkerProcess] = {}
         self._ended: deque[WorkerProcess] = deque(maxlen=_REMEMBERED)
         self._watchers: list[asyncio.Queue[WorkerExit | None]] = []
         self._stopping: set[asyncio.Task[None]] = set()
+        self._switching: set[asyncio.Task[None]] = set()
         self._spawning = asyncio.Lock()
         self._closed = False
         self._log = get_log()
@@ -63,6 +67,8 @@ class ProcessLauncher:
                 raise WorkerStartFailed("the launcher is closed")
             if spec.worker_id in self._workers:
                 raise WorkerStartFailed(f"worker {spec.worker_id} runs already")
+            if spec.lease:
+                spec = spec.model_copy(update={"no_suspender": self.suspender.why_not()})
             try:
                 worker = await self._spawn(spec)
             except OSError as error:
@@ -110,6 +116,53 @@ class ProcessLauncher:
             self._stopping.add(stopping)
             stopping.add_done_callback(self._stopping.discard)
             await asyncio.shield(stopping)
+
+    async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
+        async def move(worker: WorkerProcess) -> None:
+            pids = worker.suspended or [p for p in group_members(worker.pid) if uses_gpu(p)]
+            if not pids:
+                raise SuspendFailed(f"no process of the {worker.spec.kind} uses a GPU")
+            await self.suspender.suspend(pids, timeout=timeout)
+            worker.suspended = pids
+
+        await self._switch(worker_id, lease, move)
+
+    async def resume(self, worker_id: str, *, lease: int, timeout: float) -> None:
+        async def move(worker: WorkerProcess) -> None:
+            await self.suspender.resume(worker.suspended, timeout=timeout)
+            worker.suspended = []
+
+        await self._switch(worker_id, lease, move)
+
+    async def _switch(
+        self, worker_id: str, lease: int, move: Callable[[WorkerProcess], Awaitable[None]]
+    ) -> None:
+        """Carried to its end though whoever asks for it goes away: who asks next waits for that."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            raise SuspendFailed(f"worker {worker_id} does not run")
+        switching = asyncio.create_task(self._carry_out(worker, lease, move))
+        self._switching.add(switching)
+        switching.add_done_callback(self._switching.discard)
+        await asyncio.shield(switching)
+
+    async def _carry_out(
+        self, worker: WorkerProcess, lease: int, move: Callable[[WorkerProcess], Awaitable[None]]
+    ) -> None:
+        async with worker.switching:
+            if lease < worker.lease:
+                raise IllegalTransition(
+                    f"the lease {lease} came after {worker.lease}, which is newer"
+                )
+            if worker.ended.done():
+                raise SuspendFailed(f"the {worker.spec.kind} has ended")
+            worker.lease = lease
+            await move(worker)
+        self._log.info(
+            "worker_suspended" if worker.suspended else "worker_resumed",
+            worker_id=worker.spec.worker_id,
+            processes=len(worker.suspended),
+        )
 
     def ids(self) -> tuple[str, ...]:
         """Return the ids of all workers, those included that have reported no address yet."""

@@ -7,11 +7,12 @@ import fcntl
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import grpc.aio
 from pydantic import ValidationError
@@ -35,6 +36,12 @@ if TYPE_CHECKING:
 _KINDS = ("trainer", "sampler")
 _LONGEST_SOCKET_PATH = 100
 """Bytes. The kernel takes 107, and 103 outside Linux."""
+
+
+class Switch(Protocol):
+    """`suspend` or `resume` of a launcher."""
+
+    async def __call__(self, worker_id: str, *, lease: int, timeout: float) -> None: ...
 
 
 class AgentServicer(agent_pb2_grpc.AgentServicer):
@@ -80,6 +87,20 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
         await self._launcher.stop(request.worker_id, at_once=request.at_once)
         return agent_pb2.StopWorkerReply()
 
+    async def Suspend(
+        self,
+        request: agent_pb2.SuspendWorkerRequest,
+        context: Context,
+    ) -> agent_pb2.SuspendWorkerReply:
+        return await self._switch(self._launcher.suspend, request)
+
+    async def Resume(
+        self,
+        request: agent_pb2.SuspendWorkerRequest,
+        context: Context,
+    ) -> agent_pb2.SuspendWorkerReply:
+        return await self._switch(self._launcher.resume, request)
+
     async def List(
         self,
         request: agent_pb2.ListWorkersRequest,
@@ -99,6 +120,16 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
         async for exit_ in exits:
             ended = agent_pb2.WorkerEnded(worker_id=exit_.worker_id, reason=exit_.reason)
             yield agent_pb2.WatchReply(ended=[ended])
+
+    async def _switch(
+        self, switch: Switch, request: agent_pb2.SuspendWorkerRequest
+    ) -> agent_pb2.SuspendWorkerReply:
+        began = time.perf_counter()
+        try:
+            await switch(request.worker_id, lease=request.lease, timeout=request.timeout_seconds)
+        except TandemError as error:
+            return agent_pb2.SuspendWorkerReply(failure=error.to_failure())
+        return agent_pb2.SuspendWorkerReply(seconds=time.perf_counter() - began)
 
     def _worker(self, handle: WorkerHandle) -> agent_pb2.AgentWorker:
         details = self._launcher.describe(handle.worker_id)

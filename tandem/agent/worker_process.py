@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,9 @@ class WorkerProcess:
     `failed` completes when the worker will never serve (again): it has reported an error, or
     ended. `ended` completes, with the reason, when nothing of it runs any more. `ready`: it has
     said that it serves. `expected`: its end was requested. `awaited`: somebody waits for its
-    readiness and so learns of its end. `deadline`: when it must be ready, in the time of the event
-    loop.
+    readiness and so learns of its end. `lease`: the newest fencing token with which it was to be
+    suspended or resumed, `suspended` the processes that are. `deadline`: when it must
+    be ready, in the time of the event loop.
     """
 
     spec: WorkerSpec
@@ -74,10 +75,13 @@ class WorkerProcess:
     ready: bool = False
     expected: bool = False
     awaited: bool = False
+    lease: int = 0
+    suspended: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.pid = self.process.pid
+        self.switching = asyncio.Lock()
         self.failed: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
         self._address: asyncio.Future[WorkerReport] = loop.create_future()

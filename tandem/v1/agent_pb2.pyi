@@ -251,6 +251,52 @@ class StopWorkerReply(google.protobuf.message.Message):
 Global___StopWorkerReply: typing_extensions.TypeAlias = StopWorkerReply
 
 @typing.final
+class SuspendWorkerRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: builtins.int
+    worker_id: builtins.str
+    lease: builtins.int
+    """The fencing token with which the worker was told to sleep, or to wake. An older one than the
+    newest that came for the worker is refused.
+    """
+    timeout_seconds: builtins.float
+    """What it may take."""
+    def __init__(
+        self,
+        *,
+        worker_id: builtins.str = ...,
+        lease: builtins.int = ...,
+        timeout_seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease", b"lease", "timeout_seconds", b"timeout_seconds", "worker_id", b"worker_id"]) -> None: ...
+
+Global___SuspendWorkerRequest: typing_extensions.TypeAlias = SuspendWorkerRequest
+
+@typing.final
+class SuspendWorkerReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FAILURE_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    seconds: builtins.float
+    @property
+    def failure(self) -> tandem.v1.common_pb2.Failure: ...
+    def __init__(
+        self,
+        *,
+        failure: tandem.v1.common_pb2.Failure | None = ...,
+        seconds: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_failure", b"_failure", "failure", b"failure"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_failure", b"_failure", "failure", b"failure", "seconds", b"seconds"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_failure", b"_failure"]) -> typing.Literal["failure"] | None: ...
+
+Global___SuspendWorkerReply: typing_extensions.TypeAlias = SuspendWorkerReply
+
+@typing.final
 class ListWorkersRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -55,6 +55,16 @@ class AgentStub(object):
                 request_serializer=tandem_dot_v1_dot_agent__pb2.StopWorkerRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_agent__pb2.StopWorkerReply.FromString,
                 _registered_method=True)
+        self.Suspend = channel.unary_unary(
+                '/tandem.v1.Agent/Suspend',
+                request_serializer=tandem_dot_v1_dot_agent__pb2.SuspendWorkerRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_agent__pb2.SuspendWorkerReply.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/tandem.v1.Agent/Resume',
+                request_serializer=tandem_dot_v1_dot_agent__pb2.SuspendWorkerRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_agent__pb2.SuspendWorkerReply.FromString,
+                _registered_method=True)
         self.List = channel.unary_unary(
                 '/tandem.v1.Agent/List',
                 request_serializer=tandem_dot_v1_dot_agent__pb2.ListWorkersRequest.SerializeToString,
@@ -100,6 +110,21 @@ class AgentServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Suspend(self, request, context):
+        """Moves what a worker that answers Sleep with "cannot_sleep" has on its GPUs to host memory, by
+        the host's own means: of all its processes, or of none. Answered at once if that was done.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """The way back. With a failure of either, the worker is of no use: it is to be stopped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def List(self, request, context):
         """The workers that have bound their ports, whoever started them, without those that are being
         stopped.
@@ -138,6 +163,16 @@ def add_AgentServicer_to_server(servicer, server):
                     servicer.Stop,
                     request_deserializer=tandem_dot_v1_dot_agent__pb2.StopWorkerRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_agent__pb2.StopWorkerReply.SerializeToString,
+            ),
+            'Suspend': grpc.unary_unary_rpc_method_handler(
+                    servicer.Suspend,
+                    request_deserializer=tandem_dot_v1_dot_agent__pb2.SuspendWorkerRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_agent__pb2.SuspendWorkerReply.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=tandem_dot_v1_dot_agent__pb2.SuspendWorkerRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_agent__pb2.SuspendWorkerReply.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
                     servicer.List,
@@ -259,6 +294,60 @@ class Agent(object):
             '/tandem.v1.Agent/Stop',
             tandem_dot_v1_dot_agent__pb2.StopWorkerRequest.SerializeToString,
             tandem_dot_v1_dot_agent__pb2.StopWorkerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Suspend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Agent/Suspend',
+            tandem_dot_v1_dot_agent__pb2.SuspendWorkerRequest.SerializeToString,
+            tandem_dot_v1_dot_agent__pb2.SuspendWorkerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Agent/Resume',
+            tandem_dot_v1_dot_agent__pb2.SuspendWorkerRequest.SerializeToString,
+            tandem_dot_v1_dot_agent__pb2.SuspendWorkerReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -89,6 +89,38 @@ _AgentStopType = typing_extensions.TypeVar(
     ],
 )
 
+_AgentSuspendType = typing_extensions.TypeVar(
+    '_AgentSuspendType',
+    grpc.UnaryUnaryMultiCallable[
+        tandem.v1.agent_pb2.SuspendWorkerRequest,
+        tandem.v1.agent_pb2.SuspendWorkerReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.agent_pb2.SuspendWorkerRequest,
+        tandem.v1.agent_pb2.SuspendWorkerReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        tandem.v1.agent_pb2.SuspendWorkerRequest,
+        tandem.v1.agent_pb2.SuspendWorkerReply,
+    ],
+)
+
+_AgentResumeType = typing_extensions.TypeVar(
+    '_AgentResumeType',
+    grpc.UnaryUnaryMultiCallable[
+        tandem.v1.agent_pb2.SuspendWorkerRequest,
+        tandem.v1.agent_pb2.SuspendWorkerReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.agent_pb2.SuspendWorkerRequest,
+        tandem.v1.agent_pb2.SuspendWorkerReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        tandem.v1.agent_pb2.SuspendWorkerRequest,
+        tandem.v1.agent_pb2.SuspendWorkerReply,
+    ],
+)
+
 _AgentListType = typing_extensions.TypeVar(
     '_AgentListType',
     grpc.UnaryUnaryMultiCallable[
@@ -121,7 +153,7 @@ _AgentWatchType = typing_extensions.TypeVar(
     ],
 )
 
-class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentWaitReadyType, _AgentStopType, _AgentListType, _AgentWatchType]):
+class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentWaitReadyType, _AgentStopType, _AgentSuspendType, _AgentResumeType, _AgentListType, _AgentWatchType]):
     """Its socket is for the user who runs it alone; there is no other check of who calls."""
 
     @typing.overload
@@ -141,6 +173,14 @@ class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentWaitRe
         grpc.UnaryUnaryMultiCallable[
             tandem.v1.agent_pb2.StopWorkerRequest,
             tandem.v1.agent_pb2.StopWorkerReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            tandem.v1.agent_pb2.SuspendWorkerRequest,
+            tandem.v1.agent_pb2.SuspendWorkerReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            tandem.v1.agent_pb2.SuspendWorkerRequest,
+            tandem.v1.agent_pb2.SuspendWorkerReply,
         ],
         grpc.UnaryUnaryMultiCallable[
             tandem.v1.agent_pb2.ListWorkersRequest,
@@ -171,6 +211,14 @@ class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentWaitRe
             tandem.v1.agent_pb2.StopWorkerReply,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            tandem.v1.agent_pb2.SuspendWorkerRequest,
+            tandem.v1.agent_pb2.SuspendWorkerReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            tandem.v1.agent_pb2.SuspendWorkerRequest,
+            tandem.v1.agent_pb2.SuspendWorkerReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             tandem.v1.agent_pb2.ListWorkersRequest,
             tandem.v1.agent_pb2.ListWorkersReply,
         ],
@@ -194,6 +242,14 @@ class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentWaitRe
 
     Stop: _AgentStopType
     """Answers when nothing of the worker is left, also for one that has ended or never was."""
+
+    Suspend: _AgentSuspendType
+    """Moves what a worker that answers Sleep with "cannot_sleep" has on its GPUs to host memory, by
+    the host's own means: of all its processes, or of none. Answered at once if that was done.
+    """
+
+    Resume: _AgentResumeType
+    """The way back. With a failure of either, the worker is of no use: it is to be stopped."""
 
     List: _AgentListType
     """The workers that have bound their ports, whoever started them, without those that are being
@@ -221,6 +277,14 @@ AgentAsyncStub: typing_extensions.TypeAlias = AgentStub[
     grpc.aio.UnaryUnaryMultiCallable[
         tandem.v1.agent_pb2.StopWorkerRequest,
         tandem.v1.agent_pb2.StopWorkerReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.agent_pb2.SuspendWorkerRequest,
+        tandem.v1.agent_pb2.SuspendWorkerReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.agent_pb2.SuspendWorkerRequest,
+        tandem.v1.agent_pb2.SuspendWorkerReply,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         tandem.v1.agent_pb2.ListWorkersRequest,
@@ -269,6 +333,24 @@ class AgentServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.agent_pb2.StopWorkerReply, collections.abc.Awaitable[tandem.v1.agent_pb2.StopWorkerReply]]:
         """Answers when nothing of the worker is left, also for one that has ended or never was."""
+
+    @abc.abstractmethod
+    def Suspend(
+        self,
+        request: tandem.v1.agent_pb2.SuspendWorkerRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tandem.v1.agent_pb2.SuspendWorkerReply, collections.abc.Awaitable[tandem.v1.agent_pb2.SuspendWorkerReply]]:
+        """Moves what a worker that answers Sleep with "cannot_sleep" has on its GPUs to host memory, by
+        the host's own means: of all its processes, or of none. Answered at once if that was done.
+        """
+
+    @abc.abstractmethod
+    def Resume(
+        self,
+        request: tandem.v1.agent_pb2.SuspendWorkerRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tandem.v1.agent_pb2.SuspendWorkerReply, collections.abc.Awaitable[tandem.v1.agent_pb2.SuspendWorkerReply]]:
+        """The way back. With a failure of either, the worker is of no use: it is to be stopped."""
 
     @abc.abstractmethod
     def List(

@@ -176,7 +176,9 @@ Global___WakeRequest: typing_extensions.TypeAlias = WakeRequest
 
 @typing.final
 class SwitchReply(google.protobuf.message.Message):
-    """The worker's state after the call. With a failure, the worker is as it was."""
+    """The worker's state after the call. With a failure, the worker is as it was; only with "cannot_sleep"
+    it refuses to compute, or does so again, and its host is to move its state (agent.proto).
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Protocol
 import torch
 import xxhash
 
-from tandem.errors import IllegalTransition, OutOfMemory, StorageFailed, StorageFull
+from tandem.errors import CannotSleep, OutOfMemory, StorageFailed, StorageFull
 from tandem.host import free_memory_bytes
 from tandem.v1 import common_pb2
 from trainer_service.backends.base import SleepingBackend, TrainerBackend
@@ -163,6 +163,13 @@ class Offload:
     def asleep(self) -> bool:
         return self._moved is not None
 
+    def check(self) -> None:
+        """Raises `CannotSleep` if a backend cannot."""
+        for backend in self._backends():
+            if not isinstance(backend, SleepingBackend):
+                name = type(backend).__name__
+                raise CannotSleep(f"the trainer backend {name} does not know how to sleep")
+
     def sleep(
         self, *, enough_bytes: int = 0, spill_folder: str = "", most_bytes: int = 0
     ) -> common_pb2.SwitchReply:
@@ -170,14 +177,9 @@ class Offload:
         0: all of it. With `spill_folder` it goes to a file there. It takes `most_bytes` of host
         memory or of the disk; 0: any number.
 
-        Raises `IllegalTransition` if a backend cannot, `OutOfMemory` or `StorageFailed`; then all
-        is as it was before.
+        Raises `OutOfMemory` or `StorageFailed`; then all is as it was before.
         """
         assert self._moved is None
-        for backend in self._backends():
-            if not isinstance(backend, SleepingBackend):
-                name = type(backend).__name__
-                raise IllegalTransition(f"the trainer backend {name} does not know how to sleep")
         memory = self._memory = self._memory or memory_of(self._backends()[0].device)
         if spill_folder or not memory.is_host:
             _make_own(self._tensors())

@@ -21,7 +21,13 @@ from tandem.errors import WorkerStartFailed
 from tandem.settings import TrainerSettings
 from tandem.telemetry import configure_logging
 from tandem.worker import TrainingSpec, WorkerSpec
-from trainer_service.backends.base import ParallelBackend, TrainerBackend, World, backend_named
+from trainer_service.backends.base import (
+    ParallelBackend,
+    SleepingBackend,
+    TrainerBackend,
+    World,
+    backend_named,
+)
 from trainer_service.compute.parallel import ParallelMicroBatches
 from trainer_service.compute.trainer import ControlGroup, RankTrainer
 from trainer_service.lora.adapters import chosen_layers
@@ -68,6 +74,7 @@ def bring_up(
     given = parse_device(spec.devices[0]) if spec.devices else None
     device = kind_of_device(settings, given, gpus=_visible_gpus())
     training = spec.training or TrainingSpec()
+    check_that_it_can_sleep(spec, settings.backend)
     if training.lora:
         # Otherwise every rank would find out, and the first to die would be reported instead.
         chosen_layers(empty_model(Path(spec.model_path)), training.lora)
@@ -105,6 +112,16 @@ def bring_up(
     for assignment in assignments[1:]:
         assign(assignment.rank, assignment.model_dump_json())
     return join(assignments[0], store)
+
+
+def check_that_it_can_sleep(spec: WorkerSpec, name: str) -> None:
+    """Raises `WorkerStartFailed` if a trainer is to share devices and its backend cannot sleep."""
+    if spec.lease and spec.no_suspender and not issubclass(backend_named(name), SleepingBackend):
+        raise WorkerStartFailed(
+            f"the trainer backend {name!r} cannot sleep, which it must on a group of devices that "
+            f"others use, too, and this host cannot suspend it: {spec.no_suspender}. Give it a "
+            "group with `awake` 0"
+        )
 
 
 def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from tandem.errors import TandemError, WorkerDied
+from tandem.errors import CannotSleep, TandemError, WorkerDied
 from tandem.v1 import common_pb2
 from trainer_service.backends.base import TrainerBackend
 from trainer_service.compute.offload import Offload
@@ -22,10 +22,11 @@ class Switching:
         self._control = control
         self._offload = Offload(backends)
         self._slept = common_pb2.SleepRequest()
+        self._suspended = False
 
     @property
     def asleep(self) -> bool:
-        return self._offload.asleep
+        return self._offload.asleep or self._suspended
 
     def sleep(self, request: common_pb2.SleepRequest) -> common_pb2.SwitchReply:
         """Moves nothing if it is asleep. Raises `WorkerDied` if it can neither sleep nor stay
@@ -47,6 +48,11 @@ class Switching:
     def _switch(self, op: Op) -> common_pb2.SwitchReply:
         """If a rank fails, those that did not go back, and the reply has the failure."""
         began = time.perf_counter()
+        try:
+            self._offload.check()
+        except CannotSleep as error:  # the answer to both: the caller has the host do it
+            self._suspended = op == Op.SLEEP
+            return common_pb2.SwitchReply(failure=error.to_failure())
         reply = self._announce(op)
         if reply.HasField("failure"):
             failure = reply.failure

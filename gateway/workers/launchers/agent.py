@@ -120,6 +120,12 @@ class AgentLauncher:
                 reason = f"{error.code().name}: {error.details()}"
                 self._log.error("worker_not_stopped", worker_id=worker_id, reason=reason)
 
+    async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
+        await self._switch(self._stub.Suspend, worker_id, lease, timeout)
+
+    async def resume(self, worker_id: str, *, lease: int, timeout: float) -> None:
+        await self._switch(self._stub.Resume, worker_id, lease, timeout)
+
     async def list(self) -> list[WorkerHandle]:
         reply = await self._ask(self._stub.List, agent_pb2.ListWorkersRequest())
         self._workers.update({worker.worker_id: worker for worker in reply.workers})
@@ -171,6 +177,20 @@ class AgentLauncher:
         await self._channel.close()
         for queue in self._watchers:
             queue.put_nowait(None)
+
+    async def _switch(
+        self,
+        method: Method[agent_pb2.SuspendWorkerRequest, agent_pb2.SuspendWorkerReply],
+        worker_id: str,
+        lease: int,
+        timeout: float,
+    ) -> None:
+        request = agent_pb2.SuspendWorkerRequest(
+            worker_id=worker_id, lease=lease, timeout_seconds=timeout
+        )
+        reply = await self._ask(method, request, start_timeout=timeout)
+        if reply.HasField("failure"):
+            raise from_failure(reply.failure)
 
     async def _ask(
         self, method: Method[Request, Reply], request: Request, *, start_timeout: float = 0.0

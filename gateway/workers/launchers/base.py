@@ -40,6 +40,19 @@ class Launcher(Protocol):
         """
         ...
 
+    async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
+        """Move what a worker that cannot sleep by itself has on its devices to host memory; return
+        when nothing of it is there. `lease` is the token of its Sleep: an older one than the newest
+        of the worker changes nothing, and is an `IllegalTransition`.
+
+        Raises `SuspendFailed`; then the worker is to be stopped.
+        """
+        ...
+
+    async def resume(self, worker_id: str, *, lease: int, timeout: float) -> None:
+        """The way back, with the token of its Wake. Raises as `suspend`."""
+        ...
+
     async def list(self) -> list[WorkerHandle]:
         """Return the running workers that have reported an address, also those that another
         gateway started, without those that are being stopped."""

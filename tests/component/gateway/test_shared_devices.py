@@ -154,6 +154,29 @@ def test_an_operation_that_waits_for_devices_says_its_position_and_why(gate, ann
     assert ann.trainer.switches[-1] == "sleep"
 
 
+def test_a_trainer_that_cannot_sleep_is_suspended_and_resumed_by_its_host(gate, ann, ben):
+    ann.done(ann.step())  # it is awake
+    ann.trainer.knows_how = False
+    for experiment in (ben, ann):
+        experiment.done(experiment.step())
+    moves, workers, leases = zip(*gate.launcher.suspended, strict=True)
+    assert moves == ("suspend", "resume")
+    assert len(set(workers)) == 1 and workers[0].startswith(f"trainer-{ann.session}")
+    assert 0 < leases[0] < leases[1]
+
+
+def test_a_trainer_that_cannot_be_suspended_is_killed_before_another_has_its_devices(
+    gate, ann, ben
+):
+    ann.done(ann.step())
+    ann.trainer.knows_how = False
+    gate.launcher.suspend_error = "not supported"
+    ben.done(ben.step())
+    (killed,) = set(gate.launcher.stopped)
+    assert killed.startswith(f"trainer-{ann.session}")
+    ann.done(ann.step())  # by another process
+
+
 def test_a_sample_that_waits_for_devices_says_so(gate, ann, ben):
     training = ann.at_work()
     sample = ben.sample()

@@ -11,7 +11,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.epoch import EpochInterceptor
-from tandem.errors import WorkerCrashed, WorkerStartFailed
+from tandem.errors import SuspendFailed, WorkerCrashed, WorkerStartFailed
 from tandem.host import Host
 from tandem.v1 import sampler_pb2_grpc, trainer_pb2_grpc
 from tandem.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec
@@ -46,6 +46,8 @@ class FakeLauncher:
         self._host = host
         self.specs: list[WorkerSpec] = []
         self.stopped: list[str] = []
+        self.suspended: list[tuple[str, str, int]] = []
+        self.suspend_error = ""
         self.servicers: dict[str, FakeTrainer | FakeSampler] = {}
         self.start_error: dict[str, str] = {}
         self.crashes = 0  # starts that crash from now on
@@ -93,6 +95,14 @@ class FakeLauncher:
         server = self._servers.pop(worker_id, None)
         if server is not None:
             await server.stop(grace=None)
+
+    async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
+        if self.suspend_error:
+            raise SuspendFailed(self.suspend_error)
+        self.suspended.append(("suspend", worker_id, lease))
+
+    async def resume(self, worker_id: str, *, lease: int, timeout: float) -> None:
+        self.suspended.append(("resume", worker_id, lease))
 
     async def list(self) -> list[WorkerHandle]:
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tandem.errors import CannotSleep
 from tandem.v1 import common_pb2
 
 BYTES = 2**20
@@ -9,20 +10,26 @@ BYTES = 2**20
 
 
 class FakeSleep:
-    """`switches` has the directions in which it went."""
+    """`switches` has the directions in which it went. Its host is to do it where it does not
+    know how."""
 
     asleep = False
+    knows_how = True
 
     def __init__(self) -> None:
         self.switches: list[str] = []
 
     async def Sleep(self, request, context):
         self.asleep = True
+        if not self.knows_how:
+            return common_pb2.SwitchReply(failure=CannotSleep("it cannot").to_failure())
         self.switches.append("sleep")
         return common_pb2.SwitchReply(bytes_moved=BYTES, host_bytes=BYTES)
 
     async def Wake(self, request, context):
         self.asleep = False
+        if not self.knows_how:
+            return common_pb2.SwitchReply(failure=CannotSleep("it cannot").to_failure())
         self.switches.append("wake")
         return common_pb2.SwitchReply(bytes_moved=BYTES, device_bytes=BYTES)
 

@@ -16,13 +16,20 @@ ON_GPU = {"torch": "2.13.0+cu130", "vllm": "0.25.0", "nvidia-nccl-cu13": "2.28"}
 
 
 def findings(
-    tmp_path: Path, host: Host, packages: dict[str, str], programs: tuple[str, ...] = (), **changes
+    tmp_path: Path,
+    host: Host,
+    packages: dict[str, str],
+    programs: tuple[str, ...] = (),
+    *,
+    driver: str = "",
+    **changes,
 ) -> dict[str, Finding]:
     doctor = Doctor(
         settings=GatewaySettings(data_dir=tmp_path / "not" / "there", min_free_bytes=0, **changes),
         host=host,
         version_of=packages.get,
         find_program=lambda name: f"/usr/bin/{name}" if name in programs else None,
+        driver=lambda: driver,
     )
     return {each.name: each for each in doctor.examine()}
 
@@ -56,7 +63,18 @@ def test_what_is_not_there_is_said_with_what_that_means(tmp_path):
     assert problems(found) == ["torch", "vllm"]
     assert found["torch"].about == "no trainers can be started on this host"
     assert (found["criu"].level, found["cuda-checkpoint"].value) == ("absent", "not found")
-    assert "not needed" in found["cuda-checkpoint"].about
+    assert "whose backend cannot sleep get no devices in turns" in found["cuda-checkpoint"].about
+
+
+def test_a_machine_that_can_suspend_processes_says_so_and_one_that_cannot_says_why(tmp_path):
+    host = Host(HOST.name, HOST.cores, HOST.memory_bytes, GPUS)
+    both = ("criu", "cuda-checkpoint")
+    able = findings(tmp_path, host, ON_GPU, both, driver="580.95.05")["cuda-checkpoint"]
+    assert (able.level, able.value) == ("ok", "/usr/bin/cuda-checkpoint")
+    assert able.about == "suspends trainers whose backend cannot sleep"
+    old = findings(tmp_path, host, ON_GPU, both, driver="550.54.14")["cuda-checkpoint"]
+    assert old.level == "absent"
+    assert "NVIDIA's driver is 550.54.14, and 570 or a newer one is needed" in old.about
 
 
 def test_libraries_for_cores_beside_a_gpu_are_a_problem(tmp_path):

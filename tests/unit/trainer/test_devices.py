@@ -9,8 +9,16 @@ import pytest
 from tandem.devices import parse_device
 from tandem.errors import WorkerStartFailed
 from tandem.settings import TrainerSettings
-from tandem.worker import TrainingSpec
-from trainer_service.compute.process_group import Assignment, kind_of_device, threads_of
+from tandem.worker import TrainingSpec, WorkerSpec
+from trainer_service.backends.base import TrainerBackend
+from trainer_service.backends.fsdp2 import Fsdp2Backend
+from trainer_service.compute import process_group
+from trainer_service.compute.process_group import (
+    Assignment,
+    check_that_it_can_sleep,
+    kind_of_device,
+    threads_of,
+)
 from trainer_service.service.rank_processes import devices_of_ranks
 
 
@@ -72,6 +80,28 @@ def test_each_rank_needs_a_device_of_the_same_kind(names, sentence):
 
 def test_ranks_without_devices_have_the_whole_machine():
     assert devices_of_ranks([], ranks=2) == []
+
+
+def refused(**spec) -> str:
+    """Return why a trainer is refused whose backend cannot sleep."""
+    about = WorkerSpec(
+        worker_id="t", kind="trainer", secret="s", model_name="m", model_path="m", session_id="s"
+    ).model_copy(update=spec)
+    try:
+        check_that_it_can_sleep(about, "own")
+    except WorkerStartFailed as error:
+        return error.message
+    return ""
+
+
+def test_a_backend_that_cannot_sleep_is_refused_where_it_must_and_its_host_cannot(monkeypatch):
+    monkeypatch.setattr(process_group, "backend_named", lambda name: TrainerBackend)
+    reason = "cuda-checkpoint is not installed"
+    assert refused(lease=0, no_suspender=reason) == ""
+    assert refused(lease=7, no_suspender="") == ""
+    assert reason in refused(lease=7, no_suspender=reason)
+    monkeypatch.setattr(process_group, "backend_named", lambda name: Fsdp2Backend)
+    assert refused(lease=7, no_suspender=reason) == ""
 
 
 @pytest.mark.parametrize(

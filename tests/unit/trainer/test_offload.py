@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tandem.errors import IllegalTransition, OutOfMemory, StorageFailed, StorageFull
+from tandem.errors import CannotSleep, OutOfMemory, StorageFailed, StorageFull
 from tandem.v1 import common_pb2, trainer_pb2
 from tests.support.fake_device import FakeDevice, offload_of
 from tests.support.local_trainer import (
@@ -461,8 +461,10 @@ def test_a_backend_that_does_not_know_how_to_sleep_says_so(models):
     plain: Any = SimpleNamespace(device="cpu")
     operations.switching._offload = Offload(lambda: [plain])
     reply = operations.switching.sleep(common_pb2.SleepRequest())
-    assert reply.failure.type == IllegalTransition.type
+    assert reply.failure.type == CannotSleep.type
     assert "SimpleNamespace does not know how to sleep" in reply.failure.message
+    assert operations.switching.asleep, "its host suspends it"
+    assert operations.switching.wake().failure.type == CannotSleep.type
     assert not operations.switching.asleep
 
 

@@ -1,0 +1,219 @@
+"""Workers that cannot sleep by themselves are suspended by their agent, all processes or none."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import tandem.agent.launcher
+from gateway.workers.epoch import Epoch
+from gateway.workers.launchers.agent import AgentLauncher
+from tandem.agent.launcher import ProcessLauncher
+from tandem.agent.service import serving
+from tandem.agent.suspender import CudaCheckpoint
+from tandem.errors import IllegalTransition, SuspendFailed
+from tandem.worker import WorkerSpec
+from tests.support.waiting import until
+
+DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
+
+# The program, as far as it is used: the state of a process is a file of its number. A file "fail
+# lock 7" lets it fail to lock 7, "hang lock 7" take for ever; "deaf lock 7" leaves 7 as it was.
+PROGRAM = """#!/bin/sh
+folder=$(dirname "$0")
+for pid; do :; done
+state=$(cat "$folder/$pid" 2>/dev/null) || { echo "no CUDA in $pid" >&2; exit 1; }
+echo "$*" >> "$folder/calls"
+[ "$1" = --get-state ] && { echo "$state"; exit; }
+[ -e "$folder/fail $2 $pid" ] && { echo failed > "$folder/$pid"; echo "not supported" >&2; exit 1; }
+[ -e "$folder/hang $2 $pid" ] && exec sleep 600
+[ -e "$folder/deaf $2 $pid" ] && exit
+case "$2 $state" in
+  "lock running") echo locked ;;
+  "checkpoint locked") echo checkpointed ;;
+  "restore checkpointed") echo locked ;;
+  "unlock locked") echo running ;;
+  *) echo "cannot $2 what is $state" >&2; exit 1 ;;
+esac > "$folder/$pid"
+"""
+
+
+class Machine:
+    """Processes and their states, as the program sees them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.program = folder / "cuda-checkpoint"
+        self.program.write_text(PROGRAM)
+        self.program.chmod(0o700)
+        self.suspender = CudaCheckpoint(
+            find_program=lambda name: str(folder / name), driver=lambda: "580.95.05"
+        )
+
+    def add(self, *pids: int) -> None:
+        for pid in pids:
+            (self.folder / str(pid)).write_text("running\n")
+
+    def on(self, what: str) -> Path:
+        path = self.folder / what
+        path.touch()
+        return path
+
+    def states(self, *pids: int) -> list[str]:
+        return [(self.folder / str(pid)).read_text().strip() for pid in pids]
+
+    def calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().splitlines()
+
+
+@pytest.fixture
+def machine(tmp_path) -> Machine:
+    made = Machine(tmp_path / "machine")
+    made.add(7, 8)
+    return made
+
+
+# --- The program -----------------------------------------------------------------------------
+
+
+async def test_all_processes_are_locked_before_the_first_is_moved_and_all_go_on_afterwards(machine):
+    await machine.suspender.suspend([7, 8], timeout=60)
+    assert machine.states(7, 8) == ["checkpointed"] * 2
+    actions = [call.split()[1] for call in machine.calls() if "--action" in call]
+    assert actions == ["lock", "lock", "checkpoint", "checkpoint"]
+    assert "--action lock --timeout 60000 --pid 7" in machine.calls()
+    await machine.suspender.suspend([7, 8], timeout=60)
+    await machine.suspender.resume([7, 8], timeout=60)
+    assert machine.states(7, 8) == ["running"] * 2
+    await machine.suspender.resume([7, 8], timeout=60)
+    assert [call.split()[1] for call in machine.calls() if "--action" in call][4:] == (
+        ["restore", "restore", "unlock", "unlock"]
+    )
+
+
+@pytest.mark.parametrize("action", ["lock", "checkpoint"])
+async def test_if_one_process_cannot_be_moved_the_others_go_on(machine, action):
+    machine.on(f"fail {action} 8")
+    with pytest.raises(SuspendFailed, match=r"process 8 failed: not supported; and it does not go"):
+        await machine.suspender.suspend([7, 8], timeout=60)
+    assert machine.states(7, 8) == ["running", "failed"]
+
+
+async def test_what_the_program_says_it_did_is_checked(machine):
+    machine.on("deaf checkpoint 7")
+    with pytest.raises(SuspendFailed, match=r"process 7 is locked after .*; all processes go on"):
+        await machine.suspender.suspend([7, 8], timeout=60)
+    assert machine.states(7, 8) == ["running"] * 2
+
+
+async def test_a_program_that_does_not_end_is_killed_and_all_go_on(machine):
+    machine.on("hang checkpoint 8")
+    with pytest.raises(SuspendFailed, match=r"longer than 2 s; all processes go on"):
+        await machine.suspender.suspend([7, 8], timeout=2)
+    assert machine.states(7, 8) == ["running"] * 2
+
+
+async def test_a_resume_that_fails_says_so(machine):
+    await machine.suspender.suspend([7, 8], timeout=60)
+    machine.on("fail restore 7")
+    with pytest.raises(SuspendFailed, match="restore of process 7 failed"):
+        await machine.suspender.resume([7, 8], timeout=60)
+    machine.on("hang restore 7")
+    (machine.folder / "fail restore 7").unlink()
+    (machine.folder / "7").write_text("checkpointed")
+    with pytest.raises(SuspendFailed, match=r"to resume takes longer than 2 s"):
+        await machine.suspender.resume([7, 8], timeout=2)
+
+
+def test_where_it_cannot_be_used_it_says_why():
+    def of(driver: str, program: str | None) -> str:
+        return CudaCheckpoint(find_program=lambda _: program, driver=lambda: driver).why_not()
+
+    assert of("580.95.05", "/usr/bin/cuda-checkpoint") == ""
+    assert of("580.95.05", None) == "cuda-checkpoint is not installed"
+    assert "570 or a newer one" in of("550.54.14", "/usr/bin/cuda-checkpoint")
+    assert "there are none" in of("", "/usr/bin/cuda-checkpoint")
+
+
+# --- Through the agent -----------------------------------------------------------------------
+
+
+@pytest.fixture
+async def agent(machine, tmp_path, monkeypatch):
+    """A gateway's launcher, whose agent starts dummies, and the agent's own."""
+    monkeypatch.setattr(
+        tandem.agent.launcher, "uses_gpu", lambda pid: (machine.folder / str(pid)).exists()
+    )
+    launcher = ProcessLauncher(
+        data_dir=tmp_path,
+        command=lambda _: [sys.executable, DUMMY, "serve"],
+        suspender=machine.suspender,
+    )
+    epoch = Epoch(number=1, superseded=lambda: None)
+    gateway = AgentLauncher(data_dir=tmp_path, timeout=60, epoch=epoch)
+    async with serving(launcher, data_dir=tmp_path):
+        yield gateway
+        await gateway.close()
+
+
+async def started(agent: AgentLauncher, machine: Machine) -> tuple[str, int]:
+    spec = WorkerSpec(
+        worker_id="trainer-s-1-0",
+        kind="trainer",
+        secret="the secret of a worker",
+        model_name="tiny",
+        model_path="models/tiny",
+        session_id="s-1",
+        lease=1,
+    )
+    handle = await agent.start(spec)
+    pid = agent.describe(handle.worker_id).pid
+    machine.add(pid)
+    return handle.worker_id, pid
+
+
+async def test_a_late_call_with_an_older_lease_changes_nothing(agent, machine):
+    worker, pid = await started(agent, machine)
+    await agent.suspend(worker, lease=2, timeout=60)
+    assert machine.states(pid) == ["checkpointed"]
+    await agent.resume(worker, lease=3, timeout=60)
+    assert machine.states(pid) == ["running"]
+    await agent.suspend(worker, lease=4, timeout=60)
+    with pytest.raises(IllegalTransition, match="the lease 3 came after 4"):
+        await agent.resume(worker, lease=3, timeout=60)
+    assert machine.states(pid) == ["checkpointed"]
+
+
+async def test_what_a_gateway_began_that_has_gone_is_ended_before_the_next_one_s_call(
+    agent, machine
+):
+    worker, pid = await started(agent, machine)
+    hanging = machine.on(f"hang checkpoint {pid}")
+    asked = asyncio.create_task(agent.suspend(worker, lease=2, timeout=3))
+    lock: Callable[[], bool] = lambda: machine.states(pid) == ["locked"]  # noqa: E731
+    await until(lock, what="it is being suspended")
+    asked.cancel()
+    hanging.unlink()
+    await agent.resume(worker, lease=3, timeout=60)
+    assert machine.states(pid) == ["running"]
+
+
+async def test_a_suspended_worker_can_be_killed(agent, machine):
+    worker, _ = await started(agent, machine)
+    await agent.suspend(worker, lease=2, timeout=60)
+    await agent.stop(worker, at_once=True)
+    assert await agent.list() == []
+    with pytest.raises(SuspendFailed, match="does not run"):
+        await agent.resume(worker, lease=3, timeout=60)
+
+
+async def test_a_worker_without_a_gpu_cannot_be_suspended(agent, machine):
+    worker, pid = await started(agent, machine)
+    (machine.folder / str(pid)).unlink()
+    with pytest.raises(SuspendFailed, match="no process of the trainer uses a GPU"):
+        await agent.suspend(worker, lease=2, timeout=60)
