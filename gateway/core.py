@@ -36,6 +36,7 @@ from gateway.runs.queries import RunQueries
 from gateway.runs.registry import RunRegistry
 from gateway.runs.runner import RunnerTools
 from gateway.runs.snapshots import SnapshotStore
+from gateway.runs.trainer_hosts import TrainerHosts
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import ImplicitSessions, SamplingSessionRegistry
 from gateway.sessions.queries import SessionQueries
@@ -245,8 +246,14 @@ class Gateway:
             sessions=self.sessions,
             limits=self.limits,
             fleet=self.fleet,
-            leases=self.leases,
             places=self.places,
+            hosts=TrainerHosts(
+                settings=settings,
+                fleet=self.fleet,
+                places=self.places,
+                leases=self.leases,
+                samplers=self.samplers,
+            ),
             collector=self.collector,
             snapshots=SnapshotStore(
                 database=database,
@@ -293,10 +300,13 @@ class Gateway:
         await self.fleet.open()
         await self.leases.open(groups)
         await self.sessions.open()
+        shared = await self.runs.shared_trainers()
         await self.places.open(
             groups,
             host_memory_bytes=self.settings.host_memory_bytes or host.memory_bytes * 9 // 10,
-            is_active=lambda session_id: self.sessions.get(session_id) is not None,
+            is_wanted=lambda place: (
+                place.key in shared or self.sessions.get(place.session_id) is not None
+            ),
         )
         for group in groups:
             self.leases.of(group.name).drain(self.places.is_drained(group))
@@ -309,7 +319,7 @@ class Gateway:
         await self.sampling.open()
         await self.samplers.open()
         self.leases.records.forget_left()
-        self.places.release_left([run.id for run in self.runs.all()])
+        self.places.release_left(self.runs.hosts.keys())
         await self.collector.collect_all()
 
     async def _close(self) -> None:

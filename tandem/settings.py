@@ -117,6 +117,9 @@ class SamplerSettings(BaseSettings):
     )
 
 
+Share = Literal["when_full", "always", "never"]
+
+
 class SharingSettings(BaseSettings):
     """How workers share the devices of a group. Environment: `TANDEM_SHARING_*`; see
     `docs/sharing.md`."""
@@ -152,6 +155,15 @@ class SharingSettings(BaseSettings):
     )
     switch_timeout: float = Field(
         120.0, gt=0, description="A worker that does not sleep or wake within it is killed."
+    )
+    lora_runs: Share = Field(
+        "when_full",
+        description="When runs that train adapters on one base model share a trainer and an "
+        "engine, if they say nothing: when there is no place for another, always, or never.",
+    )
+    most_runs: int = Field(8, ge=1, description="Runs that share a trainer.")
+    across_owners: bool = Field(
+        False, description="Whether runs of several owners may share a trainer and an engine."
     )
 
 

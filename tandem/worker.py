@@ -104,10 +104,12 @@ class WorkerSpec(BaseModel):
     "s-ab12"}`. `training` is for trainers; None means all parameters by AdamW. The timeouts, in
     seconds, are its launcher's: until it serves, and from SIGTERM to SIGKILL.
 
-    `devices` has one device for each rank, such as "cpu:0-3" (cores) or "cuda:0"; the worker sees
-    no others. Empty: the whole machine, as the settings choose. `lease` is the fencing token with
-    which it starts, awake; 0: its group is not leased, and it is always awake. `no_suspender` says
-    why the host cannot suspend a leased worker that does not know how to sleep: its launcher does.
+    `run_id` is the run that a trainer was made for, and `first_run` the one that it begins with; ""
+    is the same one. `devices` has one device for each rank, such as "cpu:0-3" (cores) or "cuda:0";
+    the worker sees no others. Empty: the whole machine, as the settings choose. `lease` is the
+    fencing token with which it starts, awake; 0: its group is not leased, and it is always awake.
+    `no_suspender` says why the host cannot suspend a leased worker that does not know how to sleep:
+    its launcher does.
     """
 
     # An error must not quote its input: the secret would be in the log.
@@ -120,6 +122,7 @@ class WorkerSpec(BaseModel):
     model_path: str
     session_id: str
     run_id: str = ""
+    first_run: str = ""
     training: TrainingSpec | None = None
     devices: tuple[str, ...] = ()
     lease: int = 0

@@ -86,7 +86,7 @@ class _Worker:
         server = WorkerServer(self._spec)
         servicer = TrainerServicer(
             engine=engine,
-            run_id=self._spec.run_id,
+            run_id=self._spec.first_run or self._spec.run_id,
             operation_timeout=self._settings.operation_timeout,
             metrics=TrainerMetrics(registry),
             log=self._log,
@@ -155,7 +155,7 @@ class _Worker:
             import_seconds=round(imported - began, 2),
             model_seconds=round(time.monotonic() - imported, 2),
         )
-        return HostedRuns(first, run_id=self._spec.run_id)
+        return HostedRuns(first, run_id=self._spec.first_run or self._spec.run_id)
 
 
 def _cause(error: BaseException, ranks: RankProcesses) -> TandemError:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Va
 
 from gateway.placement.groups import DeviceGroup, Role
 from tandem.errors import InvalidRequest, PermissionDenied
-from tandem.settings import GatewaySettings, TrainerSettings
+from tandem.settings import GatewaySettings, Share, TrainerSettings
 
 _PREFIX = "tandem."
 _LONGEST_START = 3600.0
@@ -30,6 +30,7 @@ _ALLOWED: Mapping[str, str] = {
     "host_memory": _SIZE,
     "sampler_memory": _SIZE,
     "sampler_host_memory": _SIZE,
+    "share": "when_full, always or never",
     "start_timeout": f"seconds, {_LONGEST_START:g} at most",
     "priority": "a whole number from -10 to 10",
 }
@@ -44,7 +45,8 @@ def _sampler(value: object) -> object:
 class Asks(BaseModel):
     """What a run needs of the devices, and its session's sampler with it.
 
-    `sampler` False: the run only trains. Without a group, any will do. The sizes are bytes on each
+    `sampler` False: the run only trains. `share` says when a run that trains adapters shares the
+    trainer of others, and their engine. Without a group, any will do. The sizes are bytes on each
     device and on the host; 0 is unknown, and not counted.
     """
 
@@ -60,6 +62,7 @@ class Asks(BaseModel):
     host_memory: ByteSize = ByteSize(0)
     sampler_memory: ByteSize = ByteSize(0)
     sampler_host_memory: ByteSize = ByteSize(0)
+    share: Share = "when_full"
     start_timeout: float = Field(300.0, gt=0)
     priority: int = Field(0, ge=-10, le=10)
 
@@ -76,6 +79,7 @@ def default_asks(settings: GatewaySettings) -> Asks:
         ranks=settings.trainer.ranks,
         dtype=settings.trainer.dtype,
         backend=settings.trainer.backend,
+        share=settings.sharing.lora_runs,
         start_timeout=settings.worker_start_timeout,
     )
 

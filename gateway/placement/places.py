@@ -62,8 +62,9 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The right of one worker to exist on a group. `key` is the id of a run, for its trainer, or
-    that of a sampler. `keeps` is the key of the sampler's place that a run keeps, if it does."""
+    """The right of one worker to exist on a group. `key` is that of a trainer, the id of its first
+    run, or that of a sampler. `keeps` is the key of the sampler's place that a trainer's runs keep,
+    if they do."""
 
     key: str
     role: Role
@@ -125,11 +126,11 @@ class Ask:
         return self.overtaken >= _MOST_OVERTAKEN
 
     @classmethod
-    def of_run(cls, run_id: str, *, owner: str, session_id: str, asks: Asks, sampler: str) -> Ask:
-        """Return that of a run; `sampler` is the key of its session's sampler."""
+    def of_run(cls, key: str, *, owner: str, session_id: str, asks: Asks, sampler: str) -> Ask:
+        """Return that of a run; `key` is that of its trainer, `sampler` that of its sampler."""
         keeps = sampler if asks.sampler else ""
         trainer = Need(
-            key=run_id,
+            key=key,
             role="trainer",
             group=asks.group,
             ranks=asks.ranks,
@@ -138,7 +139,7 @@ class Ask:
             keeps=keeps,
         )
         return cls(
-            key=run_id,
+            key=key,
             owner=owner,
             session_id=session_id,
             needs=(trainer, _sampler_need(keeps, asks)) if keeps else (trainer,),
@@ -229,18 +230,20 @@ class Places:
         groups: Sequence[DeviceGroup],
         *,
         host_memory_bytes: int,
-        is_active: Callable[[str], bool],
+        is_wanted: Callable[[Place], bool],
     ) -> None:
-        """Take up the places that an earlier gateway gave to sessions that are active, where the
-        groups still have them. `host_memory_bytes` is what all workers may need; 0: unbounded."""
+        """Take up the places that an earlier gateway gave and that are wanted still, where the
+        groups have them; a trainer's with that of its sampler. `host_memory_bytes` is what all
+        workers may need; 0: unbounded."""
         self.groups, self._host_memory = tuple(groups), host_memory_bytes
         for group in groups:
             get_log().info("device_group", **group.about())
         rows = await self.database.read(select(drained_groups))
         self._room.drained.update(row["name"] for row in rows)
-        for row in await self.database.read(select(table)):
+        rows = await self.database.read(select(table))
+        for row in sorted(rows, key=lambda row: str(row["role"]), reverse=True):  # trainers first
             place = self._restored(row)
-            if place is None or not is_active(place.session_id):
+            if place is None or not (is_wanted(place) or self._room.is_kept(place.key)):
                 self._forget(row["key"])
             else:
                 self._room.add(place)
@@ -263,12 +266,12 @@ class Places:
                 return place
         return None
 
-    def release_left(self, run_ids: Sequence[str]) -> None:
-        """Give back what an earlier gateway's runs and engines had, except those of these runs and
-        of the engines that were adopted."""
+    def release_left(self, trainers: Sequence[str]) -> None:
+        """Give back what an earlier gateway's trainers and engines had, except these trainers and
+        the engines that were adopted."""
         for place in tuple(self._room.places.values()):
-            if place.role == "trainer" and place.key not in run_ids:
-                self.release_run(place.key)
+            if place.role == "trainer" and place.key not in trainers:
+                self.release_trainer(place.key)
         for place in tuple(self._room.places.values()):
             if place.role == "sampler" and place.key not in self._slots:
                 self._end_engine(place.key)
@@ -280,6 +283,10 @@ class Places:
         found = self._choose(_Room(), ask.needs, ask)
         if isinstance(found, str):
             raise InvalidRequest(f"there can be no place for it: {found}")
+
+    def has_room(self, ask: Ask) -> bool:
+        """Whether all that is asked for could be given now."""
+        return not isinstance(self._fit(self._room, ask), str)
 
     async def take(self, ask: Ask) -> Place:
         """Wait until all that is asked for is there, and return the place of the asking worker.
@@ -300,7 +307,7 @@ class Places:
             elif ask.engine is not None:
                 self.give_back(self._slots[ask.key])
             elif any(place.key == ask.key for place in ask.turn.result()):
-                self.release_run(ask.key)
+                self.release_trainer(ask.key)
             raise
         return self._room.places[ask.key]
 
@@ -340,10 +347,10 @@ class Places:
     def get(self, key: str) -> Place | None:
         return self._room.places.get(key)
 
-    def may_adopt(self, run_id: str) -> bool:
-        """Whether the trainer that an earlier gateway left of a run is where it may be."""
+    def may_adopt(self, key: str) -> bool:
+        """Whether the trainer that an earlier gateway left is where it may be."""
         whole = (not group.devices and "trainer" in group.roles for group in self.groups)
-        return run_id in self._room.places or any(whole)
+        return key in self._room.places or any(whole)
 
     def note_started(self, slot: EngineSlot) -> None:
         """Note that the engine serves, so that another one may start."""
@@ -357,12 +364,12 @@ class Places:
         self._end_engine(slot.place.key)
         self._assign()
 
-    def release_run(self, run_id: str) -> None:
-        """Give back the places of a run of which nothing is left, if it has any."""
-        place = self._room.places.pop(run_id, None)
+    def release_trainer(self, key: str) -> None:
+        """Give back the places of a trainer of which nothing is left, if it has any."""
+        place = self._room.places.pop(key, None)
         if place is None:
             return
-        self._forget(run_id)
+        self._forget(key)
         if place.keeps and place.keeps not in self._slots:
             self._end_engine(place.keeps)
         self._assign()

@@ -30,8 +30,7 @@ from gateway.identifiers import (
 )
 from gateway.limits import Quotas, overloaded
 from gateway.placement.asks import Asks, asks_of, default_asks
-from gateway.placement.leases import Leases
-from gateway.placement.places import Ask, Place, Places
+from gateway.placement.places import Places
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Body, Call, Kind, LoadWeights, Operation, RunBroken
@@ -40,6 +39,8 @@ from gateway.runs.resumption import RunResumption
 from gateway.runs.runner import OperationRunner, RunnerTools
 from gateway.runs.snapshots import SnapshotStore
 from gateway.runs.trainer import RunTrainer
+from gateway.runs.trainer_host import TrainerHost
+from gateway.runs.trainer_hosts import TrainerHosts
 from gateway.runs.training_run import TrainingRun
 from gateway.sessions.registry import SessionRegistry
 from gateway.storage.data_directory import relative_path
@@ -69,8 +70,8 @@ class RunRegistry:
     sessions: SessionRegistry
     limits: Quotas
     fleet: Fleet
-    leases: Leases
     places: Places
+    hosts: TrainerHosts
     collector: GarbageCollector
     snapshots: SnapshotStore
     tools: RunnerTools
@@ -89,6 +90,12 @@ class RunRegistry:
             data_dir=self._data_dir,
         )
         self._log = get_log()
+
+    async def shared_trainers(self) -> set[str]:
+        """Return the keys of the trainers that an earlier gateway's runs share."""
+        shared = (runs.c.state == "active") & (runs.c.host != runs.c.id)
+        rows = await self.database.read(select(runs.c.host).where(shared))
+        return {row["host"] for row in rows}
 
     async def open(self) -> None:
         """Go on with the runs of an earlier gateway that can be restored; end the others."""
@@ -114,7 +121,7 @@ class RunRegistry:
                 self._log.exception("run_not_resumed", run_id=row["id"])
                 what = f"{type(error).__name__} in the gateway when it restarted; see its log"
                 self._write_end(row["id"], InternalError(what))
-        await self.fleet.stop_left(except_of=self._runs)
+        await self.fleet.stop_left(except_of=self.hosts.keys())
         if found:
             self._log.warning(
                 "restarted", resumed=len(restored), ended=len(others), operations_failed=lost
@@ -133,12 +140,11 @@ class RunRegistry:
             asks=Asks(**row["asks"]) if row["asks"] else default_asks(self.settings),
             recovery=recovery_of(row["user_metadata"], self.settings.recovery),
         )
-        run.trainer = self._trainer_of(run)
+        host = self.hosts.for_left(run, key=row["host"] or run.id)
+        run.trainer = self._trainer_of(run, host)
         left = await self._resumption.resume(run, row)
-        if (place := self.places.get(run.id)) is not None:
-            self._settle(run, place)
-        elif not self.places.may_adopt(run.id):
-            await self.fleet.stop_left_of(run.id)
+        if host.place is None and not self.places.may_adopt(host.key):
+            await self.fleet.stop_left_of(host.key)
         run.creation = next((each for each in left.waiting if each.seq_id == 0), None)
         self._runs[run.id] = run
         run.life = asyncio.create_task(self._live_again(run, left.ended), name=f"run-{run.id}")
@@ -220,7 +226,7 @@ class RunRegistry:
                 ),
                 recovery=recovery,
             )
-            self.places.check(self._ask_of(run))
+            host = self.hosts.for_new(run)
             self._runs[run_id] = run
             creation = Operation(
                 run_id=run_id,
@@ -237,6 +243,7 @@ class RunRegistry:
                 "model": vars(model) | {"path": relative_path(Path(model.path), self._data_dir)},
                 "training": training.model_dump(),
                 "asks": run.asks.model_dump(),
+                "host": host.key,
                 "owner": session.owner,
                 "project_id": session.project_id,
                 "state": "active",
@@ -247,12 +254,14 @@ class RunRegistry:
                 await self.journal.accept_creation(creation, run=insert(runs).values(row))
             except BaseException:
                 self._runs.pop(run_id, None)
+                self.hosts.forsake(host, run_id)
                 raise
         run.creation = creation
         if run.error is not None:  # its session has ended meanwhile
+            self.hosts.forsake(host, run_id)
             self.journal.end(creation, run.error)
         else:
-            run.trainer = self._trainer_of(run)
+            run.trainer = self._trainer_of(run, host)
             run.life = asyncio.create_task(self._live(run), name=f"run-{run_id}")
         await self.database.sync()
         return request_id
@@ -275,7 +284,6 @@ class RunRegistry:
             model=model,
             training=training,
             asks=asks,
-            waits_for_place=partial(self.places.explain, id),
             recovery=recovery,
             dispatcher=Dispatcher(
                 window=self.settings.dispatch_window,
@@ -285,36 +293,17 @@ class RunRegistry:
             ),
         )
 
-    def _ask_of(self, run: TrainingRun) -> Ask:
-        """Return what a run needs before it starts: the place of its trainer, and that of the
-        sampler which will serve its weights."""
-        return Ask.of_run(
-            run.id,
-            owner=run.owner,
-            session_id=run.session_id,
-            asks=run.asks,
-            sampler=self.tools.samplers.key_for(
-                session_id=run.session_id, model_name=run.model.name, rank=run.training.rank
-            ),
-        )
-
-    def _trainer_of(self, run: TrainingRun) -> RunTrainer:
+    def _trainer_of(self, run: TrainingRun, host: TrainerHost) -> RunTrainer:
         return RunTrainer(
             run=run,
+            host=host,
             settings=self.settings,
-            fleet=self.fleet,
             journal=self.journal,
             snapshots=self.snapshots,
             metrics=self.tools.metrics,
             definition_of=partial(self.tools.definition_of, session_id=run.session_id),
             on_lost=lambda error: self._break(run, error),
         )
-
-    def _settle(self, run: TrainingRun, place: Place) -> None:
-        """Note where the run's trainer is to be."""
-        assert run.trainer is not None
-        run.place = place
-        run.trainer.host.settle(place, leases=self.leases)
 
     def _arrival(self, request_id: str) -> asyncio.Lock:
         """Return the lock that makes equal requests come one after the other: the second finds
@@ -329,9 +318,8 @@ class RunRegistry:
             runner = OperationRunner(run=run, trainer=run.trainer, tools=self.tools)
             begins = run.creation is not None and not run.creation.future.ended
             if begins:
-                await run.trainer.host.stop_left()
-            if run.place is None:
-                self._settle(run, await self.places.take(self._ask_of(run)))
+                await run.trainer.host.discard_left()
+            await run.trainer.host.take_place(self.hosts.ask_of(run))
             if run.creation is not None and begins:
                 await run.trainer.start()
                 call = Call(run.creation)
@@ -542,14 +530,12 @@ class RunRegistry:
             await run.trainer.close()
         try:
             if run.trainer is not None:
-                await run.trainer.host.close(reason)
+                await self.hosts.leave(run.trainer.host, run.id, reason)
             await self.snapshots.remove_all(run)
             await self.journal.remove_payloads(run.id)
             await self.collector.collect(run.id, ended=True)
         except Exception:  # noqa: BLE001 - the other runs of its session must end all the same
             self._log.exception("trainer_not_stopped", run_id=run.id)
-        finally:
-            self.places.release_run(run.id)
 
 
 def _restarted() -> GatewayRestarted:

@@ -210,7 +210,10 @@ class OperationRunner:
                     why = "the connection to the trainer broke again and again"
                     self._trainer.lose(client, InternalError(why))
             except OperationTimedOut as error:
-                if not self._trainer.is_silent:  # it would take as long again
+                if not self._trainer.is_silent:
+                    if not self._trainer.is_at_work:  # but at what was sent before, of another run
+                        continue
+                    # It would take as long again.
                     raise RunBroken(await self._trainer.final(error)) from error
                 self._trainer.lose(client, error)
             except TandemError as error:
@@ -325,7 +328,10 @@ class OperationRunner:
             await self._versions.check_space(expected_bytes=run.expected_version_bytes, what=what)
             # An engine that does not run yet starts while the trainer publishes.
             sampler = self._tools.samplers.ensure(
-                session_id=run.session_id, model=run.model, rank=run.training.rank
+                session_id=run.session_id,
+                model=run.model,
+                rank=run.training.rank,
+                all_weights=run.training.lora is None,
             )
             sampler.start_engine()
         else:

@@ -39,9 +39,10 @@ from gateway.workers.clients import (
     TrainerClient,
     WorkerUnavailable,
 )
-from gateway.workers.fleet import Backoff, Fleet
+from gateway.workers.fleet import Backoff
 from tandem.errors import (
     InternalError,
+    OutOfMemory,
     TandemError,
     WorkerDied,
 )
@@ -59,16 +60,17 @@ Pick = Callable[[TrainerClient, bytes], Method[Request, Reply]]
 
 
 class RunTrainer:
-    """`definition_of` returns the definition of the loss that a request names, if it names one.
-    `on_lost` is called with the error that ends the run, when the trainer cannot be brought back.
-    `log` is None for a run whose trainer is not restored."""
+    """`host` is the process, which other runs may share. `definition_of` returns the definition of
+    the loss that a request names, if it names one. `on_lost` is called with the error that ends the
+    run, when the trainer cannot be brought back. `log` is None for a run whose trainer is not
+    restored."""
 
     def __init__(
         self,
         *,
         run: TrainingRun,
+        host: TrainerHost,
         settings: GatewaySettings,
-        fleet: Fleet,
         journal: Journal,
         snapshots: SnapshotStore,
         metrics: Metrics,
@@ -77,7 +79,7 @@ class RunTrainer:
     ) -> None:
         self._run = run
         self._settings = settings
-        self.host = TrainerHost(run=run, fleet=fleet, settings=settings)
+        self.host = host
         self._snapshots = snapshots
         self._metrics = metrics
         self._on_lost = on_lost
@@ -112,7 +114,13 @@ class RunTrainer:
     @property
     def is_silent(self) -> bool:
         """Whether the trainer does not answer its heartbeat, and can be restored."""
-        return self.log is not None and not (self._run.worker and not self._run.worker.silence)
+        return self.log is not None and not (self.host.worker and not self.host.silence)
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether the trainer is at an operation of this run, and not of another that shares it, as
+        far as can be known."""
+        return self.host.was_at(self._run.id)
 
     @property
     def problem(self) -> str:
@@ -136,8 +144,8 @@ class RunTrainer:
         """Start the trainer for the first time. Raises `WorkerStartFailed` or `WorkerDied`. One
         that dies as soon as it serves is restored like any other."""
         async with self.host.lease.use():
-            client = await self._start_worker()
             try:
+                client = await self._join()
                 self._run.about = await client.describe()
             except WorkerUnavailable as error:
                 why = await self._why(error)
@@ -157,10 +165,10 @@ class RunTrainer:
             "the gateway restarted; the trainer starts when its client is heard of"
         )
 
-    def _replace(self, error: TandemError) -> None:
-        """Bring another trainer to where one was that ended with this error before it served."""
+    def _replace(self, error: TandemError, lost: TrainerClient | None = None) -> None:
+        """Bring another trainer to where one was that ended with this error."""
         self._restore_task = asyncio.create_task(
-            self._restore(error), name=f"restore-{self._run.id}"
+            self._restore(error, lost), name=f"restore-{self._run.id}"
         )
 
     def take_over(self, error: TandemError) -> None:
@@ -173,7 +181,8 @@ class RunTrainer:
     async def _take_over(self, error: TandemError) -> None:
         client = await self._adopt()
         if client is None:
-            await self._restore(error)
+            await self.host.remove(self._run.id, error.message)
+            await self._restore(error, None)
             return
         self._metrics.restorations.labels(outcome="adopted").inc()
         self._log.warning("trainer_adopted", step=self._run.step)
@@ -185,7 +194,7 @@ class RunTrainer:
         run, log, exit_ = self._run, self.log, asyncio.get_running_loop().create_future()
         assert log is not None
         self._exit = exit_
-        client = await self.host.adopt(on_exit=partial(self._note_exit, exit_))
+        client = await self.host.adopt(run, on_exit=partial(self._note_exit, exit_))
         if client is None:
             return None
         answered = log.answered_up_to(log.newest)
@@ -345,13 +354,12 @@ class RunTrainer:
 
     # --- Death and restoration ----------------------------------------------------------------
 
-    async def _start_worker(self) -> TrainerClient:
+    async def _join(self) -> TrainerClient:
         exit_ = self._exit = asyncio.get_running_loop().create_future()
-        return await self.host.start(on_exit=partial(self._note_exit, exit_))
+        return await self.host.join(self._run, on_exit=partial(self._note_exit, exit_))
 
     def _note_exit(self, exit_: asyncio.Future[str], reason: str) -> None:
         exit_.set_result(reason)
-        self.host.lease.worker_ended()
         if self._serving.done() and exit_ is self._exit:
             self.lose(self._serving.result(), WorkerDied(f"the trainer died: {reason}"))
 
@@ -369,31 +377,35 @@ class RunTrainer:
         self._serving = asyncio.Future()
         self.gone.set_result(None)
         self.taker.trainer_lost()
-        self._replace(error)
+        self._replace(error, client)
 
-    async def _restore(self, error: TandemError) -> None:
-        """Start trainers until one is where the lost one was, or it is of no use to go on."""
+    async def _restore(self, error: TandemError, lost: TrainerClient | None) -> None:
+        """Start trainers until one is where the lost one was, or it is of no use to go on. What may
+        be left of the lost one's process ends."""
         log, restoration, began = self.log, self.restoration, time.monotonic()
         try:
             if log is None:
                 raise GiveUp(error)
-            if (at := log.first_unanswered) is not None:
+            at, failed = log.first_unanswered, 0
+            if at is not None and (self.is_at_work or isinstance(error, OutOfMemory)):
                 restoration.note_death_at(at, error)
-            failed = 0
             while True:
                 self._log.warning("trainer_lost", reason=error.message)
                 wait = self._backoff.failed()
                 self.restoration.doing = f"{error.message}; it is started again"
-                await self.host.stop(error.message, at_once=True)
+                if lost is not None:
+                    await self.host.end_process(lost, error.message)
                 await self.taker.remove_left()
                 await asyncio.sleep(wait)
-                restoration.at = None
+                restoration.at = lost = None
                 try:
-                    async with self.host.lease.use():
-                        client = await self._start_worker()
+                    async with self.host.lease.use(), self.host.restoring:
+                        client = lost = await self._join()
                         replayed = await restoration.bring_back(client, log)
                 except (WorkerUnavailable, TandemError) as failure:
                     error = await self._why(failure)
+                    if not (self.is_at_work or restoration.at is None):
+                        continue
                     if restoration.at is not None:
                         restoration.note_death_at(restoration.at, error)
                         continue

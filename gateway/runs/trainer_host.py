@@ -1,128 +1,297 @@
-"""The trainer process of a run: where it runs, when it has its devices, how it starts and ends.
+"""A trainer process, and the runs that share it: where it runs, when it has its devices, how it
+starts and ends.
 
-It stands for the process towards the lease (`gateway.placement.leases.Tenant`): whoever replaces a
-process that was lost makes the next one under the same lease.
+Most processes have one run. Those that train adapters on the same base model may share one
+(`trainer_hosts`): the first starts it, and the others are added. When it ends, each of them brings
+itself back, to the next process.
+
+The host stands for the process towards the lease (`gateway.placement.lease.Tenant`): whoever
+replaces a process that was lost makes the next one under the same lease.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from gateway.placement.lease import Lease, Switched
 from gateway.placement.leases import Leases
 from gateway.placement.memory import SleepPlan
-from gateway.placement.places import Place
-from gateway.runs.training_run import TrainingRun
-from gateway.workers.clients import TrainerClient
+from gateway.placement.places import Ask, Place, Places
+from gateway.workers.clients import CallOrder, TrainerClient, WorkerUnavailable
 from gateway.workers.fleet import Fleet, Worker
-from tandem.errors import CannotSleep
+from tandem.errors import CannotSleep, TandemError, WorkerDied, from_failure
 from tandem.settings import GatewaySettings
-from tandem.v1 import common_pb2
+from tandem.telemetry import get_log
+from tandem.v1 import common_pb2, trainer_pb2
+
+if TYPE_CHECKING:
+    from gateway.runs.training_run import TrainingRun
+
+_REMOVAL_PATIENCE = 60.0
 
 
 class TrainerHost:
-    """Of one run. `lease` is there once it is known on which group the trainer runs (`settle`)."""
+    """`key` names its place and its lease: it is the id of the run that it was made for. `runs` are
+    the ids of those that share it. `worker` is the process, while there is one, and `hosted` the
+    runs that it has. `lease` is there once it is known on which group it runs (`settle`).
 
-    def __init__(self, *, run: TrainingRun, fleet: Fleet, settings: GatewaySettings) -> None:
-        self._run = run
+    `restoring` is held by the one run that is being brought back: what goes wrong meanwhile is that
+    run's.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        *,
+        first: TrainingRun,
+        fleet: Fleet,
+        settings: GatewaySettings,
+        places: Places,
+        leases: Leases,
+    ) -> None:
+        self.key = key
+        self.first = first
+        self.runs = {first.id}
+        self.place: Place | None = None
+        self.worker: Worker | None = None
+        self.hosted: set[str] = set()
+        self.restoring = asyncio.Lock()
         self._fleet = fleet
         self._settings = settings
-        self._devices: tuple[str, ...] = ()
+        self._places = places
+        self._leases = leases
         self._lease: Lease | None = None
+        self._calls = CallOrder()
+        self._told: dict[str, Callable[[str], None]] = {}
+        """By run, who is told when the process ends."""
+        self._placing = asyncio.Lock()
+        self._changing = asyncio.Lock()
+        self._log = get_log(trainer=key)
 
     @property
     def lease(self) -> Lease:
         assert self._lease is not None, "nothing is done with a trainer that has no group yet"
         return self._lease
 
+    @property
+    def silence(self) -> str:
+        """Say that the process does not answer its heartbeat; "" if it does."""
+        return self.worker.silence if self.worker is not None else ""
+
+    @property
+    def waits_for_place(self) -> str:
+        """Say what it waits for before it has its place; "" if it does not."""
+        return self._places.explain(self.key)
+
     def explain(self) -> str:
         """Say what it waits for before it has its devices; "" if it does not."""
         return self._lease.explain() if self._lease is not None else ""
 
-    def settle(self, place: Place, *, leases: Leases) -> None:
-        """Note where the trainer runs, or ran for an earlier gateway."""
-        run = self._run
-        self._devices = place.devices
-        self._lease = leases.of(place.group.name).register(
-            key=run.id,
+    def was_at(self, run_id: str) -> bool:
+        """Whether a process that ended was at an operation of this run, as far as can be known."""
+        return len(self.runs) == 1 or self._calls.first == run_id
+
+    # --- Its place ----------------------------------------------------------------------------
+
+    async def take_place(self, ask: Ask) -> None:
+        """Wait for its place, unless it has that."""
+        async with self._placing:
+            if self.place is None:
+                self.settle(await self._places.take(ask))
+
+    def settle(self, place: Place) -> None:
+        """Note where the process runs, or ran for an earlier gateway."""
+        self.place = place
+        self._lease = self._leases.of(place.group.name).register(
+            key=self.key,
             kind="trainer",
-            owner=run.owner,
-            session_id=run.session_id,
-            priority=run.asks.priority,
+            owner=self.first.owner,
+            session_id=self.first.session_id,
+            priority=self.first.asks.priority,
             tenant=self,
-            present=self._fleet.has_left(run.id),
+            present=self._fleet.has_left(self.key),
         )
 
-    async def start(self, *, on_exit: Callable[[str], None]) -> TrainerClient:
-        """Start a process, within a use of the lease."""
-        run = self._run
-        run.worker = await self._fleet.start(
+    # --- Its runs -----------------------------------------------------------------------------
+
+    async def join(self, run: TrainingRun, *, on_exit: Callable[[str], None]) -> TrainerClient:
+        """Have the process host a run, as it is before its first operation. It starts if there is
+        none. Called within a use of the lease. `on_exit` is called with a sentence when the process
+        has ended. Raises `WorkerStartFailed`, or as a call to a trainer."""
+        async with self._changing:
+            if self.worker is None and self._fleet.has_left(self.key):
+                await self._adopt()
+            await self._remove(run.id, "its run begins anew")
+            self._told[run.id] = on_exit
+            if self.worker is None:
+                await self._start(run)
+            else:
+                await self._add(run)
+            return self._client_of(run)
+
+    async def adopt(
+        self, run: TrainingRun, *, on_exit: Callable[[str], None]
+    ) -> TrainerClient | None:
+        """Take over the process that an earlier gateway has left; None if there is none, or none
+        that hosts the run."""
+        async with self._changing:
+            if self.worker is None:
+                await self._adopt()
+            if run.id not in self.hosted:
+                return None
+            self._told[run.id] = on_exit
+            return self._client_of(run)
+
+    async def remove(self, run_id: str, reason: str) -> None:
+        """Free what the process has of a run that is to begin anew. One that has no other run
+        ends."""
+        async with self._changing:
+            await self._remove(run_id, reason)
+
+    async def end_process(self, client: TrainerClient, reason: str) -> None:
+        """Kill the process that a client calls, if it still runs: it is of no use to any run."""
+        async with self._changing:
+            if self.worker is client.worker:
+                await self._end(reason, at_once=True)
+
+    async def discard_left(self) -> None:
+        """End the process that an earlier gateway has left, unless runs share it."""
+        if len(self.runs) == 1:
+            await self._stop_left()
+
+    async def leave(self, run_id: str, reason: str) -> None:
+        """End what the process has of a run; with the last one, all that there is of it."""
+        self.runs.discard(run_id)
+        try:
+            async with self._changing:
+                self._told.pop(run_id, None)
+                if self.runs:
+                    await self._remove(run_id, reason)
+                    return
+                await self._stop_left()
+                if self.worker is not None:
+                    await self._end(reason, at_once=False)
+                if self._lease is not None:  # none if it waits for its place
+                    self._lease.close()
+        finally:
+            if not self.runs:
+                self._places.release_trainer(self.key)
+
+    def _client_of(self, run: TrainingRun) -> TrainerClient:
+        assert self.worker is not None
+        return self._client(self.worker, run_id=run.id)
+
+    def _client(self, worker: Worker, *, run_id: str = "") -> TrainerClient:
+        return TrainerClient(
+            worker,
+            run_id=run_id,
+            timeout=self._settings.trainer.operation_timeout,
+            window=self._settings.dispatch_window,
+            calls=self._calls,
+        )
+
+    # --- The process --------------------------------------------------------------------------
+
+    async def _start(self, run: TrainingRun) -> None:
+        assert self.place is not None
+        self._calls.clear()
+        self.worker = await self._fleet.start(
             kind="trainer",
             session_id=run.session_id,
-            run_id=run.id,
+            run_id=self.key,
+            first_run=run.id,
             model=run.model,
             training=run.training,
             trainer=run.asks.trainer_settings(self._settings.trainer),
             start_timeout=run.asks.start_timeout,
-            devices=self._devices,
+            devices=self.place.devices,
             lease=self.lease.token,
-            on_exit=on_exit,
+            on_exit=self._note_end,
         )
+        self.hosted = {run.id}
         self.lease.worker_started()
-        return self.client_of(run.worker)
 
-    async def adopt(self, *, on_exit: Callable[[str], None]) -> TrainerClient | None:
-        """Take over the process that an earlier gateway has left; None if there is none."""
-        run = self._run
-        run.worker = await self._fleet.adopt(run.id, on_exit=on_exit)
-        if run.worker is None:
+    async def _add(self, run: TrainingRun) -> None:
+        assert self.worker is not None
+        request = trainer_pb2.AddRunRequest(run_id=run.id, training=run.training.model_dump_json())
+        self.hosted.add(run.id)  # it may have it though no answer comes
+        try:
+            reply = await self._client(self.worker).add_run(request)
+        except WorkerDied as error:  # of the others' work
+            raise WorkerUnavailable(error.message) from error
+        if reply.HasField("failure"):
+            raise from_failure(reply.failure)
+        self._log.info("trainer_shared", run_id=run.id, runs=len(self.hosted))
+
+    async def _remove(self, run_id: str, reason: str) -> None:
+        """Free what the process has of a run. The last one is not removed: the process ends."""
+        if self.worker is None or run_id not in self.hosted:
+            return
+        if self.hosted == {run_id}:
+            await self._end(reason, at_once=True)
+            return
+        try:
+            await self._client(self.worker).remove_run(run_id, timeout=_REMOVAL_PATIENCE)
+        except (WorkerUnavailable, TandemError) as error:
+            self._log.warning("run_not_removed", run_id=run_id, reason=str(error))
+            if self.worker is not None:
+                await self._end("it did not let go of a run that had ended", at_once=True)
+        else:
+            self.hosted.discard(run_id)
+            self._calls.forget(run_id)
+
+    async def _adopt(self) -> None:
+        """Take over the process that an earlier gateway has left, without runs that have ended."""
+        self.worker = await self._fleet.adopt(self.key, on_exit=self._note_end)
+        if self.worker is None:
             self.lease.worker_ended()
-            return None
-        return self.client_of(run.worker)
+            return
+        try:
+            about = await self._client(self.worker).describe()
+        except (WorkerUnavailable, TandemError) as error:
+            if self.worker is not None:
+                await self._end(f"it did not answer the next gateway: {error}", at_once=True)
+            return
+        self.hosted = set(about.run_ids)
+        for run_id in self.hosted - self.runs:
+            await self._remove(run_id, "its run has ended")
 
-    async def stop(self, reason: str, *, at_once: bool) -> None:
-        """End the process, if there is one."""
+    async def _stop_left(self) -> None:
+        await self._fleet.stop_left_of(self.key)
+        if self._lease is not None and self.worker is None:
+            self._lease.worker_ended()
+
+    async def _end(self, reason: str, *, at_once: bool) -> None:
+        assert self.worker is not None
         self.lease.worker_stops()
-        worker, self._run.worker = self._run.worker, None
-        if worker is not None:
-            await self._fleet.stop(worker, reason=reason, at_once=at_once)
+        await self._fleet.stop(self.worker, reason=reason, at_once=at_once)
+        self._note_end(reason)
+
+    def _note_end(self, reason: str) -> None:
+        """Note that nothing is left of the process."""
+        self.worker = None
+        self.hosted = set()
         self.lease.worker_ended()
-
-    async def stop_left(self) -> None:
-        """End the process that an earlier gateway has left, if there is one."""
-        await self._fleet.stop_left_of(self._run.id)
-        if self._lease is not None:
-            self.lease.worker_ended()
-
-    async def close(self, reason: str) -> None:
-        """End the process, whoever started it, and give up its lease."""
-        await self.stop_left()
-        if self._lease is not None:  # a run that ends while it waits for its place has none
-            await self.stop(reason, at_once=False)
-            self.lease.close()
-
-    def client_of(self, worker: Worker) -> TrainerClient:
-        return TrainerClient(
-            worker,
-            run_id=self._run.id,
-            timeout=self._settings.trainer.operation_timeout,
-            window=self._settings.dispatch_window,
-        )
+        told, self._told = self._told, {}
+        for tell in told.values():
+            tell(reason)
 
     # --- Towards the lease --------------------------------------------------------------------
 
     @property
     def silent_for(self) -> float:
-        return self._run.worker.silent_for if self._run.worker is not None else 0.0
+        return self.worker.silent_for if self.worker is not None else 0.0
 
     async def sleep(self, token: int, plan: SleepPlan) -> Switched:
-        async with self._worker() as worker:
+        async with self._reached() as worker:
             worker.lease = token
             request = plan.request()
             try:
                 return Switched.of(
-                    await self.client_of(worker).sleep(request, timeout=self._patience)
+                    await self._client(worker).sleep(request, timeout=self._patience)
                 )
             except CannotSleep:
                 if plan.spill_folder:  # the host would keep it in memory, and there is none
@@ -131,33 +300,30 @@ class TrainerHost:
                 return Switched()
 
     async def wake(self, token: int) -> Switched:
-        async with self._worker() as worker:
+        async with self._reached() as worker:
             worker.lease = token
             request = common_pb2.WakeRequest()
             try:
-                return Switched.of(
-                    await self.client_of(worker).wake(request, timeout=self._patience)
-                )
+                return Switched.of(await self._client(worker).wake(request, timeout=self._patience))
             except CannotSleep:
                 await self._fleet.resume(worker, timeout=self._patience)
                 return Switched()
 
     async def end(self, reason: str) -> None:
-        worker = self._run.worker
-        if worker is not None:
-            await self._fleet.end(worker, reason=reason)
+        if self.worker is not None:
+            await self._fleet.end(self.worker, reason=reason)
         else:
-            await self.stop_left()
+            await self._stop_left()
 
     @property
     def _patience(self) -> float:
         return self._settings.sharing.switch_timeout
 
     @asynccontextmanager
-    async def _worker(self) -> AsyncIterator[Worker]:
+    async def _reached(self) -> AsyncIterator[Worker]:
         """Reach the process, also one of an earlier gateway that was not adopted yet."""
-        if self._run.worker is not None:
-            yield self._run.worker
+        if self.worker is not None:
+            yield self.worker
         else:
-            async with self._fleet.left_trainer(self._run.id) as worker:
+            async with self._fleet.left_trainer(self.key) as worker:
                 yield worker

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -11,7 +10,6 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.futures.table import Future, Waiting
 from gateway.identifiers import request_id_of
 from gateway.placement.asks import Asks
-from gateway.placement.places import Place
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import Operation
 from gateway.workers.fleet import Worker
@@ -32,8 +30,7 @@ class TrainingRun:
     it; `trainer` calls the trainer, and brings it back when it dies; `creation` is the operation
     of the run's own creation, once it is in the journal; `about` what the trainer says of itself.
 
-    `asks` is what it needs of the devices, `place` where its trainer may be, once it has that.
-    While it waits for that, `waits_for_place` says why; else "".
+    `asks` is what it needs of the devices.
 
     `parent` is the newest weight version, which is pinned, and `newest` the newest that can be
     sampled from. `version_bytes` is the size of the last one.
@@ -46,15 +43,12 @@ class TrainingRun:
     training: TrainingSpec
     dispatcher: Dispatcher
     asks: Asks = field(default_factory=Asks)
-    place: Place | None = None
-    waits_for_place: Callable[[], str] = lambda: ""
     recovery: RecoverySettings = field(default_factory=RecoverySettings)
     state: RunState = "starting"
     error: TandemError | None = None
     creation: Operation | None = None
     life: asyncio.Task[None] | None = None
     trainer: RunTrainer | None = None
-    worker: Worker | None = None
     stopping: asyncio.Task[None] | None = None
     about: trainer_pb2.DescribeTrainerReply = field(
         default_factory=trainer_pb2.DescribeTrainerReply
@@ -63,6 +57,11 @@ class TrainingRun:
     parent: str = ""
     newest: str = ""
     version_bytes: int = 0
+
+    @property
+    def worker(self) -> Worker | None:
+        """The trainer's process, which other runs may share."""
+        return self.trainer.host.worker if self.trainer is not None else None
 
     @property
     def expected_version_bytes(self) -> int:
@@ -98,13 +97,12 @@ class TrainingRun:
     def trouble(self) -> str:
         """Say that the trainer waits for its place, is being restored, waits for its devices, or
         does not answer its heartbeat; "" if all is well."""
-        if queue := self.waits_for_place():
+        if self.trainer is None:
+            return ""
+        host, restoration = self.trainer.host, self.trainer.restoration
+        if queue := host.waits_for_place:
             return queue
-        if self.trainer is not None:
-            waits = self.trainer.host.explain()
-            if trouble := "; ".join(filter(None, (self.trainer.restoration.doing, waits))):
-                return trouble
-        return self.worker.silence if self.worker is not None else ""
+        return "; ".join(filter(None, (restoration.doing, host.explain()))) or host.silence
 
     def describe(self, seq_id: int) -> Waiting:
         """Say what an operation is waiting for."""

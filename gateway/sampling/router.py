@@ -15,8 +15,8 @@ from gateway.metrics import Metrics
 from gateway.placement.asks import asks_of
 from gateway.placement.leases import Leases
 from gateway.placement.places import Places
-from gateway.sampling.sampler import Sample, Sampler, sampler_key
-from gateway.sessions.registry import Session, SessionRegistry
+from gateway.sampling.sampler import Sample, Sampler, SamplerKey
+from gateway.sessions.registry import SessionRegistry
 from gateway.usage.meter import SampleMeter
 from gateway.workers.clients import Tell
 from gateway.workers.fleet import Fleet
@@ -48,7 +48,7 @@ class SamplerRouter:
 
     def __post_init__(self) -> None:
         self._starter = FairStarter()
-        self._samplers: dict[tuple[str, str, int], Sampler] = {}
+        self._samplers: dict[str, Sampler] = {}
 
     async def open(self) -> None:
         """Adopt the engines that an earlier gateway has left, each for a sampler of its session;
@@ -58,15 +58,17 @@ class SamplerRouter:
         adoptions, ends = [], []
         for handle in self.fleet.take_engines():
             session, model = self.sessions.get(handle.session_id), self._model_of(handle)
-            if session is None or not session.sdk_version:
+            key = SamplerKey(handle.session_id, handle.model_name, handle.max_lora_rank)
+            sampler = self._samplers.get(str(key))  # runs share it
+            if sampler is None and (session is None or not session.sdk_version):
                 ends.append(self.fleet.stop_left_worker(handle, "its session has no client"))
             elif model is None:
                 ends.append(self.fleet.stop_left_worker(handle, "its model is not registered"))
-            elif (session.id, model.name, handle.max_lora_rank) in self._samplers:
+            elif sampler is not None and sampler.state != "idle":
                 ends.append(self.fleet.stop_left_worker(handle, "its sampler has another engine"))
             else:
                 try:
-                    sampler = self._add(session, model, largest=handle.max_lora_rank)
+                    sampler = sampler or self._add(key, model, user=handle.session_id)
                 except InvalidRequest as error:  # of groups that are others now
                     ends.append(self.fleet.stop_left_worker(handle, error.message))
                     continue
@@ -81,38 +83,63 @@ class SamplerRouter:
     def all(self) -> list[Sampler]:
         return list(self._samplers.values())
 
-    def get(self, *, session_id: str, model_name: str, rank: int) -> Sampler | None:
+    def get(
+        self, *, session_id: str, model_name: str, rank: int, all_weights: bool = False
+    ) -> Sampler | None:
         """Return the session's sampler with the smallest rank that can serve adapters of `rank`
-        (0: no adapters)."""
+        (0: no adapters). With `all_weights`, it is to load other weights than the base model's, and
+        is the session's alone."""
         found = [
             sampler
-            for (session, model, largest), sampler in self._samplers.items()
-            if (session, model) == (session_id, model_name) and largest >= rank
+            for sampler in self._samplers.values()
+            if session_id in sampler.users
+            and sampler.model.name == model_name
+            and sampler.max_lora_rank >= rank
+            and not (all_weights and len(sampler.users) > 1)
         ]
         return min(found, key=lambda sampler: sampler.max_lora_rank, default=None)
 
     def key_for(self, *, session_id: str, model_name: str, rank: int) -> str:
-        """Return the key of the place of the sampler that `ensure` returns."""
-        sampler = self.get(session_id=session_id, model_name=model_name, rank=rank)
-        return (
-            sampler.key
-            if sampler
-            else sampler_key(session_id, model_name, self._largest_rank(rank))
+        """Return the key of the place of the sampler that `ensure` returns for a run of `rank` (0:
+        of all weights)."""
+        sampler = self.get(
+            session_id=session_id, model_name=model_name, rank=rank, all_weights=rank == 0
         )
+        if sampler is not None:
+            return sampler.key
+        return str(SamplerKey(session_id, model_name, self._largest_rank(rank)))
 
-    def ensure(self, *, session_id: str, model: BaseModelEntry, rank: int) -> Sampler:
+    def ensure(
+        self, *, session_id: str, model: BaseModelEntry, rank: int, all_weights: bool = False
+    ) -> Sampler:
         """As `get`, but make a new sampler if there is none; its engine starts when it is needed.
         Raises `LimitExceeded` if the owner may not have another one, `SessionFinished`, and as
         `asks_of` for what its session asks for."""
-        sampler = self.get(session_id=session_id, model_name=model.name, rank=rank)
+        sampler = self.get(
+            session_id=session_id, model_name=model.name, rank=rank, all_weights=all_weights
+        )
         if sampler is None:
-            session = self.sessions.require(session_id)
-            used = self.sessions.count_of(
-                session.owner, (s.session_id for s in self._samplers.values())
-            )
+            owner = self.sessions.require(session_id).owner
+            used = sum(sampler.owner == owner for sampler in self._samplers.values())
             self.limits.check("samplers", used=used)
-            sampler = self._add(session, model, largest=self._largest_rank(rank))
+            key = SamplerKey(session_id, model.name, self._largest_rank(rank))
+            sampler = self._add(key, model, user=session_id)
         return sampler
+
+    def lend(self, key: str, session_id: str, model: BaseModelEntry) -> None:
+        """Let a session use a sampler, which may have been made for another one, that may have
+        ended."""
+        sampler = self._samplers.get(key)
+        if sampler is None:
+            sampler = self._add(SamplerKey.parse(key), model, user=session_id)
+        sampler.users.add(session_id)
+
+    def takes_adapters(self, key: str, *, rank: int) -> bool:
+        """Whether adapters of other sessions' runs, of a `rank`, can be loaded into a sampler: it
+        has room for them, and has no other weights than the base model's."""
+        sampler, parsed = self._samplers.get(key), SamplerKey.parse(key)
+        has_base = sampler is None or sampler.weights == f"base/{parsed.model_name}"
+        return parsed.max_lora_rank >= rank and has_base
 
     def submit(
         self,
@@ -149,10 +176,15 @@ class SamplerRouter:
                 sample.future.resolve(SampleCancelled("the sample was cancelled by its client"))
 
     async def end_session(self, session_id: str, error: TandemError) -> None:
-        """Stop the session's samplers."""
-        keys = [key for key in self._samplers if key[0] == session_id]
-        samplers = [self._samplers.pop(key) for key in keys]
-        await asyncio.gather(*(sampler.stop(error) for sampler in samplers))
+        """End the session's samples, and stop the samplers that no other session uses."""
+        ended = []
+        for key, sampler in [*self._samplers.items()]:
+            if session_id in sampler.users:
+                sampler.end_samples_of(session_id, error)
+                sampler.users.discard(session_id)
+                if not sampler.users:
+                    ended.append(self._samplers.pop(key))
+        await asyncio.gather(*(sampler.stop(error) for sampler in ended))
 
     async def close(self) -> None:
         """Cancel everything without an outcome: clients ask the next gateway."""
@@ -160,12 +192,15 @@ class SamplerRouter:
         await asyncio.gather(*(sampler.abandon() for sampler in self._samplers.values()))
         self._samplers.clear()
 
-    def _add(self, session: Session, model: BaseModelEntry, *, largest: int) -> Sampler:
-        sampler = self._samplers[session.id, model.name, largest] = Sampler(
-            session_id=session.id,
+    def _add(self, key: SamplerKey, model: BaseModelEntry, *, user: str) -> Sampler:
+        """Make a sampler. Its session has ended, or uses it, as `user` does."""
+        session = self.sessions.get(key.session_id) or self.sessions.require(user)
+        sampler = self._samplers[str(key)] = Sampler(
+            session_id=key.session_id,
+            users={session.id, user},
             owner=session.owner,
             model=model,
-            max_lora_rank=largest,
+            max_lora_rank=key.max_lora_rank,
             settings=self.settings.sampler,
             sharing=self.settings.sharing,
             fleet=self.fleet,

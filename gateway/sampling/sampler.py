@@ -2,6 +2,7 @@
 
 A session has one sampler for each base model and largest rank of adapters. One that can serve
 what is asked for is reused: engines are slow to start, and each takes a share of the device.
+Sessions whose runs share a trainer share a sampler, too; it ends with the last of them.
 
 An engine starts with the first request, when it has a place on a device group and a slot to run in
 (`gateway.placement.places`), or was started by an earlier gateway and is adopted. It holds nothing
@@ -66,6 +67,24 @@ _ON_ITS_WAY = (sampler_pb2.SAMPLER_STATE_LOADING, sampler_pb2.SAMPLER_STATE_WAKI
 """States of an engine that another one follows soon."""
 
 
+@dataclass(frozen=True)
+class SamplerKey:
+    """Literal example, as the key of a place: "s-ab12/qwen/8b/16"."""
+
+    session_id: str
+    model_name: str
+    max_lora_rank: int
+
+    @classmethod
+    def parse(cls, key: str) -> SamplerKey:
+        rest, _, rank = key.rpartition("/")
+        session_id, _, model_name = rest.partition("/")
+        return cls(session_id, model_name, int(rank))
+
+    def __str__(self) -> str:
+        return f"{self.session_id}/{self.model_name}/{self.max_lora_rank}"
+
+
 @dataclass(eq=False)
 class Sample:
     """A sample that has not ended. `tell` is given the tokens as they are drawn, before the whole
@@ -89,11 +108,13 @@ class Sampler:
     """Serves the base model, versions of all weights one after the other, and, if `max_lora_rank`
     is above 0, adapters up to that rank side by side.
 
+    `session_id` is the session that it was made for, and `users` those that use it now.
     `reason` says why the engine last ended or did not start. `weights` names the full weights in
     the engine: a version, or `base/NAME` for the base model.
     """
 
     session_id: str
+    users: set[str]
     owner: str
     model: BaseModelEntry
     max_lora_rank: int
@@ -138,7 +159,7 @@ class Sampler:
     @property
     def key(self) -> str:
         """That of its place and of its lease."""
-        return sampler_key(self.session_id, self.model.name, self.max_lora_rank)
+        return str(SamplerKey(self.session_id, self.model.name, self.max_lora_rank))
 
     @property
     def lease(self) -> Lease:
@@ -194,6 +215,11 @@ class Sampler:
     def start(self, sample: Sample) -> None:
         if not sample.future.ended:  # cancelled, or its session has ended
             sample.task = asyncio.create_task(self._answer(sample))
+
+    def end_samples_of(self, session_id: str, error: TandemError) -> None:
+        for sample in [*self.samples.values()]:
+            if sample.request.session_id == session_id:
+                sample.future.resolve(error)
 
     def describe(self, request_id: str) -> Waiting:
         """Say what a sample is waiting for."""
@@ -627,7 +653,3 @@ class Sampler:
         self.state = state
         self.reason = reason
         self._state_since = time.monotonic()
-
-
-def sampler_key(session_id: str, model_name: str, max_lora_rank: int) -> str:
-    return f"{session_id}/{model_name}/{max_lora_rank}"

@@ -95,6 +95,8 @@ runs = Table(
     Column("base_model", String(200), nullable=False),
     Column("training", JSON),  # a tandem.worker.TrainingSpec
     Column("asks", JSON),  # a gateway.placement.asks.Asks; absent in rows of an earlier release
+    # Whose trainer's place it has: its own, or that of the run whose trainer it shares.
+    Column("host", String(100), nullable=False, default="", server_default=""),
     Column("owner", String(100), nullable=False),
     Column("project_id", String(200), nullable=False, default=""),
     Column("state", String(16), nullable=False),  # active, ended

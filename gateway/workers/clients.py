@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -30,6 +30,7 @@ _SILENCE = 2
 """How many timeouts a sampler may answer nobody for: to load weights, and for the next sample."""
 
 Request = TypeVar("Request", contravariant=True)
+Operation = TypeVar("Operation", bound="HasHeader")
 Reply = TypeVar("Reply", covariant=True)
 Answer = TypeVar("Answer")
 
@@ -53,50 +54,95 @@ class WorkerUnavailable(Exception):
     """The connection broke or was closed: the worker has died, and its exit will be reported."""
 
 
+class HasHeader(Protocol):
+    """The request of an operation."""
+
+    @property
+    def header(self) -> common_pb2.OperationHeader: ...
+
+
+class CallOrder:
+    """The operations that were sent to one trainer process and are not answered, in order: it
+    applies one at a time, so that the first is the one that it is at, or was at when it died."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[str, int], None] = {}
+
+    @property
+    def first(self) -> str:
+        """The run of the first; "" if there is none."""
+        return next(iter(self._calls), ("", 0))[0]
+
+    @contextmanager
+    def sent(self, header: common_pb2.OperationHeader) -> Iterator[None]:
+        call = (header.run_id, header.seq_id)
+        self._calls.setdefault(call)
+        yield
+        self._calls.pop(call, None)  # not after an error: the process may be at it all the same
+
+    def forget(self, run_id: str) -> None:
+        self._calls = {call: None for call in self._calls if call[0] != run_id}
+
+    def clear(self) -> None:
+        self._calls.clear()
+
+
 class TrainerClient:
     """A run's calls to its trainer. Literal use:
     `await client.call(client.stub.Publish, request, begun=call.begun)`.
 
     Every call raises `WorkerUnavailable` or the `TandemError` that a failure stands for. An
-    operation may take `timeout` seconds; at most `window` are sent ahead.
+    operation may take `timeout` seconds; at most `window` are sent ahead. `calls` are those of all
+    runs that share the trainer.
     """
 
-    def __init__(self, worker: Worker, *, run_id: str, timeout: float, window: int) -> None:
+    def __init__(
+        self, worker: Worker, *, run_id: str, timeout: float, window: int, calls: CallOrder
+    ) -> None:
         self.stub = trainer_pb2_grpc.TrainerStub(worker.channel)
         self._forward_backward: Callable[..., Awaitable[trainer_pb2.ForwardBackwardReply]]
         self._forward_backward = worker.channel.unary_unary(
             "/tandem.v1.Trainer/ForwardBackward",
             response_deserializer=trainer_pb2.ForwardBackwardReply.FromString,
         )
-        self._worker = worker
+        self.worker = worker
         self._run_id = run_id
         self._timeout = timeout
+        self._calls = calls
         self._call_timeout = (window + 1) * timeout
 
     async def describe(self) -> trainer_pb2.DescribeTrainerReply:
         request = trainer_pb2.DescribeTrainerRequest(run_id=self._run_id)
-        return await _call(self._worker, self.stub.Describe, request, timeout=_DESCRIBE_TIMEOUT)
+        return await _call(self.worker, self.stub.Describe, request, timeout=_DESCRIBE_TIMEOUT)
 
     async def progress(self) -> trainer_pb2.ProgressReply:
         request = trainer_pb2.ProgressRequest(run_id=self._run_id)
-        return await _call(self._worker, self.stub.Progress, request, timeout=_PROGRESS_TIMEOUT)
+        return await _call(self.worker, self.stub.Progress, request, timeout=_PROGRESS_TIMEOUT)
+
+    async def add_run(self, request: trainer_pb2.AddRunRequest) -> trainer_pb2.AddRunReply:
+        return await _call(self.worker, self.stub.AddRun, request, timeout=self._timeout)
+
+    async def remove_run(self, run_id: str, *, timeout: float) -> None:
+        request = trainer_pb2.RemoveRunRequest(run_id=run_id)
+        await _call(self.worker, self.stub.RemoveRun, request, timeout=timeout)
 
     async def call(
-        self, method: Method[Request, Reply], request: Request, *, begun: asyncio.Future[None]
+        self, method: Method[Operation, Reply], request: Operation, *, begun: asyncio.Future[None]
     ) -> Reply:
         """The time that it may take counts from `begun`: operations are sent ahead, and those
         before it may take their time. The call's own deadline, which its worker is told, allows
         for all of them."""
-        answer = _call(self._worker, method, request, timeout=self._call_timeout)
-        if begun.done():
-            return await self._in_time(answer)
-        task = asyncio.create_task(answer)
-        either: tuple[asyncio.Future[Any], ...] = (task, begun)
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            return await self._in_time(task)
-        finally:
-            task.cancel()
+        answer = _call(self.worker, method, request, timeout=self._call_timeout)
+        with self._calls.sent(request.header):
+            if begun.done():
+                return await self._in_time(answer)
+            task = asyncio.create_task(answer)
+            either: tuple[asyncio.Future[Any], ...] = (task, begun)
+            try:
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                return await self._in_time(task)
+            finally:
+                task.cancel()
 
     async def _in_time(self, answer: Awaitable[Answer]) -> Answer:
         """Return what it returns within the time of an operation. Raises `OperationTimedOut`."""
@@ -109,35 +155,36 @@ class TrainerClient:
                 "(TANDEM_TRAINER_OPERATION_TIMEOUT)"
             ) from None
 
-    async def replay(self, method: Method[Request, Reply], request: Request) -> Reply:
+    async def replay(self, method: Method[Operation, Reply], request: Operation) -> Reply:
         """Call it as `call` does, where nothing is sent ahead."""
-        return await _call(self._worker, method, request, timeout=self._timeout)
+        with self._calls.sent(request.header):
+            return await _call(self.worker, method, request, timeout=self._timeout)
 
     async def restore(self, request: trainer_pb2.RestoreRequest) -> trainer_pb2.RestoreReply:
         request.run_id = self._run_id
-        return await _call(self._worker, self.stub.Restore, request, timeout=self._timeout)
+        return await _call(self.worker, self.stub.Restore, request, timeout=self._timeout)
 
     async def await_snapshot(
         self, request: trainer_pb2.AwaitSnapshotRequest
     ) -> trainer_pb2.AwaitSnapshotReply:
         request.run_id = self._run_id
-        return await _call(self._worker, self.stub.AwaitSnapshot, request, timeout=self._timeout)
+        return await _call(self.worker, self.stub.AwaitSnapshot, request, timeout=self._timeout)
 
     async def take_snapshot(
         self, request: trainer_pb2.TakeSnapshotRequest
     ) -> trainer_pb2.AwaitSnapshotReply:
         request.run_id = self._run_id
-        return await _call(self._worker, self.stub.TakeSnapshot, request, timeout=self._timeout)
+        return await _call(self.worker, self.stub.TakeSnapshot, request, timeout=self._timeout)
 
     async def sleep(
         self, request: common_pb2.SleepRequest, *, timeout: float
     ) -> common_pb2.SwitchReply:
-        return await _call(self._worker, self.stub.Sleep, request, timeout=timeout)
+        return await _call(self.worker, self.stub.Sleep, request, timeout=timeout)
 
     async def wake(
         self, request: common_pb2.WakeRequest, *, timeout: float
     ) -> common_pb2.SwitchReply:
-        return await _call(self._worker, self.stub.Wake, request, timeout=timeout)
+        return await _call(self.worker, self.stub.Wake, request, timeout=timeout)
 
     def forward_backward(
         self, payload: bytes

@@ -296,6 +296,7 @@ class Fleet:
         session_id: str,
         model: BaseModelEntry,
         run_id: str = "",
+        first_run: str = "",
         training: TrainingSpec | None = None,
         trainer: TrainerSettings | None = None,
         max_lora_rank: int = 0,
@@ -307,10 +308,12 @@ class Fleet:
         """Start a worker on its devices, with the fencing token of its lease; return it once it
         serves.
 
-        `training` says what a trainer trains, and `trainer` how; `max_lora_rank` is the largest
-        adapter rank that a sampler serves. `devices` are those of its place. `on_exit` is called
-        with a sentence when the worker ends without having been stopped. A worker that crashes in
-        native code before it is ready, or ends in that very moment, is started a second time.
+        `run_id` is the run that a trainer was made for, which names it, and `first_run` the one
+        that it begins with. `training` says what it trains, and `trainer` how; `max_lora_rank` is
+        the largest adapter rank that a sampler serves. `devices` are those of its place. `on_exit`
+        is called with a sentence when the worker ends without having been stopped. A worker that
+        crashes in native code before it is ready, or ends in that very moment, is started a second
+        time.
         Raises `WorkerStartFailed`; then nothing of the worker is left.
         """
         settings = self.settings
@@ -322,6 +325,7 @@ class Fleet:
             model_path=model.path,
             session_id=session_id,
             run_id=run_id,
+            first_run=first_run,
             training=training,
             devices=devices,
             lease=lease,

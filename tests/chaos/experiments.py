@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -32,9 +33,13 @@ KINDS = ("full", "lora", "rl", "rl-full")
 @dataclass
 class Experiment:
     """Trains until `stop` is set. `sent` and `steps` are what it has asked for, and what it was
-    told: of each step all bytes that came; `fault` is why it ended before it was to."""
+    told: of each step all bytes that came; `fault` is why it ended before it was to. `number`
+    decides its data. Those that sample from one engine do so one after the other, each in its
+    `turn`: how many sequences an engine computes at once changes the last bits."""
 
     kind: str
+    number: int = 0
+    turn: AbstractContextManager[object] = field(default_factory=nullcontext)
     sent: int = 0
     steps: list[bytes] = field(default_factory=list)
     run_id: str = ""
@@ -76,20 +81,23 @@ class Experiment:
         found = training.forward(last, "cross_entropy").result(TIMEOUT)
         self.weights = _bytes(outputs(found))
 
+    def _seed(self, step: int) -> int:
+        return 1000 + step + 10_000 * self.number
+
     def _supervise(self, training: TrainingClient, number: int) -> Callable[[], None]:
-        data = [supervised(each) for each in sequences(4, seed=1000 + number)]
+        data = [supervised(each) for each in sequences(4, seed=self._seed(number))]
         return self._learn(training, data, "cross_entropy", b"")
 
     def _rehearse(self, training: TrainingClient, number: int) -> Callable[[], None]:
         """Sample with the newest weights, and learn from it."""
         sampler = _when_there_is_room(training.save_weights_and_get_sampling_client)
         data, drawn = [], b""
-        # One after the other: how many sequences an engine computes at once changes the last bits.
-        for prompt in sequences(2, seed=1000 + number):
+        for prompt in sequences(2, seed=self._seed(number)):
             asked = types.ModelInput.from_ints(prompt)
             settings = params(tokens=8, seed=number)
-            future = sampler.sample(asked, num_samples=1, sampling_params=settings)
-            (sequence,) = future.result(TIMEOUT).sequences
+            with self.turn:
+                future = sampler.sample(asked, num_samples=1, sampling_params=settings)
+                (sequence,) = future.result(TIMEOUT).sequences
             before = len(prompt) - 1
             old = np.array([0.0] * before + sequence.logprobs, np.float32)
             reward = sum(token % 2 for token in sequence.tokens) / len(sequence.tokens) - 0.5

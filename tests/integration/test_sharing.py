@@ -1,7 +1,9 @@
-"""Experiments that share devices in turns come out as they do alone, bit for bit."""
+"""Experiments that share devices, or a trainer and an engine, come out as alone, bit for bit."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Sequence
 
@@ -9,6 +11,7 @@ import pytest
 
 from tests.chaos.experiments import TIMEOUT, Experiment
 from tests.support.stacks import GROUPS, TIED, TestStack, running, write_qwen
+from tests.support.waiting import wait_until
 
 STEPS = 4
 
@@ -18,9 +21,8 @@ def model(tmp_path_factory):
     return write_qwen(tmp_path_factory.mktemp("model") / "tied", seed=3)
 
 
-def together(stack: TestStack, kinds: Sequence[str]) -> list[Experiment]:
+def begin(stack: TestStack, experiments: Sequence[Experiment]) -> list[threading.Thread]:
     """Let experiments run at the same time, each in a session of its own."""
-    experiments = [Experiment(kind) for kind in kinds]
 
     def work(experiment: Experiment) -> None:
         with stack.service() as service:
@@ -29,19 +31,33 @@ def together(stack: TestStack, kinds: Sequence[str]) -> list[Experiment]:
     threads = [threading.Thread(target=work, args=(each,), daemon=True) for each in experiments]
     for thread in threads:
         thread.start()
+    return threads
+
+
+def end(threads: Sequence[threading.Thread], experiments: Sequence[Experiment]) -> None:
     for thread in threads:
         thread.join(TIMEOUT)
     for each in experiments:
         assert each.fault is None, each.fault
         assert len(each.steps) == STEPS
-    return experiments
 
 
 @pytest.fixture(scope="module")
-def alone(model, tmp_path_factory) -> dict[str, Experiment]:
-    """Each kind of experiment on a machine of its own, one after the other."""
+def alone(model, tmp_path_factory) -> dict[tuple[str, int], Experiment]:
+    """Each experiment with workers of its own, one after the other."""
+    kinds = [("rl", 0), ("rl", 1), ("rl", 2), ("rl-full", 0), ("full", 0)]
+    experiments = {each: Experiment(*each) for each in kinds}
     with running(tmp_path_factory.mktemp("alone"), models={TIED: model}) as stack:
-        return {kind: together(stack, [kind])[0] for kind in ("rl", "rl-full", "full")}
+        for experiment in experiments.values():
+            end(begin(stack, [experiment]), [experiment])
+    return experiments
+
+
+def assert_as_alone(experiments: Sequence[Experiment], alone) -> None:
+    for found in experiments:
+        expected = alone[found.kind, found.number]
+        assert found.steps == expected.steps, found.kind
+        assert found.weights == expected.weights, found.kind
 
 
 @pytest.mark.timeout(900)
@@ -51,13 +67,31 @@ def alone(model, tmp_path_factory) -> dict[str, Experiment]:
     ids=["three on a core for training and one for sampling", "two on a single core"],
 )
 def test_time_sliced_equals_alone(groups, kinds, model, alone, tmp_path):
+    experiments = [Experiment(kind) for kind in kinds]
     with running(
         tmp_path,
         models={TIED: model},
         settings={"groups": GROUPS[groups], "sharing_quantum": "0.2"},
     ) as stack:
-        for found in together(stack, kinds):
-            assert found.steps == alone[found.kind].steps, found.kind
-            assert found.weights == alone[found.kind].weights, found.kind
+        end(begin(stack, experiments), experiments)
         log = stack.stack.log_path.read_text()
+    assert_as_alone(experiments, alone)
     assert "lease_holder_ended" not in log
+
+
+@pytest.mark.timeout(900)
+def test_lora_runs_on_one_base_equal_those_alone_though_their_trainer_is_killed(
+    model, alone, tmp_path
+):
+    turn = threading.Lock()
+    experiments = [Experiment("rl", number, turn) for number in range(3)]
+    with running(tmp_path, models={TIED: model}, settings={"sharing_lora_runs": "always"}) as stack:
+        threads = begin(stack, experiments)
+        wait_until(lambda: all(each.steps for each in experiments), what="each has done a step")
+        workers = stack.status()["workers"]
+        assert sorted(worker["kind"] for worker in workers) == ["sampler", "trainer"]
+        os.kill(next(each["pid"] for each in workers if each["kind"] == "trainer"), signal.SIGKILL)
+        end(threads, experiments)
+        log = stack.stack.log_path.read_text()
+    assert_as_alone(experiments, alone)
+    assert log.count("trainer_restored") == len(experiments)

@@ -172,6 +172,9 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
     now = time.time()
     mine = {session.id for session in gateway.sessions.all() if caller.may_see(session.owner)}
     admin = caller.role == "admin"
+    of_mine = [run.worker for run in gateway.runs.all() if run.session_id in mine]
+    of_mine += [sampler.worker for sampler in gateway.samplers.all() if sampler.users & mine]
+    shared = {worker.worker_id for worker in of_mine if worker is not None}
     return Status(
         gateway=GatewayStatus(
             version=__version__,
@@ -217,7 +220,7 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
                 adapters=sorted(sampler.loaded - {sampler.weights}),
             )
             for sampler in gateway.samplers.all()
-            if sampler.session_id in mine
+            if sampler.users & mine
         ],
         sampling_sessions=[
             SamplingSessionStatus.of(session, weight_version=session.version.name)
@@ -235,7 +238,7 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
                 age_seconds=round(now - worker.started_at, 1),
             )
             for worker in gateway.fleet.all()
-            if worker.session_id in mine
+            if worker.session_id in mine or worker.worker_id in shared
         ],
     )
 

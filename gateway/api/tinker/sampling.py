@@ -293,13 +293,18 @@ async def _session_and_seq_id(access: Access, body: Sample) -> tuple[SamplingSes
 def sampler_of(gateway: Gateway, session: SamplingSession) -> Sampler:
     """Return the session's sampler, started if needed. One that runs continues when its model's
     name is no longer registered."""
+    all_weights = bool(session.version.run_id) and not session.version.adapter
     sampler = gateway.samplers.get(
-        session_id=session.session_id, model_name=session.base_model, rank=session.rank
+        session_id=session.session_id,
+        model_name=session.base_model,
+        rank=session.rank,
+        all_weights=all_weights,
     )
     return sampler or gateway.samplers.ensure(
         session_id=session.session_id,
         model=gateway.models.get(session.base_model),
         rank=session.rank,
+        all_weights=all_weights,
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.metrics import Metrics
 from gateway.storage.database import Database
-from gateway.workers.clients import TrainerClient
+from gateway.workers.clients import CallOrder, TrainerClient
 from gateway.workers.epoch import Epoch
 from gateway.workers.fleet import Fleet
 from gateway.workers.launchers.agent import AgentLauncher
@@ -81,7 +81,7 @@ async def test_an_earlier_gateway_is_refused_by_the_trainer_that_a_later_one_has
         start_timeout=300,
         on_exit=lambda reason: None,
     )
-    trainer = TrainerClient(worker, run_id=RUN, timeout=60, window=4)
+    trainer = TrainerClient(worker, run_id=RUN, timeout=60, window=4, calls=CallOrder())
     about = await trainer.describe()
     second = await gateways(epoch=2)
     with pytest.raises(GatewaySuperseded, match="of epoch 2, has taken over"):
@@ -91,6 +91,7 @@ async def test_an_earlier_gateway_is_refused_by_the_trainer_that_a_later_one_has
         await first.launcher.list()
     assert first.superseded == [1, 1]
     adopted = await second.fleet.adopt(RUN, on_exit=lambda reason: None)
-    assert await TrainerClient(adopted, run_id=RUN, timeout=60, window=4).describe() == about
+    trainer = TrainerClient(adopted, run_id=RUN, timeout=60, window=4, calls=CallOrder())
+    assert await trainer.describe() == about
     assert second.superseded == []
     await second.fleet.stop(adopted, reason="the test is over")

@@ -42,9 +42,11 @@ from gateway.runs.operations import (
 )
 from gateway.sessions.registry import NewSession
 from gateway.stopping import Stop
+from gateway.storage.database import Database
 from gateway.storage.tables import (
     checkpoints,
     operations,
+    places,
     runs,
     snapshots,
     training_steps,
@@ -53,11 +55,12 @@ from gateway.storage.tables import (
 from gateway.workers.epoch import Epoch
 from tandem.errors import OptimizerSetting, Overloaded, TandemError
 from tandem.settings import GatewaySettings
-from tandem.worker import TrainingSpec
+from tandem.worker import LoraSpec, TrainingSpec
 from tests.support.crashing_loop import Clock, Crash, CrashingLoop, ThreadOfLoop
 from tests.support.gateway.model_workers import (
     EMPTY,
     FORWARD,
+    POISON,
     UNREADABLE,
     Misfortune,
     ModelHost,
@@ -111,6 +114,10 @@ def forward(number: int = 0) -> Planned:
 
 def unreadable(kind: Kind = "forward_backward") -> Planned:
     return Planned(kind, payload=UNREADABLE)
+
+
+def poison() -> Planned:
+    return Planned("forward_backward", payload=POISON)
 
 
 def empty_batch() -> Planned:
@@ -192,8 +199,9 @@ def random_script(rng: random.Random) -> Script:
 class Client:
     """What the client of a run remembers, which no crash of a gateway takes from it."""
 
-    def __init__(self, script: Script, rng: random.Random) -> None:
+    def __init__(self, script: Script, rng: random.Random, training: TrainingSpec) -> None:
         self.script = script
+        self.training = training
         self.session_id = ""
         self.ended = False
         self.outcomes: dict[int, str] = {}
@@ -234,7 +242,7 @@ class Client:
             session_id=self.session_id,
             model_seq_id=0,
             model=model,
-            training=TrainingSpec(),
+            training=self.training,
             load=None,
             user_metadata=None,
             request=b"create",
@@ -339,13 +347,15 @@ class Life:
 @dataclass
 class Scenario:
     """A script, and the lives of the gateways before the last one. All the rest follows from the
-    seed. `trouble`: workers have troubles of their own."""
+    seed. `trouble`: workers have troubles of their own. `beside`: the scripts of further sessions,
+    whose runs share the trainer."""
 
     script: Script
     folder: Path
     seed: int = 0
     lives: Sequence[Life] = ()
     trouble: bool = False
+    beside: Sequence[Script] = ()
     settings: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -364,7 +374,9 @@ class Scenario:
             broken_connections=2 * self.trouble,
             damaged_snapshots=1 * self.trouble,
         )
-        self._client = Client(self.script, self._rng)
+        scripts = [self.script, *self.beside]
+        training = TrainingSpec(lora=LoraSpec()) if self.beside else TrainingSpec()
+        self._clients = [Client(script, self._rng, training) for script in scripts]
         self._loop = CrashingLoop(self._clock, self._rng)
         self._host = ModelHost(self._misfortune)
         self._connections: list[DBAPIConnection] = []
@@ -376,12 +388,18 @@ class Scenario:
                 "sequence_gap_timeout": 100.0,
                 "min_free_bytes": 0,
                 "models": {"tiny": self.folder / "tiny"},
+                "sharing": {"lora_runs": "always"},
             }
             | self.settings
         )
 
     def run(self) -> Left:
-        """Return what is left in the end. Raises whatever goes wrong."""
+        """Return what the script leaves in the end. Raises whatever goes wrong."""
+        (left,) = self.run_all()
+        return left
+
+    def run_all(self) -> list[Left]:
+        """Return what each script leaves in the end. Raises whatever goes wrong."""
         (self.folder / "tiny").mkdir(parents=True)
         (self.folder / "tiny" / "config.json").write_text('{"architectures": ["Model"]}')
         random.seed(self.seed)
@@ -427,7 +445,7 @@ class Scenario:
         self.files.append(self._loop.steps)
         write_file(file, content, synced=synced)
 
-    def _live(self, life: Life | None) -> Left | None:
+    def _live(self, life: Life | None) -> list[Left] | None:
         """Let one gateway live."""
         stopping = asyncio.Event()
 
@@ -458,35 +476,34 @@ class Scenario:
 
     async def _main(
         self, launcher: ModelLauncher, stop: Stop, stopping: asyncio.Event
-    ) -> Left | None:
+    ) -> list[Left] | None:
         epoch = Epoch(number=len(self.steps), superseded=lambda: None)
         async with Gateway.open(
             self._settings, launcher=launcher, metrics=Metrics(), epoch=epoch, stop=stop
         ) as gateway:
-            client = asyncio.create_task(self._serve(gateway))
+            clients = asyncio.gather(*(self._serve(gateway, each) for each in self._clients))
             stopped = asyncio.create_task(stopping.wait())
-            await asyncio.wait({client, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({clients, stopped}, return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
-            if not client.done():
-                client.cancel()
-                await asyncio.wait({client})
+            if not clients.done():
+                clients.cancel()
+                await asyncio.gather(clients, return_exceptions=True)
                 return None
-            client.result()
-            self._client.ended = True
+            clients.result()
             return await self._left(gateway)
 
-    async def _serve(self, gateway: Gateway) -> None:
-        client = self._client
+    async def _serve(self, gateway: Gateway, client: Client) -> None:
         async with asyncio.timeout(DEADLINE):
             await client.go_on(gateway)
             await client.ask_again(gateway)
             await gateway.end_session(
                 session_id=client.session_id, state="finished", reason="finished", detail=""
             )
+            client.ended = True
 
-    async def _left(self, gateway: Gateway) -> Left:
+    async def _left(self, gateway: Gateway) -> list[Left]:
         """Look at what is left, of which nothing may be but what was saved and what ended."""
-        run_id, database, data_dir = self._client.run_id, gateway.database, self.folder
+        database, data_dir = gateway.database, self.folder
         await gateway.database.flush()
         await gateway.collector.empty_trash()
         unfinished = operations.c.ended_at.is_(None)
@@ -497,6 +514,7 @@ class Scenario:
             "snapshots": select(snapshots),
             "active runs": select(runs).where(runs.c.state != "ended"),
             "active workers": select(workers).where(workers.c.state != "ended"),
+            "places": select(places),
         }.items():
             rows = await database.read(query)
             assert not rows, f"{what} are left: {[tuple(row.values())[:5] for row in rows]}"
@@ -510,24 +528,30 @@ class Scenario:
         assert not gateway.journal._unwritten
         assert not gateway.journal._replay_logs
         assert not gateway.runs.all()
-        mine = self._client.session_id
         saved, folders = {}, set()
         for row in await database.read(select(checkpoints)):
             folder = data_dir / (row["folder"] or f"weights/{row['version'].replace(':', '_')}")
             folders.add(folder)
             (content,) = (f for f in ("state", "model.safetensors") if (folder / f).is_file())
-            saved[row["path"].replace(mine, "S")] = (
+            saved[row["path"]] = (
                 f"step {row['step']} in {folder.name}: {(folder / content).read_text()}"
             )
         found = {f for root in _ROOTS for f in (data_dir / root).glob("*/*")}
         assert found == folders, f"{found ^ folders} are left, or lost"
-        rows = await database.read(select(training_steps).where(training_steps.c.run_id == run_id))
+        return [await self._left_of(each, database, saved) for each in self._clients]
+
+    async def _left_of(self, client: Client, database: Database, saved: dict[str, str]) -> Left:
+        of_run = training_steps.c.run_id == client.run_id
         steps = {
             row["seq_id"]: f"step {row['step']}, {row['metrics']}, after {row['weight_version']}"
-            for row in rows
+            for row in await database.read(select(training_steps).where(of_run))
         }
-        steps = {seq_id: text.replace(mine, "S") for seq_id, text in steps.items()}
-        return Left(outcomes=self._client.outcomes, steps=steps, saved=saved)
+        mine = client.session_id
+        return Left(
+            outcomes=client.outcomes,
+            steps={seq_id: text.replace(mine, "S") for seq_id, text in steps.items()},
+            saved={path.replace(mine, "S"): text for path, text in saved.items() if mine in path},
+        )
 
 
 @contextmanager

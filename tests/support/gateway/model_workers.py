@@ -13,6 +13,7 @@ import random
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from tests.support.crashing_loop import as_process
 _BYTES = 100
 """Of a snapshot or a checkpoint."""
 UNREADABLE = b"unreadable"
+POISON = b"poison"
+"""What the payload of a batch begins with that kills whatever computes it."""
 FORWARD = b"forward"
 """What the payload of a forward pass begins with."""
 EMPTY = b" without a datum"
@@ -84,6 +87,7 @@ class ModelWorker:
         self.serving = asyncio.Event()
         self.serving.set()
         self.frozen = False
+        self.kill: Callable[[], None] = self.die
         self._misfortune = misfortune
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -109,8 +113,8 @@ class ModelWorker:
 
 
 class ModelSampler(ModelWorker):
-    """Has one version at a time, to which it changes when another is asked for. Its samples show
-    the version that they are from, and their seed."""
+    """Has one version of all weights at a time, to which it changes when another is asked for, and
+    any adapters. Its samples show the version that they are from, and their seed."""
 
     def __init__(self, spec: WorkerSpec, misfortune: Misfortune) -> None:
         super().__init__(spec, misfortune)
@@ -150,12 +154,16 @@ class ModelSampler(ModelWorker):
 
     async def _change_to(self, version: common_pb2.WeightVersion) -> None:
         assert self.state != sampler_pb2.SAMPLER_STATE_ASLEEP, "it was called while asleep"
-        if version.name == self.version.name:
+        if version.name in (self.version.name, *self.adapters):
             return
         assert (Path(version.path) / "manifest.json").is_file()
         self.state = sampler_pb2.SAMPLER_STATE_LOADING
         await self._misfortune.delay(2.0)
-        self.version, self.state = version, sampler_pb2.SAMPLER_STATE_AWAKE
+        self.state = sampler_pb2.SAMPLER_STATE_AWAKE
+        if version.adapter:
+            self.adapters.append(version.name)
+        else:
+            self.version = version
 
 
 @dataclass
@@ -178,11 +186,63 @@ class Held(State):
 
 
 class ModelTrainer(ModelWorker):
-    """Applies operations in order and each once, as the real one does."""
+    """Hosts runs, and is at one operation at a time."""
 
     def __init__(self, spec: WorkerSpec, misfortune: Misfortune) -> None:
         super().__init__(spec, misfortune)
+        self.runs = {spec.first_run or spec.run_id: ModelRun(self, misfortune)}
+        self.engine = asyncio.Lock()
+
+    def __getattr__(self, name: str) -> Callable[[Any], Awaitable[Any]]:
+        """Return the method of the run that a call names."""
+
+        async def call(request):
+            run_id = request.header.run_id if hasattr(request, "header") else request.run_id
+            if run_id not in self.runs:
+                raise _broken(grpc.StatusCode.NOT_FOUND)
+            return await getattr(self.runs[run_id], name)(request)
+
+        return call
+
+    async def AddRun(self, request):
+        async with self.engine:
+            await self._misfortune.delay(1.0)
+            assert request.run_id not in self.runs, "it is there already"
+            self.runs[request.run_id] = ModelRun(self, self._misfortune)
+        return trainer_pb2.AddRunReply(about=await self.Describe(request))
+
+    async def RemoveRun(self, request):
+        assert list(self.runs) != [request.run_id], "the last run is not removed"
+        async with self.engine:
+            await self._misfortune.delay(1.0)
+            self.runs.pop(request.run_id, None)
+        return trainer_pb2.RemoveRunReply()
+
+    async def Describe(self, request):
+        if request.run_id and request.run_id not in self.runs:
+            raise _broken(grpc.StatusCode.NOT_FOUND)
+        about = trainer_pb2.DescribeTrainerReply(
+            architecture="Model",
+            parameters=7,
+            trainable_parameters=7,
+            ranks=1,
+            run_ids=self.runs,
+        )
+        if request.run_id:
+            self.runs[request.run_id].describe(about)
+        return about
+
+
+class ModelRun:
+    """Applies operations in order and each once, as the real one does."""
+
+    def __init__(self, trainer: ModelTrainer, misfortune: Misfortune) -> None:
         self.state = Held()
+        self.task = trainer.task
+        self._trainer = trainer
+        training = trainer.spec.training
+        self._trains_adapter = training is not None and training.lora is not None
+        self._misfortune = misfortune
         self._replies: dict[int, asyncio.Task[Any]] = {}
         self._snapshots: dict[str, asyncio.Task[trainer_pb2.AwaitSnapshotReply]] = {}
         self._turn = asyncio.Condition()
@@ -200,25 +260,19 @@ class ModelTrainer(ModelWorker):
         header = request.header
         async with self._turn:
             await self._turn.wait_for(lambda: self._done >= header.previous_seq_id)
-        await self._misfortune.delay(2.0)
-        assert self._done == header.previous_seq_id or header.seq_id > self._done
-        self.state.refused = header.gradients_incomplete or self.state.refused
-        reply = await apply(request)
+        async with self._trainer.engine:
+            await self._misfortune.delay(2.0)
+            assert self._done == header.previous_seq_id or header.seq_id > self._done
+            self.state.refused = header.gradients_incomplete or self.state.refused
+            reply = await apply(request)
         self.state.applied.append(header.seq_id - 1)
         async with self._turn:
             self._done = header.seq_id
             self._turn.notify_all()
         return reply
 
-    async def Describe(self, request):
-        return trainer_pb2.DescribeTrainerReply(
-            architecture="Model",
-            parameters=7,
-            trainable_parameters=7,
-            ranks=1,
-            last_seq_id=self._done,
-            step=self.state.step,
-        )
+    def describe(self, about: trainer_pb2.DescribeTrainerReply) -> None:
+        about.last_seq_id, about.step = self._done, self.state.step
 
     async def Progress(self, request):
         under_way = (seq_id for seq_id, reply in self._replies.items() if not reply.done())
@@ -229,6 +283,9 @@ class ModelTrainer(ModelWorker):
 
     async def _forward_backward(self, request):
         state, payload = self.state, request.payload
+        if payload.startswith(POISON):
+            self._trainer.kill()
+            await asyncio.Event().wait()
         if payload.startswith(UNREADABLE):
             error = MalformedPayload("the payload cannot be read")
             state.refused = error.message
@@ -336,7 +393,7 @@ class ModelTrainer(ModelWorker):
 
     async def _publish(self, request):
         version, state = request.version, self.state
-        version.step = state.step
+        version.step, version.adapter = state.step, self._trains_adapter
         path, operation = Path(version.path), request.header.operation_id
         if not path.is_dir():  # noqa: ASYNC240
             partial = PartialVersion(path)
@@ -491,6 +548,7 @@ class ModelLauncher:
             worker = ModelTrainer(spec, self._misfortune)
         else:
             worker = ModelSampler(spec, self._misfortune)
+        worker.kill = partial(self._host.kill, spec.worker_id)
         self._host.workers[spec.worker_id] = worker
         return worker.handle
 

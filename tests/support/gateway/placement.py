@@ -36,7 +36,7 @@ def _places(**limits: Any) -> Places:
 
 
 async def open_on(places: Places, *groups: DeviceGroup) -> Places:
-    await places.open(groups, host_memory_bytes=0, is_active=lambda _session_id: True)
+    await places.open(groups, host_memory_bytes=0, is_wanted=lambda _place: True)
     return places
 
 

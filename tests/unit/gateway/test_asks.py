@@ -52,6 +52,7 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
             "tandem.ranks": "2",
             "tandem.dtype": "bfloat16",
             "tandem.backend": "fsdp2",
+            "tandem.share": "always",
             "tandem.group": "train",
             "tandem.sampler_group": "sample",
             "tandem.sampler": "none",
@@ -66,6 +67,7 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
     )
     assert (asks.memory, asks.host_memory, asks.sampler_host_memory) == (2**34, 1024, 2**31)
     assert (asks.sampler, asks.priority, asks.start_timeout) == (False, -3, 600.0)
+    assert asks.share == "always"
     trainer = asks.trainer_settings(TrainerSettings(threads=3))
     assert (trainer.ranks, trainer.dtype, trainer.threads) == (2, "bfloat16", 3)
 
@@ -77,6 +79,7 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
         ("ranks", "two", "a whole number from 1 to 1024"),
         ("dtype", "float64", "auto, float32 or bfloat16"),
         ("sampler", "off", "none, for a run that only trains"),
+        ("share", "yes", "when_full, always or never"),
         ("sampler", "true", "none, for a run that only trains"),
         ("memory", "much", "a number of bytes"),
         ("memory", "-1", "a number of bytes"),

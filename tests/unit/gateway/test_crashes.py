@@ -29,6 +29,7 @@ from tests.support.gateway.crash_scenarios import (
     late,
     load,
     missing,
+    poison,
     publish,
     random_script,
     refused,
@@ -98,13 +99,16 @@ def test_a_gateway_may_die_at_every_step(name, part, tmp_path):
         die_at(number, name, tmp_path / f"{number}")
 
 
-def die_again_and_again(seed: int, folder: Path) -> None:
+def die_again_and_again(seed: int, folder: Path, *, sharing: int = 1) -> None:
+    """Let gateways and workers die; so many sessions share one trainer."""
     rng = random.Random(seed)
     name = rng.choice([*SCRIPTS, str(seed)])
     longest = rng.choice((100, 400, 1500))
+    names = [name, *(rng.choice([*SCRIPTS, f"{seed + 1}"]) for _ in range(sharing - 1))]
     scenario = Scenario(
         script_of(name),
         folder / "data",
+        beside=[script_of(each) for each in names[1:]],
         seed=seed,
         lives=[
             Life(
@@ -121,13 +125,35 @@ def die_again_and_again(seed: int, folder: Path) -> None:
             "max_queued_operations": rng.choice((2, 1000)),
         },
     )
-    expected, _ = undisturbed(name)
-    assert not scenario.run().differences(expected)
+    for each, left in zip(names, scenario.run_all(), strict=True):
+        expected, _ = undisturbed(each)
+        assert not left.differences(expected), each
 
 
 @pytest.mark.parametrize("seed", [*range(30), 20180])
 def test_gateways_and_workers_may_die_again_and_again(seed, tmp_path):
     die_again_and_again(seed, tmp_path)
+
+
+def test_a_batch_that_kills_every_trainer_ends_its_own_run_alone(tmp_path):
+    others = ("training", "saves")
+    script = [batch(1), step(), poison(), step()]
+    scenario = Scenario(script, tmp_path / "data", beside=[script_of(each) for each in others])
+    left, *beside = scenario.run_all()
+    assert left.outcomes[3].startswith("worker_died: the trainer died 3 times at operation 3")
+    for name, other in zip(others, beside, strict=True):
+        assert not other.differences(undisturbed(name)[0])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_so_may_they_where_runs_share_a_trainer(seed, tmp_path):
+    die_again_and_again(seed, tmp_path, sharing=2 + seed % 3)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(20, 1500))
+def test_so_may_they_thousands_of_times_where_runs_share_a_trainer(seed, tmp_path):
+    die_again_and_again(seed, tmp_path, sharing=2 + seed % 3)
 
 
 @pytest.mark.nightly

@@ -16,7 +16,8 @@ from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import AdamParams, Call, Operation, OptimStep, RunBroken
 from gateway.runs.runner import OperationRunner
 from gateway.runs.trainer import RunTrainer
-from gateway.workers.clients import SamplerClient, TrainerClient
+from gateway.runs.trainer_host import TrainerHost
+from gateway.workers.clients import CallOrder, SamplerClient, TrainerClient
 from tandem.errors import OperationTimedOut
 from tandem.settings import GatewaySettings, RecoverySettings
 from tandem.v1 import sampler_pb2, trainer_pb2
@@ -55,7 +56,7 @@ class OneAtATime:
 
 async def serve(seconds: dict[int, float]) -> dict[int, Any]:
     """Give a run one operation of each of `seconds`; return the outcomes."""
-    client: Any = TrainerClient(WORKER, run_id="r", timeout=LIMIT, window=4)
+    client: Any = TrainerClient(WORKER, run_id="r", timeout=LIMIT, window=4, calls=CallOrder())
     trainer = OneAtATime(seconds, trainer_pb2.OptimStepReply(step=1))
     client.stub.OptimStep = trainer
     client.stub.Progress = OneAtATime(defaultdict(float), trainer_pb2.ProgressReply())
@@ -70,17 +71,25 @@ async def serve(seconds: dict[int, float]) -> dict[int, Any]:
         asks=Asks(),
         recovery=RecoverySettings(enabled=False),
     )
+    host = TrainerHost(
+        "r",
+        first=run,
+        fleet=tools,
+        settings=GatewaySettings(),
+        places=tools,
+        leases=not_leased_groups(),
+    )
+    host.settle(MagicMock())
     trainer_of_run = RunTrainer(
         run=run,
+        host=host,
         settings=GatewaySettings(),
-        fleet=tools,
         journal=tools,
         snapshots=tools,
         metrics=tools,
         definition_of=tools,
         on_lost=tools,
     )
-    trainer_of_run.host.settle(MagicMock(), leases=not_leased_groups())
     trainer_of_run._serve(client)
     runner = OperationRunner(run=run, trainer=trainer_of_run, tools=tools)
     outcomes: dict[int, Any] = {}

@@ -74,7 +74,11 @@ class World:
 
     async def open(self, active=lambda _session: True) -> World:
         self.places = Places(database=self.rows, clock=lambda: self.now, **self.limits)
-        await self.places.open(self.groups, host_memory_bytes=self.host, is_active=active)
+        await self.places.open(
+            self.groups,
+            host_memory_bytes=self.host,
+            is_wanted=lambda place: active(place.session_id),
+        )
         return self
 
     def run(self, owner: str = "ann", run_id: str = "", **asks) -> Run:
@@ -130,7 +134,7 @@ class Run(Asking):
         self.place = await self.places.take(self.as_ask())
 
     def end(self) -> None:
-        self.places.release_run(self.key)
+        self.places.release_trainer(self.key)
 
     @property
     def why(self) -> str:

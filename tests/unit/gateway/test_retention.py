@@ -185,7 +185,7 @@ async def test_the_audit_log_keeps_a_time_of_its_own(history):
     assert len(await history.database.read(select(tables.audit))) == 1
 
 
-RUN_COLUMNS = ("asks", "model", "parent", "newest", "replay_after")
+RUN_COLUMNS = ("host", "asks", "model", "parent", "newest", "replay_after")
 
 
 async def test_a_database_of_the_first_revision_is_brought_up_to_date(tmp_path):

@@ -37,6 +37,7 @@ class NoFleet:
 def make_sampler(session_id: str, *, fleet, places: Places) -> Sampler:
     return Sampler(
         session_id=session_id,
+        users={session_id},
         owner="ann",
         model=BaseModelEntry(name="tiny", path="/tiny", max_length=None),
         max_lora_rank=0,

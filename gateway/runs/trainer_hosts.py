@@ -1,0 +1,135 @@
+"""Which runs share a trainer process. See docs/sharing.md, "LoRA runs of one base model".
+
+A run that trains adapters joins a process that is there, or about to be, if it may share
+(`tandem.share`) and the process suits it: the same base model, computed in the same way, of the
+same owner, with room for one more. It then uses the engine of those that share it, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gateway.placement.leases import Leases
+from gateway.placement.places import Ask, Places
+from gateway.runs.trainer_host import TrainerHost
+from gateway.runs.training_run import TrainingRun
+from gateway.sampling.router import SamplerRouter
+from gateway.workers.fleet import Fleet
+from tandem.settings import GatewaySettings
+
+
+@dataclass(eq=False, kw_only=True)
+class TrainerHosts:
+    settings: GatewaySettings
+    fleet: Fleet
+    places: Places
+    leases: Leases
+    samplers: SamplerRouter
+    _hosts: dict[str, TrainerHost] = field(default_factory=dict, init=False)
+
+    def keys(self) -> list[str]:
+        """Return the keys of the places of all trainers."""
+        return list(self._hosts)
+
+    def for_new(self, run: TrainingRun) -> TrainerHost:
+        """Return the trainer of a run that is being created: one that it shares, or its own. Raises
+        `InvalidRequest` for what no group can give."""
+        ask = self.ask_of(run)
+        if run.asks.share == "always" or not self.places.has_room(ask):
+            for host in self._hosts.values():
+                if self._suits(host, run):
+                    host.runs.add(run.id)
+                    if run.asks.sampler:
+                        self.samplers.lend(self._sampler_of(host.first), run.session_id, run.model)
+                    return host
+        self.places.check(ask)
+        return self._made(run.id, run)
+
+    def for_left(self, run: TrainingRun, *, key: str) -> TrainerHost:
+        """Return the trainer of a run of an earlier gateway, which has the place of this key."""
+        if (host := self._hosts.get(key)) is not None:
+            host.runs.add(run.id)
+        else:
+            host = self._made(key, run)
+            if (place := self.places.get(key)) is not None:
+                host.settle(place)
+        if host.place is not None and host.place.keeps:
+            self.samplers.lend(host.place.keeps, run.session_id, run.model)
+        return host
+
+    def forsake(self, host: TrainerHost, run_id: str) -> None:
+        """Note that a run has ended, before anything was done for it."""
+        host.runs.discard(run_id)
+        self._forget_empty(host)
+
+    async def leave(self, host: TrainerHost, run_id: str, reason: str) -> None:
+        """As `TrainerHost.leave`; nobody joins it any more if this is the last run."""
+        host.runs.discard(run_id)
+        self._forget_empty(host)
+        await host.leave(run_id, reason)
+
+    def ask_of(self, run: TrainingRun) -> Ask:
+        """Return what a run needs before it starts: the place of its trainer, and that of the
+        sampler which will serve its weights."""
+        return Ask.of_run(
+            run.trainer.host.key if run.trainer is not None else run.id,
+            owner=run.owner,
+            session_id=run.session_id,
+            asks=run.asks,
+            sampler=self._sampler_of(run),
+        )
+
+    def _made(self, key: str, run: TrainingRun) -> TrainerHost:
+        host = self._hosts[key] = TrainerHost(
+            key,
+            first=run,
+            fleet=self.fleet,
+            settings=self.settings,
+            places=self.places,
+            leases=self.leases,
+        )
+        return host
+
+    def _forget_empty(self, host: TrainerHost) -> None:
+        if not host.runs:
+            self._hosts.pop(host.key, None)
+
+    def _sampler_of(self, run: TrainingRun) -> str:
+        return self.samplers.key_for(
+            session_id=run.session_id, model_name=run.model.name, rank=run.training.rank
+        )
+
+    def _suits(self, host: TrainerHost, run: TrainingRun) -> bool:
+        first, sharing = host.first, self.settings.sharing
+        same_group = run.asks.group in ("", first.asks.group) or (
+            host.place is not None and run.asks.group == host.place.group.name
+        )
+        return (
+            first.training.lora is not None
+            and run.training.lora is not None
+            and "never" not in (first.asks.share, run.asks.share)
+            and (first.owner == run.owner or sharing.across_owners)
+            and first.model == run.model
+            and _computed_as(first) == _computed_as(run)
+            and same_group
+            and len(host.runs) < sharing.most_runs
+            and (not run.asks.sampler or self._samples_for(first, run))
+        )
+
+    def _samples_for(self, first: TrainingRun, run: TrainingRun) -> bool:
+        """Whether the engine of those that share the trainer can serve another one's adapters: it
+        is kept for them, has room for their rank, and nobody loads all weights into it."""
+        of_session = (host.first for host in self._hosts.values())
+        alone = all(
+            other.training.lora is not None
+            for other in of_session
+            if (other.session_id, other.model.name) == (first.session_id, first.model.name)
+        )
+        key = self._sampler_of(first)
+        rank = run.training.rank
+        return first.asks.sampler and alone and self.samplers.takes_adapters(key, rank=rank)
+
+
+def _computed_as(run: TrainingRun) -> tuple[object, ...]:
+    asks = run.asks
+    return (asks.backend, asks.dtype, asks.ranks, asks.priority, asks.sampler_group)
