@@ -37,10 +37,13 @@ from rich.console import Console
 
 from benchmarks import record
 from tandem.agent.launcher import ProcessLauncher
+from tandem.agent.suspender import CudaCheckpoint, uses_gpu
+from tandem.agent.worker_process import group_members
 from tandem.demo.tiny_model import TinyShape, tensor_shapes, write_layout
 from tandem.devices import Device
+from tandem.errors import SuspendFailed
 from tandem.fencing import LEASE_METADATA_KEY
-from tandem.host import Accelerator, accelerators, this_host
+from tandem.host import Accelerator, accelerators, driver_version, this_host
 from tandem.settings import SamplerSettings, TrainerSettings
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tandem.weights import new_version_name, version_path
@@ -277,6 +280,38 @@ async def sleeps(
     }
 
 
+async def suspended(bench: Bench, worker: Caller, *, before: int) -> dict[str, float | int | str]:
+    """Let the host suspend and resume a worker that is awake, from outside; or say why it cannot.
+    If that fails, the worker may be of no use any more."""
+    suspender = CudaCheckpoint()
+    if reason := suspender.why_not() if bench.gpu is not None else "there is no NVIDIA device":
+        return {"not measured": reason}
+    try:
+        return await _suspended(bench, worker, suspender, before=before)
+    except SuspendFailed as error:
+        return {"failed": error.message}
+
+
+async def _suspended(
+    bench: Bench, worker: Caller, suspender: CudaCheckpoint, *, before: int
+) -> dict[str, float | int | str]:
+    pids = [pid for pid in group_members(worker.pid) if uses_gpu(pid)]
+    out, back, left = [], [], []
+    for _ in range(bench.rounds):
+        began = time.perf_counter()
+        await suspender.suspend(pids, timeout=_CALL_SECONDS)
+        out.append(time.perf_counter() - began)
+        left.append(bench.used_bytes(worker.pid) - before)
+        began = time.perf_counter()
+        await suspender.resume(pids, timeout=_CALL_SECONDS)
+        back.append(time.perf_counter() - began)
+    return {
+        "suspend_seconds": round(statistics.median(out), 3),
+        "resume_seconds": round(statistics.median(back), 3),
+        "device_bytes_left": max(left),
+    }
+
+
 async def trainer_of(
     bench: Bench, size: str, model: Path, *, measured: bool, versions: int
 ) -> tuple[dict[str, object], list[common_pb2.WeightVersion]]:
@@ -302,6 +337,9 @@ async def trainer_of(
         for number in range(1, versions + 1):
             published.append(await publish(bench, trainer, number))
             await step(trainer, size)
+        if measured:
+            found["suspended"] = await suspended(bench, trainer, before=before)
+            bench.say(json.dumps(found["suspended"]))
     return found, published
 
 
@@ -363,10 +401,12 @@ def together(bench: Bench, size: str, model: Path, *, steps: int) -> dict[str, o
         stack = until_the_end.enter_context(Stack(data_dir=bench.work / "data", settings=settings))
         stack.add_model(name=MODEL, path=model)
         experiments = []
-        for _ in range(2):
-            endpoint = stack.endpoint
+        for owner in ("one", "two"):  # who therefore share no trainer
+            with stack.client() as client:
+                body = {"owner": owner, "role": "member", "name": "bench"}
+                key = client.post("keys", json=body).raise_for_status().json()["key"]
             service = until_the_end.enter_context(
-                tinker.ServiceClient(base_url=endpoint.url, api_key=endpoint.api_key)
+                tinker.ServiceClient(base_url=stack.endpoint.url, api_key=key)
             )
             experiments.append(Experiment(service, model=MODEL, tokens=48, repeats=4))
             experiments[-1].step()
@@ -465,7 +505,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, object]:
     absent = not_measured(gpu, missing=missing)
     parts = [part for part in chosen.only if part not in absent]
     results: dict[str, object] = {
-        "machine": record.machine() | {"gpu": gpu.name if gpu is not None else "none"},
+        "machine": record.machine()
+        | {"gpu": gpu.name if gpu is not None else "none", "driver": driver_version()},
         "benchmark": "gpu",
         "rounds": chosen.rounds,
         "not_measured": absent,

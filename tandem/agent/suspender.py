@@ -154,10 +154,10 @@ class _Move:
     timeout: float = 0.0
 
 
-def uses_gpu(pid: int) -> bool:
-    """Return whether a process has a GPU open. One that only asks NVML has not."""
+def uses_gpu(pid: int, *, proc: Path = Path("/proc")) -> bool:
+    """Return whether a process has a GPU open. One that has only `/dev/nvidiactl` asks NVML."""
     with suppress(OSError):  # it has ended
-        for link in Path(f"/proc/{pid}/fd").iterdir():
+        for link in (proc / str(pid) / "fd").iterdir():
             with suppress(OSError):  # it was closed meanwhile
                 if _DEVICE.fullmatch(str(link.readlink())):
                     return True

@@ -23,6 +23,7 @@ def test_trainers_and_engines_of_a_size_are_measured():
     assert trainer["parameters"] == 1_066_368
     assert trainer["copies_gb_per_second"]["in"] > 0
     assert trainer["bytes_moved"] == 0
+    assert set(trainer["suspended"]) == {"not measured"}
     assert engine["weights_bytes"] > 4 * trainer["parameters"]
     assert engine["canary_difference"] < 1e-4
     assert {"sleep level 1", "sleep level 2"} < set(engine)

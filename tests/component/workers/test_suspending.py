@@ -14,7 +14,7 @@ from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.agent import AgentLauncher
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.service import serving
-from tandem.agent.suspender import CudaCheckpoint
+from tandem.agent.suspender import CudaCheckpoint, uses_gpu
 from tandem.errors import IllegalTransition, SuspendFailed
 from tandem.worker import WorkerSpec
 from tests.support.waiting import until
@@ -128,6 +128,24 @@ async def test_a_resume_that_fails_says_so(machine):
     (machine.folder / "7").write_text("checkpointed")
     with pytest.raises(SuspendFailed, match=r"to resume takes longer than 2 s"):
         await machine.suspender.resume([7, 8], timeout=2)
+
+
+@pytest.mark.parametrize(
+    ("opened", "expected"),
+    [
+        (["/dev/null", "/dev/nvidiactl"], False),
+        (["/dev/null", "/dev/nvidia0"], True),
+        (["/dev/nvidia-uvm"], True),
+        ([], False),
+    ],
+)
+def test_a_process_uses_a_gpu_that_has_its_device_open(tmp_path, opened, expected):
+    folder = tmp_path / "7" / "fd"
+    folder.mkdir(parents=True)
+    for number, device in enumerate(opened):
+        (folder / str(number)).symlink_to(device)
+    assert uses_gpu(7, proc=tmp_path) == expected
+    assert not uses_gpu(8, proc=tmp_path)
 
 
 def test_where_it_cannot_be_used_it_says_why():
