@@ -40,7 +40,7 @@ from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.suspender import CudaCheckpoint, uses_gpu
 from tandem.agent.worker_process import group_members
 from tandem.demo.tiny_model import TinyShape, tensor_shapes, write_layout
-from tandem.devices import Device
+from tandem.devices import Device, confine, parse_device
 from tandem.errors import SuspendFailed
 from tandem.fencing import LEASE_METADATA_KEY
 from tandem.host import Accelerator, accelerators, driver_version, this_host
@@ -105,10 +105,11 @@ class Bench:
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
 
 
-def elsewhere(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Return what a function returns in a process of its own, which holds nothing of the GPU
-    afterwards."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+def elsewhere(bench: Bench, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Return what a function returns in a process of its own on the device, of which that holds
+    nothing afterwards."""
+    context, device = get_context("spawn"), parse_device(bench.device)
+    with ProcessPoolExecutor(1, context, initializer=confine, initargs=(device,)) as pool:
         return pool.submit(work, *args, **kwargs).result()
 
 
@@ -318,7 +319,7 @@ async def trainer_of(
     """Measure a trainer that sleeps, if that is wanted; return it, and versions of its weights."""
     bench.say(f"{size}: a trainer of all parameters starts")
     size_of_copies = 4 * 2**30 if bench.gpu is not None else 64 * 2**20
-    plain = elsewhere(copies, _torch_device(bench), size=size_of_copies, rounds=bench.rounds)
+    plain = elsewhere(bench, copies, _torch_device(bench), size=size_of_copies, rounds=bench.rounds)
     before = bench.used_bytes(0) if bench.gpu is not None else 0
     spec = _spec(
         bench, model, worker_id=f"trainer-{size}", kind="trainer", run_id=_RUN,
@@ -436,7 +437,7 @@ def measure(
         bench.say(f"{size}: random weights are written")
         found: dict[str, object] = {}
         try:
-            elsewhere(write_model, model, size, _torch_device(bench))
+            elsewhere(bench, write_model, model, size, _torch_device(bench))
             if "trainers" in parts or "engines" in parts:
                 measured, count = "trainers" in parts, 2 if "engines" in parts else 0
                 row, versions = asyncio.run(

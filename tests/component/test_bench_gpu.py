@@ -40,7 +40,7 @@ def test_what_fails_is_told_and_the_rest_is_measured(monkeypatch):
     def full(model, size, device):
         raise OSError("no space left")
 
-    monkeypatch.setattr(gpu, "elsewhere", lambda work, *args, **more: full(*args))
+    monkeypatch.setattr(gpu, "elsewhere", lambda bench, work, *args: full(*args))
     assert found("trainers")["tiny"] == {"failed": "OSError: no space left"}
 
 
