@@ -1,0 +1,122 @@
+"""A trainer backend of another package that cannot sleep, on a group whose devices it shares."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import grpc.aio
+import pytest
+
+import tandem.agent.launcher
+from tandem.agent.launcher import ProcessLauncher
+from tandem.errors import WorkerStartFailed
+from tandem.fencing import LEASE_METADATA_KEY
+from tandem.settings import TrainerSettings
+from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
+from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
+from tests.support.tiny_model import write_tiny_model
+from tests.support.trainer_worker import datum, request
+from tests.support.worker_process import RUN, SECRET, SESSION
+
+BACKEND = """
+from trainer_service.backends.fsdp2 import Fsdp2Backend
+
+class Backend(Fsdp2Backend):
+    live_state = None
+"""
+
+
+@dataclasses.dataclass
+class Suspender:
+    """Notes what it is asked for."""
+
+    reason: str = ""
+    asked: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+
+    def why_not(self) -> str:
+        return self.reason
+
+    async def suspend(self, pids: Sequence[int], *, timeout: float) -> None:
+        self.asked.append(("suspend", len(pids)))
+
+    async def resume(self, pids: Sequence[int], *, timeout: float) -> None:
+        self.asked.append(("resume", len(pids)))
+
+
+@pytest.fixture
+def spec(tmp_path, monkeypatch) -> WorkerSpec:
+    """Of a trainer with the backend `foreign`, as an installed package would have it."""
+    package = tmp_path / "site"
+    metadata = package / "foreign_backend-1.dist-info"
+    metadata.mkdir(parents=True)
+    (package / "foreign_backend.py").write_text(BACKEND)
+    (metadata / "METADATA").write_text("Name: foreign-backend\nVersion: 1\n")
+    entry = "[tandem.trainer_backends]\nforeign = foreign_backend:Backend\n"
+    (metadata / "entry_points.txt").write_text(entry)
+    monkeypatch.setenv("PYTHONPATH", str(package), prepend=":")
+    return WorkerSpec(
+        worker_id="trainer-s-1-0",
+        kind="trainer",
+        secret=SECRET,
+        model_name="tiny",
+        model_path=str(write_tiny_model(tmp_path / "model")),
+        session_id=SESSION,
+        run_id=RUN,
+        lease=1,
+        trainer=TrainerSettings(device="cpu", threads=1, backend="foreign"),
+    )
+
+
+async def test_it_is_refused_with_the_reason_where_its_host_cannot_suspend_it(spec, tmp_path):
+    launcher = ProcessLauncher(data_dir=tmp_path, suspender=Suspender("it has no such program"))
+    try:
+        await launcher.start(spec)
+        sentence = r"backend 'foreign' cannot sleep.* cannot suspend it: it has no such program"
+        with pytest.raises(WorkerStartFailed, match=sentence):
+            await launcher.wait_ready(spec.worker_id)
+        assert launcher.ids() == ()
+    finally:
+        await launcher.close()
+
+
+async def test_suspended_by_its_host_it_computes_nothing_until_it_is_resumed(
+    spec, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tandem.agent.launcher, "uses_gpu", lambda pid: True)
+    suspender = Suspender()
+    launcher = ProcessLauncher(data_dir=tmp_path, suspender=suspender)
+    try:
+        handle = await launcher.start(spec)
+        await launcher.wait_ready(spec.worker_id)
+        async with grpc.aio.insecure_channel(handle.address) as channel:
+            trainer = trainer_pb2_grpc.TrainerStub(channel)
+            seq_id = 0
+
+            async def compute(lease: int) -> trainer_pb2.ForwardBackwardReply:
+                nonlocal seq_id
+                seq_id += 1
+                header = common_pb2.OperationHeader(
+                    run_id=RUN, seq_id=seq_id, previous_seq_id=seq_id - 1
+                )
+                payload = request([datum([5, 6, 7])]).SerializeToString()
+                message = trainer_pb2.ForwardBackwardRequest(header=header, payload=payload)
+                return await trainer.ForwardBackward(message, metadata=call(lease), timeout=60)
+
+            def call(lease: int) -> tuple[tuple[str, str], ...]:
+                return ((SECRET_METADATA_KEY, SECRET), (LEASE_METADATA_KEY, str(lease)))
+
+            assert not (await compute(1)).HasField("failure")
+            told = await trainer.Sleep(common_pb2.SleepRequest(), metadata=call(2), timeout=60)
+            assert told.failure.type == "cannot_sleep"
+            await launcher.suspend(spec.worker_id, lease=2, timeout=60)
+            with pytest.raises(grpc.aio.AioRpcError, match="it is asleep"):
+                await compute(2)
+            seq_id -= 1
+            told = await trainer.Wake(common_pb2.WakeRequest(), metadata=call(3), timeout=60)
+            assert told.failure.type == "cannot_sleep"
+            await launcher.resume(spec.worker_id, lease=3, timeout=60)
+            assert not (await compute(3)).HasField("failure")
+        assert suspender.asked == [("suspend", 1), ("resume", 1)]
+    finally:
+        await launcher.close()
