@@ -284,9 +284,10 @@ class Places:
         if isinstance(found, str):
             raise InvalidRequest(f"there can be no place for it: {found}")
 
-    def has_room(self, ask: Ask) -> bool:
-        """Whether all that is asked for could be given now."""
-        return not isinstance(self._fit(self._room, ask), str)
+    def has_room(self, asks: Sequence[Ask]) -> bool:
+        """Whether all that these runs ask for could be given now."""
+        needs = {need.key: need for ask in asks for need in self._open(ask)}
+        return not isinstance(self._choose(self._room, [*needs.values()], asks[-1]), str)
 
     async def take(self, ask: Ask) -> Place:
         """Wait until all that is asked for is there, and return the place of the asking worker.

@@ -35,7 +35,8 @@ class TrainerHosts:
         """Return the trainer of a run that is being created: one that it shares, or its own. Raises
         `InvalidRequest` for what no group can give."""
         ask = self.ask_of(run)
-        if run.asks.share == "always" or not self.places.has_room(ask):
+        before = [self.ask_of(host.first) for host in self._hosts.values() if host.place is None]
+        if run.asks.share == "always" or not self.places.has_room([*before, ask]):
             for host in self._hosts.values():
                 if self._suits(host, run):
                     host.runs.add(run.id)

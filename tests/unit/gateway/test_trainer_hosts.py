@@ -1,0 +1,170 @@
+"""Which runs share a trainer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gateway.checkpoints.base_models import BaseModelEntry
+from gateway.placement.asks import Asks
+from gateway.placement.groups import DeviceGroup
+from gateway.runs.trainer_hosts import TrainerHosts
+from tandem.devices import parse_device
+from tandem.errors import InvalidRequest
+from tandem.settings import GatewaySettings
+from tandem.worker import LoraSpec, TrainingSpec
+from tests.support.gateway.placement import open_on, places_for
+
+MODEL = BaseModelEntry(name="tiny", path="/tiny", max_length=None)
+
+
+class Samplers:
+    """Serves ranks up to 16, but for those in `busy`, which has other weights."""
+
+    def __init__(self) -> None:
+        self.lent: list[tuple[str, str]] = []
+        self.busy = ""
+
+    def key_for(self, *, session_id: str, model_name: str, rank: int) -> str:
+        return f"{session_id}/{model_name}/16"
+
+    def takes_adapters(self, key: str, *, rank: int) -> bool:
+        return rank <= 16 and key != self.busy
+
+    def lend(self, key: str, session_id: str, model: BaseModelEntry) -> None:
+        self.lent.append((key, session_id))
+
+
+class World:
+    """A group with room for one trainer and one sampler."""
+
+    def __init__(self, **sharing: object) -> None:
+        self.settings = GatewaySettings(sharing=sharing)
+        self.samplers = Samplers()
+        self.hosts: Any = None
+
+    async def open(self, *, workers: int = 2) -> World:
+        group = DeviceGroup(
+            name="gpu",
+            roles=frozenset({"trainer", "sampler"}),
+            devices=(parse_device("cpu:0"),),
+            workers=workers,
+        )
+        samplers: Any = self.samplers
+        nothing: Any = None
+        self.hosts = TrainerHosts(
+            settings=self.settings,
+            fleet=nothing,
+            places=await open_on(places_for(self.settings), group),
+            leases=nothing,
+            samplers=samplers,
+        )
+        return self
+
+    def run(
+        self,
+        name: str,
+        *,
+        owner: str = "ann",
+        model: BaseModelEntry = MODEL,
+        rank: int | None = 8,
+        **asks: Any,
+    ) -> Any:
+        lora = None if rank is None else LoraSpec(rank=rank)
+        return SimpleNamespace(
+            id=f"{name}:train:0",
+            session_id=name,
+            owner=owner,
+            model=model,
+            training=TrainingSpec(lora=lora),
+            asks=Asks(**{"share": self.settings.sharing.lora_runs, **asks}),
+            trainer=None,
+        )
+
+    def shares(self, run: Any) -> str:
+        """Create a run, and return the session of the trainer that it has."""
+        return self.hosts.for_new(run).key.partition(":")[0]
+
+
+async def world(**sharing: object) -> World:
+    return await World(**sharing).open()
+
+
+async def test_runs_that_always_share_join_the_first_trainer_that_has_room():
+    here = await world(lora_runs="always", most_runs=2)
+    assert [here.shares(here.run(name)) for name in "abcde"] == ["a", "a", "c", "c", "e"]
+    assert here.samplers.lent == [("a/tiny/16", "b"), ("c/tiny/16", "d")]
+
+
+async def test_a_run_that_shares_when_all_is_full_shares_when_it_would_have_to_wait():
+    here = await world()
+    first = here.run("a")
+    host = here.hosts.for_new(first)
+    assert here.shares(here.run("b")) == "a", "the first is about to have all places"
+    host.place = await here.hosts.places.take(here.hosts.ask_of(first))
+    assert here.shares(here.run("c")) == "a"
+    assert here.shares(here.run("d", share="never")) == "d"
+
+
+async def test_a_run_that_shares_when_all_is_full_does_not_share_before():
+    here = await World().open(workers=4)
+    assert [here.shares(here.run(name)) for name in "abc"] == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"owner": "ben"},
+        {"model": BaseModelEntry(name="tiny", path="/elsewhere", max_length=None)},
+        {"rank": None},
+        {"rank": 32},
+        {"share": "never"},
+        {"dtype": "bfloat16"},
+        {"priority": -1},
+        {"group": "gpu2"},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+async def test_a_run_that_does_not_suit_gets_a_trainer_of_its_own(other):
+    here = await world(lora_runs="always")
+    here.shares(here.run("a"))
+    run = here.run("b", **other)
+    if "group" in other:
+        with pytest.raises(InvalidRequest):
+            here.shares(run)
+    else:
+        assert here.shares(run) == "b"
+
+
+async def test_a_trainer_that_trains_all_parameters_or_shares_never_is_joined_by_nobody():
+    here = await world(lora_runs="always")
+    here.shares(here.run("a", rank=None))
+    here.shares(here.run("b", share="never"))
+    assert here.shares(here.run("c")) == "c"
+
+
+async def test_a_run_that_is_sampled_from_joins_none_whose_engine_has_all_weights():
+    here = await world(lora_runs="always")
+    here.shares(here.run("a"))
+    here.samplers.busy = "a/tiny/16"
+    assert here.shares(here.run("b")) == "b"
+    assert here.shares(here.run("c", sampler="none")) == "a"
+
+
+async def test_runs_of_several_owners_share_where_it_is_allowed():
+    here = await world(lora_runs="always", across_owners=True)
+    here.shares(here.run("a"))
+    assert here.shares(here.run("b", owner="ben")) == "a"
+
+
+async def test_a_trainer_is_joined_after_its_first_run_has_ended_but_not_after_the_last():
+    here = await world(lora_runs="always")
+    host = here.hosts.for_new(here.run("a"))
+    here.hosts.for_new(here.run("b"))
+    here.hosts.forsake(host, "a:train:0")
+    assert here.shares(here.run("c")) == "a"
+    here.hosts.forsake(host, "b:train:0")
+    here.hosts.forsake(host, "c:train:0")
+    assert here.shares(here.run("d")) == "d"
