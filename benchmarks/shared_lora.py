@@ -1,0 +1,115 @@
+"""`make bench-shared`: LoRA runs that share a trainer and an engine, beside as many with their own.
+
+For each number of runs, each in a session of its own, and both ways in turn on a new stack: how
+long the first run takes to be created, and each further one; then, after a step of each, the memory
+of all workers, and how many steps they do in a second, all at the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import tinker
+from rich.console import Console
+
+from benchmarks import record
+from benchmarks.timeslice import MODEL, Experiment, at_once
+from tandem.demo.tiny_model import TinyShape, write_tiny_model
+from tandem.stack import Stack
+
+_SHAPE = TinyShape(hidden=768, layers=12, ffn=2304, heads=12, max_length=256, tied=True)
+_WAYS = {"shared": "always", "own": "never"}
+_SETTINGS = {
+    "port": "0",
+    "sampler_kv_cache_bytes": str(64 * 2**20),
+    "sharing_most_runs": "64",
+    "pool_trainers": "0",  # what makes idle processes would be measured, too
+    "pool_samplers": "0",
+}
+
+
+def _workers(stack: Stack) -> list[psutil.Process]:
+    with stack.client() as client:
+        found = client.get("status").raise_for_status().json()["workers"]
+    return [psutil.Process(worker["pid"]) for worker in found]
+
+
+def _memory(processes: Sequence[psutil.Process]) -> int:
+    """Return the bytes of processes and their children; shared pages count once."""
+    family = {each for one in processes for each in (one, *one.children(recursive=True))}
+    return sum(each.memory_full_info().pss for each in family)
+
+
+def measure(model: Path, *, way: str, runs: int, steps: int, tokens: int) -> dict[str, object]:
+    settings = {**_SETTINGS, "sharing_lora_runs": _WAYS[way]}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as open_until_the_end:
+        stack = open_until_the_end.enter_context(Stack(data_dir=Path(folder), settings=settings))
+        stack.add_model(name=MODEL, path=model)
+        experiments, created = [], []
+        for _ in range(runs):
+            service = open_until_the_end.enter_context(
+                tinker.ServiceClient(base_url=stack.endpoint.url, api_key=stack.endpoint.api_key)
+            )
+            began = time.perf_counter()
+            experiments.append(Experiment(service, tokens=tokens, repeats=1))
+            created.append(time.perf_counter() - began)
+        for experiment in experiments:  # its engine starts, and its optimizer has its moments
+            experiment.step()
+        workers = _workers(stack)
+        memory = _memory(workers)
+        for experiment in experiments:
+            experiment.seconds = dict.fromkeys(experiment.seconds, 0.0)
+        began = time.perf_counter()
+        at_once(experiments, steps)
+        seconds = time.perf_counter() - began
+    return {
+        "workers": len(workers),
+        "first_created_s": round(created[0], 2),
+        "further_created_s": round(statistics.median(created[1:]), 2) if runs > 1 else None,
+        "memory_mib": round(memory / 2**20),
+        "steps_per_second": round(runs * steps / seconds, 3),
+        "seconds_of_a_step": {
+            part: round(sum(each.seconds[part] for each in experiments) / (runs * steps), 2)
+            for part in experiments[0].seconds
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.shared_lora", description=__doc__)
+    parser.add_argument("--runs", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=16, help="of each sample")
+    parser.add_argument("--no-save", action="store_true")
+    arguments = parser.parse_args()
+    console = Console()
+    results: dict[str, object] = {"machine": record.machine(), "benchmark": "shared_lora"}
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        write_tiny_model(model, seed=0, shape=_SHAPE)
+        results["model_mib"] = round(
+            sum(file.stat().st_size for file in model.glob("*.safetensors")) / 2**20
+        )
+        for runs in arguments.runs:
+            found = {
+                way: measure(
+                    model, way=way, runs=runs, steps=arguments.steps, tokens=arguments.tokens
+                )
+                for way in _WAYS
+            }
+            results[f"{runs} runs"] = found
+            console.print_json(json.dumps({f"{runs} runs": found}))
+    if not arguments.no_save:
+        console.print(f"written to {record.save(results).name}")
+
+
+if __name__ == "__main__":
+    main()
