@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from gateway.auth.audit import AuditLog, RefusedKeys
 from gateway.auth.identity import Identity
@@ -58,6 +58,9 @@ from gateway.workers.launchers.base import Launcher
 from tandem.errors import SessionFinished
 from tandem.settings import GatewaySettings
 from tandem.telemetry import get_log
+
+_BEYOND_STOP = 30.0
+"""Seconds that a worker which did not end when it was asked to may take to be killed."""
 
 
 class Gateway:
@@ -324,13 +327,17 @@ class Gateway:
 
     async def _close(self) -> None:
         self.futures.release_waiters()
-        await asyncio.gather(*self._ending.values(), return_exceptions=True)
+        if ending := tuple(self._ending.values()):
+            _, late = await asyncio.wait(ending, timeout=self._patience)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
         if not self.stop.hand_over:
             await save_runs(self.runs.all(), self.stop, timeout=self.settings.stop_timeout)
-        await self.runs.close()
+        await self.leases.close()  # first: who is cancelled leaves its devices to nobody
+        await self.runs.close(patience=self._patience)
         self.usage.write()  # what follows can take longer than whoever asked is willing to wait
         await self.samplers.close()
-        await self.leases.close()
         await self.fleet.close(leaving=self.stop.hand_over)
         await self.copies.close()
         await self.collector.close()
@@ -344,7 +351,8 @@ class Gateway:
         await self.versions.check_space(expected_bytes=0, what="take on work")
 
     async def end_session(self, *, session_id: str, state: str, reason: str, detail: str) -> None:
-        """End a session; return when its workers are stopped and its unnamed files are removed.
+        """End a session; return when its workers are stopped and its unnamed files are removed, or
+        when that takes longer than workers that are killed do: then it goes on by itself.
 
         Idempotent: repeated calls wait for the same end, and the first reason counts.
         """
@@ -356,7 +364,15 @@ class Gateway:
                 self._end_session(session_id, state=state, reason=reason, detail=detail)
             )
             task.add_done_callback(lambda _: self._ending.pop(session_id, None))
-        await asyncio.shield(task)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._patience):
+                await asyncio.shield(task)
+
+    @property
+    def _patience(self) -> float:
+        """Seconds for which the end of workers is waited for: they keep their places and leases
+        until it is known (`Fleet`), which can take longer."""
+        return self.settings.worker_stop_timeout + _BEYOND_STOP
 
     async def recall(self, request_id: str) -> Outcome | None:
         """Return the outcome of a request that memory no longer holds, None if there is none."""

@@ -46,6 +46,7 @@
         ├── WorkerStartFailed
         │   └── WorkerCrashed
         ├── WorkerDied
+        ├── WorkerMayRun
         ├── OperationTimedOut
         ├── OutOfMemory
         ├── GatewayRestarted
@@ -387,6 +388,11 @@ class WorkerCrashed(WorkerStartFailed):
 
 class WorkerDied(ServerError):
     """The worker that carried out the request has ended."""
+
+
+class WorkerMayRun(ServerError):
+    """It is not known whether a worker is gone: whoever could say so does not answer, or says that
+    something of it is left."""
 
 
 class OperationTimedOut(ServerError):

@@ -155,12 +155,18 @@ class RunRegistry:
             await session.heard.wait()
             await self._live(run, ended=ended)
 
-    async def close(self) -> None:
-        """Cancel everything. The next gateway goes on with what has not ended."""
+    async def close(self, *, patience: float) -> None:
+        """Cancel everything. The next gateway goes on with what has not ended, and stops the
+        trainers that have not ended within `patience` seconds, though their runs have."""
         lives = [run.life for run in self._runs.values() if run.life is not None]
         for life in lives:  # first: what ends without its log is not replayed
             life.cancel()
-        await asyncio.gather(*lives, *self._stopping, return_exceptions=True)
+        await asyncio.gather(*lives, return_exceptions=True)
+        if stopping := tuple(self._stopping):
+            _, late = await asyncio.wait(stopping, timeout=patience)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*stopping, return_exceptions=True)
         trainers = [run.trainer for run in self._runs.values() if run.trainer is not None]
         await asyncio.gather(*(trainer.close() for trainer in trainers))
 

@@ -163,22 +163,20 @@ class TrainerHost:
             await self._stop_left()
 
     async def leave(self, run_id: str, reason: str) -> None:
-        """End what the process has of a run; with the last one, all that there is of it."""
+        """End what the process has of a run; with the last one, all that there is of it. It keeps
+        its place and its lease until nothing of it is left."""
         self.runs.discard(run_id)
-        try:
-            async with self._changing:
-                self._told.pop(run_id, None)
-                if self.runs:
-                    await self._remove(run_id, reason)
-                    return
-                await self._stop_left()
-                if self.worker is not None:
-                    await self._end(reason, at_once=False)
-                if self._lease is not None:  # none if it waits for its place
-                    self._lease.close()
-        finally:
-            if not self.runs:
-                self._places.release_trainer(self.key)
+        async with self._changing:
+            self._told.pop(run_id, None)
+            if self.runs:
+                await self._remove(run_id, reason)
+                return
+            await self._stop_left()
+            if self.worker is not None:
+                await self._end(reason, at_once=False)
+            if self._lease is not None:  # none if it waits for its place
+                self._lease.close()
+        self._places.release_trainer(self.key)
 
     def _client_of(self, run: TrainingRun) -> TrainerClient:
         assert self.worker is not None
@@ -265,6 +263,7 @@ class TrainerHost:
             self._lease.worker_ended()
 
     async def _end(self, reason: str, *, at_once: bool) -> None:
+        """Returns when nothing of the process is left; whoever is cancelled ends it again."""
         assert self.worker is not None
         self.lease.worker_stops()
         await self._fleet.stop(self.worker, reason=reason, at_once=at_once)

@@ -21,7 +21,7 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -367,14 +367,13 @@ class Sampler:
         return self._stop_retired(worker, slot)
 
     async def _stop_retired(self, worker: Worker, slot: EngineSlot) -> None:
-        try:
-            await self.fleet.stop(worker, reason="another worker needed its place")
-        finally:
-            self.lease.worker_ended()
-            self.places.give_back(slot)
+        await self.fleet.stop(worker, reason="another worker needed its place")
+        self.lease.worker_ended()
+        self.places.give_back(slot)
 
     async def stop(self, error: TandemError) -> None:
-        """End the engine, and fail all samples, and requests that wait for it, with the error."""
+        """End the engine, and fail all samples, and requests that wait for it, with the error.
+        Returns when nothing of the engine is left; until then it keeps its place and its lease."""
         self._set_state("stopped", error.message)
         if self._lease is not None:
             self._lease.worker_stops()
@@ -388,17 +387,15 @@ class Sampler:
             await asyncio.gather(self._starting, return_exceptions=True)
         worker = self.worker
         self._forget_engine()
-        try:
-            if self._adopted is not None:
-                await self.fleet.stop_left_worker(self._adopted, error.message)
-            if worker is not None:
-                await self.fleet.stop(worker, reason=error.message)
-        finally:
-            self._leave_slot()
-            if self._retiring is not None and self._retiring.retiring is not None:
-                await asyncio.wait({self._retiring.retiring})
-            if self._lease is not None:
-                self._lease.close()
+        if self._adopted is not None:
+            await self.fleet.stop_left_worker(self._adopted, error.message)
+        if worker is not None:
+            await self.fleet.stop(worker, reason=error.message)
+        self._leave_slot()
+        if self._retiring is not None and self._retiring.retiring is not None:
+            await asyncio.wait({self._retiring.retiring})
+        if self._lease is not None:
+            self._lease.close()
 
     # --- Towards the lease --------------------------------------------------------------------
 
@@ -500,9 +497,7 @@ class Sampler:
             if not may_repeat():
                 raise WorkerDied(f"the sampler died during {during}: {error}") from error
         if self.worker is client.worker:
-            with suppress(TimeoutError):  # no end is reported: only the connection broke
-                async with asyncio.timeout(EXIT_REPORT_PATIENCE):
-                    await self._died.wait()
+            await self.fleet.await_exit(self._died, patience=EXIT_REPORT_PATIENCE)
         try:
             async with self._turn(version) as client:
                 return await send(client)

@@ -22,7 +22,14 @@ from gateway.storage.database import Database
 from gateway.storage.tables import workers
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.base import Launcher
-from tandem.errors import GatewaySuperseded, TandemError, WorkerCrashed, WorkerDied
+from tandem.errors import (
+    GatewaySuperseded,
+    TandemError,
+    WorkerCrashed,
+    WorkerDied,
+    WorkerMayRun,
+    WorkerStartFailed,
+)
 from tandem.fencing import LEASE_METADATA_KEY
 from tandem.settings import GatewaySettings, TrainerSettings
 from tandem.telemetry import get_log
@@ -39,6 +46,8 @@ from tandem.worker import (
 
 _FIRST_WAIT = 0.5
 _JITTER = 0.2
+_ASK_AGAIN = 5.0
+"""Seconds until a launcher that could not say that a worker is gone is asked again."""
 
 
 @dataclass(eq=False)
@@ -123,7 +132,12 @@ class Backoff:
 
 @dataclass(eq=False, kw_only=True)
 class Fleet:
-    """Starts and stops workers by a launcher, and keeps a record and a row of each."""
+    """Starts and stops workers by a launcher, and keeps a record and a row of each.
+
+    Whatever returns when nothing of a worker is left returns only when that is known: the launcher
+    is asked again and again, also when nobody waits for the answer any more. A gateway that stops
+    meanwhile leaves the worker to the next one, which finds it (`open`).
+    """
 
     settings: GatewaySettings
     database: Database
@@ -136,6 +150,7 @@ class Fleet:
         self._next_number: defaultdict[str, int] = defaultdict(int)
         self._watchers: list[asyncio.Task[None]] = []
         self._given_up: dict[str, asyncio.Task[None]] = {}
+        self._ends: set[asyncio.Task[None]] = set()
         self._left: dict[str, WorkerHandle] = {}
         self._left_engines: list[WorkerHandle] = []
         self._log = get_log()
@@ -175,12 +190,13 @@ class Fleet:
     async def stop_left(self, *, except_of: Container[str] = ()) -> None:
         """Stop the trainers that an earlier gateway has left, except those of some runs."""
         for run_id in [each for each in self._left if each not in except_of]:
-            await self.stop_left_worker(self._left.pop(run_id), "its run has ended")
+            await self.stop_left_of(run_id)
 
     async def stop_left_of(self, run_id: str) -> None:
         """Stop the trainer of a run that was not adopted, if there is one."""
-        if (handle := self._left.pop(run_id, None)) is not None:
+        if (handle := self._left.get(run_id)) is not None:
             await self.stop_left_worker(handle, "its run has ended")
+            self._left.pop(run_id, None)  # not before: whoever cancels this stops what is left
 
     def has_left(self, run_id: str) -> bool:
         """Whether there is a trainer of a run that was not adopted yet."""
@@ -216,7 +232,8 @@ class Fleet:
             await self.stop_left_worker(handle, error.message)
             self._left.pop(run_id, None)
             return None
-        del self._left[run_id]  # not before: whoever cancels this stops what is left
+        if self._left.pop(run_id, None) is None:  # it was stopped meanwhile
+            return None
         return self._note_adopted(self._add_record(handle, on_exit), self._worker_of(handle))
 
     def take_engines(self) -> list[WorkerHandle]:
@@ -250,10 +267,11 @@ class Fleet:
         return self._note_adopted(record, worker)
 
     async def stop_left_worker(self, handle: WorkerHandle, reason: str) -> None:
-        """Kill a worker that an earlier gateway has left and nobody adopts."""
+        """Kill a worker that an earlier gateway has left and nobody adopts; return when nothing of
+        it is left."""
         self._log.info("worker_not_adopted", worker_id=handle.worker_id, reason=reason)
         self._write_end(handle.worker_id, reason)
-        await self.launcher.stop(handle.worker_id, at_once=True)
+        await self._end(handle.worker_id, at_once=True)
 
     def _note_adopted(self, record: WorkerRecord, worker: Worker) -> Worker:
         self._log.info("worker_adopted", worker_id=record.worker_id, run_id=record.run_id)
@@ -272,9 +290,11 @@ class Fleet:
         return record
 
     async def close(self, *, leaving: bool = False) -> None:
-        """Stop every worker, or, if they are left to the next gateway, those that only start."""
-        for watcher in self._watchers:
-            watcher.cancel()
+        """Stop every worker, or, if they are left to the next gateway, those that only start. Those
+        that do not end in time are left as well."""
+        asking = [*self._given_up.values(), *self._ends]
+        for task in (*self._watchers, *asking):
+            task.cancel()
         records = list(self._records.values())
         self._records.clear()
         for record in records:
@@ -283,7 +303,7 @@ class Fleet:
             if record.worker is not None:
                 await record.worker.channel.close()
         await self.launcher.close(leaving=leaving)
-        await asyncio.gather(*self._given_up.values(), return_exceptions=True)
+        await asyncio.gather(*asking, return_exceptions=True)
 
     def all(self) -> list[WorkerRecord]:
         """Return the workers that start or serve."""
@@ -348,11 +368,12 @@ class Fleet:
         return await self._start(spec.model_copy(update=again), on_exit)
 
     async def stop(self, worker: Worker, *, reason: str, at_once: bool = False) -> None:
-        """Stop a worker, or kill it `at_once`; return when nothing of it is left."""
+        """Stop a worker, or kill it `at_once`; return when nothing of it is left, however long that
+        takes."""
         if self._records.pop(worker.worker_id, None) is not None:
             self._write_end(worker.worker_id, reason)
         await worker.channel.close()
-        await self.launcher.stop(worker.worker_id, at_once=at_once)
+        await self._end(worker.worker_id, at_once=at_once)
 
     async def suspend(self, worker: Worker, *, timeout: float) -> None:
         """Have the host move the state of a worker that cannot sleep by itself off its devices.
@@ -380,9 +401,34 @@ class Fleet:
 
     async def _give_up(self, worker_id: str, reason: str) -> None:
         self._log.error("worker_given_up", worker_id=worker_id, reason=reason)
-        await self.launcher.stop(worker_id, at_once=True)
+        await self._ask_to_end(worker_id, at_once=True)
         if (record := self._records.get(worker_id)) is not None:
             await self._note_end(record, reason)
+
+    async def _end(self, worker_id: str, *, at_once: bool) -> None:
+        """Return when nothing is left of a worker. It goes on when whoever waits for it does not
+        any more."""
+        task = asyncio.create_task(
+            self._ask_to_end(worker_id, at_once=at_once), name=f"end-{worker_id}"
+        )
+        self._ends.add(task)
+        task.add_done_callback(self._ends.discard)
+        await asyncio.shield(task)
+
+    async def _ask_to_end(self, worker_id: str, *, at_once: bool) -> None:
+        began = time.monotonic()
+        while True:
+            try:
+                await self.launcher.stop(worker_id, at_once=at_once)
+                return
+            except WorkerMayRun as error:
+                self._log.error(
+                    "worker_not_stopped",
+                    worker_id=worker_id,
+                    reason=error.message,
+                    seconds=round(time.monotonic() - began, 1),
+                )
+            await asyncio.sleep(_ASK_AGAIN)
 
     def _new_id(self, kind: WorkerKind, session_id: str) -> str:
         prefix = f"{kind}-{session_id}"
@@ -413,9 +459,11 @@ class Fleet:
             self._records.pop(worker_id, None)
             reason = error.message if isinstance(error, TandemError) else "the start was cancelled"
             self._write_end(worker_id, reason)
-            if not isinstance(error, TandemError):
-                await self.launcher.stop(worker_id)
             self._log.warning("worker_start_failed", worker_id=worker_id, reason=reason)
+            if isinstance(error, WorkerMayRun) or not isinstance(error, TandemError):
+                await self._end(worker_id, at_once=True)
+            if isinstance(error, WorkerMayRun):
+                raise WorkerStartFailed(error.message) from error
             raise
         self._log.info(
             "worker_ready",
@@ -469,6 +517,18 @@ class Fleet:
             await record.worker.channel.close()
         except Exception:  # noqa: BLE001 - later exits must still be handled
             self._log.exception("exit_not_handled", worker_id=record.worker_id)
+
+    async def await_exit(self, ended: asyncio.Event, *, patience: float) -> None:
+        """Wait until the end of a worker whose connection broke has been reported, or it is clear
+        that only the connection broke: whoever would report it answers, and has not within
+        `patience` seconds."""
+        while not ended.is_set():
+            reports = self.launcher.reports
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await ended.wait()
+            if reports and self.launcher.reports:
+                return
 
     async def _ask_for_heartbeats(self) -> None:
         """Ask the workers again and again, all at once. A worker that does not answer is shown, and

@@ -16,6 +16,7 @@ from pathlib import Path
 import orjson
 
 from tandem.agent.pool import Pool, default_command, start_child
+from tandem.agent.process_groups import FILE_NAME, ProcessGroups
 from tandem.agent.suspender import CudaCheckpoint, ProcessSuspender, uses_gpu
 from tandem.agent.worker_process import WorkerProcess, group_members
 from tandem.errors import IllegalTransition, SuspendFailed, WorkerStartFailed, without_paths
@@ -32,13 +33,14 @@ from tandem.worker import (
 )
 
 _REMEMBERED = 256
-"""Exits that are told to a watcher that comes later."""
+"""Exits that are told to a watcher that comes later, and workers that start no more."""
 _PRELOADED_BACKEND: str = TrainerSettings.model_fields["backend"].default
 
 
 @dataclass(eq=False, kw_only=True)
 class ProcessLauncher:
-    """Implements the gateway's `Launcher`, and does what the agent is asked for.
+    """Implements the gateway's `Launcher`, and does what the agent is asked for. It knows what is
+    left of its workers.
 
     `command` says what to run for a kind; `--report-fd N` is added to it. Output is appended to
     `data_dir/logs/WORKER.log`. `pool`: how many processes to keep started for the next workers.
@@ -53,12 +55,14 @@ class ProcessLauncher:
     def __post_init__(self) -> None:
         self._workers: dict[str, WorkerProcess] = {}
         self._ended: deque[WorkerProcess] = deque(maxlen=_REMEMBERED)
+        self._stopped: deque[str] = deque(maxlen=_REMEMBERED)
         self._watchers: list[asyncio.Queue[WorkerExit | None]] = []
         self._stopping: set[asyncio.Task[None]] = set()
         self._switching: set[asyncio.Task[None]] = set()
         self._spawning = asyncio.Lock()
-        self._closed = False
+        self._closed = self._over = False
         self._log = get_log()
+        self.groups = ProcessGroups(self.data_dir / FILE_NAME)
         self.idle = Pool(sizes=self.pool, command=self.command, quiet=self._quiet)
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
@@ -67,6 +71,8 @@ class ProcessLauncher:
                 raise WorkerStartFailed("the launcher is closed")
             if spec.worker_id in self._workers:
                 raise WorkerStartFailed(f"worker {spec.worker_id} runs already")
+            if spec.worker_id in self._stopped:  # the request was late
+                raise WorkerStartFailed(f"worker {spec.worker_id} was stopped before it started")
             if spec.lease:
                 spec = spec.model_copy(update={"no_suspender": self.suspender.why_not()})
             try:
@@ -76,7 +82,7 @@ class ProcessLauncher:
                     f"the {spec.kind} could not be started: {without_paths(str(error))}"
                 ) from error
             self._workers[spec.worker_id] = worker  # `stop` finds it from here on
-            worker.ended.add_done_callback(lambda _: self._forget(worker))
+            worker.ended.add_done_callback(lambda _: self._note_end(worker))
         try:
             handle = await worker.reported()
         except BaseException:  # a cancelled start leaves nothing behind either
@@ -108,9 +114,11 @@ class ProcessLauncher:
             worker.awaited = False
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
-        """Whoever asks for it may go away meanwhile: what was asked to end is killed in time."""
+        """Whoever asks for it may go away meanwhile: what was asked to end is killed in time. One
+        that is not known has ended, also if an earlier agent started it."""
         async with self._spawning:  # one that is being spawned is known after this
             worker = self._workers.get(worker_id)
+            self._stopped.append(worker_id)
         if worker is not None:
             stopping = asyncio.create_task(worker.kill() if at_once else worker.stop())
             self._stopping.add(stopping)
@@ -164,13 +172,21 @@ class ProcessLauncher:
             processes=len(worker.suspended),
         )
 
+    @property
+    def reports(self) -> bool:
+        return True
+
     def ids(self) -> tuple[str, ...]:
         """Return the ids of all workers, those included that have reported no address yet."""
         return tuple(self._workers)
 
     async def list(self) -> list[WorkerHandle]:
-        workers = [worker for worker in self._workers.values() if not worker.expected]
-        return [worker.handle for worker in workers if worker.handle is not None]
+        async with self._spawning:  # one that is being spawned is known after this
+            workers = tuple(self._workers.values())
+        ending = [worker for worker in workers if worker.expected or worker.handle is None]
+        await asyncio.gather(*(worker.kill() for worker in ending))
+        running = [worker for worker in workers if worker not in ending]
+        return [worker.handle for worker in running if worker.handle is not None]
 
     async def describe_host(self) -> Host:
         return this_host()
@@ -186,7 +202,7 @@ class ProcessLauncher:
         for worker in self._ended:
             queue.put_nowait(_exit_of(worker))
         self._watchers.append(queue)
-        if self._closed:
+        if self._over:
             queue.put_nowait(None)
         return self._exits(queue)
 
@@ -196,7 +212,11 @@ class ProcessLauncher:
         self._closed = True
         async with self._spawning:  # a worker that is being spawned is registered after this
             workers = tuple(self._workers.values())
-        await asyncio.gather(self.idle.close(), *(worker.stop() for worker in workers))
+        ends = (self.idle.close(), *(worker.stop() for worker in workers))
+        for fault in await asyncio.gather(*ends, return_exceptions=True):
+            if fault is not None:
+                raise fault
+        self._over = True  # not before: who watches takes it for the end of all workers
         self._tell(None)
 
     async def _spawn(self, spec: WorkerSpec) -> WorkerProcess:
@@ -223,6 +243,11 @@ class ProcessLauncher:
                 child = await start_child(self.command(spec.kind), line=line, output=log_fd)
         finally:
             os.close(log_fd)
+        try:
+            self.groups.add(child.pid)
+        except OSError:
+            child.kill()
+            raise
         return WorkerProcess(
             spec=spec,
             process=child.process,
@@ -238,6 +263,10 @@ class ProcessLauncher:
         return not self._spawning.locked() and not any(
             worker.starts for worker in self._workers.values()
         )
+
+    def _note_end(self, worker: WorkerProcess) -> None:
+        self._forget(worker)
+        self.groups.remove(worker.pid)
 
     def _forget(self, worker: WorkerProcess) -> None:
         worker_id = worker.spec.worker_id

@@ -59,6 +59,12 @@ class Child:
     def pid(self) -> int:
         return self.process.pid
 
+    def kill(self) -> None:
+        """Kill its group, and let go of it."""
+        kill_group(self.pid)
+        os.close(self.lifeline_fd)
+        os.close(self.report_fd)
+
 
 async def start_child(
     command: list[str],
@@ -128,10 +134,8 @@ class _Idle:
 
     def kill(self) -> None:
         """Kill it, and let go of it."""
-        kill_group(self.child.pid)
+        self.child.kill()
         self.socket.close()
-        os.close(self.child.lifeline_fd)
-        os.close(self.child.report_fd)
 
     async def gone(self) -> None:
         """Return when it has ended, or will not end: stuck in the kernel."""

@@ -84,7 +84,10 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
         request: agent_pb2.StopWorkerRequest,
         context: Context,
     ) -> agent_pb2.StopWorkerReply:
-        await self._launcher.stop(request.worker_id, at_once=request.at_once)
+        try:
+            await self._launcher.stop(request.worker_id, at_once=request.at_once)
+        except TandemError as error:
+            return agent_pb2.StopWorkerReply(failure=error.to_failure())
         return agent_pb2.StopWorkerReply()
 
     async def Suspend(
@@ -106,9 +109,11 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
         request: agent_pb2.ListWorkersRequest,
         context: Context,
     ) -> agent_pb2.ListWorkersReply:
-        return agent_pb2.ListWorkersReply(
-            workers=[self._worker(handle) for handle in await self._launcher.list()]
-        )
+        try:
+            handles = await self._launcher.list()
+        except TandemError as error:
+            return agent_pb2.ListWorkersReply(failure=error.to_failure())
+        return agent_pb2.ListWorkersReply(workers=[self._worker(handle) for handle in handles])
 
     async def Watch(
         self,
@@ -199,7 +204,9 @@ def _locked(data_dir: Path) -> Iterator[None]:
 
 @asynccontextmanager
 async def serving(launcher: ProcessLauncher, *, data_dir: Path) -> AsyncIterator[None]:
-    """Serve on the data directory's socket while the block runs; stop every worker after it."""
+    """Serve on the data directory's socket while the block runs, once nothing is left of an earlier
+    agent's workers; stop every worker after it."""
+    await launcher.groups.end_earlier()
     server = grpc.aio.server(interceptors=[EpochInterceptor()])
     agent_pb2_grpc.add_AgentServicer_to_server(AgentServicer(launcher), server)
     path = socket_path(data_dir)
@@ -213,9 +220,11 @@ async def serving(launcher: ProcessLauncher, *, data_dir: Path) -> AsyncIterator
     try:
         yield
     finally:
-        await launcher.close()
-        await server.stop(grace=1)
-        path.unlink(missing_ok=True)
+        try:
+            await launcher.close()
+        finally:
+            await server.stop(grace=1)
+            path.unlink(missing_ok=True)
 
 
 async def _serve_until_signalled(data_dir: Path, *, pool: Mapping[WorkerKind, int]) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import time
@@ -20,7 +21,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import ValidationError
 
-from tandem.errors import WorkerCrashed, WorkerStartFailed, without_paths
+from tandem.errors import WorkerCrashed, WorkerMayRun, WorkerStartFailed, without_paths
 from tandem.telemetry import get_log
 from tandem.worker import (
     GRPC_OPTIONS,
@@ -33,8 +34,10 @@ from tandem.worker import (
 _MAX_REPORT_BYTES = 2**20
 _LAST_REPORT_SECONDS = 1.0
 _GROUP_GONE_SECONDS = 10.0
-"""How long killed processes may take to disappear; GPU memory is freed in that time."""
+"""How long killed processes may take to disappear before it is told; GPU memory is freed in that
+time."""
 _POLL_SECONDS = 0.01
+_LONG_POLL_SECONDS = 1.0
 _TAIL_BYTES = 4096
 _TAIL_LINES = 5
 _NATIVE_CRASHES = frozenset(
@@ -131,7 +134,8 @@ class WorkerProcess:
             check.cancel()
 
     async def stop(self) -> None:
-        """Ask it to end, kill its group after the stop timeout, return when it has ended."""
+        """Ask it to end, kill its group after the stop timeout, return when nothing of it is left.
+        Raises `WorkerMayRun`, as `kill`."""
         self.expected = True
         with suppress(ProcessLookupError):  # it has ended
             self.process.terminate()
@@ -141,15 +145,18 @@ class WorkerProcess:
         await self.kill()
 
     async def kill(self) -> None:
-        """Kill its group and return when it has ended; the end counts as expected."""
+        """Kill its group and return when nothing of it is left; the end counts as expected. Raises
+        `WorkerMayRun` when something still is after a time, stuck in the kernel; the supervision
+        goes on waiting."""
         self.expected = True
         if not self.ended.done():
             kill_group(self.pid)
             await asyncio.wait(
                 {self.ended}, timeout=self.spec.stop_timeout + 2 * _GROUP_GONE_SECONDS
             )
-        if not self.ended.done():  # stuck in the kernel; the supervision goes on waiting
+        if not self.ended.done():
             self._log.error("worker_not_gone", members=group_members(self.pid))
+            raise WorkerMayRun(f"the {self.spec.kind} was killed, and is not gone yet")
 
     def _seconds_left(self) -> float:
         return max(0.0, self.deadline - asyncio.get_running_loop().time())
@@ -219,8 +226,8 @@ class WorkerProcess:
         while members := group_members(self.pid):
             if time.monotonic() > deadline:
                 self._log.error("worker_group_not_gone", members=members)
-                break
-            await asyncio.sleep(_POLL_SECONDS)
+                deadline = math.inf
+            await asyncio.sleep(_POLL_SECONDS if deadline < math.inf else _LONG_POLL_SECONDS)
         self.ended.set_result(self._error or self._describe_exit(status))
         if not self.failed.done():
             self.failed.set_result(None)

@@ -244,9 +244,19 @@ Global___StopWorkerRequest: typing_extensions.TypeAlias = StopWorkerRequest
 class StopWorkerReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    FAILURE_FIELD_NUMBER: builtins.int
+    @property
+    def failure(self) -> tandem.v1.common_pb2.Failure:
+        """Why something of the worker is left."""
+
     def __init__(
         self,
+        *,
+        failure: tandem.v1.common_pb2.Failure | None = ...,
     ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_failure", b"_failure", "failure", b"failure"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_failure", b"_failure", "failure", b"failure"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_failure", b"_failure"]) -> typing.Literal["failure"] | None: ...
 
 Global___StopWorkerReply: typing_extensions.TypeAlias = StopWorkerReply
 
@@ -311,14 +321,22 @@ class ListWorkersReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     WORKERS_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AgentWorker]: ...
+    @property
+    def failure(self) -> tandem.v1.common_pb2.Failure:
+        """Why something is left of those that were to end."""
+
     def __init__(
         self,
         *,
         workers: collections.abc.Iterable[Global___AgentWorker] | None = ...,
+        failure: tandem.v1.common_pb2.Failure | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_failure", b"_failure", "failure", b"failure"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_failure", b"_failure", "failure", b"failure", "workers", b"workers"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_failure", b"_failure"]) -> typing.Literal["failure"] | None: ...
 
 Global___ListWorkersReply: typing_extensions.TypeAlias = ListWorkersReply
 
@@ -340,7 +358,7 @@ class WatchReply(google.protobuf.message.Message):
     ENDED_FIELD_NUMBER: builtins.int
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """In the first message: the ids of all workers that run or start."""
+        """In the first message: the ids of all workers of which something is left."""
 
     @property
     def ended(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerEnded]: ...

@@ -126,8 +126,9 @@ class AgentServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """The workers that have bound their ports, whoever started them, without those that are being
-        stopped.
+        """The workers that have bound their ports, whoever started them. Those that are being stopped, or
+        were about to start for a gateway that is gone, are ended first: nothing is left of a worker
+        that is not among them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

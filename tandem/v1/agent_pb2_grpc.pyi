@@ -252,8 +252,9 @@ class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentWaitRe
     """The way back. With a failure of either, the worker is of no use: it is to be stopped."""
 
     List: _AgentListType
-    """The workers that have bound their ports, whoever started them, without those that are being
-    stopped.
+    """The workers that have bound their ports, whoever started them. Those that are being stopped, or
+    were about to start for a gateway that is gone, are ended first: nothing is left of a worker
+    that is not among them.
     """
 
     Watch: _AgentWatchType
@@ -358,8 +359,9 @@ class AgentServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.agent_pb2.ListWorkersRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.agent_pb2.ListWorkersReply, collections.abc.Awaitable[tandem.v1.agent_pb2.ListWorkersReply]]:
-        """The workers that have bound their ports, whoever started them, without those that are being
-        stopped.
+        """The workers that have bound their ports, whoever started them. Those that are being stopped, or
+        were about to start for a gateway that is gone, are ended first: nothing is left of a worker
+        that is not among them.
         """
 
     @abc.abstractmethod

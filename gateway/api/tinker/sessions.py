@@ -190,7 +190,8 @@ async def create_session(
 async def finish_session(
     session_id: PathText, body: Finish, gateway: GatewayDep, access: AccessDep, audit: AuditDep
 ) -> None:
-    """End a session. Answers when its workers are stopped; the first reason counts."""
+    """End a session. Answers when its workers are stopped, or when they should have been; the
+    first reason counts."""
     audit.note(session_id, reason=body.reason.type)
     with suppress(SessionFinished):  # the first reason counts; this only waits for the end
         await access.session(session_id)

@@ -27,6 +27,11 @@ def make_launcher(settings: GatewaySettings, epoch: Epoch) -> Launcher:
     match settings.launcher:
         case "agent":
             bound = settings.worker_start_timeout + settings.worker_stop_timeout + _CALL_SECONDS
-            return AgentLauncher(data_dir=settings.data_dir, timeout=bound, epoch=epoch)
+            return AgentLauncher(
+                data_dir=settings.data_dir,
+                timeout=bound,
+                stop_timeout=settings.worker_stop_timeout,
+                epoch=epoch,
+            )
         case unknown:
             raise InvalidRequest(f"unknown TANDEM_LAUNCHER {unknown!r}; known: agent")

@@ -14,7 +14,7 @@ import grpc.aio
 
 from gateway.workers.epoch import Epoch
 from tandem.agent.service import agent_address, socket_path
-from tandem.errors import WorkerStartFailed, from_failure
+from tandem.errors import WorkerMayRun, WorkerStartFailed, from_failure
 from tandem.host import Accelerator, Host
 from tandem.telemetry import get_log
 from tandem.v1 import agent_pb2, agent_pb2_grpc
@@ -30,6 +30,8 @@ from tandem.worker import (
 _CONNECT_SECONDS = 10.0
 _RETRY_SECONDS = 0.1
 _BEYOND_START = 60.0
+_BEYOND_STOP = 30.0
+"""Twice a worker's stop timeout and so long: after that the agent says that it is not gone."""
 _OPTIONS = [
     *GRPC_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -57,12 +59,16 @@ class AgentLauncher:
     """Implements `Launcher`.
 
     The agent is that of the data directory. It may start after the gateway, and once more while
-    the gateway runs: its workers have ended then, which the watchers are told. A call to it may
-    take `timeout` seconds, and longer for a worker that may take longer to start.
+    the gateway runs. What is known of a worker, the agent has said: that nothing is left of it, or,
+    being another agent than the one that started it, that it does not know it, since an agent
+    answers only when nothing is left of the workers of the one before. A connection that breaks
+    says nothing. A call may take `timeout` seconds, and longer for a worker that may take longer to
+    start; `stop_timeout` is how long workers may take to end.
     """
 
     data_dir: Path
     timeout: float
+    stop_timeout: float
     epoch: Epoch
 
     def __post_init__(self) -> None:
@@ -72,7 +78,12 @@ class AgentLauncher:
         self._watchers: list[asyncio.Queue[WorkerExit | None]] = []
         self._following: asyncio.Task[None] | None = None
         self._closed = False
+        self._watches = False
         self._log = get_log()
+
+    @property
+    def reports(self) -> bool:
+        return self._watches
 
     @cached_property
     def _channel(self) -> grpc.aio.Channel:
@@ -110,15 +121,21 @@ class AgentLauncher:
             raise
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
-        self._workers.pop(worker_id, None)
+        """Waits for the next agent, too, while the gateway runs."""
         request = agent_pb2.StopWorkerRequest(worker_id=worker_id, at_once=at_once)
         try:
-            await self._stub.Stop(request, metadata=self.epoch.metadata, timeout=self.timeout)
+            reply = await self._stub.Stop(
+                request,
+                metadata=self.epoch.metadata,
+                timeout=2 * self.stop_timeout + _BEYOND_STOP,
+                wait_for_ready=not self._closed,
+            )
         except grpc.aio.AioRpcError as error:
             self.epoch.check(error)
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:  # it has ended, and all its workers
-                reason = f"{error.code().name}: {error.details()}"
-                self._log.error("worker_not_stopped", worker_id=worker_id, reason=reason)
+            raise _unknown(error) from error
+        if reply.HasField("failure"):
+            raise from_failure(reply.failure)
+        self._workers.pop(worker_id, None)
 
     async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
         await self._switch(self._stub.Suspend, worker_id, lease, timeout)
@@ -128,6 +145,8 @@ class AgentLauncher:
 
     async def list(self) -> list[WorkerHandle]:
         reply = await self._ask(self._stub.List, agent_pb2.ListWorkersRequest())
+        if reply.HasField("failure"):
+            raise from_failure(reply.failure)
         self._workers.update({worker.worker_id: worker for worker in reply.workers})
         return [_handle(worker) for worker in reply.workers]
 
@@ -165,7 +184,7 @@ class AgentLauncher:
 
     async def close(self, *, leaving: bool = False) -> None:
         """Stop every worker that this launcher started or listed, unless they are left; the agent
-        goes on."""
+        goes on. The next gateway finds those that do not end."""
         if self._closed:
             return
         self._closed = True
@@ -173,7 +192,12 @@ class AgentLauncher:
             self._following.cancel()
             await asyncio.wait({self._following})
         if not leaving:
-            await asyncio.gather(*(self.stop(each) for each in {*self._workers, *self._starting}))
+            workers = {*self._workers, *self._starting}
+            stops = (self.stop(each) for each in workers)
+            ends = await asyncio.gather(*stops, return_exceptions=True)
+            for worker_id, fault in zip(workers, ends, strict=True):
+                if fault is not None:
+                    self._log.error("worker_not_stopped", worker_id=worker_id, reason=str(fault))
         await self._channel.close()
         for queue in self._watchers:
             queue.put_nowait(None)
@@ -195,7 +219,8 @@ class AgentLauncher:
     async def _ask(
         self, method: Method[Request, Reply], request: Request, *, start_timeout: float = 0.0
     ) -> Reply:
-        """Raises `WorkerStartFailed` when the agent does not answer."""
+        """Raises `WorkerStartFailed` when there is no agent, `WorkerMayRun` when it does not
+        answer: it may have done what it was asked for."""
         if self._closed:
             raise WorkerStartFailed("the launcher is closed")
         try:
@@ -204,12 +229,7 @@ class AgentLauncher:
             return await method(request, metadata=self.epoch.metadata, timeout=timeout)
         except grpc.aio.AioRpcError as error:
             self.epoch.check(error)
-            reason = (
-                "has ended"
-                if error.code() is grpc.StatusCode.UNAVAILABLE
-                else f"answered {error.code().name}: {error.details()}"
-            )
-            raise WorkerStartFailed(f"the agent that starts workers {reason}") from error
+            raise _unknown(error) from error
         except (asyncio.CancelledError, grpc.aio.UsageError):
             # Closing a channel cancels its calls, which is no cancellation of the current task.
             task = asyncio.current_task()
@@ -236,9 +256,10 @@ class AgentLauncher:
             ) from None
 
     async def _follow(self) -> None:
-        """Tell the watchers of exits. The stream of them ends when the agent does."""
+        """Tell the watchers of exits. A stream of them that ends as it should says that nothing is
+        left of any worker, and the beginning of the next one of which something is."""
         while True:
-            known, first = set(self._workers), True
+            known = set(self._workers)
             try:
                 request, metadata = agent_pb2.WatchRequest(), self.epoch.metadata
                 async for reply in self._stub.Watch(
@@ -246,14 +267,15 @@ class AgentLauncher:
                 ):
                     for ended in reply.ended:
                         self._tell(ended.worker_id, ended.reason)
-                    if first:
+                    if not self._watches:
+                        self._watches = True
                         self._tell_lost(known.difference(reply.running))
-                        first = False
+                self._tell_lost(tuple(self._workers))
             except grpc.aio.AioRpcError as error:
                 self.epoch.check(error)
-            if not first:
+            if self._watches:
+                self._watches = False
                 self._log.error("agent_lost", workers=len(self._workers))
-            self._tell_lost(tuple(self._workers))
             await asyncio.sleep(_RETRY_SECONDS)
 
     def _tell_lost(self, worker_ids: Collection[str]) -> None:
@@ -265,6 +287,15 @@ class AgentLauncher:
         self._workers.pop(worker_id, None)
         for queue in self._watchers:
             queue.put_nowait(WorkerExit(worker_id=worker_id, reason=reason))
+
+
+def _unknown(error: grpc.aio.AioRpcError) -> WorkerMayRun:
+    reason = (
+        "has ended"
+        if error.code() is grpc.StatusCode.UNAVAILABLE
+        else f"answered {error.code().name}: {error.details()}"
+    )
+    return WorkerMayRun(f"the agent that starts workers {reason}")
 
 
 def _handle(worker: agent_pb2.AgentWorker) -> WorkerHandle:

@@ -13,13 +13,22 @@ from tandem.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec
 
 
 class Launcher(Protocol):
-    """Starts and stops workers. All methods belong to one event loop."""
+    """Starts and stops workers. All methods belong to one event loop.
+
+    That a worker is gone is said only when it is known: nothing is left of its processes. What the
+    launcher cannot say, because whoever runs the workers does not answer, raises `WorkerMayRun`.
+    """
+
+    @property
+    def reports(self) -> bool:
+        """Whether it would tell of an exit now: whoever runs the workers answers."""
+        ...
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         """Start a worker; return once it has bound its port and reported its address.
 
         Raises `WorkerStartFailed` with the worker's own reason, or with the end of its log;
-        then nothing of the worker is left.
+        then nothing of the worker is left. Raises `WorkerMayRun`.
         """
         ...
 
@@ -27,7 +36,8 @@ class Launcher(Protocol):
         """Return once the worker's gRPC health service says SERVING.
 
         Raises `WorkerStartFailed` as soon as the worker ends, or when its start timeout
-        (counted from `start`) is over; then nothing of the worker is left.
+        (counted from `start`) is over; then nothing of the worker is left. Raises
+        `WorkerMayRun`.
         """
         ...
 
@@ -35,8 +45,9 @@ class Launcher(Protocol):
         """Ask the worker to end, and kill it when it has not within the stop timeout; `at_once`:
         kill it without asking.
 
-        Returns when nothing of it is left. Does nothing for a worker that has ended or is
-        not known.
+        Returns when nothing of it is left, also for one that has ended or is not known. Raises
+        `WorkerMayRun` otherwise, after a time; it may be asked again, and what was asked for is
+        still done by whoever heard of it.
         """
         ...
 
@@ -55,12 +66,13 @@ class Launcher(Protocol):
 
     async def list(self) -> list[WorkerHandle]:
         """Return the running workers that have reported an address, also those that another
-        gateway started, without those that are being stopped."""
+        gateway started. Those that it was about to start or to stop are ended first: nothing is
+        left of a worker that is not returned. Raises `WorkerStartFailed` or `WorkerMayRun`."""
         ...
 
     async def describe_host(self) -> Host:
-        """Return what the host of the workers has. Raises `WorkerStartFailed` when it cannot be
-        reached."""
+        """Return what the host of the workers has. Raises `WorkerStartFailed` or `WorkerMayRun`
+        when it cannot be reached."""
         ...
 
     def describe(self, worker_id: str) -> WorkerDetails:
@@ -70,13 +82,13 @@ class Launcher(Protocol):
     def watch(self) -> AsyncIterator[WorkerExit]:
         """Yield every exit that was not requested and that no `start` or `wait_ready` raised.
 
-        Each exit goes to every iterator that existed when it happened. Those that happened just
-        before may come first, for a gateway that was not there. The iterators finish when the
-        launcher is closed.
+        Each exit goes to every iterator that existed when it happened, once nothing is left of
+        the worker. Those that happened just before may come first, for a gateway that was not
+        there. The iterators finish when the launcher is closed.
         """
         ...
 
     async def close(self, *, leaving: bool = False) -> None:
-        """Start no more workers, and stop every one, unless they are left to the next gateway.
-        Idempotent."""
+        """Start no more workers, and stop every one, unless they are left to the next gateway; so
+        are those that do not end in time. Idempotent."""
         ...

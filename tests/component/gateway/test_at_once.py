@@ -177,6 +177,26 @@ def test_nothing_of_a_run_is_collected_until_its_trainer_is_stopped(tmp_path, mo
         assert set(others) == {"its files are collected"}
 
 
+def test_whoever_ends_a_session_does_not_wait_for_ever_for_a_trainer_that_keeps_its_place(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("gateway.core._BEYOND_STOP", 0.1)
+    with running_gateway(
+        tmp_path, launcher=StopsSlowly(), session_ttl=600, worker_stop_timeout=0.1
+    ) as gate:
+        session = gate.session_id()
+        run_id = gate.run_id(session)
+        gate.run(
+            gate.gateway.end_session(
+                session_id=session, state="finished", reason="success", detail=""
+            )
+        )
+        assert gate.launcher.events == ["the stop begins"]
+        assert gate.gateway.places.get(run_id) is not None
+        gate.run(gate.launcher.may_stop.set)
+        wait_until(lambda: gate.gateway.places.get(run_id) is None)
+
+
 def test_a_session_whose_end_cannot_be_written_ends_all_the_same(gate, monkeypatch):
     session = gate.session_id()
     gate.retrieve(gate.run(creation(gate, session)))

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,9 +17,10 @@ import gateway.workers.launchers.agent
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.agent import AgentLauncher
 from tandem.agent.launcher import ProcessLauncher
+from tandem.agent.process_groups import FILE_NAME, ProcessGroups
 from tandem.agent.service import AgentServicer, serving, socket_path
 from tandem.agent.worker_process import group_members
-from tandem.errors import WorkerStartFailed
+from tandem.errors import WorkerMayRun, WorkerStartFailed
 from tandem.v1 import agent_pb2
 from tandem.worker import WorkerSpec
 from tests.support.waiting import until
@@ -34,11 +36,26 @@ def agent_of(data_dir: Path, behaviour: str = "serve"):
     return serving(launcher, data_dir=data_dir)
 
 
+@contextlib.contextmanager
+def running(*command: str):
+    """A process, the leader of its own group, for the length of the block."""
+    process = subprocess.Popen(
+        command,
+        start_new_session=True,
+        env=os.environ | {"TANDEM_POOL_TRAINERS": "0", "TANDEM_POOL_SAMPLERS": "0"},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
 @contextlib.asynccontextmanager
 async def gateway_of(data_dir: Path):
     """A gateway's launcher that ends as a killed gateway's does: its workers stay."""
     epoch = Epoch(number=1, superseded=lambda: None)
-    launcher = AgentLauncher(data_dir=data_dir, timeout=120, epoch=epoch)
+    launcher = AgentLauncher(data_dir=data_dir, timeout=120, stop_timeout=10, epoch=epoch)
     try:
         yield launcher
     finally:
@@ -164,7 +181,75 @@ async def test_a_gateway_without_an_agent_says_how_to_start_one(tmp_path, monkey
     async with gateway_of(tmp_path) as launcher:
         with pytest.raises(WorkerStartFailed, match="start one with `tandem agent`"):
             await launcher.list()
-        await launcher.stop("of-an-agent-that-is-gone")
+
+
+async def test_the_end_of_a_worker_is_known_when_the_next_agent_says_so(tmp_path):
+    async with gateway_of(tmp_path) as launcher:
+        async with agent_of(tmp_path):
+            handle = await launcher.start(spec())
+        stop = asyncio.create_task(launcher.stop(handle.worker_id))
+        await asyncio.sleep(0)
+        async with agent_of(tmp_path):
+            await asyncio.wait_for(stop, 60)
+
+
+async def test_an_agent_that_is_frozen_says_nothing_of_a_worker_that_was_to_end(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(gateway.workers.launchers.agent, "_BEYOND_STOP", -19.5)
+    with running(sys.executable, "-m", "tandem.agent", "--data-dir", str(tmp_path)) as agent:
+        async with gateway_of(tmp_path) as launcher:
+            await launcher.list()
+            agent.send_signal(signal.SIGSTOP)
+            with pytest.raises(WorkerMayRun, match="DEADLINE_EXCEEDED"):
+                await launcher.stop("w")
+            agent.send_signal(signal.SIGCONT)
+            monkeypatch.undo()
+            await launcher.stop("w")
+
+
+async def test_an_agent_serves_when_nothing_is_left_of_the_workers_of_the_one_before(tmp_path):
+    """A process that takes no notice of its lifeline stands for one that dies slowly."""
+    with running("sleep", "600") as survivor:
+        ProcessGroups(tmp_path / FILE_NAME).add(survivor.pid)
+        async with agent_of(tmp_path), gateway_of(tmp_path) as launcher:
+            await launcher.stop("of-the-agent-before")
+            assert group_members(survivor.pid) == []
+
+
+async def test_an_agent_notes_its_workers_while_they_run_and_leaves_other_processes_alone(tmp_path):
+    file = tmp_path / FILE_NAME
+    with running("sleep", "600") as other:
+        file.write_text(f"{other.pid} since another time\n")
+        async with agent_of(tmp_path), gateway_of(tmp_path) as launcher:
+            assert group_members(other.pid), "it was started later, and has the number by chance"
+            handle = await launcher.start(spec())
+            assert str(launcher.describe(handle.worker_id).pid) in file.read_text().split()
+            await launcher.stop(handle.worker_id)
+            await until(lambda: not file.read_text().strip(), what="it is noted no more")
+
+
+async def test_a_worker_that_was_stopped_does_not_start_by_a_request_that_comes_late(tmp_path):
+    async with agent_of(tmp_path), gateway_of(tmp_path) as launcher:
+        await launcher.stop(spec().worker_id)
+        with pytest.raises(WorkerStartFailed, match="was stopped before it started"):
+            await launcher.start(spec())
+
+
+async def test_what_an_earlier_gateway_was_about_to_start_is_ended_before_the_next_one_knows(
+    tmp_path,
+):
+    launcher = ProcessLauncher(
+        data_dir=tmp_path, command=lambda _: [sys.executable, DUMMY, "silent"]
+    )
+    async with serving(launcher, data_dir=tmp_path), gateway_of(tmp_path) as first:
+        starting = asyncio.create_task(first.start(spec()))
+        (worker,) = await until(lambda: tuple(launcher._workers.values()))
+        async with gateway_of(tmp_path) as second:
+            assert await second.list() == []
+            assert group_members(worker.pid) == []
+        with pytest.raises(WorkerStartFailed):
+            await starting
 
 
 async def test_only_its_user_may_open_the_socket_and_its_path_may_be_long(tmp_path):

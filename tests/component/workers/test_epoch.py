@@ -31,7 +31,7 @@ class Gateway:
         self.superseded: list[int] = []
         settings = GatewaySettings(data_dir=data_dir, worker_heartbeat=3600)
         mine = Epoch(number=epoch, superseded=lambda: self.superseded.append(epoch))
-        self.launcher = AgentLauncher(data_dir=data_dir, timeout=120, epoch=mine)
+        self.launcher = AgentLauncher(data_dir=data_dir, timeout=120, stop_timeout=10, epoch=mine)
         self.database = Database(url="", data_dir=data_dir)
         self.fleet = Fleet(
             settings=settings,

@@ -104,6 +104,10 @@ class FakeLauncher:
     async def resume(self, worker_id: str, *, lease: int, timeout: float) -> None:
         self.suspended.append(("resume", worker_id, lease))
 
+    @property
+    def reports(self) -> bool:
+        return True
+
     async def list(self) -> list[WorkerHandle]:
         return []
 

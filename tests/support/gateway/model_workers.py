@@ -564,6 +564,10 @@ class ModelLauncher:
             worker.die()
         await self._misfortune.delay(0.5)
 
+    @property
+    def reports(self) -> bool:
+        return True
+
     async def list(self) -> list[WorkerHandle]:
         return [worker.handle for worker in self._host.workers.values()]
 

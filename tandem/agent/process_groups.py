@@ -1,0 +1,119 @@
+"""The process groups of an agent's workers, in a file, for the agent that comes after it.
+
+When an agent is killed, its workers are killed by their lifelines. To be killed is not to be gone:
+to free the memory of a device takes a process seconds, and one that is stuck in the kernel stays.
+So the next agent serves only when nothing is left of these groups: a worker that it does not know
+is gone then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from tandem.agent.worker_process import group_members, kill_group
+from tandem.errors import WorkerStartFailed
+from tandem.telemetry import get_log
+
+FILE_NAME = "agent.groups"
+
+_LINE_BYTES = 80
+_LINES = 64
+"""The room that the file has from the beginning, so that a full disk keeps no worker from its
+start."""
+_PATIENCE = 60.0
+_POLL_SECONDS = 0.05
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class ProcessGroups:
+    """Of one agent; `path` is the file. Each group has a line of it, at a fixed place, with what
+    tells its first process from a later one with the same number."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines: list[int] = []
+
+    async def end_earlier(self) -> None:
+        """Kill what an earlier agent's workers have left; return when nothing is. Raises
+        `WorkerStartFailed` when something stays."""
+        earlier, size = self._read()
+        deadline = time.monotonic() + _PATIENCE
+        while left := [pgid for pgid, born in earlier.items() if _is_left(pgid, born)]:
+            if time.monotonic() > deadline:
+                raise WorkerStartFailed(
+                    f"processes of an earlier agent's workers do not end: {_members(left)}"
+                )
+            for pgid in left:
+                kill_group(pgid)
+            await asyncio.sleep(_POLL_SECONDS)
+        if earlier:
+            get_log().info("earlier_workers_gone", groups=list(earlier))
+        self._lines = [0] * max(_LINES, size)
+        self._write(0, *[""] * len(self._lines))
+
+    def add(self, pgid: int) -> None:
+        """Note a group. Raises `OSError` if that cannot be written."""
+        if 0 not in self._lines:
+            self._lines.append(0)
+        number = self._lines.index(0)
+        self._write(number, f"{pgid} {_born(pgid)}")
+        self._lines[number] = pgid
+
+    def remove(self, pgid: int) -> None:
+        """Note that nothing is left of a group."""
+        number = self._lines.index(pgid)
+        self._lines[number] = 0
+        self._write(number, "")
+
+    def _read(self) -> tuple[dict[int, str], int]:
+        """Return the groups of the file, each with the birth of its first process, and the number
+        of its lines."""
+        if not self._path.exists():
+            return {}, 0
+        lines = [line.split(maxsplit=1) for line in self._path.read_text().splitlines()]
+        return {int(line[0]): line[1].rstrip() for line in lines if line}, len(lines)
+
+    def _write(self, first: int, *texts: str) -> None:
+        with self._path.open("r+b" if self._path.exists() else "w+b") as file:
+            file.seek(first * _LINE_BYTES)
+            file.write(b"".join(map(_line, texts)))
+
+
+def _line(text: str) -> bytes:
+    return text.encode().ljust(_LINE_BYTES - 1) + b"\n"
+
+
+def _is_left(pgid: int, born: str) -> bool:
+    """Whether processes of this very group run. Its number is not given to another process while
+    there is one of it, also when the first one has ended."""
+    first = _born(pgid)
+    same = first in ("", born) and born.startswith(_boot())
+    return same and bool(group_members(pgid))
+
+
+def _members(groups: list[int]) -> list[int]:
+    return [pid for pgid in groups for pid in group_members(pgid)]
+
+
+def _boot() -> str:
+    return _BOOT_ID.read_text().strip() if sys.platform == "linux" else ""
+
+
+def _born(pid: int) -> str:
+    """Return since when a process runs; "" if there is none."""
+    if sys.platform != "linux":
+        try:
+            return str(psutil.Process(pid).create_time())
+        except psutil.NoSuchProcess:
+            return ""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    ticks = status.rpartition(")")[2].split()[19]  # not psutil's time: it moves with the clock
+    return f"{_boot()} {ticks}"
