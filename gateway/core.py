@@ -27,6 +27,7 @@ from gateway.metrics import Metrics
 from gateway.placement.asks import check_defaults
 from gateway.placement.groups import DeviceGroup, groups_of
 from gateway.placement.leases import Leases
+from gateway.placement.memory import HostMemory
 from gateway.placement.places import Places
 from gateway.retention import Retention
 from gateway.runs.history import RunHistory
@@ -199,8 +200,16 @@ class Gateway:
             metrics=metrics,
             epoch=epoch,
         )
+        self.memory = HostMemory(
+            spill_folder=settings.spill_dir or data_dir.absolute() / "spill",
+            least_free=settings.min_free_bytes,
+        )
         self.leases = Leases(
-            database=database, settings=settings.sharing, metrics=metrics, epoch=epoch.number
+            database=database,
+            settings=settings.sharing,
+            memory=self.memory,
+            metrics=metrics,
+            epoch=epoch.number,
         )
         self.sampling = SamplingSessionRegistry(
             database=database,
@@ -301,12 +310,13 @@ class Gateway:
         host = await self.fleet.launcher.describe_host()
         groups = groups_of(self.settings, host)  # before there are workers to lose by a mistake
         await self.fleet.open()
-        await self.leases.open(groups)
+        most = self.settings.host_memory_bytes or host.memory_bytes * 9 // 10
+        await self.leases.open(groups, host_memory_bytes=most)
         await self.sessions.open()
         shared = await self.runs.shared_trainers()
         await self.places.open(
             groups,
-            host_memory_bytes=self.settings.host_memory_bytes or host.memory_bytes * 9 // 10,
+            host_memory_bytes=most,
             is_wanted=lambda place: (
                 place.key in shared or self.sessions.get(place.session_id) is not None
             ),
@@ -424,6 +434,16 @@ class Gateway:
             lambda: sum(run.state != "ended" for run in self.runs.all()),
         )
         watch("workers", "Workers that start or serve.", lambda: len(self.fleet.all()))
+        watch(
+            "host_memory_bytes",
+            "Host memory that the workers of leased groups have, or may take in a switch.",
+            lambda: self.memory.used,
+        )
+        watch(
+            "host_memory_budget_bytes",
+            "Host memory that they may have; 0: not bounded.",
+            lambda: self.memory.budget,
+        )
         watch(
             "queued_operations",
             "Operations that have not ended.",

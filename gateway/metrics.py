@@ -14,6 +14,7 @@ GROUP_GAUGES = {
     "lease_waiters": "Workers that wait for the devices of a group.",
     "resident_bytes": "Bytes of the workers of a group on its devices, as of their last switches.",
     "sleeping_bytes": "Bytes of the workers of a group on the host, as of their last switches.",
+    "sleeping_disk_bytes": "Bytes of the workers of a group that are in files while they sleep.",
 }
 
 
@@ -79,6 +80,9 @@ class Metrics:
         )
         self.moved_bytes = self._counter(
             "moved_bytes", "Bytes that workers moved to sleep or to wake.", "group", "direction"
+        )
+        self.sleeps_refused = self._counter(
+            "sleeps_refused", "Times that a worker stayed awake for lack of room.", "group"
         )
         self._group_gauges = {
             name: Gauge(f"tandem_gateway_{name}", text, ["group"], registry=self.registry)

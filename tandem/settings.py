@@ -333,8 +333,13 @@ class GatewaySettings(BaseSettings):
     host_memory_bytes: int = Field(
         0,
         ge=0,
-        description="What all workers together may need of the host's memory, as far as they say; "
-        "0: nine tenths of it.",
+        description="What all workers together may have of the host's memory; 0: nine tenths of "
+        "it.",
+    )
+    spill_dir: Path | None = Field(
+        None,
+        description="Where trainers that sleep write their state when the host's memory is full; "
+        "by default below data_dir.",
     )
     model_defaults: dict[str, dict[str, str | int | float]] = Field(
         default_factory=dict,

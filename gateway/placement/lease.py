@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from gateway.placement.memory import SleepPlan
+from gateway.placement.memory import Residence, SleepPlan
 from tandem.errors import from_failure
 from tandem.v1 import common_pb2
 
@@ -76,7 +76,9 @@ class Lease:
     counts the calls under way; `in_step` has the runs whose gradients were computed and not applied
     yet. `since` is when it began to wait, `granted_at` when it got the devices, `idle_since` when
     its last use ended, `served_at` when it last gave them up, all in the time of the event loop.
-    `seconds` is how long it used them in all, `span_seconds` since they were granted.
+    `seconds` is how long it used them in all, `span_seconds` since they were granted. `why_not`
+    says why there was no room for its worker to sleep, since `refused_since`, or to wake; it stays
+    awake until `stays_until`.
     """
 
     key: str
@@ -86,9 +88,9 @@ class Lease:
     priority: int
     tenant: Tenant
     group: GroupLeases
+    residence: Residence
     state: LeaseState = "free"
     token: int = 0
-    present: bool = False
     closed: bool = False
     left: bool = False
     stopping: bool = False
@@ -104,8 +106,13 @@ class Lease:
     span_seconds: float = 0.0
     wake_seconds: float = 0.0
     sleep_seconds: float = 0.0
-    device_bytes: int = 0
-    host_bytes: int = 0
+    stays_until: float = 0.0
+    refused_since: float = 0.0
+    why_not: str = ""
+
+    @property
+    def present(self) -> bool:
+        return self.residence.present
 
     @asynccontextmanager
     async def use(self, *, begins_step: str = "", ends_step: str = "") -> AsyncIterator[int]:
@@ -134,7 +141,7 @@ class Lease:
 
     def worker_started(self) -> None:
         """Note that there is a process, which is awake. Call it within a use."""
-        self.present = True
+        self.residence.started()
 
     def worker_stops(self) -> None:
         """Note that the worker is being ended: a switch may fail, and nobody needs to kill it."""
@@ -142,8 +149,8 @@ class Lease:
 
     def worker_ended(self) -> None:
         """Note that nothing is left of the worker's process."""
-        self.present = self.stopping = False
-        self.device_bytes = self.host_bytes = 0
+        self.stopping = False
+        self.residence.ended()
         self.group.look()
 
     def close(self) -> None:

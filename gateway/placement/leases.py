@@ -17,19 +17,20 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from gateway.metrics import Metrics
 from gateway.placement.groups import DeviceGroup
 from gateway.placement.lease import Lease, Switched, Tenant
 from gateway.placement.lease_records import LeaseRecord, LeaseRecords, Span
-from gateway.placement.memory import TO_HOST_MEMORY
+from gateway.placement.memory import HostMemory, Residence, SleepPlan, Way
 from gateway.placement.policy import Holder, Waiter, gives_way_at, in_turn
 from gateway.storage.database import Database
 from gateway.workers.clients import WorkerUnavailable
-from tandem.errors import StorageFailed
+from tandem.errors import CannotSleep, OutOfMemory, StorageFailed
 from tandem.settings import SharingSettings
 from tandem.telemetry import get_log
 
@@ -37,6 +38,12 @@ _RECENT = 0.3
 """The weight of the newest of several measurements."""
 _PAUSE = 0.5
 """Seconds until something that failed is tried again, and between looks at a heartbeat."""
+
+_REFUSED_PAUSE = 5.0
+"""Seconds until a worker whose sleep found no room is asked again."""
+
+_NO_ROOM = (OutOfMemory, StorageFailed, CannotSleep)
+"""What a worker that cannot sleep in one way, and stays awake, says."""
 
 _ATTEMPTS = 3
 """Of a switch, over connections that break."""
@@ -48,20 +55,26 @@ into the next millisecond's."""
 
 class GroupLeases:
     """The leases of one group, of which `awake` may be held at once; 0: it is not leased, and
-    nobody ever waits. `next_token` returns a token above all before."""
+    nobody ever waits. `on_host`: its devices' memory is the host's; else each has `device_memory`,
+    if that is known. `next_token` returns a token above all before."""
 
     def __init__(
         self,
         *,
         name: str,
         awake: int,
+        on_host: bool = True,
+        device_memory: int = 0,
         settings: SharingSettings,
         records: LeaseRecords,
+        memory: HostMemory,
         metrics: Metrics,
         next_token: Callable[[], int],
     ) -> None:
         self.name = name
         self.awake = awake
+        self._on_host = on_host
+        self._device_memory = device_memory
         self.leases: list[Lease] = []
         self.drained = False
         self.switches = 0
@@ -70,6 +83,7 @@ class GroupLeases:
         self._hold_seconds = settings.quantum
         self._settings = self._configured = settings
         self._records = records
+        self._memory = memory
         self._metrics = metrics
         self._next_token = next_token
         self._shares: dict[str, float] = {}
@@ -88,10 +102,11 @@ class GroupLeases:
         session_id: str,
         tenant: Tenant,
         priority: int = 0,
+        host_memory: int = 0,
         present: bool = False,
     ) -> Lease:
-        """Return the lease of a worker. One that an earlier gateway has left is `present`, and may
-        be awake if it held the lease there."""
+        """Return the lease of a worker, which is said to need `host_memory` at most. One that an
+        earlier gateway has left is `present`, and may be awake if it held the lease there."""
         lease = Lease(
             key=key,
             kind=kind,
@@ -99,13 +114,22 @@ class GroupLeases:
             session_id=session_id,
             priority=priority,
             tenant=tenant,
-            present=present,
             group=self,
+            residence=Residence(
+                kind=kind,
+                on_host=self._on_host,
+                device_memory=self._device_memory,
+                said=host_memory,
+                present=present,
+            ),
         )
         if self.awake:
             self._take_up(lease, self._records.take_left(key))
             self._records.add(lease.key, group=self.name, kind=kind, owner=owner)
             self.leases.append(lease)
+            self._memory.add(lease.residence)
+            if present and not lease.left:
+                self._begin_task(lease, self._measure(lease))
         return lease
 
     def _take_up(self, lease: Lease, left: LeaseRecord | None) -> None:
@@ -135,12 +159,20 @@ class GroupLeases:
     def explain(self, lease: Lease) -> str:
         if not lease.waiting:
             return ""
+        if lease.why_not and lease.state in ("waking", "free"):
+            return f"there is no room for its worker: {lease.why_not}"
         if lease.state == "waking":
             return f"its worker moves on to the devices of group {self.name}"
-        queue = self.queue()
+        queue, now = self.queue(), self._loop.time()
+        for other in self.leases:
+            if other.stays_until > now and other.state == "held":
+                return (
+                    f"who has the devices of group {self.name} cannot be put to sleep: "
+                    f"{other.why_not}"
+                )
         if lease not in queue:  # it gives way, and is in the queue then
             return f"its worker makes room for another one on group {self.name}"
-        before, now = queue.index(lease), self._loop.time()
+        before = queue.index(lease)
         expected = self.expected_wait(before)
         return (
             f"the devices of group {self.name} are used by others: {before} before it in the "
@@ -172,8 +204,9 @@ class GroupLeases:
         values = {
             "lease_holders": lambda: sum(lease.state != "free" for lease in leases),
             "lease_waiters": lambda: sum(_waits(lease) for lease in leases),
-            "resident_bytes": lambda: sum(lease.device_bytes for lease in leases),
-            "sleeping_bytes": lambda: sum(lease.host_bytes for lease in leases),
+            "resident_bytes": lambda: sum(lease.residence.device for lease in leases),
+            "sleeping_bytes": lambda: sum(lease.residence.host for lease in leases),
+            "sleeping_disk_bytes": lambda: sum(lease.residence.disk for lease in leases),
         }
         self._metrics.watch_group(self.name, values)
 
@@ -194,6 +227,7 @@ class GroupLeases:
             self._begin_use(lease)
             return
         if lease.state == "free" and not lease.waiting:
+            lease.why_not = ""
             self._note_active(lease.owner)
             self._note_waiting(lease)
         turn: asyncio.Future[None] = self._loop.create_future()
@@ -228,7 +262,8 @@ class GroupLeases:
         self._shares[lease.owner] = self._shares.get(lease.owner, 0.0) + share
 
     def close(self, lease: Lease) -> None:
-        lease.closed, lease.present = True, False
+        lease.closed = True
+        lease.residence.ended()
         for turn in lease.waiting:
             turn.cancel()
         lease.waiting.clear()
@@ -240,6 +275,7 @@ class GroupLeases:
         if lease.state != "free":
             self._note_free(lease)
         self.leases.remove(lease)
+        self._memory.remove(lease.residence)
         self._records.remove(lease.key)
 
     def _admit(self, lease: Lease) -> None:
@@ -295,7 +331,7 @@ class GroupLeases:
                     switch_seconds=self.switch_seconds,
                     settings=self._settings,
                 )
-                due.append((at, lease))
+                due.append((max(at, lease.stays_until), lease))
         for at, lease in sorted(due, key=lambda each: each[0]):
             if queue and wanted <= 0:
                 break
@@ -325,7 +361,10 @@ class GroupLeases:
     # --- Switches -----------------------------------------------------------------------------
 
     def _begin(self, lease: Lease, switch: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(self._carry_out(lease, switch), name=f"lease-{lease.key}")
+        self._begin_task(lease, self._carry_out(lease, switch))
+
+    def _begin_task(self, lease: Lease, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work, name=f"lease-{lease.key}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -342,31 +381,138 @@ class GroupLeases:
 
     async def _wake(self, lease: Lease) -> None:
         began = self._loop.time()
-        lease.token = self._next_token()
         try:
+            if not await self._made_room_for(lease):
+                await asyncio.sleep(_PAUSE)
+                lease.state = "free"
+                return
+            lease.token = self._next_token()
             await self._records.hold(lease.key, token=lease.token)
         except StorageFailed as error:
             self._log.warning("lease_not_granted", worker=lease.key, reason=error.message)
             await asyncio.sleep(_PAUSE)
             lease.state = "held" if lease.left else "free"
             return
-        lease.left = False
+        lease.left, lease.why_not = False, ""
         if lease.present:
-            await self._switch(lease, "wake", lambda: lease.tenant.wake(lease.token))
+            await self._switch_awake(lease)
         lease.granted_at = lease.idle_since = self._loop.time()
         lease.wake_seconds = lease.granted_at - began
         self._metrics.lease_wait_seconds.labels(self.name).observe(began - lease.since)
         lease.since = 0.0
         self._admit(lease)
 
+    async def _switch_awake(self, lease: Lease) -> None:
+        switched = await self._switch(lease, "wake", lambda: lease.tenant.wake(lease.token))
+        if switched is not None and lease.present:
+            lease.residence.woke(switched)
+
     async def _sleep(self, lease: Lease) -> None:
         began = self._loop.time()
-        lease.token = self._next_token()
-        if lease.present:
-            await self._switch(
-                lease, "sleep", lambda: lease.tenant.sleep(lease.token, TO_HOST_MEMORY)
-            )
+        why_not = await self._switch_asleep(lease, lease.residence.ways)
+        if why_not:
+            if not self._refused_for_long(lease):
+                self._log.warning("sleep_refused", worker=lease.key, reason=why_not)
+                self._metrics.sleeps_refused.labels(self.name).inc()
+                lease.why_not, lease.stays_until = why_not, self._loop.time() + _REFUSED_PAUSE
+                self._admit(lease)
+                return
+            await self._end(lease, f"others need its devices, and it could not sleep: {why_not}")
+        lease.why_not, lease.refused_since, lease.stays_until = "", 0.0, 0.0
         lease.sleep_seconds = self._loop.time() - began
+        self._note_free(lease)
+
+    def _refused_for_long(self, lease: Lease) -> bool:
+        """Whether others have waited for `max_wait` for a worker that finds no room to sleep."""
+        now, queue = self._loop.time(), self.queue()
+        lease.refused_since = lease.refused_since if lease.refused_since and queue else now
+        waited = [now - max(each.since, lease.refused_since) for each in queue]
+        return max(waited, default=0.0) >= self._settings.max_wait
+
+    async def _switch_asleep(self, lease: Lease, ways: Sequence[Way]) -> str:
+        """Put a worker to sleep in the first of the ways for which there is room; return why there
+        is none, and it is awake. Where it fails otherwise, nothing is left of the worker."""
+        why: list[str] = []
+        for way in ways:
+            if not lease.present:
+                return ""
+            plan = await self._memory.reserve(
+                lease.residence, way, following=next((e.residence for e in self.queue()), None)
+            )
+            if isinstance(plan, str):
+                why.append(plan)
+                continue
+            lease.token = self._next_token()
+            carry_out = partial(lease.tenant.sleep, lease.token, plan)
+            try:
+                switched = await self._switch(lease, "sleep", carry_out)
+            except _NO_ROOM as error:
+                why.append(error.message)
+                continue
+            finally:
+                self._memory.release(lease.residence)
+            if switched is not None and lease.present:
+                lease.residence.fell_asleep(way, switched)
+            return ""
+        return "; ".join(why) if lease.present else ""
+
+    async def _measure(self, lease: Lease) -> None:
+        """Ask a worker that an earlier gateway has left asleep where its state is. It answers that
+        to another sleep, and moves nothing."""
+        lease.token = self._next_token()
+        try:
+            async with asyncio.timeout(self._settings.switch_timeout):
+                switched = await lease.tenant.sleep(lease.token, SleepPlan())
+        except Exception as error:  # noqa: BLE001 - what is wrong shows when it is to wake
+            self._log.warning("worker_not_measured", worker=lease.key, reason=str(error))
+            return
+        if lease.state == "free" and lease.present:
+            lease.residence.fell_asleep("disk" if switched.disk_bytes else "host", switched)
+
+    async def _made_room_for(self, lease: Lease) -> bool:
+        """Let sleeping workers of the group leave the host's memory, those that were served longest
+        ago first, until one that is to wake fits. Where it still does not, it waits: what others
+        have may be free soon. After `max_wait`, sleeping workers are ended for it."""
+        memory, residence = self._memory, lease.residence
+        if lease.left:
+            return True
+        overdue = self._loop.time() - lease.since >= self._settings.max_wait
+        for other in sorted(self.leases, key=lambda each: each.served_at):
+            if memory.reserve_to_wake(residence):
+                return True
+            if other.state == "free" and other.residence.of_host and other.residence.can_leave:
+                other.state = "sleeping"
+                await self._carry_out(other, self._leave_host(other, overdue=overdue))
+        if memory.reserve_to_wake(residence):
+            return True
+        lease.why_not = memory.shortage()
+        if overdue:  # it is those of other groups, which know nothing of this one
+            self._log.warning("host_memory_exceeded", worker=lease.key, reason=lease.why_not)
+        return overdue
+
+    async def _leave_host(self, lease: Lease, *, overdue: bool) -> None:
+        """Wake a worker that sleeps in the host's memory, and put it to sleep without it. Where
+        that cannot be, it is ended if it is `overdue`."""
+        memory, deeper = self._memory, lease.residence.ways[-1]
+        plan = await memory.reserve(lease.residence, deeper, following=None)
+        memory.release(lease.residence)
+        if isinstance(plan, str):
+            if overdue:
+                await self._end(lease, f"another one needs the memory of its state: {plan}")
+            self._note_free(lease)
+            return
+        lease.token = self._next_token()
+        try:
+            await self._records.hold(lease.key, token=lease.token)
+        except StorageFailed as error:
+            self._log.warning("lease_not_granted", worker=lease.key, reason=error.message)
+            self._note_free(lease)
+            return
+        lease.granted_at = self._loop.time()
+        if lease.present:
+            await self._switch_awake(lease)
+        if why_not := await self._switch_asleep(lease, (deeper, "host")):
+            await self._end(lease, f"it could not sleep again: {why_not}")
         self._note_free(lease)
 
     async def _switch(
@@ -374,8 +520,9 @@ class GroupLeases:
         lease: Lease,
         direction: Literal["sleep", "wake"],
         carry_out: Callable[[], Coroutine[None, None, Switched]],
-    ) -> None:
-        """Put a worker to sleep or wake it; end it if that fails."""
+    ) -> Switched | None:
+        """Put a worker to sleep or wake it; return None if that fails, and nothing is left of it.
+        Raises what is of `_NO_ROOM`: the worker stays awake."""
         began = self._loop.time()
         try:
             async with asyncio.timeout(self._settings.switch_timeout):
@@ -383,17 +530,19 @@ class GroupLeases:
         except TimeoutError:
             limit = self._settings.switch_timeout
             await self._end(lease, f"it did not {direction} within {limit:g} s")
-            return
-        except Exception as error:  # noqa: BLE001 - whatever it is, the worker is of no use
-            await self._end(lease, f"it did not {direction}: {error}")
-            return
+            return None
+        except Exception as error:
+            if direction == "sleep" and isinstance(error, _NO_ROOM):
+                raise
+            await self._end(lease, f"it did not {direction}: {error}")  # it is of no use
+            return None
         seconds = self._loop.time() - began
-        lease.device_bytes, lease.host_bytes = switched.device_bytes, switched.host_bytes
         self.switches += 1
         # A switch is one of each.
         self.switch_seconds += _RECENT * (2 * seconds - self.switch_seconds)
         self._metrics.switch_seconds.labels(self.name, lease.kind, direction).observe(seconds)
         self._metrics.moved_bytes.labels(self.name, direction).inc(switched.bytes_moved)
+        return switched
 
     async def _unless_connection_breaks(
         self, lease: Lease, carry_out: Callable[[], Coroutine[None, None, Switched]]
@@ -431,6 +580,7 @@ class GroupLeases:
         """Note that the devices are free of the worker."""
         now = self._loop.time()
         lease.state, lease.served_at = "free", now
+        self._memory.release(lease.residence)
         if lease.granted_at:
             seconds = now - lease.granted_at
             self._hold_seconds += _RECENT * (seconds - self._hold_seconds)
@@ -493,23 +643,35 @@ class Leases:
     of the gateways before."""
 
     def __init__(
-        self, *, database: Database, settings: SharingSettings, metrics: Metrics, epoch: int
+        self,
+        *,
+        database: Database,
+        settings: SharingSettings,
+        memory: HostMemory,
+        metrics: Metrics,
+        epoch: int,
     ) -> None:
         self.records = LeaseRecords(database)
+        self.memory = memory
         self._settings = settings
         self._metrics = metrics
         self._tokens = itertools.count((epoch << _TOKEN_BITS) + 1)
         self._groups: dict[str, GroupLeases] = {}
 
-    async def open(self, groups: Iterable[DeviceGroup]) -> None:
-        """Read what an earlier gateway has left."""
+    async def open(self, groups: Iterable[DeviceGroup], *, host_memory_bytes: int) -> None:
+        """Read what an earlier gateway has left. `host_memory_bytes` is what all workers may have
+        of the host; 0: any number."""
+        self.memory.budget = host_memory_bytes
         await self.records.open()
         for group in groups:
             self._groups[group.name] = GroupLeases(
                 name=group.name,
                 awake=group.awake,
+                on_host=not any(device.cuda for device in group.devices),
+                device_memory=group.memory_bytes,
                 settings=self._settings,
                 records=self.records,
+                memory=self.memory,
                 metrics=self._metrics,
                 next_token=lambda: next(self._tokens),
             )

@@ -1,12 +1,40 @@
-"""The memory of the host: how a worker is put to sleep, so that all of them fit."""
+"""The memory of the host: how a worker is put to sleep, so that all of them fit.
+
+A `Residence` is where the memory of one worker is, as it said at its last switch. `HostMemory` has
+those of all workers, and decides where the state of the next one that sleeps goes: to host memory
+while that is within the budget; else an engine drops its weights, and a trainer writes a file, if
+the disk has room. What a sleep may take is reserved while it is under way, and the worker is told:
+one that needs more stays awake, and the next way is tried.
+
+On a CPU host and device are the same memory. A worker that falls asleep takes nothing there, and
+leaves nothing; what counts is whether the next one fits beside those that are resident.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
+from gateway.placement.groups import DeviceGroup
+from tandem.settings import SamplerSettings
 from tandem.v1 import common_pb2
 
+if TYPE_CHECKING:
+    from gateway.placement.lease import Switched
+
 _DROP_WEIGHTS = 2
+_GIB = 2**30
+_LEFT_ON_DEVICE = _GIB
+"""What a process keeps of a device while its state is elsewhere: its context and its libraries."""
+_MOST_LEFT = 4
+"""The part of a device that is left to workers that may still come: a quarter."""
+
+Way = Literal["host", "drop", "disk"]
+"""Where the state of a worker that sleeps goes; `drop`: nowhere, it is loaded again."""
 
 
 @dataclass(frozen=True)
@@ -29,4 +57,202 @@ class SleepPlan:
         )
 
 
-TO_HOST_MEMORY = SleepPlan()
+@dataclass(eq=False, kw_only=True)
+class Residence:
+    """Where the memory of one worker is, in bytes, as of its last switch.
+
+    `on_host`: its devices are cores, whose memory is the host's. `device_memory` is what else they
+    have, 0 if that is not known. `said` is what its session said
+    that it needs of the host at most, which counts until it was measured; 0: nothing was said.
+    `awake` is what it had on its devices when it was awake last. `slept` is how it sleeps, None
+    while it is awake. `reserved` and `reserved_on_disk` have what it may take
+    in a switch that is under way, or when it is started again.
+    """
+
+    kind: str
+    on_host: bool = False
+    device_memory: int = 0
+    said: int = 0
+    present: bool = False
+    measured: bool = False
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    awake: int = 0
+    slept: Way | None = None
+    reserved: int = 0
+    reserved_on_disk: int = 0
+
+    @property
+    def of_host(self) -> int:
+        """What it has of the host's memory."""
+        has = self.host + (self.device if self.on_host else 0) if self.measured else self.said
+        return max(has if self.present else 0, self.reserved)
+
+    @property
+    def when_awake(self) -> int:
+        """What it will have of the host's memory when it is awake."""
+        if not self.on_host:
+            return self.of_host
+        return max(self.awake or self.said, self.of_host)
+
+    @property
+    def left_on_device(self) -> int:
+        """What of its state is on its devices while it sleeps. (An engine's cannot be told from
+        what others have there.)"""
+        return self.device if self.slept is not None and self.kind == "trainer" else 0
+
+    @property
+    def ways(self) -> tuple[Way, Way]:
+        return ("host", "drop" if self.kind == "sampler" else "disk")
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether it sleeps in the host's memory, as far as is known."""
+        return self.present and self.slept not in ("drop", "disk")
+
+    def started(self) -> None:
+        self.present = True
+        self.measured = not self.on_host  # it has nothing of the host's memory yet
+
+    def fell_asleep(self, way: Way, switched: Switched) -> None:
+        kept = 0 if way != "host" or self.on_host else self.host  # pinned memory stays
+        self.measured, self.slept = True, way
+        self.device, self.disk = switched.device_bytes, switched.disk_bytes
+        self.host = max(kept, switched.host_bytes)
+
+    def woke(self, switched: Switched) -> None:
+        self.measured, self.slept = True, None
+        self.device = self.awake = switched.device_bytes
+        self.host = switched.host_bytes if self.on_host else max(self.host, switched.host_bytes)
+        self.disk = 0
+
+    def ended(self) -> None:
+        self.present = self.measured = False
+        self.device = self.host = self.disk = 0
+        self.slept = None
+
+
+async def free_on_disk(folder: Path) -> int:
+    """Return how much a file in a folder, which need not exist, may take."""
+
+    def ask() -> int:
+        there = next(each for each in (folder, *folder.parents) if each.exists())
+        return shutil.disk_usage(there).free
+
+    return await asyncio.to_thread(ask)
+
+
+class HostMemory:
+    """Of the host of all workers. `budget` is what they may have of it together, 0: any number.
+    Trainers spill into `spill_folder`, whose disk keeps `least_free` bytes."""
+
+    def __init__(
+        self,
+        *,
+        spill_folder: Path,
+        least_free: int,
+        free_on_disk: Callable[[Path], Awaitable[int]] = free_on_disk,
+    ) -> None:
+        self.budget = 0
+        self.residences: list[Residence] = []
+        self._spill_folder = spill_folder
+        self._least_free = least_free
+        self._free_on_disk = free_on_disk
+
+    @property
+    def used(self) -> int:
+        return sum(each.of_host for each in self.residences)
+
+    def add(self, residence: Residence) -> None:
+        self.residences.append(residence)
+
+    def remove(self, residence: Residence) -> None:
+        self.residences.remove(residence)
+
+    async def reserve(
+        self, residence: Residence, way: Way, *, following: Residence | None
+    ) -> SleepPlan | str:
+        """Return how a worker sleeps in this way, with what it may take reserved until `release`;
+        or why it cannot. `following` is who needs its devices."""
+        if way == "drop":
+            return SleepPlan(drop=True)
+        if way == "disk":
+            free = await self._free_on_disk(self._spill_folder)
+            free -= self._least_free + sum(each.reserved_on_disk for each in self.residences)
+            most = _grant(free, residence.device)
+            if most <= 0:
+                return f"the disk for its state has {_gib(max(0, free))} free (TANDEM_SPILL_DIR)"
+            residence.reserved_on_disk = most
+            return SleepPlan(spill_folder=str(self._spill_folder), most_bytes=most)
+        if not self.budget:
+            return SleepPlan()
+        grows = following.when_awake - following.of_host if following is not None else 0
+        free = self.budget - (self.used - residence.of_host) - grows
+        if residence.on_host:
+            return SleepPlan() if residence.of_host <= free else self.shortage()
+        if residence.kind == "trainer":
+            most = _grant(free, residence.device or residence.said)
+        else:  # it is not told a bound
+            expected = residence.host or residence.said or residence.device_memory
+            most = expected if expected <= free else 0
+        if most <= 0:
+            return self.shortage()
+        residence.reserved = most
+        return SleepPlan(most_bytes=most)
+
+    def release(self, residence: Residence) -> None:
+        residence.reserved = residence.reserved_on_disk = 0
+
+    def reserve_to_wake(self, residence: Residence) -> bool:
+        """Whether a worker that is to wake fits beside all that is there. What it needs is reserved
+        until it sleeps."""
+        if not residence.on_host or not residence.when_awake:
+            return True
+        grows = residence.when_awake - residence.of_host
+        known = residence.measured or not residence.present  # else it may have what it is to get
+        if self.budget and (grows or not known) and self.used + grows > self.budget:
+            return False
+        residence.reserved = residence.when_awake
+        return True
+
+    def shortage(self) -> str:
+        """Literal example: "workers have 118 GiB of the 120 GiB of host memory that they may have
+        (TANDEM_HOST_MEMORY_BYTES)"."""
+        return (
+            f"workers have {_gib(self.used)} of the {_gib(self.budget)} of host memory that they "
+            "may have (TANDEM_HOST_MEMORY_BYTES)"
+        )
+
+
+def _grant(free: int, expected: int) -> int:
+    """Return what a sleep may take: all that is free if nothing is known of it; else what it took
+    before, or had on the device, and half of the rest, for it may have grown, and others may want
+    to sleep at the same time. 0 or less: it does not fit."""
+    if expected <= 0:
+        return free
+    return expected + (free - expected) // 2 if expected <= free else 0
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.4g} GiB"
+
+
+def engine_settings(
+    settings: SamplerSettings, *, group: DeviceGroup, said: int, others: Sequence[Residence]
+) -> SamplerSettings:
+    """Return the settings of an engine on a group, with its share of the device in bytes: what its
+    session `said`, or, where workers take turns, what those that are asleep leave, also those that
+    may still come. What an administrator has set counts before."""
+    chosen = {"gpu_memory_bytes", "gpu_memory_utilization"} & settings.model_fields_set
+    if not group.memory_bytes or not any(each.cuda for each in group.devices) or chosen:
+        return settings
+    share = said
+    if not share and group.leased:
+        left = sum(_LEFT_ON_DEVICE + each.left_on_device for each in others)
+        itself_and_more = _LEFT_ON_DEVICE * (group.workers - len(others))
+        most_left = group.memory_bytes // _MOST_LEFT
+        share = (
+            group.memory_bytes - max(left + _LEFT_ON_DEVICE, min(left + itself_and_more, most_left))
+        ) // group.awake
+    return settings.model_copy(update={"gpu_memory_bytes": share}) if share else settings

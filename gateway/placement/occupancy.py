@@ -52,6 +52,7 @@ class Occupant:
     device_seconds: float = 0.0
     device_bytes: int = 0
     host_bytes: int = 0
+    disk_bytes: int = 0
 
     @property
     def holds(self) -> bool:
@@ -134,8 +135,9 @@ def _occupant(lease: Lease, *, now: float, position: int = 0, expected: float = 
         expected_seconds=expected,
         reason=lease.explain(),
         device_seconds=lease.seconds + lease.group.running(lease),
-        device_bytes=lease.device_bytes,
-        host_bytes=lease.host_bytes,
+        device_bytes=lease.residence.device,
+        host_bytes=lease.residence.host,
+        disk_bytes=lease.residence.disk,
     )
 
 

@@ -35,7 +35,7 @@ from gateway.metrics import Metrics
 from gateway.placement.asks import Asks
 from gateway.placement.lease import Lease, Switched
 from gateway.placement.leases import Leases
-from gateway.placement.memory import SleepPlan
+from gateway.placement.memory import SleepPlan, engine_settings
 from gateway.placement.places import EngineSlot, Place, Places
 from gateway.usage.meter import SampleMeter, TimeShares
 from gateway.workers.clients import (
@@ -178,6 +178,7 @@ class Sampler:
             owner=self.owner,
             session_id=self.session_id,
             priority=self.asks.priority,
+            host_memory=place.host_memory,
             tenant=self,
             present=left,
         )
@@ -533,6 +534,7 @@ class Sampler:
                     kind="sampler",
                     session_id=self.session_id,
                     model=self.model,
+                    sampler=self._engine_settings(self._slot.place),
                     max_lora_rank=self.max_lora_rank,
                     devices=self._slot.place.devices,
                     lease=token,
@@ -552,6 +554,16 @@ class Sampler:
                 error = WorkerStartFailed(sentence)
             self._note_failed("failed", error.message)
             self._fail_waiting(error)
+
+    def _engine_settings(self, place: Place) -> SamplerSettings:
+        """Return those of an engine there, with its share of the device."""
+        there = (lease for lease in self.lease.group.leases if lease is not self.lease)
+        return engine_settings(
+            self.settings,
+            group=place.group,
+            said=self.asks.sampler_memory,
+            others=[lease.residence for lease in there],
+        )
 
     async def _adopt(self, handle: WorkerHandle) -> None:
         try:

@@ -31,7 +31,7 @@ from tandem.errors import (
     WorkerStartFailed,
 )
 from tandem.fencing import LEASE_METADATA_KEY
-from tandem.settings import GatewaySettings, TrainerSettings
+from tandem.settings import GatewaySettings, SamplerSettings, TrainerSettings
 from tandem.telemetry import get_log
 from tandem.worker import (
     GRPC_OPTIONS,
@@ -319,6 +319,7 @@ class Fleet:
         first_run: str = "",
         training: TrainingSpec | None = None,
         trainer: TrainerSettings | None = None,
+        sampler: SamplerSettings | None = None,
         max_lora_rank: int = 0,
         devices: tuple[str, ...] = (),
         lease: int = 0,
@@ -329,11 +330,11 @@ class Fleet:
         serves.
 
         `run_id` is the run that a trainer was made for, which names it, and `first_run` the one
-        that it begins with. `training` says what it trains, and `trainer` how; `max_lora_rank` is
-        the largest adapter rank that a sampler serves. `devices` are those of its place. `on_exit`
-        is called with a sentence when the worker ends without having been stopped. A worker that
-        crashes in native code before it is ready, or ends in that very moment, is started a second
-        time.
+        that it begins with. `training` says what it trains, and `trainer` how; `sampler` says how a
+        sampler serves, and `max_lora_rank` the largest rank of its adapters. `devices` are those of
+        its place. `on_exit` is called with a sentence when the worker ends without having been
+        stopped. A worker that crashes in native code before it is ready, or ends in that very
+        moment, is started a second time.
         Raises `WorkerStartFailed`; then nothing of the worker is left.
         """
         settings = self.settings
@@ -353,9 +354,7 @@ class Fleet:
             start_timeout=start_timeout,
             stop_timeout=settings.worker_stop_timeout,
             trainer=trainer,
-            sampler=settings.sampler.model_copy(update={"max_lora_rank": max_lora_rank})
-            if kind == "sampler"
-            else None,
+            sampler=sampler and sampler.model_copy(update={"max_lora_rank": max_lora_rank}),
         )
         try:
             return await self._start(spec, on_exit)

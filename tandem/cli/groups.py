@@ -29,6 +29,7 @@ _GROUPS = (
     Column("switch", right=True),
     Column("resident", right=True),
     Column("asleep", right=True),
+    Column("spilled", right=True),
     Column("roles"),
     Column("policy"),
     Column("devices", wrap=24),
@@ -140,6 +141,9 @@ def _look(data_dir: Path | None, *, as_json: bool = False) -> None:
 
 def _show_groups(answer: dict[str, list[Row]]) -> None:
     show_table(_GROUPS, [_group_row(group) for group in answer["groups"]])
+    if memory := cast(Row | None, answer["memory"]):
+        used, budget = (byte_size(memory[name]) for name in ("used_bytes", "budget_bytes"))
+        say(f"host memory: workers that take turns have {used} of {budget}")
 
 
 def _group_row(group: Row) -> list[object]:
@@ -154,6 +158,7 @@ def _group_row(group: Row) -> list[object]:
         seconds(group["switch_seconds"]),
         byte_size(group["resident_bytes"]),
         byte_size(group["sleeping_bytes"]),
+        byte_size(group["spilled_bytes"]),
         ", ".join(cast(list[str], group["roles"])),
         group["policy"] if group["awake"] else "",
         ", ".join(cast(list[str], group["devices"])) or "the whole machine",

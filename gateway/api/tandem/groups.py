@@ -47,14 +47,16 @@ class GroupWorker(Answer):
     device_seconds: float
     device_bytes: int
     host_bytes: int
+    disk_bytes: int
 
 
 class GroupOccupancy(Answer):
     """At most `awake` workers are awake at once (0: all always are), and `most_workers` have a
     place (0: any number); `placed` have one. `host` is for admins. `switch_seconds` is what a
     switch took lately: to put one worker to sleep and wake another. Of the workers that the caller
-    may see, `resident_bytes` are on the devices and `sleeping_bytes` on the host, as of their last
-    switches. `workers` are those that have the devices, those that wait, in turn, and the rest."""
+    may see, `resident_bytes` are on the devices, `sleeping_bytes` in host memory and
+    `spilled_bytes` in files, as of their last switches. `workers` are those that have the devices,
+    those that wait, in turn, and the rest."""
 
     name: str
     host: str
@@ -70,6 +72,15 @@ class GroupOccupancy(Answer):
     switch_seconds: float
     resident_bytes: int
     sleeping_bytes: int
+    spilled_bytes: int
+
+
+class HostMemoryUse(Answer):
+    """Of `budget_bytes` of host memory (0: not bounded), the workers of leased groups have
+    `used_bytes`, or may take them in a switch that is under way."""
+
+    budget_bytes: int
+    used_bytes: int
 
 
 class PlaceApplicant(Answer):
@@ -83,9 +94,10 @@ class PlaceApplicant(Answer):
 
 
 class GroupList(Answer):
-    """`queue` waits for places, the next one first."""
+    """`queue` waits for places, the next one first. `memory` is for admins, null for others."""
 
     groups: list[GroupOccupancy]
+    memory: HostMemoryUse | None
     queue: list[PlaceApplicant]
 
 
@@ -127,6 +139,9 @@ async def list_groups(gateway: GatewayDep, caller: CallerDep) -> GroupList:
     """List the device groups, who has their devices and who waits."""
     return GroupList(
         groups=[_described(group, gateway, caller) for group in gateway.places.groups],
+        memory=HostMemoryUse(budget_bytes=gateway.memory.budget, used_bytes=gateway.memory.used)
+        if caller.role == "admin"
+        else None,
         queue=[PlaceApplicant.of(each.for_caller(caller)) for each in applicants(gateway.places)],
     )
 
@@ -221,6 +236,7 @@ def _described(group: DeviceGroup, gateway: Gateway, caller: Caller) -> GroupOcc
         switch_seconds=round(leases.switch_seconds, 3),
         resident_bytes=sum(each.device_bytes for each in workers),
         sleeping_bytes=sum(each.host_bytes for each in workers),
+        spilled_bytes=sum(each.disk_bytes for each in workers),
     )
 
 

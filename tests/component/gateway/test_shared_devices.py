@@ -202,7 +202,10 @@ def test_who_has_the_devices_and_who_waits_is_shown_without_other_owners_names(g
         assert secret not in json.dumps(ben.get("groups"))
         assert secret not in json.dumps(ben.get("leases/spans"))
     with gate.http() as admin:
-        (gpu, spare) = admin.get(f"{OWN}/groups").json()["groups"]
+        listed = admin.get(f"{OWN}/groups").json()
+        (gpu, spare) = listed["groups"]
+    assert listed["memory"]["budget_bytes"] > 0
+    assert ben.get("groups")["memory"] is None
     assert [worker["owner"] for worker in gpu["workers"]] == ["ann", "ben"]
     assert (gpu["placed"], gpu["most_workers"], gpu["devices"]) == (4, 16, ["cpu:0"])
     assert gpu["sleeping_bytes"] > 0 and gpu["switches"] > 0

@@ -1,11 +1,14 @@
 """Workers on the devices of a group, as a model: processes that sleep, wake, freeze, die and get
-calls late, and gateways that come and go. It notices when more are awake than may be."""
+calls late, and gateways that come and go. It notices when more are awake than may be, and when they
+have more of the host's memory than they may."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +16,11 @@ from gateway.metrics import Metrics
 from gateway.placement.lease import Lease, Switched
 from gateway.placement.lease_records import LeaseRecord
 from gateway.placement.leases import GroupLeases
-from gateway.placement.memory import SleepPlan
-from tandem.errors import StorageFailed
+from gateway.placement.memory import HostMemory, SleepPlan
+from tandem.errors import OutOfMemory, StorageFailed, StorageFull
 from tandem.settings import SharingSettings
+
+_TO_HOST_MEMORY = SleepPlan()
 
 
 class MemoryRecords:
@@ -57,10 +62,14 @@ class MemoryRecords:
 @dataclass(eq=False)
 class Process:
     """`delay` is how long a call takes to arrive, `work` how long a switch takes. `fails` has the
-    directions that end in an error. A `frozen` one does nothing until it is killed."""
+    directions that end in an error. A `frozen` one does nothing until it is killed. It has `host`
+    bytes of the host's memory, and a file of `disk` bytes."""
 
     devices: Devices
     newest: int
+    size: int = 0
+    host: int = 0
+    disk: int = 0
     epoch: int = 0
     delay: float = 0.001
     work: float = 0.05
@@ -69,18 +78,46 @@ class Process:
     frozen: bool = False
     awake: bool = True
 
-    def become(self, awake: bool, token: int, epoch: int) -> None:
+    def __post_init__(self) -> None:
+        self.host = self.size if self.devices.on_host else 0
+
+    def refusal(self, plan: SleepPlan) -> Exception | None:
+        """Why it stays awake instead."""
+        if not self.awake or plan.drop or (self.devices.on_host and not plan.spill_folder):
+            return None
+        if plan.spill_folder and self.size > min(plan.most_bytes, self.devices.disk):
+            return StorageFull("the disk is full")
+        if 0 < plan.most_bytes < self.size:
+            return OutOfMemory("its state is larger")
+        return None
+
+    def become(
+        self, awake: bool, token: int, epoch: int, plan: SleepPlan, *, refused: bool
+    ) -> None:
         """What happens when a call arrives, however late, wherever its sender is by now."""
         if not self.alive or self.frozen or epoch < self.epoch:
             return
-        if token >= self.newest:
-            self.newest, self.awake = token, awake
-            self.devices.check()
+        if token < self.newest:
+            return
+        self.newest = token
+        if awake == self.awake or refused:
+            return
+        self.awake = awake
+        if awake:
+            self.host, self.disk = max(self.host, self.devices.on_host * self.size), 0
+        elif plan.drop or plan.spill_folder:
+            self.host, self.disk = 0, 0 if plan.drop else self.size
+        else:
+            self.host = self.size
+        self.devices.check()
 
 
 @dataclass
 class Devices:
     most: int
+    on_host: bool = False
+    budget: int = 0
+    disk: int = 0
     processes: list[Process] = field(default_factory=list)
 
     def start(self, token: int, **about) -> Process:
@@ -92,6 +129,8 @@ class Devices:
     def check(self) -> None:
         awake = [each for each in self.processes if each.alive and each.awake]
         assert len(awake) <= self.most, f"{len(awake)} workers are awake at once"
+        used = sum(each.host for each in self.processes if each.alive)
+        assert not self.budget or used <= self.budget, f"{used} bytes of {self.budget} are used"
 
 
 @dataclass(eq=False)
@@ -100,23 +139,35 @@ class Worker:
 
     key: str
     devices: Devices
+    kind: str = "trainer"
+    size: int = 0
     process: Process | None = None
     lease: Lease | None = None
     silent_for: float = 0.0
     log: list[str] = field(default_factory=list)
 
     async def sleep(self, token: int, plan: SleepPlan) -> Switched:
-        return await self._switch("sleep", token)
+        return await self._switch("sleep", token, plan)
 
     async def wake(self, token: int) -> Switched:
         return await self._switch("wake", token)
 
-    async def _switch(self, direction: str, token: int) -> Switched:
+    async def _switch(
+        self, direction: str, token: int, plan: SleepPlan = _TO_HOST_MEMORY
+    ) -> Switched:
         process = self.process
         assert process is not None
         loop = asyncio.get_running_loop()
-        arrives = (direction == "wake", token, process.epoch)
-        loop.call_later(process.delay, process.become, *arrives)
+        refusal = process.refusal(plan) if direction == "sleep" else None
+        arrives = partial(
+            process.become,
+            direction == "wake",
+            token,
+            process.epoch,
+            plan,
+            refused=refusal is not None,
+        )
+        loop.call_later(process.delay, arrives)
         await asyncio.sleep(process.delay + process.work)
         if not process.alive:
             raise ConnectionError("the worker died")
@@ -124,8 +175,19 @@ class Worker:
             await asyncio.sleep(1e6)
         if direction in process.fails:
             raise ConnectionError(f"{direction} failed")
-        self.log.append(direction)
-        return Switched(bytes_moved=1, host_bytes=2)
+        if refusal is not None:
+            self.log.append("refuse")
+            raise refusal
+        self.log.append(direction if not process.disk else "spill")
+        on_device = process.size if process.awake else 0
+        if self.devices.on_host:
+            return Switched(bytes_moved=1, device_bytes=process.host, disk_bytes=process.disk)
+        return Switched(
+            bytes_moved=1,
+            device_bytes=on_device,
+            host_bytes=0 if process.awake else process.host,
+            disk_bytes=process.disk,
+        )
 
     async def end(self, reason: str) -> None:
         await asyncio.sleep(0.05)
@@ -156,7 +218,7 @@ class Worker:
         while True:
             async with self.lease.use(**step) as token:
                 if self.process is None:
-                    self.process = self.devices.start(token)
+                    self.process = self.devices.start(token, size=self.size)
                     self.lease.worker_started()
                 process = self.process
                 if process.newest < token:
@@ -177,18 +239,27 @@ class World:
 
     awake: int = 1
     settings: SharingSettings = field(default_factory=lambda: SharingSettings(quantum=0.5))
+    on_host: bool = False
+    budget: int = 0
+    disk: int = 0
 
     def __post_init__(self) -> None:
-        self.devices = Devices(self.awake)
+        self.devices = Devices(self.awake, self.on_host, self.budget, self.disk)
         self.records = MemoryRecords()
         self.tokens = itertools.count(1)
         self.workers: dict[str, Worker] = {}
         self.new_gateway()
 
     def new_gateway(self) -> None:
+        self.memory = HostMemory(
+            spill_folder=Path("/spill"), least_free=0, free_on_disk=self._free_on_disk
+        )
+        self.memory.budget = self.budget
         self.group = GroupLeases(
             name="g",
             awake=self.awake,
+            on_host=self.on_host,
+            memory=self.memory,
             settings=self.settings,
             records=self.records,  # type: ignore[arg-type]
             metrics=Metrics(),
@@ -196,6 +267,10 @@ class World:
         )
         for worker in self.workers.values():
             self._register(worker, worker.lease.owner)
+
+    async def _free_on_disk(self, _folder: Path) -> int:
+        await asyncio.sleep(0.001)
+        return self.devices.disk
 
     async def restart(self) -> None:
         """The gateway dies, with what was under way in it, and another one takes over."""
@@ -205,18 +280,27 @@ class World:
                 worker.process.epoch += 1
         self.new_gateway()
 
-    def worker(self, key: str, *, owner: str = "ann", priority: int = 0) -> Worker:
-        worker = self.workers[key] = Worker(key, self.devices)
+    def worker(
+        self,
+        key: str,
+        *,
+        owner: str = "ann",
+        priority: int = 0,
+        kind: str = "trainer",
+        size: int = 0,
+    ) -> Worker:
+        worker = self.workers[key] = Worker(key, self.devices, kind, size)
         self._register(worker, owner, priority)
         return worker
 
     def _register(self, worker: Worker, owner: str, priority: int = 0) -> None:
         worker.lease = self.group.register(
             key=worker.key,
-            kind="trainer",
+            kind=worker.kind,
             owner=owner,
             session_id="s",
             priority=priority,
+            host_memory=worker.size,
             tenant=worker,
             present=worker.process is not None,
         )

@@ -19,6 +19,7 @@ from gateway.checkpoints.pins import Pins
 from gateway.futures.table import Future, Result
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
+from gateway.placement.lease_records import LeaseRecord
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sampler import Sampler
 from gateway.sessions.registry import Session
@@ -272,6 +273,8 @@ def test_an_engine_that_sleeps_where_nobody_is_put_to_sleep_any_more_is_replaced
 def test_a_wake_that_was_under_way_is_awaited_and_the_engine_adopted(world):
     async def scenario():
         world.leases = Leases()
+        key = world.router.key_for(session_id="s-1", model_name="tiny", rank=0)
+        world.leases.records.rows[key] = LeaseRecord(held=True, token=1, since=0.0, seconds=0.0)
         engine = world.left()
         engine.state = sampler_pb2.SAMPLER_STATE_WAKING
         await world.open()

@@ -266,12 +266,118 @@ async def test_without_a_lease_to_share_everybody_is_always_awake():
     assert world.records.rows == {}
 
 
+@in_virtual_time
+async def test_state_goes_to_host_memory_while_it_fits_and_then_to_a_file():
+    world = World(budget=10, disk=100)
+    a, b, c = (world.worker(key, size=6) for key in "abc")
+    for worker in (a, b, c):
+        await worker.compute(0.1)
+    assert (a.log, b.log, world.memory.used) == (["sleep"], ["spill"], 6)
+    await b.compute(0.1)
+    assert (b.log, c.log) == (["spill", "wake"], ["spill"])
+
+
+@in_virtual_time
+async def test_an_engine_whose_weights_do_not_fit_drops_them():
+    world = World(budget=10)
+    a, b, c = (world.worker(key, size=6, kind="sampler") for key in "abc")
+    for worker in (a, b, c):
+        await worker.compute(0.1)
+    assert (a.process.host, b.process.host, world.memory.used) == (6, 0, 6)
+
+
+@in_virtual_time
+async def test_whoever_finds_no_room_stays_awake_and_goes_on_and_the_others_hear_why():
+    world = World(budget=10, disk=0, settings=SharingSettings(quantum=0.5, max_wait=60))
+    a, b, c = (world.worker(key, size=6) for key in "abc")
+    await a.compute(0.1)
+    await b.compute(0.1)
+    waiting = asyncio.create_task(c.compute(0.1))
+    await asyncio.sleep(1)
+    why = c.lease.explain()
+    assert "cannot be put to sleep: workers have" in why
+    assert "TANDEM_HOST_MEMORY_BYTES" in why
+    assert "TANDEM_SPILL_DIR" in why
+    await b.compute(0.1)
+    assert b.log == []
+    world.devices.disk = 6
+    await waiting
+    assert b.log == ["spill"]
+
+
+@in_virtual_time
+async def test_who_finds_no_room_to_sleep_for_as_long_as_anyone_waits_is_ended():
+    world = World(budget=10, disk=0, settings=SharingSettings(quantum=0.5, max_wait=60))
+    a, b, c = (world.worker(key, size=6) for key in "abc")
+    await a.compute(0.1)
+    await b.compute(0.1)
+    began, lost = now(), b.process
+    await c.compute(0.1)
+    assert 60 <= now() - began < 70
+    assert not lost.alive
+    await b.compute(0.1)
+
+
+@in_virtual_time
+async def test_a_disk_that_is_full_in_the_middle_of_a_sleep_costs_nobody_the_state():
+    world = World(budget=5, disk=100, settings=SharingSettings(quantum=0.5, max_wait=60))
+    a, b = (world.worker(key, size=6) for key in "ab")
+    await a.compute(0.1)
+    a.lease.residence.said = 0  # it is larger than was thought
+    world.devices.disk = 1
+    waiting = asyncio.create_task(b.compute(0.1))
+    await asyncio.sleep(1)
+    assert a.log == ["refuse", "refuse"]
+    assert "its state is larger; the disk is full" in b.lease.explain()
+    world.devices.disk = 100
+    await waiting
+    assert a.log[-1] == "spill"
+
+
+@in_virtual_time
+async def test_where_devices_have_the_hosts_memory_sleepers_leave_it_for_who_is_to_wake():
+    world = World(on_host=True, budget=10, disk=100)
+    a, b, c = (world.worker(key, size=4) for key in "abc")
+    for worker in (a, b):
+        await worker.compute(0.1)
+    assert world.memory.used == 8
+    assert a.log == ["sleep"]
+    await c.compute(0.1)
+    assert (a.process.host, b.process.host, c.process.host) == (4, 0, 4)
+    d = world.worker("d", size=6, kind="sampler")
+    await d.compute(0.1)
+    assert [each.process.host for each in (a, b, c, d)] == [4, 0, 0, 6]
+    await c.compute(0.1)
+    assert d.process.host == 0, "it has dropped its weights"
+
+
+@in_virtual_time
+async def test_the_next_gateway_finds_out_where_those_are_that_sleep():
+    world = World(budget=10, disk=100)
+    a, b = (world.worker(key, size=6) for key in "ab")
+    await a.compute(0.1)
+    await b.compute(0.1)
+    await world.restart()
+    await asyncio.sleep(1)
+    assert (a.lease.residence.host, a.lease.residence.measured) == (6, True)
+    assert a.lease.state == "free"
+    await a.compute(0.1)
+    assert (a.process.awake, b.process.disk) == (True, 6)
+
+
 async def random_life(seed: int, *, events: int) -> None:
-    """Workers that train, sample and think; processes that die, freeze, fail and answer late; and
-    gateways that die. `World` notices two that are awake at once."""
+    """Workers that train, sample and think; processes that die, freeze, fail and answer late; disks
+    that are full; and gateways that die. `World` notices two that are awake at once, and who has
+    more of the host's memory than there is."""
     chance = random.Random(seed)
+    awake, on_host = chance.choice([1, 1, 1, 2]), chance.choice([True, False])
+    sizes = [chance.randint(1, 9) for _ in range(chance.randint(2, 5))]
+    least = sum(sorted(sizes)[-awake:]) if on_host else 1
     world = World(
-        awake=chance.choice([1, 1, 1, 2]),
+        awake=awake,
+        on_host=on_host,
+        budget=chance.choice([0, least, least + 3, sum(sizes)]),
+        disk=chance.choice([0, 10, 100]),
         settings=SharingSettings(
             quantum=chance.choice([0, 0.5, 2]),
             max_wait=chance.choice([5, 50]),
@@ -281,8 +387,13 @@ async def random_life(seed: int, *, events: int) -> None:
         ),
     )
     workers = [
-        world.worker(f"w{i}", owner=chance.choice(["ann", "bob"]))
-        for i in range(chance.randint(2, 5))
+        world.worker(
+            f"w{i}",
+            owner=chance.choice(["ann", "bob"]),
+            kind=chance.choice(["trainer", "sampler"]),
+            size=size,
+        )
+        for i, size in enumerate(sizes)
     ]
     done = dict.fromkeys((worker.key for worker in workers), 0)
 
@@ -303,7 +414,7 @@ async def random_life(seed: int, *, events: int) -> None:
         assert [life.exception() for life in lives if life.done()] == []
         worker = chance.choice(workers)
         match chance.choice(
-            ["die", "freeze", "fail", "late", "slow", "storage", "restart", "calm"]
+            ["die", "freeze", "fail", "late", "slow", "storage", "restart", "calm", "disk"]
         ):
             case "die":
                 worker.die()
@@ -315,6 +426,8 @@ async def random_life(seed: int, *, events: int) -> None:
                 worker.process.delay = chance.choice([0.001, 1, 5])
             case "slow" if worker.process is not None:
                 worker.process.work = chance.choice([0.001, 1, 5])
+            case "disk":
+                world.devices.disk = chance.choice([0, 3, 100])
             case "storage":
                 world.records.failing = chance.randint(1, 4)
             case "restart":

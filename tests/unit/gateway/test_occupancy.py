@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
@@ -14,6 +15,7 @@ from gateway.auth.identity import Caller
 from gateway.metrics import Metrics
 from gateway.placement.groups import DeviceGroup
 from gateway.placement.leases import Leases
+from gateway.placement.memory import HostMemory
 from gateway.placement.occupancy import History, Occupant, history, occupants
 from gateway.placement.places import Place
 from gateway.storage.database import Database
@@ -54,7 +56,7 @@ async def crowd() -> tuple[World, list[asyncio.Task[None]]]:
     2 s; `c` of ben is asleep, `d` was never started."""
     world = World(settings=SharingSettings(quantum=1000))
     for key, owner in (("c", "ben"), ("a1", "ann"), ("b", "ben"), ("a2", "ann"), ("d", "ann")):
-        world.worker(key, owner=owner)
+        world.worker(key, owner=owner, size=2)
     await world.workers["c"].compute(1)
     tasks = [asyncio.create_task(world.workers["a1"].compute(500))]
     await asyncio.sleep(1)
@@ -148,7 +150,11 @@ class Past:
         self.database = database
         self.now = now
         self.leases = Leases(
-            database=database, settings=SharingSettings(), metrics=Metrics(), epoch=1
+            database=database,
+            settings=SharingSettings(),
+            memory=HostMemory(spill_folder=Path("/spill"), least_free=0),
+            metrics=Metrics(),
+            epoch=1,
         )
 
     async def add(self, owner: str, *, began: float, ended: float, group: str = "train") -> None:
@@ -181,7 +187,7 @@ async def past(tmp_path):
     database = Database(url="", data_dir=tmp_path)
     await database.open()
     past = Past(database, now=time.time())
-    await past.leases.open((TWO_DEVICES, ONE_DEVICE))
+    await past.leases.open((TWO_DEVICES, ONE_DEVICE), host_memory_bytes=0)
     await past.add("ann", began=300, ended=200)
     await past.add("ann", began=120, ended=90)
     await past.add("ben", began=90, ended=50)

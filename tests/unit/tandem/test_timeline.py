@@ -121,6 +121,7 @@ WORKER = {
     "device_seconds": 78.9,
     "device_bytes": 0,
     "host_bytes": 3 * 2**30,
+    "disk_bytes": 5 * 2**30,
 }
 ANOTHERS = {key: type(value)() for key, value in WORKER.items()} | {"state": "awake"}
 GROUP = {
@@ -138,6 +139,7 @@ GROUP = {
     "switch_seconds": 0.321,
     "resident_bytes": 0,
     "sleeping_bytes": 3 * 2**30,
+    "spilled_bytes": 5 * 2**30,
 }
 QUEUED = {
     "position": 1,
@@ -163,7 +165,8 @@ def asked(monkeypatch):
     def call(_data_dir, method, path):
         found.append((method, path))
         if path == "groups":
-            return {"groups": [GROUP], "queue": [QUEUED]}
+            memory = {"budget_bytes": 8 * 2**30, "used_bytes": 3 * 2**30}
+            return {"groups": [GROUP], "memory": memory, "queue": [QUEUED]}
         return GROUP if "drain" in path else SPANS
 
     monkeypatch.setattr(groups, "call", call)
@@ -178,10 +181,11 @@ def tandem(*arguments: str) -> str:
 
 
 def test_groups_are_listed_with_what_is_on_them(asked):
-    head, row = tandem("groups", "list").splitlines()
+    head, row, memory = tandem("groups", "list").splitlines()
     assert head.split()[:5] == ["group", "state", "awake", "waiting", "placed"]
     assert row.split()[:7] == ["gpu", "open", "1/1", "1", "2/16", "57", "0.32"]
-    assert "3.0 GiB" in row
+    assert "3.0 GiB" in row and "5.0 GiB" in row
+    assert memory == "host memory: workers that take turns have 3.0 GiB of 8.0 GiB"
     assert orjson.loads(tandem("groups", "list", "--json"))["groups"] == [GROUP]
 
 
@@ -200,7 +204,7 @@ def test_top_shows_holders_waiters_with_their_turn_and_the_owners_seconds(asked)
     assert "waiting for a place:" in lines
     assert any(re.fullmatch(r"ann +40\.0 *", line) for line in lines)
     as_json = orjson.loads(tandem("top", "--json"))
-    assert as_json.keys() == {"groups", "queue", "owners"}
+    assert as_json.keys() == {"groups", "memory", "queue", "owners"}
 
 
 def interrupt_after(looks: int, monkeypatch) -> None:
