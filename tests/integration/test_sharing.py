@@ -80,6 +80,33 @@ def test_time_sliced_equals_alone(groups, kinds, model, alone, tmp_path):
 
 
 @pytest.mark.timeout(900)
+def test_without_host_memory_trainers_sleep_in_files_and_engines_drop_their_weights(
+    model, alone, tmp_path
+):
+    experiments = [Experiment(kind) for kind in ("rl", "rl-full")]
+    settings = {
+        "groups": GROUPS["one"],
+        "sharing_quantum": "0.2",
+        "host_memory_bytes": str(2**20),
+        "sharing_max_wait": "0.5",  # all the same, nothing fits, and nobody need wait for that
+        "spill_dir": str(tmp_path / "spilled"),
+    }
+    with running(tmp_path, models={TIED: model}, settings=settings) as stack:
+        threads = begin(stack, experiments)
+        wait_until(lambda: spilled(stack) > 0, what="a trainer sleeps in a file", timeout=TIMEOUT)
+        end(threads, experiments)
+        log = stack.stack.log_path.read_text()
+    assert_as_alone(experiments, alone)
+    assert "lease_holder_ended" not in log
+    assert not list((tmp_path / "spilled").iterdir()), "the files have no names"
+
+
+def spilled(stack: TestStack) -> int:
+    with stack.stack.client() as client:
+        return client.get("groups").json()["groups"][0]["spilled_bytes"]
+
+
+@pytest.mark.timeout(900)
 def test_lora_runs_on_one_base_equal_those_alone_though_their_trainer_is_killed(
     model, alone, tmp_path
 ):
