@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--experiments", default="full,rl", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--only", default="", help="parts of the names of faults, with commas")
     parser.add_argument("--groups", choices=GROUPS, default="none", help="that they share")
+    parser.add_argument("--share", action="store_true", help="LoRA runs share a trainer")
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
     logging.getLogger("tinker").setLevel(logging.ERROR)
@@ -45,6 +46,7 @@ def main() -> int:
             kinds=arguments.experiments.split(","),
             only=arguments.only.split(",") if arguments.only else (),
             groups=GROUPS[arguments.groups],
+            share=arguments.share,
             tell=tell,
         )
     except BaseException:

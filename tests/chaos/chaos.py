@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,15 +36,23 @@ def run_chaos(
     kinds: Sequence[str] = ("full", "rl"),
     only: Sequence[str] = (),
     groups: str = GROUPS["none"],
+    share: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Struck]:
-    """Let experiments share the device `groups`, and strike. Raise `AssertionError` where something
-    is not as in an undisturbed run, or is left."""
+    """Let experiments share the device `groups`, or those that train adapters `share` a trainer
+    and an engine, and strike. Raise `AssertionError` where something is not as in an undisturbed
+    run, or is left."""
     rng = random.Random(seed)
     model = write_qwen(folder / "model", seed=seed)
-    settings = {**SETTINGS, "trainer_ranks": str(ranks), "groups": groups}
+    settings = {
+        **SETTINGS,
+        "trainer_ranks": str(ranks),
+        "groups": groups,
+        "sharing_lora_runs": "always" if share else "never",
+    }
     with machine(folder, models={TIED: model}, settings=settings) as where:
-        disturbed = [Experiment(kind) for kind in kinds]
+        turn = threading.Lock() if share else nullcontext()
+        disturbed = [Experiment(kind, number, turn) for number, kind in enumerate(kinds)]
         threads = [_start(where, each) for each in disturbed]
         struck: list[Struck] = []
         try:
@@ -102,7 +110,7 @@ def _same(
 ) -> list[Experiment]:
     """Do all again without a fault, and compare each result, bit for bit."""
     _no_fault(disturbed)
-    undisturbed = [Experiment(each.kind) for each in disturbed]
+    undisturbed = [Experiment(each.kind, each.number, each.turn) for each in disturbed]
     counts = [len(each.steps) for each in disturbed]
     threads = [_start(where, e, exactly=n) for e, n in zip(undisturbed, counts, strict=True)]
     for thread, count in zip(threads, counts, strict=True):

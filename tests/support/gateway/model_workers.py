@@ -207,8 +207,8 @@ class ModelTrainer(ModelWorker):
     async def AddRun(self, request):
         async with self.engine:
             await self._misfortune.delay(1.0)
-            assert request.run_id not in self.runs, "it is there already"
-            self.runs[request.run_id] = ModelRun(self, self._misfortune)
+            added = self.runs.setdefault(request.run_id, ModelRun(self, self._misfortune))
+            assert added.fresh, "what an earlier gateway has added is not as it was then"
         return trainer_pb2.AddRunReply(about=await self.Describe(request))
 
     async def RemoveRun(self, request):
@@ -270,6 +270,10 @@ class ModelRun:
             self._done = header.seq_id
             self._turn.notify_all()
         return reply
+
+    @property
+    def fresh(self) -> bool:
+        return not self._replies and not self._done
 
     def describe(self, about: trainer_pb2.DescribeTrainerReply) -> None:
         about.last_seq_id, about.step = self._done, self.state.step
