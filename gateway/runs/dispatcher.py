@@ -200,6 +200,8 @@ class Dispatcher:
         self._sent = operation.seq_id
         if operation.changes_state:  # others leave no trace from which the trainer is restored
             call.gradients_incomplete, self._incomplete = self._incomplete, ""
+        elif operation.kind == "save_weights":  # it serves as a snapshot where nothing is missing
+            call.gradients_incomplete = self._incomplete
         self._under_way[operation.seq_id] = call
         return call
 

@@ -54,6 +54,10 @@ SCRIPTS: Mapping[str, Script] = {
         *(load("none"), refused(), batch(3), missing(), late(step()), alone(batch(4)), step()),
         *(batch(5), step(), forward()),
     ],
+    "a save after a refusal": [
+        *(batch(1), step(), refused("forward_backward"), save("a"), batch(2), step(), batch(3)),
+        *(step(), forward()),
+    ],
 }
 PARTS = 25
 
