@@ -53,7 +53,6 @@ from tandem.v1 import trainer_pb2
 _MOST_FAILURES = 5
 """Of trainers that are to replace a lost one, before they are at an operation."""
 _PROGRESS_INTERVAL = 2.0
-_IDLE_INTERVAL = 0.1
 
 Pick = Callable[[TrainerClient, bytes], Method[Request, Reply]]
 """Returns the method of a client that sends a request, with a payload if it has one."""
@@ -203,7 +202,7 @@ class RunTrainer:
                 self.host.lease.use(),
                 asyncio.timeout(self._settings.trainer.operation_timeout),
             ):
-                run.about = await _when_idle(client)
+                run.about = await client.when_idle()
                 if run.about.last_seq_id <= log.newest_change:  # it was being restored itself
                     raise InternalError("it had not been brought to where the run was")
                 # What came after its last call was refused, or it had just been restored, and was
@@ -458,15 +457,3 @@ class RunTrainer:
             kept = await self._snapshots.keep(self._run, self.log.newest)
         hint = f"from {kept}" if kept else "from a checkpoint if there is one"
         return type(error)(f"{error.message}; create the run again, {hint}")
-
-
-async def _when_idle(client: TrainerClient) -> trainer_pb2.DescribeTrainerReply:
-    """Say where a trainer is once it has ended what it was sent."""
-    last = -1
-    while True:
-        if not (await client.progress()).seq_id:
-            about = await client.describe()
-            if about.last_seq_id == last:
-                return about
-            last = about.last_seq_id
-        await asyncio.sleep(_IDLE_INTERVAL)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 from gateway.placement.lease import Lease, Switched
@@ -248,6 +248,7 @@ class TrainerHost:
         if self.worker is None:
             self.lease.worker_ended()
             return
+        self.worker.lease = self.lease.token  # it may have been woken before
         try:
             about = await self._client(self.worker).describe()
         except (WorkerUnavailable, TandemError) as error:
@@ -287,6 +288,8 @@ class TrainerHost:
 
     async def sleep(self, token: int, plan: SleepPlan) -> Switched:
         async with self._reached() as worker:
+            if worker is not self.worker:
+                await self._until_idle(worker)
             worker.lease = token
             request = plan.request()
             try:
@@ -318,6 +321,12 @@ class TrainerHost:
     @property
     def _patience(self) -> float:
         return self._settings.sharing.switch_timeout
+
+    async def _until_idle(self, worker: Worker) -> None:
+        """Wait until a process has ended what an earlier gateway has sent it."""
+        for run_id in self.runs:
+            with suppress(TandemError):  # it does not host this one
+                await self._client(worker, run_id=run_id).when_idle()
 
     @asynccontextmanager
     async def _reached(self) -> AsyncIterator[Worker]:

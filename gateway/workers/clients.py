@@ -23,6 +23,7 @@ from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
 
 _DESCRIBE_TIMEOUT = 30.0
 _PROGRESS_TIMEOUT = 5.0
+_IDLE_INTERVAL = 0.1
 EXIT_REPORT_PATIENCE = 5.0
 """Seconds within which the launcher reports the end of a worker whose connection broke."""
 
@@ -125,6 +126,17 @@ class TrainerClient:
     async def remove_run(self, run_id: str, *, timeout: float) -> None:
         request = trainer_pb2.RemoveRunRequest(run_id=run_id)
         await _call(self.worker, self.stub.RemoveRun, request, timeout=timeout)
+
+    async def when_idle(self) -> trainer_pb2.DescribeTrainerReply:
+        """Say where the run's trainer is once it has ended what it was sent."""
+        last = -1
+        while True:
+            if not (await self.progress()).seq_id:
+                about = await self.describe()
+                if about.last_seq_id == last:
+                    return about
+                last = about.last_seq_id
+            await asyncio.sleep(_IDLE_INTERVAL)
 
     async def call(
         self, method: Method[Operation, Reply], request: Operation, *, begun: asyncio.Future[None]

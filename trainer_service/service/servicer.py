@@ -413,6 +413,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def Wake(
         self, request: common_pb2.WakeRequest, context: Context
     ) -> common_pb2.SwitchReply:
+        """Answers at once while awake, also in the middle of an operation: of an earlier gateway,
+        whose next one takes the lease over."""
+        if self._fence.leased and not self._fence.asleep:
+            await self._fence.admit(context)
+            return common_pb2.SwitchReply()
         return await self._switch(context, lambda switching: switching.wake())
 
     async def _switch(

@@ -218,6 +218,8 @@ def test_it_does_not_sleep_while_operations_are_under_way(two):
 
     wait_until(busy)
     assert not two.describe().asleep
+    two.hold(lease := lease + 1)
+    two.wake()  # it is awake, and says so at once
     two.seq_id = second.seq_id - 1
     two.optim_step()
     two.seq_id += 1

@@ -18,6 +18,7 @@ from gateway.metrics import Metrics
 from gateway.placement.asks import default_asks
 from gateway.placement.groups import groups_of
 from gateway.placement.lease import Lease
+from gateway.placement.lease_records import LeaseRecord
 from gateway.placement.places import Place
 from gateway.runs.trainer_host import TrainerHost
 from gateway.workers.epoch import Epoch
@@ -26,10 +27,10 @@ from gateway.workers.launchers.agent import AgentLauncher
 from tandem.errors import WorkerMayRun, WorkerStartFailed
 from tandem.host import Host
 from tandem.settings import GatewaySettings
-from tandem.v1 import agent_pb2
+from tandem.v1 import agent_pb2, common_pb2, trainer_pb2
 from tandem.worker import WorkerSpec
 from tests.support.gateway.leased_workers import World as Leases
-from tests.support.gateway.model_workers import Misfortune, ModelHost, ModelLauncher
+from tests.support.gateway.model_workers import Misfortune, ModelHost, ModelLauncher, ModelTrainer
 from tests.support.virtual_time import run_in_virtual_time
 
 PATIENCE = 50.0
@@ -345,6 +346,101 @@ async def test_a_stop_that_was_cancelled_leaves_the_lease_to_the_stop_that_follo
     async with asyncio.timeout(60):
         await waits
     b.lease.leave()
+
+
+# --- Trainers that an earlier gateway has left ----------------------------------------------------
+
+
+class LeftTrainer(ModelTrainer):
+    """Sleeps when it is at no operation; `at_work` is the one that it is at."""
+
+    asleep = False
+    at_work = 0
+
+    async def Describe(self, request):
+        return trainer_pb2.DescribeTrainerReply(run_ids=["a"], last_seq_id=1)
+
+    async def Progress(self, request):
+        return trainer_pb2.ProgressReply(seq_id=self.at_work)
+
+    async def Sleep(self, request):
+        assert not self.at_work
+        self.asleep = True
+        return common_pb2.SwitchReply()
+
+    async def Wake(self, request):
+        self.asleep = False
+        return common_pb2.SwitchReply()
+
+
+async def left(world: World) -> tuple[LeftTrainer, Trainer]:
+    """A trainer of the gateway before, which had the devices there, and the run's in this one."""
+    spec = WorkerSpec(
+        worker_id="left",
+        kind="trainer",
+        secret="a secret",
+        model_name="tiny",
+        model_path="tiny",
+        session_id="s",
+        run_id="a",
+    )
+    process = world.host.workers["left"] = LeftTrainer(spec, world.host.misfortune)
+    await world.fleet.close(leaving=True)
+    world.fleet = world.new_fleet()
+    await world.fleet.open()
+    world.leases.records.rows["a"] = LeaseRecord(held=True, token=1, since=0.0, seconds=0.0)
+    return process, world.trainer("a")
+
+
+@in_virtual_time
+async def test_a_trainer_that_nobody_adopted_sleeps_when_another_needs_its_devices(world):
+    process, a = await left(world)
+    assert a.lease.state == "held"
+    b = world.trainer("b")
+    async with asyncio.timeout(60), b.lease.use():
+        assert process.asleep
+    assert world.host.workers == {"left": process}
+
+
+@in_virtual_time
+async def test_a_trainer_that_was_put_to_sleep_before_its_adoption_is_adopted_and_woken(world):
+    process, a = await left(world)
+    async with world.trainer("b").lease.use():
+        pass
+    assert await a.host.adopt(a.run, on_exit=lambda _reason: None) is not None
+    assert process.asleep
+    async with asyncio.timeout(60), a.lease.use() as token:
+        assert not process.asleep
+        assert a.host.worker.lease == token
+
+
+@in_virtual_time
+async def test_a_trainer_that_nobody_adopted_ends_what_it_is_at_before_it_sleeps(world):
+    process, _ = await left(world)
+    process.at_work = 2
+    waits = asyncio.create_task(world.trainer("b").lease.enter())
+    await asyncio.sleep(30)
+    assert not waits.done()
+    process.at_work = 0
+    async with asyncio.timeout(60):
+        await waits
+    assert process.asleep
+
+
+@in_virtual_time
+async def test_a_frozen_trainer_that_nobody_adopted_is_killed_when_another_needs_its_devices(world):
+    process, _ = await left(world)
+    process.frozen = True
+    async with asyncio.timeout(1000), world.trainer("b").lease.use():
+        assert process.died.done()
+
+
+@in_virtual_time
+async def test_a_trainer_that_is_adopted_within_a_use_is_called_with_its_lease(world):
+    _, a = await left(world)
+    async with a.lease.use() as token:
+        await a.host.adopt(a.run, on_exit=lambda _reason: None)
+        assert a.host.worker.lease == token
 
 
 # --- The agent's launcher -------------------------------------------------------------------------
