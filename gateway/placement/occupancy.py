@@ -18,7 +18,8 @@ from gateway.placement.groups import DeviceGroup
 from gateway.placement.lease import Lease
 from gateway.placement.lease_records import Span
 from gateway.placement.leases import GroupLeases, Leases
-from gateway.placement.places import Ask, Place, Places
+from gateway.placement.places import Places
+from gateway.placement.room import Ask, Place
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import lease_spans
 

@@ -18,17 +18,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from heapq import nlargest
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
 
 from sqlalchemy import RowMapping, delete, insert, select
 
 from gateway.placement.asks import Asks
-from gateway.placement.groups import DeviceGroup, Role
+from gateway.placement.groups import DeviceGroup
+from gateway.placement.room import Ask, Engine, Place, Room
 from gateway.storage.database import Database
 from gateway.storage.tables import drained_groups
 from gateway.storage.tables import places as table
@@ -36,50 +34,6 @@ from tandem.errors import InvalidRequest
 from tandem.telemetry import get_log
 
 _POLL_SECONDS = 0.5
-_MOST_OVERTAKEN = 8
-"""How many of those that came later, and want the same, may be served before somebody."""
-_GIB = 2**30
-
-
-class Engine(Protocol):
-    """The engine of a sampler. `key` is that of its place; `used_at` is when its last request
-    ended, on the monotonic clock."""
-
-    owner: str
-    session_id: str
-    used_at: float
-
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def idle(self) -> bool: ...
-
-    def retire(self) -> Coroutine[None, None, None]:
-        """Take no more requests from now on; return what stops it and gives its slot back."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """The right of one worker to exist on a group. `key` is that of a trainer, the id of its first
-    run, or that of a sampler. `keeps` is the key of the sampler's place that a trainer's runs keep,
-    if they do."""
-
-    key: str
-    role: Role
-    group: DeviceGroup
-    owner: str
-    session_id: str
-    ranks: int = 1
-    memory: int = 0
-    host_memory: int = 0
-    keeps: str = ""
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """Return what its worker is told: a device for each rank."""
-        return tuple(str(device) for device in self.group.devices_for(self.ranks))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -93,119 +47,6 @@ class EngineSlot:
     retiring: asyncio.Task[None] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Need:
-    """What one worker needs, on a certain group or on any."""
-
-    key: str
-    role: Role
-    group: str
-    ranks: int = 1
-    memory: int = 0
-    host_memory: int = 0
-    keeps: str = ""
-
-
-@dataclass(eq=False, kw_only=True)
-class Ask:
-    """Somebody who needs all of this at once, and a slot for its `engine`, if it has one."""
-
-    key: str
-    owner: str
-    session_id: str
-    needs: tuple[Need, ...]
-    priority: int = 0
-    engine: Engine | None = None
-    number: int = 0
-    overtaken: int = 0
-    why: str = ""
-    turn: asyncio.Future[tuple[Place, ...]] = field(default_factory=asyncio.Future)
-
-    @property
-    def due(self) -> bool:
-        return self.overtaken >= _MOST_OVERTAKEN
-
-    @classmethod
-    def of_run(cls, key: str, *, owner: str, session_id: str, asks: Asks, sampler: str) -> Ask:
-        """Return that of a run; `key` is that of its trainer, `sampler` that of its sampler."""
-        keeps = sampler if asks.sampler else ""
-        trainer = Need(
-            key=key,
-            role="trainer",
-            group=asks.group,
-            ranks=asks.ranks,
-            memory=asks.memory,
-            host_memory=asks.host_memory,
-            keeps=keeps,
-        )
-        return cls(
-            key=key,
-            owner=owner,
-            session_id=session_id,
-            needs=(trainer, _sampler_need(keeps, asks)) if keeps else (trainer,),
-            priority=asks.priority,
-        )
-
-    @classmethod
-    def of_engine(cls, engine: Engine, asks: Asks) -> Ask:
-        return cls(
-            key=engine.key,
-            owner=engine.owner,
-            session_id=engine.session_id,
-            needs=(_sampler_need(engine.key, asks),),
-            priority=asks.priority,
-            engine=engine,
-        )
-
-
-def _sampler_need(key: str, asks: Asks) -> Need:
-    return Need(
-        key=key,
-        role="sampler",
-        group=asks.sampler_group,
-        memory=asks.sampler_memory,
-        host_memory=asks.sampler_host_memory,
-    )
-
-
-class _Room:
-    """What is taken: the places, and the keys of the engines that run (and of those that start).
-    `drained` has the names of the groups that take nobody."""
-
-    def __init__(self) -> None:
-        self.places: dict[str, Place] = {}
-        self.engines: set[str] = set()
-        self.starting: set[str] = set()
-        self.drained: set[str] = set()
-
-    def copy(self) -> _Room:
-        other = _Room()
-        other.places, other.engines = dict(self.places), set(self.engines)
-        other.starting, other.drained = set(self.starting), self.drained
-        return other
-
-    def on(self, group: DeviceGroup) -> list[Place]:
-        return [place for place in self.places.values() if place.group is group]
-
-    def is_kept(self, key: str) -> bool:
-        return any(place.keeps == key for place in self.places.values())
-
-    def add(self, *places: Place) -> None:
-        self.places.update({place.key: place for place in places})
-
-    def end_engine(self, key: str) -> Place | None:
-        """Free what an engine has; return its place if that is free now, too."""
-        self.engines.discard(key)
-        self.starting.discard(key)
-        return None if self.is_kept(key) else self.places.pop(key, None)
-
-    @contextmanager
-    def with_place(self, place: Place) -> Iterator[None]:
-        self.places[place.key] = place
-        yield
-        del self.places[place.key]
-
-
 @dataclass(eq=False, kw_only=True)
 class Places:
     """`most_engines`, `most_starting` and `quantum`, in seconds, are for engines, see above."""
@@ -217,13 +58,15 @@ class Places:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self.groups: tuple[DeviceGroup, ...] = ()
-        self._host_memory = 0
-        self._room = _Room()
+        self._room = Room(most_engines=self.most_engines, most_starting=self.most_starting)
         self._slots: dict[str, EngineSlot] = {}
         self._queue: dict[str, Ask] = {}
         self._numbers = count()
         self._polling: asyncio.TimerHandle | None = None
+
+    @property
+    def groups(self) -> tuple[DeviceGroup, ...]:
+        return self._room.groups
 
     async def open(
         self,
@@ -235,7 +78,7 @@ class Places:
         """Take up the places that an earlier gateway gave and that are wanted still, where the
         groups have them; a trainer's with that of its sampler. `host_memory_bytes` is what all
         workers may need; 0: unbounded."""
-        self.groups, self._host_memory = tuple(groups), host_memory_bytes
+        self._room.groups, self._room.host_memory = tuple(groups), host_memory_bytes
         for group in groups:
             get_log().info("device_group", **group.about())
         rows = await self.database.read(select(drained_groups))
@@ -280,14 +123,14 @@ class Places:
 
     def check(self, ask: Ask) -> None:
         """Raise `InvalidRequest` for what would not fit if nobody had a place."""
-        found = self._choose(_Room(), ask.needs, ask)
+        found = self._room.emptied().choose(ask.needs, ask)
         if isinstance(found, str):
             raise InvalidRequest(f"there can be no place for it: {found}")
 
     def has_room(self, asks: Sequence[Ask]) -> bool:
         """Whether all that these runs ask for could be given now."""
-        needs = {need.key: need for ask in asks for need in self._open(ask)}
-        return not isinstance(self._choose(self._room, [*needs.values()], asks[-1]), str)
+        needs = {need.key: need for ask in asks for need in self._room.open(ask)}
+        return not isinstance(self._room.choose([*needs.values()], asks[-1]), str)
 
     async def take(self, ask: Ask) -> Place:
         """Wait until all that is asked for is there, and return the place of the asking worker.
@@ -426,12 +269,14 @@ class Places:
         if ask is None:
             return ""
         rivals = [each for each in self.waiting if each is ask or self._compete(each, ask)]
-        needs = [" or ".join(g.name for g in self._groups_for(n)) for n in self._open(ask)]
+        needs = [
+            " or ".join(g.name for g in self._room.groups_for(n)) for n in self._room.open(ask)
+        ]
         where = " and ".join(f"a place on group {names}" for names in needs)
         position = _ordinal(rivals.index(ask) + 1)
         return f"{position} in the queue for {where or 'its start'}: {ask.why}"
 
-    def _in_turn(self, room: _Room) -> list[Ask]:
+    def _in_turn(self, room: Room) -> list[Ask]:
         places = Counter(place.owner for place in room.places.values())
         engines = Counter(room.places[key].owner for key in room.engines)
 
@@ -531,9 +376,9 @@ class Places:
         place = slot.place
         if ask.engine is not None and not place.group.leased:
             return True
-        needs = self._open(ask)
+        needs = self._room.open(ask)
         return not self._room.is_kept(place.key) and any(
-            place.group in self._groups_for(need) or (need.host_memory and place.host_memory)
+            place.group in self._room.groups_for(need) or (need.host_memory and place.host_memory)
             for need in needs
         )
 
@@ -546,115 +391,28 @@ class Places:
         """Whether a place of the one may be what keeps the other one from its own."""
         return any(
             (a.host_memory and b.host_memory)
-            or not set(self._groups_for(a)).isdisjoint(self._groups_for(b))
-            for a in self._open(one)
-            for b in self._open(other)
+            or not set(self._room.groups_for(a)).isdisjoint(self._room.groups_for(b))
+            for a in self._room.open(one)
+            for b in self._room.open(other)
         )
 
     # --- What fits ----------------------------------------------------------------------------
 
-    def _open(self, ask: Ask) -> list[Need]:
-        """Return what it needs and does not have."""
-        return [need for need in ask.needs if need.key not in self._room.places]
-
-    def _fit(self, room: _Room, ask: Ask) -> tuple[Place, ...] | str:
+    def _fit(self, room: Room, ask: Ask) -> tuple[Place, ...] | str:
         """Return the places that it can have now, besides those that it has, or why it cannot."""
         needs = []
         if ask.engine is not None:
             if ask.key in room.engines:
                 return "its last engine is being stopped"
             place = room.places.get(ask.key)
-            if place is not None and (why := self._no_slot(room, place.group)):
+            if place is not None and (why := room.no_slot(place.group)):
                 return why
         for need in ask.needs:
             if need.key not in room.places:
                 needs.append(need)
             elif need.key in room.engines and self._slots[need.key].retiring is not None:
                 return "its last engine is being stopped"
-        return self._choose(room, needs, ask)
-
-    def _no_slot(self, room: _Room, group: DeviceGroup) -> str:
-        """Say why no engine may start on a group now; "" if one may. On a leased group, only those
-        start, and work, that have a lease."""
-        if group.leased:
-            return ""
-        running, starting = (
-            sum(not room.places[key].group.leased for key in keys)
-            for keys in (room.engines, room.starting)
-        )
-        if running >= self.most_engines:
-            return f"{running} engines run on this machine (TANDEM_MAX_ENGINES)"
-        if starting >= self.most_starting:
-            return f"{starting} engines are starting (TANDEM_MAX_STARTING_ENGINES)"
-        return ""
-
-    def _choose(self, room: _Room, needs: Sequence[Need], ask: Ask) -> tuple[Place, ...] | str:
-        """Return a place for each of the needs, on the groups with the fewest workers; or why
-        there is none."""
-        if not needs:
-            return ()
-        need, why = needs[0], ""
-        for group in sorted(self._groups_for(need), key=lambda group: len(room.on(group))):
-            fault = self._fault(room, need, group)
-            if not fault and ask.engine is not None:
-                fault = self._no_slot(room, group)
-            if fault:
-                why = why or fault
-                continue
-            place = Place(
-                key=need.key,
-                role=need.role,
-                group=group,
-                owner=ask.owner,
-                session_id=ask.session_id,
-                ranks=need.ranks,
-                memory=need.memory,
-                host_memory=need.host_memory,
-                keeps=need.keeps,
-            )
-            with room.with_place(place):
-                others = self._choose(room, needs[1:], ask)
-            if not isinstance(others, str):
-                return (place, *others)
-            why = why or others
-        return why
-
-    def _groups_for(self, need: Need) -> list[DeviceGroup]:
-        return [
-            group
-            for group in self.groups
-            if need.role in group.roles
-            and need.group in ("", group.name)
-            and group.has_devices_for(need.ranks)
-        ]
-
-    def _fault(self, room: _Room, need: Need, group: DeviceGroup) -> str:
-        """Say why a worker has no place on a group now; "" if it has."""
-        if group.name in room.drained:
-            return f"group {group.name} is drained, and takes no more workers"
-        if group.workers or (group.memory_bytes and need.memory):
-            there = room.on(group)
-            if len(there) >= group.workers > 0:
-                return f"{len(there)} workers are there (TANDEM_GROUPS workers)"
-            awake = group.awake or len(there) + 1
-            wanted = sum(nlargest(awake, [need.memory, *(place.memory for place in there)]))
-            if need.memory and wanted > group.memory_bytes > 0:
-                return (
-                    f"those that are awake at once would need {_gib(wanted)} of a device's "
-                    f"{_gib(group.memory_bytes)} on group {group.name}"
-                )
-        if need.host_memory and self._host_memory:
-            taken = sum(place.host_memory for place in room.places.values())
-            if taken + need.host_memory > self._host_memory:
-                return (
-                    f"it needs {_gib(need.host_memory)} of the host's memory, and workers have "
-                    f"{_gib(taken)} of {_gib(self._host_memory)} (TANDEM_HOST_MEMORY_BYTES)"
-                )
-        return ""
-
-
-def _gib(size: int) -> str:
-    return f"{size / _GIB:.4g} GiB"
+        return room.choose(needs, ask)
 
 
 def _ordinal(number: int) -> str:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from gateway.placement.lease import Lease, Switched
 from gateway.placement.leases import Leases
 from gateway.placement.memory import SleepPlan
-from gateway.placement.places import Ask, Place, Places
+from gateway.placement.places import Places
+from gateway.placement.room import Ask, Place
 from gateway.workers.clients import CallOrder, TrainerClient, WorkerUnavailable
 from gateway.workers.fleet import Fleet, Worker
 from tandem.errors import CannotSleep, TandemError, WorkerDied, from_failure

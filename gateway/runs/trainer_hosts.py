@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gateway.placement.leases import Leases
-from gateway.placement.places import Ask, Places
+from gateway.placement.places import Places
+from gateway.placement.room import Ask
 from gateway.runs.trainer_host import TrainerHost
 from gateway.runs.training_run import TrainingRun
 from gateway.sampling.router import SamplerRouter

@@ -36,7 +36,8 @@ from gateway.placement.asks import Asks
 from gateway.placement.lease import Lease, Switched
 from gateway.placement.leases import Leases
 from gateway.placement.memory import SleepPlan, engine_settings
-from gateway.placement.places import EngineSlot, Place, Places
+from gateway.placement.places import EngineSlot, Places
+from gateway.placement.room import Place
 from gateway.usage.meter import SampleMeter, TimeShares
 from gateway.workers.clients import (
     EXIT_REPORT_PATIENCE,

@@ -13,7 +13,8 @@ from sqlalchemy import insert
 
 from gateway.placement.asks import Asks
 from gateway.placement.groups import DeviceGroup
-from gateway.placement.places import Ask, Places
+from gateway.placement.places import Places
+from gateway.placement.room import Ask
 from gateway.storage.tables import drained_groups
 from tandem.devices import parse_device
 from tandem.errors import InvalidRequest
