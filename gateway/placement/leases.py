@@ -571,6 +571,8 @@ class GroupLeases:
                 try:
                     async with asyncio.timeout(self._settings.switch_timeout):
                         await lease.tenant.end(reason)
+                except TimeoutError:  # it goes on (`Fleet`), and says so in the log
+                    pass
                 except Exception:  # noqa: BLE001 - it is tried again, until it is known to be gone
                     self._log.exception("lease_holder_not_ended", worker=lease.key)
             if lease.present:

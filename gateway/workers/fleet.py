@@ -150,7 +150,7 @@ class Fleet:
         self._next_number: defaultdict[str, int] = defaultdict(int)
         self._watchers: list[asyncio.Task[None]] = []
         self._given_up: dict[str, asyncio.Task[None]] = {}
-        self._ends: set[asyncio.Task[None]] = set()
+        self._ends: dict[tuple[str, bool], asyncio.Task[None]] = {}
         self._left: dict[str, WorkerHandle] = {}
         self._left_engines: list[WorkerHandle] = []
         self._log = get_log()
@@ -292,7 +292,7 @@ class Fleet:
     async def close(self, *, leaving: bool = False) -> None:
         """Stop every worker, or, if they are left to the next gateway, those that only start. Those
         that do not end in time are left as well."""
-        asking = [*self._given_up.values(), *self._ends]
+        asking = [*self._given_up.values(), *self._ends.values()]
         for task in (*self._watchers, *asking):
             task.cancel()
         records = list(self._records.values())
@@ -406,13 +406,13 @@ class Fleet:
 
     async def _end(self, worker_id: str, *, at_once: bool) -> None:
         """Return when nothing is left of a worker. It goes on when whoever waits for it does not
-        any more."""
-        task = asyncio.create_task(
-            self._ask_to_end(worker_id, at_once=at_once), name=f"end-{worker_id}"
-        )
-        self._ends.add(task)
-        task.add_done_callback(self._ends.discard)
-        await asyncio.shield(task)
+        any more; whoever comes then waits for the same."""
+        which = worker_id, at_once
+        if which not in self._ends:
+            asking = self._ask_to_end(worker_id, at_once=at_once)
+            self._ends[which] = asyncio.create_task(asking, name=f"end-{worker_id}")
+            self._ends[which].add_done_callback(lambda _: self._ends.pop(which))
+        await asyncio.shield(self._ends[which])
 
     async def _ask_to_end(self, worker_id: str, *, at_once: bool) -> None:
         began = time.monotonic()

@@ -4,6 +4,7 @@ later, breaks off and is replaced."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -231,6 +232,19 @@ async def test_a_stop_goes_on_when_nobody_waits_for_it_any_more(world):
     world.thaw()
     await asyncio.sleep(1)
     assert world.host.workers == {}
+
+
+@in_virtual_time
+async def test_the_agent_is_asked_no_more_often_when_several_wait_for_the_same_end(world):
+    worker = await world.start()
+    world.freeze()
+    for _ in range(20):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(50):
+                await world.fleet.stop(worker, reason="over", at_once=True)
+    assert len(world.launcher.asked) < 1000 / PATIENCE
+    world.thaw()
+    await world.fleet.stop(worker, reason="over", at_once=True)
 
 
 @in_virtual_time
