@@ -26,7 +26,14 @@ from gateway.metrics import Metrics
 from gateway.placement.groups import DeviceGroup
 from gateway.placement.lease import Lease, Switched, Tenant
 from gateway.placement.lease_records import LeaseRecord, LeaseRecords, Span
-from gateway.placement.memory import HostMemory, Residence, SleepPlan, Way
+from gateway.placement.memory import (
+    HostMemory,
+    Residence,
+    SleepPlan,
+    Way,
+    enough_bytes,
+    room_on_device,
+)
 from gateway.placement.policy import Holder, Waiter, gives_way_at, in_turn
 from gateway.storage.database import Database
 from gateway.workers.clients import WorkerUnavailable
@@ -102,11 +109,14 @@ class GroupLeases:
         session_id: str,
         tenant: Tenant,
         priority: int = 0,
+        ranks: int = 1,
+        memory: int = 0,
         host_memory: int = 0,
         present: bool = False,
     ) -> Lease:
-        """Return the lease of a worker, which is said to need `host_memory` at most. One that an
-        earlier gateway has left is `present`, and may be awake if it held the lease there."""
+        """Return the lease of a worker, which is said to need `memory` of each device, and
+        `host_memory`, at most. One that an earlier gateway has left is `present`, and may be awake
+        if it held the lease there."""
         lease = Lease(
             key=key,
             kind=kind,
@@ -120,6 +130,8 @@ class GroupLeases:
                 on_host=self._on_host,
                 device_memory=self._device_memory,
                 said=host_memory,
+                said_of_device=memory,
+                ranks=ranks,
                 present=present,
             ),
         )
@@ -393,9 +405,12 @@ class GroupLeases:
             await asyncio.sleep(_PAUSE)
             lease.state = "held" if lease.left else "free"
             return
-        lease.left, lease.why_not = False, ""
+        left, lease.left, lease.why_not = lease.left, False, ""
         if lease.present:
             await self._switch_awake(lease)
+            if left and not lease.present:  # for its next process, room must be made
+                self._note_free(lease)
+                return
         lease.granted_at = lease.idle_since = self._loop.time()
         lease.wake_seconds = lease.granted_at - began
         self._metrics.lease_wait_seconds.labels(self.name).observe(began - lease.since)
@@ -409,7 +424,8 @@ class GroupLeases:
 
     async def _sleep(self, lease: Lease) -> None:
         began = self._loop.time()
-        why_not = await self._switch_asleep(lease, lease.residence.ways)
+        following = next((each.residence for each in self.queue()), None)
+        why_not = await self._switch_asleep(lease, lease.residence.ways, following=following)
         if why_not:
             if not self._refused_for_long(lease):
                 self._log.warning("sleep_refused", worker=lease.key, reason=why_not)
@@ -429,19 +445,24 @@ class GroupLeases:
         waited = [now - max(each.since, lease.refused_since) for each in queue]
         return max(waited, default=0.0) >= self._settings.max_wait
 
-    async def _switch_asleep(self, lease: Lease, ways: Sequence[Way]) -> str:
-        """Put a worker to sleep in the first of the ways for which there is room; return why there
-        is none, and it is awake. Where it fails otherwise, nothing is left of the worker."""
+    async def _switch_asleep(
+        self, lease: Lease, ways: Sequence[Way], *, following: Residence | None = None
+    ) -> str:
+        """Put a worker to sleep in the first of the ways for which there is room, as far as who is
+        `following` needs its devices; return why there is none, and it is awake. Where it fails
+        otherwise, nothing is left of the worker."""
         why: list[str] = []
         for way in ways:
             if not lease.present:
                 return ""
-            plan = await self._memory.reserve(
-                lease.residence, way, following=next((e.residence for e in self.queue()), None)
-            )
+            plan = await self._memory.reserve(lease.residence, way, following=following)
             if isinstance(plan, str):
                 why.append(plan)
                 continue
+            if following is not None and self.awake == 1:
+                others = [each.residence for each in self.leases if each is not lease]
+                enough = enough_bytes(lease.residence, following, others)
+                plan = replace(plan, enough_bytes=enough)
             lease.token = self._next_token()
             carry_out = partial(lease.tenant.sleep, lease.token, plan)
             try:
@@ -470,25 +491,47 @@ class GroupLeases:
             lease.residence.fell_asleep("disk" if switched.disk_bytes else "host", switched)
 
     async def _made_room_for(self, lease: Lease) -> bool:
-        """Let sleeping workers of the group leave the host's memory, those that were served longest
-        ago first, until one that is to wake fits. Where it still does not, it waits: what others
-        have may be free soon. After `max_wait`, sleeping workers are ended for it."""
+        """Let sleeping workers of the group leave the devices, and the host's memory, those that
+        were served longest ago first, until one that is to wake fits. Where it still does not, it
+        waits: what others have may be free soon. After `max_wait`, sleeping workers are ended for
+        it."""
         memory, residence = self._memory, lease.residence
         if lease.left:
             return True
         overdue = self._loop.time() - lease.since >= self._settings.max_wait
-        for other in sorted(self.leases, key=lambda each: each.served_at):
+        others = sorted(self.leases, key=lambda each: each.served_at)
+        others.remove(lease)
+        for other in others:
+            if self._is_in_the_way(other, of=lease):
+                other.state = "sleeping"
+                await self._carry_out(other, self._sleep_again(other, other.residence.ways))
+                if self._is_in_the_way(other, of=lease):
+                    return False
+        for other in others:
             if memory.reserve_to_wake(residence):
                 return True
-            if other.state == "free" and other.residence.of_host and other.residence.can_leave:
+            if other.state == "free" and other.residence.can_leave:
                 other.state = "sleeping"
                 await self._carry_out(other, self._leave_host(other, overdue=overdue))
         if memory.reserve_to_wake(residence):
             return True
         lease.why_not = memory.shortage()
-        if overdue:  # it is those of other groups, which know nothing of this one
-            self._log.warning("host_memory_exceeded", worker=lease.key, reason=lease.why_not)
-        return overdue
+        if not overdue or any(e.state == "free" and e.residence.can_leave for e in others):
+            return False
+        # It is workers of other groups that have the memory, and they know nothing of this one.
+        self._log.warning("host_memory_exceeded", worker=lease.key, reason=lease.why_not)
+        return True
+
+    def _is_in_the_way(self, other: Lease, *, of: Lease) -> bool:
+        """Whether a worker has left so much on the devices that another one may not fit."""
+        if other.state != "free" or not other.present:
+            return False
+        if not other.residence.measured:  # it did not say what an earlier gateway has left of it
+            return not self._on_host and other.kind == "trainer"
+        if not other.residence.left_on_device:
+            return False
+        others = [each.residence for each in self.leases if each is not of]
+        return room_on_device(of.residence, others) < 0
 
     async def _leave_host(self, lease: Lease, *, overdue: bool) -> None:
         """Wake a worker that sleeps in the host's memory, and put it to sleep without it. Where
@@ -501,6 +544,10 @@ class GroupLeases:
                 await self._end(lease, f"another one needs the memory of its state: {plan}")
             self._note_free(lease)
             return
+        await self._sleep_again(lease, (deeper, "host"))
+
+    async def _sleep_again(self, lease: Lease, ways: Sequence[Way]) -> None:
+        """Wake a worker, and put the whole of it to sleep."""
         lease.token = self._next_token()
         try:
             await self._records.hold(lease.key, token=lease.token)
@@ -511,7 +558,7 @@ class GroupLeases:
         lease.granted_at = self._loop.time()
         if lease.present:
             await self._switch_awake(lease)
-        if why_not := await self._switch_asleep(lease, (deeper, "host")):
+        if why_not := await self._switch_asleep(lease, ways):
             await self._end(lease, f"it could not sleep again: {why_not}")
         self._note_free(lease)
 

@@ -63,7 +63,8 @@ class Residence:
 
     `on_host`: its devices are cores, whose memory is the host's. `device_memory` is what else they
     have, 0 if that is not known. `said` is what its session said
-    that it needs of the host at most, which counts until it was measured; 0: nothing was said.
+    that it needs of the host at most, which counts until it was measured, and `said_of_device` what
+    of each of its devices; 0: nothing was said.
     `awake` is what it had on its devices when it was awake last. `slept` is how it sleeps, None
     while it is awake. `reserved` and `reserved_on_disk` have what it may take
     in a switch that is under way, or when it is started again.
@@ -73,6 +74,8 @@ class Residence:
     on_host: bool = False
     device_memory: int = 0
     said: int = 0
+    said_of_device: int = 0
+    ranks: int = 1
     present: bool = False
     measured: bool = False
     device: int = 0
@@ -100,7 +103,9 @@ class Residence:
     def left_on_device(self) -> int:
         """What of its state is on its devices while it sleeps. (An engine's cannot be told from
         what others have there.)"""
-        return self.device if self.slept is not None and self.kind == "trainer" else 0
+        if self.slept is None or self.on_host or self.kind == "sampler":
+            return 0
+        return self.device
 
     @property
     def ways(self) -> tuple[Way, Way]:
@@ -109,7 +114,7 @@ class Residence:
     @property
     def can_leave(self) -> bool:
         """Whether it sleeps in the host's memory, as far as is known."""
-        return self.present and self.slept not in ("drop", "disk")
+        return self.of_host > 0 and self.slept not in ("drop", "disk")
 
     def started(self) -> None:
         self.present = True
@@ -232,6 +237,24 @@ def _grant(free: int, expected: int) -> int:
     if expected <= 0:
         return free
     return expected + (free - expected) // 2 if expected <= free else 0
+
+
+def room_on_device(residence: Residence, others: Sequence[Residence]) -> int:
+    """Return what of each device of a group is left beside a worker that is awake there and all
+    others, which sleep; below 0, it does not fit, or it is not known what it needs."""
+    if not residence.said_of_device or not residence.device_memory:
+        return -1
+    left = sum(_LEFT_ON_DEVICE + each.left_on_device // each.ranks for each in others)
+    return residence.device_memory - residence.said_of_device - _LEFT_ON_DEVICE - left
+
+
+def enough_bytes(leaving: Residence, following: Residence, others: Sequence[Residence]) -> int:
+    """Return how much a trainer needs to free for the next worker of its group, which is among the
+    others; 0: all."""
+    room = room_on_device(following, [leaving, *(each for each in others if each is not following)])
+    if leaving.kind != "trainer" or not leaving.device or room <= 0:
+        return 0
+    return max(1, leaving.device // leaving.ranks - room) * leaving.ranks
 
 
 def _gib(size: int) -> str:

@@ -112,6 +112,8 @@ class TrainerHost:
             owner=self.first.owner,
             session_id=self.first.session_id,
             priority=self.first.asks.priority,
+            ranks=place.ranks,
+            memory=place.memory,
             host_memory=place.host_memory,
             tenant=self,
             present=self._fleet.has_left(self.key),

@@ -179,6 +179,8 @@ class Sampler:
             owner=self.owner,
             session_id=self.session_id,
             priority=self.asks.priority,
+            ranks=place.ranks,
+            memory=place.memory,
             host_memory=place.host_memory,
             tenant=self,
             present=left,

@@ -63,13 +63,14 @@ class MemoryRecords:
 class Process:
     """`delay` is how long a call takes to arrive, `work` how long a switch takes. `fails` has the
     directions that end in an error. A `frozen` one does nothing until it is killed. It has `host`
-    bytes of the host's memory, and a file of `disk` bytes."""
+    bytes of the host's memory, a file of `disk` bytes, and while it sleeps `left` on its device."""
 
     devices: Devices
     newest: int
     size: int = 0
     host: int = 0
     disk: int = 0
+    left: int = 0
     epoch: int = 0
     delay: float = 0.001
     work: float = 0.05
@@ -103,12 +104,14 @@ class Process:
         if awake == self.awake or refused:
             return
         self.awake = awake
+        moves = min(self.size, plan.enough_bytes or self.size)
+        self.left = 0 if awake else self.size - moves
         if awake:
             self.host, self.disk = max(self.host, self.devices.on_host * self.size), 0
         elif plan.drop or plan.spill_folder:
-            self.host, self.disk = 0, 0 if plan.drop else self.size
+            self.host, self.disk = 0, 0 if plan.drop else moves
         else:
-            self.host = self.size
+            self.host = max(self.host, moves)
         self.devices.check()
 
 
@@ -118,6 +121,7 @@ class Devices:
     on_host: bool = False
     budget: int = 0
     disk: int = 0
+    memory: int = 0
     processes: list[Process] = field(default_factory=list)
 
     def start(self, token: int, **about) -> Process:
@@ -129,6 +133,9 @@ class Devices:
     def check(self) -> None:
         awake = [each for each in self.processes if each.alive and each.awake]
         assert len(awake) <= self.most, f"{len(awake)} workers are awake at once"
+        alive = [each for each in self.processes if each.alive]
+        there = sum(each.size if each.awake else each.left for each in alive)
+        assert not self.memory or there <= self.memory, f"{there} bytes are on the device"
         used = sum(each.host for each in self.processes if each.alive)
         assert not self.budget or used <= self.budget, f"{used} bytes of {self.budget} are used"
 
@@ -141,6 +148,7 @@ class Worker:
     devices: Devices
     kind: str = "trainer"
     size: int = 0
+    says: int = 0
     process: Process | None = None
     lease: Lease | None = None
     silent_for: float = 0.0
@@ -179,7 +187,7 @@ class Worker:
             self.log.append("refuse")
             raise refusal
         self.log.append(direction if not process.disk else "spill")
-        on_device = process.size if process.awake else 0
+        on_device = process.size if process.awake else process.left
         if self.devices.on_host:
             return Switched(bytes_moved=1, device_bytes=process.host, disk_bytes=process.disk)
         return Switched(
@@ -242,9 +250,13 @@ class World:
     on_host: bool = False
     budget: int = 0
     disk: int = 0
+    device_memory: int = 0
+    """Beside what each of so many `processes` keeps of a device."""
+    processes: int = 0
 
     def __post_init__(self) -> None:
-        self.devices = Devices(self.awake, self.on_host, self.budget, self.disk)
+        memory = self.device_memory
+        self.devices = Devices(self.awake, self.on_host, self.budget, self.disk, memory)
         self.records = MemoryRecords()
         self.tokens = itertools.count(1)
         self.workers: dict[str, Worker] = {}
@@ -259,6 +271,7 @@ class World:
             name="g",
             awake=self.awake,
             on_host=self.on_host,
+            device_memory=self.device_memory and self.device_memory + self.processes * 2**30,
             memory=self.memory,
             settings=self.settings,
             records=self.records,  # type: ignore[arg-type]
@@ -288,8 +301,10 @@ class World:
         priority: int = 0,
         kind: str = "trainer",
         size: int = 0,
+        says: int = 0,
     ) -> Worker:
-        worker = self.workers[key] = Worker(key, self.devices, kind, size)
+        """`says` is what its session said that it needs of the device at most."""
+        worker = self.workers[key] = Worker(key, self.devices, kind, size, says)
         self._register(worker, owner, priority)
         return worker
 
@@ -300,6 +315,7 @@ class World:
             owner=owner,
             session_id="s",
             priority=priority,
+            memory=worker.says,
             host_memory=worker.size,
             tenant=worker,
             present=worker.process is not None,

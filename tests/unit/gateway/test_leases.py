@@ -352,6 +352,31 @@ async def test_where_devices_have_the_hosts_memory_sleepers_leave_it_for_who_is_
 
 
 @in_virtual_time
+async def test_a_trainer_leaves_as_much_of_the_device_as_the_next_worker_is_said_to_need():
+    world = World(device_memory=10, processes=2)
+    a, b = world.worker("a", size=8, says=9), world.worker("b", size=4, says=5)
+    for worker in (a, b, a, b):
+        await worker.compute(0.1)
+    assert (a.process.left, a.process.host) == (5, 8), "3 would have been enough"
+    await a.compute(0.1)
+    assert b.process.left == 1
+    assert (a.log, b.log) == (["sleep", "wake", "sleep", "wake"], ["sleep", "wake", "sleep"])
+
+
+@in_virtual_time
+async def test_who_sleeps_in_part_sleeps_wholly_before_one_wakes_that_needs_more_or_says_nothing():
+    world = World(device_memory=10, processes=2)
+    a, b = world.worker("a", size=8, says=9), world.worker("b", size=4, says=5)
+    for worker in (a, b, a, b):
+        await worker.compute(0.1)
+    assert a.process.left == 5
+    c = world.worker("c", size=10)
+    await c.compute(0.1)
+    assert (a.process.left, b.process.left) == (0, 0)
+    assert a.log == ["sleep", "wake", "sleep", "wake", "sleep"]
+
+
+@in_virtual_time
 async def test_the_next_gateway_finds_out_where_those_are_that_sleep():
     world = World(budget=10, disk=100)
     a, b = (world.worker(key, size=6) for key in "ab")
@@ -372,12 +397,15 @@ async def random_life(seed: int, *, events: int) -> None:
     chance = random.Random(seed)
     awake, on_host = chance.choice([1, 1, 1, 2]), chance.choice([True, False])
     sizes = [chance.randint(1, 9) for _ in range(chance.randint(2, 5))]
-    least = sum(sorted(sizes)[-awake:]) if on_host else 1
+    least_of_device = sum(sorted(sizes)[-awake:])
+    least = least_of_device if on_host else 1
     world = World(
         awake=awake,
         on_host=on_host,
         budget=chance.choice([0, least, least + 3, sum(sizes)]),
         disk=chance.choice([0, 10, 100]),
+        device_memory=chance.choice([0, least_of_device, least_of_device + 5]) * (not on_host),
+        processes=len(sizes),
         settings=SharingSettings(
             quantum=chance.choice([0, 0.5, 2]),
             max_wait=chance.choice([5, 50]),
@@ -392,6 +420,7 @@ async def random_life(seed: int, *, events: int) -> None:
             owner=chance.choice(["ann", "bob"]),
             kind=chance.choice(["trainer", "sampler"]),
             size=size,
+            says=chance.choice([0, size, size + 1]),
         )
         for i, size in enumerate(sizes)
     ]
