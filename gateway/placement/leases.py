@@ -315,7 +315,7 @@ class GroupLeases:
         look_at = self._ask_to_give_way(queue, now)
         for lease in self.leases:
             if lease.state == "giving_way" and not lease.uses:
-                lease.state, lease.left = "sleeping", False
+                lease.state = "sleeping"
                 self._begin(lease, self._sleep(lease))
         if queue:
             self._end_silent()
@@ -431,7 +431,10 @@ class GroupLeases:
                 self._log.warning("sleep_refused", worker=lease.key, reason=why_not)
                 self._metrics.sleeps_refused.labels(self.name).inc()
                 lease.why_not, lease.stays_until = why_not, self._loop.time() + _REFUSED_PAUSE
-                self._admit(lease)
+                if lease.left:  # nobody knows whether it is awake: its next use wakes it
+                    lease.state = "held"
+                else:
+                    self._admit(lease)
                 return
             await self._end(lease, f"others need its devices, and it could not sleep: {why_not}")
         lease.why_not, lease.refused_since, lease.stays_until = "", 0.0, 0.0
@@ -628,7 +631,7 @@ class GroupLeases:
     def _note_free(self, lease: Lease) -> None:
         """Note that the devices are free of the worker."""
         now = self._loop.time()
-        lease.state, lease.served_at = "free", now
+        lease.state, lease.left, lease.served_at = "free", False, now
         self._memory.release(lease.residence)
         if lease.granted_at:
             seconds = now - lease.granted_at

@@ -84,7 +84,7 @@ class Process:
 
     def refusal(self, plan: SleepPlan) -> Exception | None:
         """Why it stays awake instead."""
-        if not self.awake or plan.drop or (self.devices.on_host and not plan.spill_folder):
+        if plan.drop or (self.devices.on_host and not plan.spill_folder):
             return None
         if plan.spill_folder and self.size > min(plan.most_bytes, self.devices.disk):
             return StorageFull("the disk is full")
@@ -93,7 +93,7 @@ class Process:
         return None
 
     def become(
-        self, awake: bool, token: int, epoch: int, plan: SleepPlan, *, refused: bool
+        self, awake: bool, token: int, epoch: int, plan: SleepPlan, says: asyncio.Future[None]
     ) -> None:
         """What happens when a call arrives, however late, wherever its sender is by now."""
         if not self.alive or self.frozen or epoch < self.epoch:
@@ -101,7 +101,11 @@ class Process:
         if token < self.newest:
             return
         self.newest = token
-        if awake == self.awake or refused:
+        if awake == self.awake:
+            return
+        if not awake and (refusal := self.refusal(plan)) is not None:
+            if not says.cancelled():
+                says.set_exception(refusal)
             return
         self.awake = awake
         moves = min(self.size, plan.enough_bytes or self.size)
@@ -166,14 +170,14 @@ class Worker:
         process = self.process
         assert process is not None
         loop = asyncio.get_running_loop()
-        refusal = process.refusal(plan) if direction == "sleep" else None
+        says: asyncio.Future[None] = loop.create_future()
         arrives = partial(
             process.become,
             direction == "wake",
             token,
             process.epoch,
             plan,
-            refused=refusal is not None,
+            says,
         )
         loop.call_later(process.delay, arrives)
         await asyncio.sleep(process.delay + process.work)
@@ -183,7 +187,7 @@ class Worker:
             await asyncio.sleep(1e6)
         if direction in process.fails:
             raise ConnectionError(f"{direction} failed")
-        if refusal is not None:
+        if says.done() and (refusal := says.exception()) is not None:
             self.log.append("refuse")
             raise refusal
         self.log.append(direction if not process.disk else "spill")
