@@ -40,9 +40,9 @@ class TrainerHosts:
         if run.asks.share == "always" or not self.places.has_room([*before, ask]):
             for host in self._hosts.values():
                 if self._suits(host, run):
-                    host.runs.add(run.id)
                     if run.asks.sampler:
                         self.samplers.lend(self._sampler_of(host.first), run.session_id, run.model)
+                    host.runs.add(run.id)
                     return host
         self.places.check(ask)
         return self._made(run.id, run)
@@ -55,7 +55,7 @@ class TrainerHosts:
             host = self._made(key, run)
             if (place := self.places.get(key)) is not None:
                 host.settle(place)
-        if host.place is not None and host.place.keeps:
+        if host.place is not None and host.place.keeps and run.asks.sampler:
             self.samplers.lend(host.place.keeps, run.session_id, run.model)
         return host
 
@@ -121,11 +121,10 @@ class TrainerHosts:
     def _samples_for(self, first: TrainingRun, run: TrainingRun) -> bool:
         """Whether the engine of those that share the trainer can serve another one's adapters: it
         is kept for them, has room for their rank, and nobody loads all weights into it."""
-        of_session = (host.first for host in self._hosts.values())
         alone = all(
-            other.training.lora is not None
-            for other in of_session
-            if (other.session_id, other.model.name) == (first.session_id, first.model.name)
+            host.first.training.lora is not None
+            for host in self._hosts.values()
+            if (host.first.session_id, host.first.model) == (first.session_id, first.model)
         )
         key = self._sampler_of(first)
         rank = run.training.rank

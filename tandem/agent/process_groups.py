@@ -9,6 +9,7 @@ is gone then.
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
 from pathlib import Path
@@ -27,6 +28,7 @@ _LINES = 64
 start."""
 _PATIENCE = 60.0
 _POLL_SECONDS = 0.05
+_GROUP = re.compile(r"(\d+) (\S.*?) *", re.ASCII)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -72,11 +74,12 @@ class ProcessGroups:
 
     def _read(self) -> tuple[dict[int, str], int]:
         """Return the groups of the file, each with the birth of its first process, and the number
-        of its lines."""
+        of its lines. A line that is torn is of a machine that went down, with all its processes."""
         if not self._path.exists():
             return {}, 0
-        lines = [line.split(maxsplit=1) for line in self._path.read_text().splitlines()]
-        return {int(line[0]): line[1].rstrip() for line in lines if line}, len(lines)
+        lines = self._path.read_text(errors="replace").splitlines()
+        whole = [found.groups() for line in lines if (found := _GROUP.fullmatch(line))]
+        return {int(pgid): born for pgid, born in whole}, len(lines)
 
     def _write(self, first: int, *texts: str) -> None:
         with self._path.open("r+b" if self._path.exists() else "w+b") as file:

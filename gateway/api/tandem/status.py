@@ -171,6 +171,7 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
     reached and where files lie."""
     now = time.time()
     mine = {session.id for session in gateway.sessions.all() if caller.may_see(session.owner)}
+    others = {session.id for session in gateway.sessions.all()} - mine
     admin = caller.role == "admin"
     of_mine = [run.worker for run in gateway.runs.all() if run.session_id in mine]
     of_mine += [sampler.worker for sampler in gateway.samplers.all() if sampler.users & mine]
@@ -217,7 +218,11 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
                 else sampler.silence or sampler.reason,
                 worker=sampler.worker.worker_id if sampler.worker is not None else "",
                 weight_version=sampler.weights,
-                adapters=sorted(sampler.loaded - {sampler.weights}),
+                adapters=sorted(
+                    name
+                    for name in sampler.loaded - {sampler.weights}
+                    if name.partition(":")[0] not in others
+                ),
             )
             for sampler in gateway.samplers.all()
             if sampler.users & mine

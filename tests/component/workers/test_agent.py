@@ -220,7 +220,8 @@ async def test_an_agent_serves_when_nothing_is_left_of_the_workers_of_the_one_be
 async def test_an_agent_notes_its_workers_while_they_run_and_leaves_other_processes_alone(tmp_path):
     file = tmp_path / FILE_NAME
     with running("sleep", "600") as other:
-        file.write_text(f"{other.pid} since another time\n")
+        torn = "\0" * 79
+        file.write_text(f"{other.pid} since another time\n{torn}\n12\n")
         async with agent_of(tmp_path), gateway_of(tmp_path) as launcher:
             assert group_members(other.pid), "it was started later, and has the number by chance"
             handle = await launcher.start(spec())
