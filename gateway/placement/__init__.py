@@ -3,5 +3,6 @@
 `asks` says what a session asks for, `groups` what devices there are, `room` what still fits there,
 and `places` who may exist where, all or nothing. Who may have its state on a group's devices now is
 decided by `leases`, in the order of `policy`; `lease` is what a worker has of it, `lease_records`
-what the database knows, and `memory` how a worker is put to sleep. `occupancy` shows it to callers.
+what the database knows, `switches` puts its worker to sleep and wakes it, and `memory` says where
+its state goes. `occupancy` shows it to callers.
 """

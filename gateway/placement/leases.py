@@ -3,7 +3,7 @@
 A `GroupLeases` schedules one group. Whoever needs a worker's devices makes a `use` of its lease,
 which waits until the worker is awake; the lease stays with the worker until another one needs the
 devices more (`policy`). Then it gives way: no further use begins, those under way end, and the
-worker is put to sleep.
+worker is put to sleep (`switches`).
 
 The next worker wakes only when the one before is known to be asleep, or to have ended. No clock
 decides that: what does not answer in time is killed, and keeps its lease until nothing of it is
@@ -19,41 +19,27 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Literal
 
 from gateway.metrics import Metrics
 from gateway.placement.groups import DeviceGroup
-from gateway.placement.lease import Lease, Switched, Tenant
+from gateway.placement.lease import Lease, Tenant
 from gateway.placement.lease_records import LeaseRecord, LeaseRecords, Span
 from gateway.placement.memory import (
     HostMemory,
     Residence,
-    SleepPlan,
     Way,
     enough_bytes,
     room_on_device,
 )
 from gateway.placement.policy import Holder, Waiter, gives_way_at, in_turn
+from gateway.placement.switches import PAUSE, RECENT, Switches
 from gateway.storage.database import Database
-from gateway.workers.clients import WorkerUnavailable
-from tandem.errors import CannotSleep, OutOfMemory, StorageFailed
+from tandem.errors import StorageFailed
 from tandem.settings import SharingSettings
 from tandem.telemetry import get_log
 
-_RECENT = 0.3
-"""The weight of the newest of several measurements."""
-_PAUSE = 0.5
-"""Seconds until something that failed is tried again, and between looks at a heartbeat."""
-
 _REFUSED_PAUSE = 5.0
 """Seconds until a worker whose sleep found no room is asked again."""
-
-_NO_ROOM = (OutOfMemory, StorageFailed, CannotSleep)
-"""What a worker that cannot sleep in one way, and stays awake, says."""
-
-_ATTEMPTS = 3
-"""Of a switch, over connections that break."""
 
 _TOKEN_BITS = 20
 """Of a token, for the changes of one gateway; the rest is its epoch. More than these only reach
@@ -84,9 +70,9 @@ class GroupLeases:
         self._device_memory = device_memory
         self.leases: list[Lease] = []
         self.drained = False
-        self.switches = 0
-        self.switch_seconds = 0.0
-        """What a switch has cost lately: to put one worker to sleep, and to wake another."""
+        self.switches = Switches(
+            group=name, settings=settings, memory=memory, metrics=metrics, next_token=next_token
+        )
         self._hold_seconds = settings.quantum
         self._settings = self._configured = settings
         self._records = records
@@ -141,7 +127,7 @@ class GroupLeases:
             self.leases.append(lease)
             self._memory.add(lease.residence)
             if present and not lease.left:
-                self._begin_task(lease, self._measure(lease))
+                self._begin_task(lease, self.switches.measure(lease))
         return lease
 
     def _take_up(self, lease: Lease, left: LeaseRecord | None) -> None:
@@ -194,7 +180,7 @@ class GroupLeases:
     def expected_wait(self, before: int) -> float:
         """Return how long, in seconds, one with so many before it will wait, by how things went
         lately."""
-        return (before + 1) * (self._hold_seconds + self.switch_seconds)
+        return (before + 1) * (self._hold_seconds + self.switches.seconds)
 
     def queue(self) -> list[Lease]:
         """Return those that wait, in turn."""
@@ -319,7 +305,7 @@ class GroupLeases:
                 self._begin(lease, self._sleep(lease))
         if queue:
             self._end_silent()
-            look_at = min(look_at, now + _PAUSE)
+            look_at = min(look_at, now + PAUSE)
         if look_at < math.inf:
             self._timer = self._loop.call_at(look_at, self.look)
 
@@ -340,7 +326,7 @@ class GroupLeases:
                 at = gives_way_at(
                     _holder(lease),
                     waiting=waiting,
-                    switch_seconds=self.switch_seconds,
+                    switch_seconds=self.switches.seconds,
                     settings=self._settings,
                 )
                 due.append((max(at, lease.stays_until), lease))
@@ -370,7 +356,7 @@ class GroupLeases:
                 )
                 self._begin(lease, self._end_holder(lease, reason))
 
-    # --- Switches -----------------------------------------------------------------------------
+    # --- From one worker to the next ----------------------------------------------------------
 
     def _begin(self, lease: Lease, switch: Coroutine[None, None, None]) -> None:
         self._begin_task(lease, self._carry_out(lease, switch))
@@ -385,7 +371,9 @@ class GroupLeases:
             await switch
         except Exception:  # noqa: BLE001 - a fault of ours must not keep the devices from others
             self._log.exception("switch_failed", worker=lease.key)
-            await self._end(lease, "the gateway failed in the middle of a switch; see its log")
+            await self.switches.end(
+                lease, "the gateway failed in the middle of a switch; see its log"
+            )
             self._note_free(lease)
         if lease.closed:
             self._remove(lease)
@@ -395,19 +383,19 @@ class GroupLeases:
         began = self._loop.time()
         try:
             if not await self._made_room_for(lease):
-                await asyncio.sleep(_PAUSE)
+                await asyncio.sleep(PAUSE)
                 lease.state = "free"
                 return
             lease.token = self._next_token()
             await self._records.hold(lease.key, token=lease.token)
         except StorageFailed as error:
             self._log.warning("lease_not_granted", worker=lease.key, reason=error.message)
-            await asyncio.sleep(_PAUSE)
+            await asyncio.sleep(PAUSE)
             lease.state = "held" if lease.left else "free"
             return
         left, lease.left, lease.why_not = lease.left, False, ""
         if lease.present:
-            await self._switch_awake(lease)
+            await self.switches.awake(lease)
             if left and not lease.present:  # for its next process, room must be made
                 self._note_free(lease)
                 return
@@ -417,15 +405,15 @@ class GroupLeases:
         lease.since = 0.0
         self._admit(lease)
 
-    async def _switch_awake(self, lease: Lease) -> None:
-        switched = await self._switch(lease, "wake", lambda: lease.tenant.wake(lease.token))
-        if switched is not None and lease.present:
-            lease.residence.woke(switched)
-
     async def _sleep(self, lease: Lease) -> None:
         began = self._loop.time()
         following = next((each.residence for each in self.queue()), None)
-        why_not = await self._switch_asleep(lease, lease.residence.ways, following=following)
+        why_not = await self.switches.asleep(
+            lease,
+            lease.residence.ways,
+            following=following,
+            enough=lambda: self._enough_bytes(lease, following),
+        )
         if why_not:
             if not self._refused_for_long(lease):
                 self._log.warning("sleep_refused", worker=lease.key, reason=why_not)
@@ -436,10 +424,18 @@ class GroupLeases:
                 else:
                     self._admit(lease)
                 return
-            await self._end(lease, f"others need its devices, and it could not sleep: {why_not}")
+            reason = f"others need its devices, and it could not sleep: {why_not}"
+            await self.switches.end(lease, reason)
         lease.why_not, lease.refused_since, lease.stays_until = "", 0.0, 0.0
         lease.sleep_seconds = self._loop.time() - began
         self._note_free(lease)
+
+    def _enough_bytes(self, lease: Lease, following: Residence | None) -> int:
+        """Return how much a worker has to free for the one `following`; 0: all."""
+        if following is None or self.awake != 1:
+            return 0
+        others = [each.residence for each in self.leases if each is not lease]
+        return enough_bytes(lease.residence, following, others)
 
     def _refused_for_long(self, lease: Lease) -> bool:
         """Whether others have waited for `max_wait` for a worker that finds no room to sleep."""
@@ -447,51 +443,6 @@ class GroupLeases:
         lease.refused_since = lease.refused_since if lease.refused_since and queue else now
         waited = [now - max(each.since, lease.refused_since) for each in queue]
         return max(waited, default=0.0) >= self._settings.max_wait
-
-    async def _switch_asleep(
-        self, lease: Lease, ways: Sequence[Way], *, following: Residence | None = None
-    ) -> str:
-        """Put a worker to sleep in the first of the ways for which there is room, as far as who is
-        `following` needs its devices; return why there is none, and it is awake. Where it fails
-        otherwise, nothing is left of the worker."""
-        why: list[str] = []
-        for way in ways:
-            if not lease.present:
-                return ""
-            plan = await self._memory.reserve(lease.residence, way, following=following)
-            if isinstance(plan, str):
-                why.append(plan)
-                continue
-            if following is not None and self.awake == 1:
-                others = [each.residence for each in self.leases if each is not lease]
-                enough = enough_bytes(lease.residence, following, others)
-                plan = replace(plan, enough_bytes=enough)
-            lease.token = self._next_token()
-            carry_out = partial(lease.tenant.sleep, lease.token, plan)
-            try:
-                switched = await self._switch(lease, "sleep", carry_out)
-            except _NO_ROOM as error:
-                why.append(error.message)
-                continue
-            finally:
-                self._memory.release(lease.residence)
-            if switched is not None and lease.present:
-                lease.residence.fell_asleep(way, switched)
-            return ""
-        return "; ".join(why) if lease.present else ""
-
-    async def _measure(self, lease: Lease) -> None:
-        """Ask a worker that an earlier gateway has left asleep where its state is. It answers that
-        to another sleep, and moves nothing."""
-        lease.token = self._next_token()
-        try:
-            async with asyncio.timeout(self._settings.switch_timeout):
-                switched = await lease.tenant.sleep(lease.token, SleepPlan())
-        except Exception as error:  # noqa: BLE001 - what is wrong shows when it is to wake
-            self._log.warning("worker_not_measured", worker=lease.key, reason=str(error))
-            return
-        if lease.state == "free" and lease.present:
-            lease.residence.fell_asleep("disk" if switched.disk_bytes else "host", switched)
 
     async def _made_room_for(self, lease: Lease) -> bool:
         """Let sleeping workers of the group leave the devices, and the host's memory, those that
@@ -544,7 +495,7 @@ class GroupLeases:
         memory.release(lease.residence)
         if isinstance(plan, str):
             if overdue:
-                await self._end(lease, f"another one needs the memory of its state: {plan}")
+                await self.switches.end(lease, f"another one needs the memory of its state: {plan}")
             self._note_free(lease)
             return
         await self._sleep_again(lease, (deeper, "host"))
@@ -560,73 +511,14 @@ class GroupLeases:
             return
         lease.granted_at = self._loop.time()
         if lease.present:
-            await self._switch_awake(lease)
-        if why_not := await self._switch_asleep(lease, ways):
-            await self._end(lease, f"it could not sleep again: {why_not}")
+            await self.switches.awake(lease)
+        if why_not := await self.switches.asleep(lease, ways):
+            await self.switches.end(lease, f"it could not sleep again: {why_not}")
         self._note_free(lease)
 
-    async def _switch(
-        self,
-        lease: Lease,
-        direction: Literal["sleep", "wake"],
-        carry_out: Callable[[], Coroutine[None, None, Switched]],
-    ) -> Switched | None:
-        """Put a worker to sleep or wake it; return None if that fails, and nothing is left of it.
-        Raises what is of `_NO_ROOM`: the worker stays awake."""
-        began = self._loop.time()
-        try:
-            async with asyncio.timeout(self._settings.switch_timeout):
-                switched = await self._unless_connection_breaks(lease, carry_out)
-        except TimeoutError:
-            limit = self._settings.switch_timeout
-            await self._end(lease, f"it did not {direction} within {limit:g} s")
-            return None
-        except Exception as error:
-            if direction == "sleep" and isinstance(error, _NO_ROOM):
-                raise
-            await self._end(lease, f"it did not {direction}: {error}")  # it is of no use
-            return None
-        seconds = self._loop.time() - began
-        self.switches += 1
-        # A switch is one of each.
-        self.switch_seconds += _RECENT * (2 * seconds - self.switch_seconds)
-        self._metrics.switch_seconds.labels(self.name, lease.kind, direction).observe(seconds)
-        self._metrics.moved_bytes.labels(self.name, direction).inc(switched.bytes_moved)
-        return switched
-
-    async def _unless_connection_breaks(
-        self, lease: Lease, carry_out: Callable[[], Coroutine[None, None, Switched]]
-    ) -> Switched:
-        """Ask a worker that lives again if only the connection broke: it answers at once if it has
-        done it already."""
-        for _ in range(_ATTEMPTS - 1):
-            try:
-                return await carry_out()
-            except WorkerUnavailable:
-                await asyncio.sleep(_PAUSE)
-                if not lease.present or lease.stopping:
-                    raise
-        return await carry_out()
-
     async def _end_holder(self, lease: Lease, reason: str) -> None:
-        await self._end(lease, reason)
+        await self.switches.end(lease, reason)
         lease.state = "giving_way"  # the calls under way are about to fail
-
-    async def _end(self, lease: Lease, reason: str) -> None:
-        """Kill a worker; return when nothing of it is left, however long that takes: until then,
-        nobody else may have its devices."""
-        while lease.present:
-            if not lease.stopping:
-                self._log.error("lease_holder_ended", worker=lease.key, reason=reason)
-                try:
-                    async with asyncio.timeout(self._settings.switch_timeout):
-                        await lease.tenant.end(reason)
-                except TimeoutError:  # it goes on (`Fleet`), and says so in the log
-                    pass
-                except Exception:  # noqa: BLE001 - it is tried again, until it is known to be gone
-                    self._log.exception("lease_holder_not_ended", worker=lease.key)
-            if lease.present:
-                await asyncio.sleep(_PAUSE)
 
     def _note_free(self, lease: Lease) -> None:
         """Note that the devices are free of the worker."""
@@ -635,7 +527,7 @@ class GroupLeases:
         self._memory.release(lease.residence)
         if lease.granted_at:
             seconds = now - lease.granted_at
-            self._hold_seconds += _RECENT * (seconds - self._hold_seconds)
+            self._hold_seconds += RECENT * (seconds - self._hold_seconds)
             self._metrics.lease_hold_seconds.labels(self.name).observe(seconds)
             self._records.free(lease.key, seconds=lease.seconds, span=self.span(lease))
             lease.granted_at = lease.wake_seconds = lease.sleep_seconds = 0.0
