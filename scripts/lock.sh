@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Resolves the constraint files: `scripts/lock.sh cpu` or `scripts/lock.sh gpu`.
-# The result holds names and versions alone, no addresses.
+# The result holds names and versions alone, no addresses. What is locked keeps its version as far as
+# that is possible, and takes the newest with UPGRADE=1.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=$1
@@ -16,12 +17,13 @@ fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 echo "$vllm" > "$work/engine.in"
-{ echo "torch==$torch"; } > "$work/override.txt"
+echo "torch==$torch" > "$work/override.txt"
+[ -n "${UPGRADE:-}" ] || cp "constraints/$build.txt" "$work/lock.txt"
 "$uv" pip compile --quiet --universal --python-version "$python" --no-annotate --no-header --no-emit-index-url \
   --override "$work/override.txt" --all-extras --group dev \
   pyproject.toml constraints/requirements.in "$work/engine.in" -o "$work/lock.txt"
 if [ "$build" = cpu ]; then
-  grep -v -i -E '^(nvidia-|cuda-|triton|torchaudio|torchvision|torchcodec|tilelang)' "$work/lock.txt" > "$work/kept.txt"
+  grep -v -i -E '^(nvidia-[^m]|cuda-|triton|torchaudio|torchvision|torchcodec|tilelang)' "$work/lock.txt" > "$work/kept.txt"
 else
   cp "$work/lock.txt" "$work/kept.txt"
 fi
