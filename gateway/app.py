@@ -43,6 +43,7 @@ from gateway.api.tinker import (
     training,
     training_runs,
 )
+from gateway.auth.bootstrap import read_bootstrap_key
 from gateway.core import Gateway
 from gateway.housekeeping import Housekeeping
 from gateway.http_connection import BoundedProtocol
@@ -136,6 +137,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
+            read_bootstrap_key(settings)  # a standby that could not take over does not start
             if is_postgresql(settings.database_url):
                 async with _serving_with_lease(
                     app, settings, serving=partial(serving, app), opened=opened, end=end

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from gateway.auth.audit import AuditLog, RefusedKeys
+from gateway.auth.bootstrap import take_bootstrap_key
 from gateway.auth.identity import Identity
 from gateway.auth.keys import KeyStore, check_listening
 from gateway.checkpoints.adoption import CheckpointAdopter
@@ -301,6 +302,7 @@ class Gateway:
         await self.database.open()
         await self.keys.open()
         self.keys.set_local(self.api_key)
+        await take_bootstrap_key(self.settings, keys=self.keys, audit=self.audit)
         check_listening(self.settings, keys=self.keys)
         await self.futures.open()
         await self.models.open()

@@ -321,7 +321,18 @@ class GatewaySettings(BaseSettings):
         description="With PostgreSQL, another gateway takes over when this one has not been heard "
         "of for this long.",
     )
-    api_key: str = Field("", description="Empty: generated, kept in data_dir.", repr=False)
+    api_key: str = Field(
+        "", description="Empty: generated, kept in data_dir.", repr=False, exclude=True
+    )
+    bootstrap_key: str = Field(
+        "",
+        description="An admin key that the gateway knows from its start; see `docs/security.md`.",
+        repr=False,
+        exclude=True,
+    )
+    bootstrap_key_file: Path | None = Field(
+        None, description="The file that has the bootstrap key, such as a mounted Secret."
+    )
     models: dict[str, Path] = Field(
         default_factory=dict,
         description='Base models to register at the start, as JSON: {"NAME": "/PATH"}.',

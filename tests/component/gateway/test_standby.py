@@ -14,14 +14,16 @@ import httpx
 import pytest
 from sqlalchemy import insert, select, update
 
+from gateway.app import create_app
 from gateway.storage.database import Database
 from gateway.storage.lease import Lease
-from gateway.storage.tables import audit, gateway_lease
+from gateway.storage.tables import audit, gateway_lease, keys
 from gateway.workers.epoch import epoch_without_lease
 from tandem.errors import InvalidRequest, StorageFailed
 from tandem.stack import Stack, read_endpoint
+from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.requests import optim_step
-from tests.support.gateway.running import running_gateway
+from tests.support.gateway.running import running_gateway, settings_for
 from tests.support.postgres import url_for, used_for_all
 from tests.support.waiting import PATIENCE, until, wait_until
 
@@ -214,9 +216,25 @@ def test_a_standby_stops_without_the_lease(tmp_path):
             assert (tmp_path / "data" / "gateway.json").exists()
 
 
+async def test_gateways_that_start_at_once_make_one_bootstrap_key(tmp_path):
+    """The one with the lease makes it, those after it find it."""
+    settings = settings_for(tmp_path, host="0.0.0.0", bootstrap_key=f"tml-{'a' * 32}")
+
+    async def start_and_stop() -> None:
+        app = create_app(settings, launcher=FakeLauncher(), end=lambda: None)
+        async with app.router.lifespan_context(app):
+            await until(lambda: hasattr(app.state, "gateway"))
+
+    await asyncio.gather(*(start_and_stop() for _ in range(3)))
+    database = Database(url=settings.database_url, data_dir=tmp_path)
+    await database.open()
+    rows = await database.read(select(keys))
+    await database.close()
+    assert [(row["name"], row["revoked_at"]) for row in rows] == [("bootstrap-key", None)]
+
+
 async def test_keys_are_not_changed_beside_a_gateway_that_does_not_know(lease_of, tmp_path):
     from gateway.offline_keys import Request, answer
-    from tests.support.gateway.running import settings_for
 
     holder = await lease_of()
     assert await holder.take()

@@ -1,0 +1,80 @@
+"""The bootstrap key: the first admin key of a gateway that others reach, given by a setting.
+
+A gateway in a container has nobody who could run `tandem keys create` before it listens. It takes
+the key from `TANDEM_BOOTSTRAP_KEY`, or from the file of `TANDEM_BOOTSTRAP_KEY_FILE`, such as a
+mounted Secret, and keeps its hash like that of any other key. A start with another key revokes the
+former one. With PostgreSQL only the gateway that has the lease does this, so that two that start
+at once make one row.
+"""
+
+from __future__ import annotations
+
+import re
+
+from gateway.auth.audit import AuditLog, Entry
+from gateway.auth.identity import urn_of
+from gateway.auth.keys import BOOTSTRAP_NAME, LOCAL_OWNER, Key, KeyStore
+from tandem.errors import InvalidRequest
+from tandem.settings import GatewaySettings
+from tandem.telemetry import get_log
+
+_KEY = re.compile(r"tml-[A-Za-z0-9_-]{32,200}")
+"""What the SDK takes, and 128 random bits or more in any usual encoding."""
+
+_HOW = 'make one with: echo "tml-$(openssl rand -hex 32)"'
+
+
+def read_bootstrap_key(settings: GatewaySettings) -> str:
+    """Return the key, "" if none is set. Raise `InvalidRequest`, without the key."""
+    key, path, source = settings.bootstrap_key, settings.bootstrap_key_file, "TANDEM_BOOTSTRAP_KEY"
+    if path is not None:
+        if key:
+            raise InvalidRequest(
+                "TANDEM_BOOTSTRAP_KEY and TANDEM_BOOTSTRAP_KEY_FILE are both set; set one of them"
+            )
+        source = f"TANDEM_BOOTSTRAP_KEY_FILE ({path})"
+        try:
+            key = path.read_bytes().decode(errors="replace").strip()
+        except OSError as error:
+            raise InvalidRequest(f"{source} cannot be read: {error.strerror}") from error
+    elif not key:
+        return ""
+    if not _KEY.fullmatch(key):
+        raise InvalidRequest(
+            f"the key of {source} is not `tml-` and 32 to 200 letters, digits, `-` or `_`; {_HOW}"
+        )
+    return key
+
+
+async def take_bootstrap_key(settings: GatewaySettings, *, keys: KeyStore, audit: AuditLog) -> None:
+    """Make the key of the settings valid, unless it was revoked before, and revoke the one that it
+    replaces. Idempotent. Raise `InvalidRequest` for what cannot be a bootstrap key."""
+    secret = read_bootstrap_key(settings)
+    if not secret:
+        return
+    known = keys.find(secret.encode())
+    if known is None:
+        key, former = await keys.replace_bootstrap(secret)
+        for action, changed in [("apikey_create", key), *(("apikey_delete", k) for k in former)]:
+            get_log().info("bootstrap_key", action=action, key=changed.id)
+            audit.record(_entry(action, changed))
+    elif known.local or known.name != BOOTSTRAP_NAME:
+        raise InvalidRequest(
+            f"the bootstrap key is already the key {known.id} of {known.owner}, and must be one of "
+            f"its own; {_HOW}"
+        )
+    elif keys.ended(known) is not None:
+        hint = "a key that was revoked stays so; put a new one into its place"
+        get_log().warning("bootstrap_key_revoked", key=known.id, hint=hint)
+
+
+def _entry(action: str, key: Key) -> Entry:
+    """Return a row of the audit log, of this machine's admin, without an address."""
+    return Entry(
+        actor=urn_of(LOCAL_OWNER),
+        action=action,
+        target=key.id,
+        address="",
+        status=200,
+        detail={"owner": key.owner, "role": key.role, "name": key.name},
+    )
