@@ -12,6 +12,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
+
 
 class TrainerSettings(BaseSettings):
     """Settings of trainers. Environment: `TANDEM_TRAINER_*`."""
@@ -341,11 +343,15 @@ class GatewaySettings(BaseSettings):
         default_factory=list,
         description="Device groups, as JSON, see `docs/sharing.md`; empty: what the host has.",
     )
+    claim_pools: list[ClaimPoolSettings] = Field(
+        default_factory=list,
+        description="Pools of claims, whose groups pods share, as JSON, see `docs/cluster.md`.",
+    )
     host_memory_bytes: int = Field(
         0,
         ge=0,
         description="What all workers together may have of the host's memory; 0: nine tenths of "
-        "it.",
+        "it. Not for pods, each of which has its own.",
     )
     spill_dir: Path | None = Field(
         None,
@@ -382,7 +388,9 @@ class GatewaySettings(BaseSettings):
         60.0, gt=0, description="Longest wait of an operation for one with a smaller seq_id."
     )
     launcher: str = Field(
-        "agent", description="What starts workers; agent: the `tandem agent` of the data directory."
+        "agent",
+        description="What starts workers; agent: the `tandem agent` of the data directory; "
+        "kubernetes: the API server of a cluster, as pods.",
     )
     stop_timeout: float = Field(
         30.0,
@@ -480,6 +488,7 @@ class GatewaySettings(BaseSettings):
     recovery: RecoverySettings = Field(default_factory=RecoverySettings)
     sharing: SharingSettings = Field(default_factory=SharingSettings)
     pool: PoolSettings = Field(default_factory=PoolSettings)
+    kubernetes: KubernetesSettings = Field(default_factory=KubernetesSettings)
     sampler: SamplerSettings = Field(default_factory=SamplerSettings)
     limit: LimitSettings = Field(default_factory=LimitSettings)
     http: HttpSettings = Field(default_factory=HttpSettings)
@@ -494,10 +503,14 @@ def settings_fault(error: ValidationError | SettingsError) -> str:
         return f"TANDEM_{field[1].upper()} is not JSON" if field else str(error)
     prefix = _prefix_of(error.title)
     return "; ".join(
-        f"{prefix}{'_'.join(map(str, each['loc'])).upper()} is {str(each['input'])[:80]!r}: "
-        f"{each['msg']}"
+        f"{prefix}{'_'.join(map(str, each['loc'])).upper()}{_shown(each['input'])}: "
+        f"{each['msg'].removeprefix('Value error, ')}"
         for each in error.errors(include_url=False, include_context=False)
     )
+
+
+def _shown(value: object) -> str:
+    return "" if isinstance(value, (dict, list)) else f" is {str(value)[:80]!r}"
 
 
 def _prefix_of(name: str) -> str:
