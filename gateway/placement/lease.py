@@ -78,7 +78,7 @@ class Lease:
     its last use ended, `served_at` when it last gave them up, all in the time of the event loop.
     `seconds` is how long it used them in all, `span_seconds` since they were granted. `why_not`
     says why there was no room for its worker to sleep, since `refused_since`, or to wake; it stays
-    awake until `stays_until`.
+    awake, or asleep as it is, until `stays_until`.
     """
 
     key: str

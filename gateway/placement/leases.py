@@ -393,7 +393,7 @@ class GroupLeases:
             await asyncio.sleep(PAUSE)
             lease.state = "held" if lease.left else "free"
             return
-        left, lease.left, lease.why_not = lease.left, False, ""
+        left, lease.left, lease.why_not, lease.stays_until = lease.left, False, "", 0.0
         if lease.present:
             await self.switches.awake(lease)
             if left and not lease.present:  # for its next process, room must be made
@@ -464,7 +464,8 @@ class GroupLeases:
         for other in others:
             if memory.reserve_to_wake(residence):
                 return True
-            if other.state == "free" and other.residence.can_leave:
+            may_be_asked = overdue or other.stays_until <= self._loop.time()
+            if other.state == "free" and other.residence.can_leave and may_be_asked:
                 other.state = "sleeping"
                 await self._carry_out(other, self._leave_host(other, overdue=overdue))
         if memory.reserve_to_wake(residence):
@@ -489,7 +490,8 @@ class GroupLeases:
 
     async def _leave_host(self, lease: Lease, *, overdue: bool) -> None:
         """Wake a worker that sleeps in the host's memory, and put it to sleep without it. Where
-        that cannot be, it is ended if it is `overdue`."""
+        that cannot be, it is ended if that is `overdue`, else it sleeps as it did, and is left
+        alone for a while."""
         memory, deeper = self._memory, lease.residence.ways[-1]
         plan = await memory.reserve(lease.residence, deeper, following=None)
         memory.release(lease.residence)
@@ -498,7 +500,9 @@ class GroupLeases:
                 await self.switches.end(lease, f"another one needs the memory of its state: {plan}")
             self._note_free(lease)
             return
-        await self._sleep_again(lease, (deeper, "host"))
+        await self._sleep_again(lease, (deeper,) if overdue else (deeper, "host"))
+        if lease.residence.can_leave:  # it was found only when it was tried
+            lease.stays_until = self._loop.time() + _REFUSED_PAUSE
 
     async def _sleep_again(self, lease: Lease, ways: Sequence[Way]) -> None:
         """Wake a worker, and put the whole of it to sleep."""

@@ -86,6 +86,8 @@ class Process:
         """Why it stays awake instead."""
         if plan.drop or (self.devices.on_host and not plan.spill_folder):
             return None
+        if plan.spill_folder and self.devices.disk_fails:
+            return StorageFailed("the disk fails")
         if plan.spill_folder and self.size > min(plan.most_bytes, self.devices.disk):
             return StorageFull("the disk is full")
         if 0 < plan.most_bytes < self.size:
@@ -126,6 +128,8 @@ class Devices:
     budget: int = 0
     disk: int = 0
     memory: int = 0
+    disk_fails: bool = False
+    """What has room, and takes nothing."""
     processes: list[Process] = field(default_factory=list)
 
     def start(self, token: int, **about) -> Process:

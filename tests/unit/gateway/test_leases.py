@@ -352,6 +352,26 @@ async def test_where_devices_have_the_hosts_memory_sleepers_leave_it_for_who_is_
 
 
 @in_virtual_time
+async def test_a_sleeper_whose_disk_fails_is_asked_now_and_then_and_ended_when_that_is_overdue():
+    settings = SharingSettings(quantum=0.5, max_wait=60)
+    world = World(on_host=True, budget=10, disk=100, settings=settings)
+    a, b, c = (world.worker(key, size=size) for key, size in [("a", 4), ("b", 4), ("c", 8)])
+    for worker in (a, b):
+        await worker.compute(0.1)
+    b.die()
+    world.devices.disk_fails = True
+    waiting, sleeper = asyncio.create_task(c.compute(0.1)), a.process
+    await asyncio.sleep(50)
+    assert 9 <= a.log.count("wake") <= 11
+    assert sleeper.alive
+    await waiting
+    assert now() < 70
+    assert not sleeper.alive
+    world.devices.disk_fails = False
+    await a.compute(0.1)
+
+
+@in_virtual_time
 async def test_a_trainer_leaves_as_much_of_the_device_as_the_next_worker_is_said_to_need():
     world = World(device_memory=10, processes=2)
     a, b = world.worker("a", size=8, says=9), world.worker("b", size=4, says=5)
@@ -457,6 +477,7 @@ async def random_life(seed: int, *, events: int) -> None:
                 worker.process.work = chance.choice([0.001, 1, 5])
             case "disk":
                 world.devices.disk = chance.choice([0, 3, 100])
+                world.devices.disk_fails = chance.choice([False, False, True])
             case "storage":
                 world.records.failing = chance.randint(1, 4)
             case "restart":
