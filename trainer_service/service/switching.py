@@ -51,7 +51,8 @@ class Switching:
         try:
             self._offload.check()
         except CannotSleep as error:  # the answer to both: the caller has the host do it
-            self._suspended = op == Op.SLEEP
+            if op == Op.WAKE or not self._slept.spill_folder:  # a host writes no file: it goes on
+                self._suspended = op == Op.SLEEP
             return common_pb2.SwitchReply(failure=error.to_failure())
         reply = self._announce(op)
         if reply.HasField("failure"):

@@ -160,3 +160,17 @@ def test_ranks_that_can_neither_wake_nor_sleep_are_of_no_use(tmp_path, monkeypat
         first.switching._slept.spill_folder = str(tmp_path / "file")
         with pytest.raises(WorkerDied, match="some ranks are asleep and others are not"):
             first.switching.wake()
+
+
+def test_ranks_that_cannot_sleep_are_taken_for_suspended_unless_a_file_is_asked_for(tmp_path):
+    cannot: Any = object()
+    control: Any = Control(0, Line())
+    switching = Switching(control, lambda: [cannot])
+    for request, asleep in [
+        (common_pb2.SleepRequest(spill_folder=str(tmp_path)), False),
+        (common_pb2.SleepRequest(), True),
+    ]:
+        assert switching.sleep(request).failure.type == "cannot_sleep"
+        assert switching.asleep == asleep
+    assert switching.wake().failure.type == "cannot_sleep"
+    assert not switching.asleep
