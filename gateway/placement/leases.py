@@ -238,6 +238,7 @@ class GroupLeases:
                 lease.waiting.remove(turn)
             elif not turn.cancelled():  # it was admitted in this very moment
                 self.leave(lease)
+            self._note_given_up(lease)
             self.look()
             raise
 
@@ -385,6 +386,7 @@ class GroupLeases:
             if not await self._made_room_for(lease):
                 await asyncio.sleep(PAUSE)
                 lease.state = "free"
+                self._note_given_up(lease)
                 return
             lease.token = self._next_token()
             await self._records.hold(lease.key, token=lease.token)
@@ -392,6 +394,7 @@ class GroupLeases:
             self._log.warning("lease_not_granted", worker=lease.key, reason=error.message)
             await asyncio.sleep(PAUSE)
             lease.state = "held" if lease.left else "free"
+            self._note_given_up(lease)
             return
         left, lease.left, lease.why_not, lease.stays_until = lease.left, False, "", 0.0
         if lease.present:
@@ -565,6 +568,13 @@ class GroupLeases:
     def _note_waiting(self, lease: Lease) -> None:
         lease.since = lease.since or self._loop.time()
         self._records.wait(lease.key, since=time.time() - (self._loop.time() - lease.since))
+
+    def _note_given_up(self, lease: Lease) -> None:
+        """Note that nobody waits for the devices any more, if that is so: whoever comes later waits
+        from then on. What is cancelled as the gateway ends goes on to wait in the next one."""
+        if lease.state == "free" and not lease.waiting and lease.since and not self._closed:
+            lease.since = 0.0
+            self._records.wait(lease.key, since=0.0)
 
     # --- Shares -------------------------------------------------------------------------------
 

@@ -177,6 +177,27 @@ async def test_whoever_gives_up_waiting_leaves_the_queue():
     await asyncio.sleep(100)
     assert a.log == []
     assert world.group.queue() == []
+    assert world.records.rows["b"].since == 0
+
+
+@in_virtual_time
+async def test_whoever_gave_up_waiting_waits_from_anew_when_it_comes_back():
+    world = World(settings=SharingSettings(quantum=1, max_wait=60))
+    a, b, c = (world.worker(key) for key in "abc")
+    working = asyncio.create_task(a.compute(5))
+    await asyncio.sleep(0.1)
+    waiting = asyncio.create_task(b.compute(1))
+    await asyncio.sleep(1)
+    waiting.cancel()
+    await working
+    await asyncio.sleep(100)
+    working, tasks = asyncio.create_task(a.compute(5)), []
+    for worker in (c, b):
+        await asyncio.sleep(0.1)
+        tasks.append(asyncio.create_task(worker.compute(0.1)))
+    await asyncio.sleep(0.1)
+    assert [lease.key for lease in world.group.queue()] == ["c", "b"]
+    await asyncio.gather(working, *tasks)
 
 
 @in_virtual_time
