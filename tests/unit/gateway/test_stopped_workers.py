@@ -25,7 +25,7 @@ from gateway.runs.trainer_host import TrainerHost
 from gateway.workers.epoch import Epoch
 from gateway.workers.fleet import Fleet
 from gateway.workers.launchers.agent import AgentLauncher
-from tandem.errors import WorkerMayRun, WorkerStartFailed
+from tandem.errors import CannotSleep, WorkerMayRun, WorkerStartFailed
 from tandem.host import Host
 from tandem.settings import GatewaySettings
 from tandem.v1 import agent_pb2, common_pb2, trainer_pb2
@@ -105,6 +105,9 @@ class FreezingAgent(ModelLauncher):
         self.asked.append(now())
         await self._answer()
         await super().stop(worker_id, at_once=at_once)
+
+    async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
+        await self._answer()
 
 
 class World:
@@ -387,7 +390,14 @@ class LeftTrainer(ModelTrainer):
         return common_pb2.SwitchReply()
 
 
-async def left(world: World) -> tuple[LeftTrainer, Trainer]:
+class ForeignTrainer(LeftTrainer):
+    """One whose backend does not know how to sleep."""
+
+    async def Sleep(self, request):
+        return common_pb2.SwitchReply(failure=CannotSleep("it cannot").to_failure())
+
+
+async def left(world: World, kind: type[LeftTrainer] = LeftTrainer) -> tuple[LeftTrainer, Trainer]:
     """A trainer of the gateway before, which had the devices there, and the run's in this one."""
     spec = WorkerSpec(
         worker_id="left",
@@ -398,7 +408,7 @@ async def left(world: World) -> tuple[LeftTrainer, Trainer]:
         session_id="s",
         run_id="a",
     )
-    process = world.host.workers["left"] = LeftTrainer(spec, world.host.misfortune)
+    process = world.host.workers["left"] = kind(spec, world.host.misfortune)
     await world.fleet.close(leaving=True)
     world.fleet = world.new_fleet()
     await world.fleet.open()
@@ -439,6 +449,15 @@ async def test_a_trainer_that_nobody_adopted_ends_what_it_is_at_before_it_sleeps
     async with asyncio.timeout(60):
         await waits
     assert process.asleep
+
+
+@in_virtual_time
+async def test_a_trainer_that_its_host_suspends_counts_as_its_session_said(world):
+    _, a = await left(world, ForeignTrainer)
+    a.lease.residence.said = 5
+    async with asyncio.timeout(60), world.trainer("b").lease.use():
+        assert a.lease.residence.slept == "host"
+        assert world.leases.memory.used == 5
 
 
 @in_virtual_time
