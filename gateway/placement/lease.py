@@ -150,6 +150,7 @@ class Lease:
     def worker_ended(self) -> None:
         """Note that nothing is left of the worker's process."""
         self.stopping = False
+        self.in_step.clear()
         self.residence.ended()
         self.group.look()
 

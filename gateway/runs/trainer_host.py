@@ -243,6 +243,7 @@ class TrainerHost:
                 await self._end("it did not let go of a run that had ended", at_once=True)
         else:
             self.hosted.discard(run_id)
+            self.lease.in_step.discard(run_id)
             self._calls.forget(run_id)
 
     async def _adopt(self) -> None:

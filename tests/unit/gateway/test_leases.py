@@ -238,6 +238,18 @@ async def test_a_dead_holder_is_no_obstacle():
 
 
 @in_virtual_time
+async def test_gradients_end_with_their_process_and_hold_the_devices_no_more():
+    world = World(settings=SharingSettings(quantum=5))
+    a, b = world.worker("a"), world.worker("b")
+    await a.compute(0.1, begins_step="run")
+    a.die()
+    await a.compute(0.1)
+    began = now()
+    await b.compute(0.1)
+    assert now() - began < 1
+
+
+@in_virtual_time
 async def test_eager_workers_sleep_though_nobody_waits():
     world = World(settings=SharingSettings(policy="eager"))
     a = world.worker("a")

@@ -29,7 +29,7 @@ from tandem.errors import CannotSleep, WorkerMayRun, WorkerStartFailed
 from tandem.host import Host
 from tandem.settings import GatewaySettings
 from tandem.v1 import agent_pb2, common_pb2, trainer_pb2
-from tandem.worker import WorkerSpec
+from tandem.worker import TrainingSpec, WorkerSpec
 from tests.support.gateway.leased_workers import World as Leases
 from tests.support.gateway.model_workers import Misfortune, ModelHost, ModelLauncher, ModelTrainer
 from tests.support.virtual_time import run_in_virtual_time
@@ -363,6 +363,18 @@ async def test_a_stop_that_was_cancelled_leaves_the_lease_to_the_stop_that_follo
     async with asyncio.timeout(60):
         await waits
     b.lease.leave()
+
+
+@in_virtual_time
+async def test_gradients_of_a_run_that_leaves_its_trainer_to_others_hold_the_devices_no_more(world):
+    a = await world.started("a")
+    run: Any = SimpleNamespace(id="b", training=TrainingSpec())
+    a.host.runs.add(run.id)
+    async with a.lease.use(begins_step=run.id):
+        await a.host.join(run, on_exit=lambda _reason: None)
+    await a.host.leave(run.id, "its session has ended")
+    assert a.host.hosted == {"a"}
+    assert not a.lease.in_step
 
 
 # --- Trainers that an earlier gateway has left ----------------------------------------------------
