@@ -68,6 +68,7 @@ class TrainerHost:
         self._calls = CallOrder()
         self._told: dict[str, Callable[[str], None]] = {}
         """By run, who is told when the process ends."""
+        self._endings: set[asyncio.Task[None]] = set()
         self._placing = asyncio.Lock()
         self._changing = asyncio.Lock()
         self._log = get_log(trainer=key)
@@ -269,11 +270,19 @@ class TrainerHost:
             self._lease.worker_ended()
 
     async def _end(self, reason: str, *, at_once: bool) -> None:
-        """Returns when nothing of the process is left; whoever is cancelled ends it again."""
+        """Return when nothing of the process is left. It goes on when whoever waits for it does not
+        any more: others wait for the devices."""
         assert self.worker is not None
         self.lease.worker_stops()
-        await self._fleet.stop(self.worker, reason=reason, at_once=at_once)
-        self._note_end(reason)
+        ending = asyncio.create_task(self._stop(self.worker, reason, at_once=at_once))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+        await asyncio.shield(ending)
+
+    async def _stop(self, worker: Worker, reason: str, *, at_once: bool) -> None:
+        await self._fleet.stop(worker, reason=reason, at_once=at_once)
+        if self.worker is worker:  # else another one who ended it was first
+            self._note_end(reason)
 
     def _note_end(self, reason: str) -> None:
         """Note that nothing is left of the process."""

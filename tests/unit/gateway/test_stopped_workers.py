@@ -366,6 +366,22 @@ async def test_a_stop_that_was_cancelled_leaves_the_lease_to_the_stop_that_follo
 
 
 @in_virtual_time
+async def test_a_stop_that_nobody_waits_for_any_more_gives_the_devices_free_all_the_same(world):
+    a, b = await world.started("a"), world.trainer("b")
+    world.freeze()
+    stop = asyncio.create_task(a.host.end_process(a.client, "it is of no use"))
+    await asyncio.sleep(1)
+    stop.cancel()
+    await asyncio.sleep(1000)
+    assert a.lease.present
+    world.thaw()
+    async with asyncio.timeout(60), b.lease.use():
+        assert a.host.worker is None
+    async with a.lease.use():
+        await a.start()
+
+
+@in_virtual_time
 async def test_gradients_of_a_run_that_leaves_its_trainer_to_others_hold_the_devices_no_more(world):
     a = await world.started("a")
     run: Any = SimpleNamespace(id="b", training=TrainingSpec())
