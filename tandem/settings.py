@@ -52,6 +52,11 @@ class TrainerSettings(BaseSettings):
     operation_timeout: float = Field(
         1800.0, gt=0, description="Seconds for one operation, from when the trainer begins it."
     )
+    interface: str = Field(
+        "",
+        description="The network interface by which ranks on several nodes meet; empty: the one "
+        "that has the way from a node to node 0.",
+    )
 
 
 class RecoverySettings(BaseSettings):

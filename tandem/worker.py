@@ -110,6 +110,11 @@ class WorkerSpec(BaseModel):
     fencing token with which it starts, awake; 0: its group is not leased, and it is always awake.
     `no_suspender` says why the host cannot suspend a leased worker that does not know how to sleep:
     its launcher does.
+
+    `nodes` is for trainers: on how many hosts its ranks are, equally many on each, in the order of
+    `devices`; 0: as many as the environment says. All nodes are started with this specification.
+    `rendezvous` is the HOST:PORT at which node 0 is reached by the others; "": as the environment
+    says (`trainer_service/compute/topology.py`).
     """
 
     # An error must not quote its input: the secret would be in the log.
@@ -127,6 +132,8 @@ class WorkerSpec(BaseModel):
     devices: tuple[str, ...] = ()
     lease: int = 0
     no_suspender: str = ""
+    nodes: int = Field(1, ge=0)
+    rendezvous: str = ""
     host: str = "127.0.0.1"
     log_level: str = "info"
     start_timeout: float = 300.0

@@ -1,5 +1,7 @@
 """`python -m trainer_service`: rank 0 of a trainer, as a launcher starts it (`tandem.worker`).
 
+Of a trainer of several nodes it is started on node 0; `node.py` is what the others run.
+
 torch and transformers are imported late, in the engine thread, so that the address is reported
 at once.
 """
@@ -24,8 +26,10 @@ from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import trainer_pb2_grpc
 from tandem.worker import LauncherLink, WorkerReport, WorkerSpec, launcher_link
 from tandem.worker_server import WorkerServer
+from trainer_service.compute.topology import Topology, topology_of
 from trainer_service.service.libraries import import_libraries
-from trainer_service.service.rank_processes import RankProcesses, devices_of_ranks
+from trainer_service.service.nodes import OtherRanks
+from trainer_service.service.rank_processes import devices_of_ranks
 from trainer_service.service.servicer import EngineThread, TrainerMetrics, TrainerServicer, first_of
 
 if TYPE_CHECKING:
@@ -54,6 +58,7 @@ class _Worker:
         self._spec = spec
         self._link = link
         self._settings = spec.trainer or TrainerSettings()
+        self._failure = ""
         self._log = get_log(worker_id=spec.worker_id, session_id=spec.session_id)
 
     async def run(self) -> int:
@@ -71,15 +76,20 @@ class _Worker:
             loop.call_soon_threadsafe(settle)
 
         try:
+            topology = topology_of(self._spec, os.environ, first=True)
+            if topology.node:
+                raise WorkerStartFailed(
+                    f"this is node {topology.node}: start `python -m trainer_service.node` there"
+                )
             devices = devices_of_ranks(self._spec.devices, ranks=self._settings.ranks)
             if devices:
                 confine(devices[0])
+            ranks = OtherRanks(self._spec, topology, devices=devices, on_death=break_with)
         except WorkerStartFailed as error:
             return self._fail(error)
-        ranks = RankProcesses(size=self._settings.ranks, devices=devices, on_death=break_with)
         registry = CollectorRegistry()
         engine = EngineThread(
-            start=lambda: self._bring_up(ranks),
+            start=lambda: self._bring_up(topology, ranks),
             heartbeat=self._settings.collective_timeout / 3,
             on_broken=lambda error: break_with(_cause(error, ranks)),
         )
@@ -99,7 +109,7 @@ class _Worker:
         code = await self._live(engine, server, stop=stop, broken=broken)
         # An abort of a moment ago still has to reach its caller.
         await server.stop(0.5 if code else 0.0)
-        ranks.kill()
+        ranks.end(self._failure)
         return code
 
     async def _live(
@@ -132,6 +142,7 @@ class _Worker:
         return 0
 
     def _fail(self, error: TandemError) -> int:
+        self._failure = error.message
         self._log.error("worker_failed", error_type=error.type, error=error.message)
         self._report(WorkerReport(error_type=error.type, error=error.message, pid=os.getpid()))
         return 1
@@ -142,14 +153,14 @@ class _Worker:
         except BrokenPipeError:
             self._log.warning("report_unread", error=report.error)
 
-    def _bring_up(self, ranks: RankProcesses) -> HostedRuns:
+    def _bring_up(self, topology: Topology, ranks: OtherRanks) -> HostedRuns:
         began = time.monotonic()
         import_libraries()
         imported = time.monotonic()
         from trainer_service.compute.process_group import bring_up
         from trainer_service.service.hosted_runs import HostedRuns
 
-        first = bring_up(self._spec, settings=self._settings, assign=ranks.assign)
+        first = bring_up(self._spec, settings=self._settings, topology=topology, others=ranks)
         self._log.info(
             "model_loaded",
             import_seconds=round(imported - began, 2),
@@ -158,7 +169,7 @@ class _Worker:
         return HostedRuns(first, run_id=self._spec.first_run or self._spec.run_id)
 
 
-def _cause(error: BaseException, ranks: RankProcesses) -> TandemError:
+def _cause(error: BaseException, ranks: OtherRanks) -> TandemError:
     """Return why the process group is of no use. Blames another rank if one died, since that makes
     rank 0's collectives fail."""
     from trainer_service.compute.memory import MicroBatchTooLarge

@@ -18,6 +18,7 @@ from tests.support.local_trainer import data_of, forward_backward, step
 from tests.support.losses.batches import mixed_data
 from tests.support.trainer_worker import request, trainer_process
 from trainer_service.compute.process_group import bring_up
+from trainer_service.compute.topology import MeetingPoint, Topology
 from trainer_service.service.operations import Operations
 
 pytestmark = [
@@ -26,8 +27,14 @@ pytestmark = [
 ]
 
 
-def assign_nobody(rank: int, line: str) -> None:
-    raise AssertionError("there is one rank")
+class Nobody:
+    """The other ranks, where there is one."""
+
+    def meet(self, *, store_port: int) -> list[MeetingPoint]:
+        raise AssertionError("there is one rank")
+
+    def assign(self, rank: int, line: str) -> None:
+        raise AssertionError("there is one rank")
 
 
 @contextmanager
@@ -47,7 +54,8 @@ def operations_on_gpu(
     )
     settings = TrainerSettings(device="cuda", dtype=dtype)
     try:
-        yield Operations(bring_up(spec, settings=settings, assign=assign_nobody))
+        alone = Topology(nodes=1, node=0, ranks=1)
+        yield Operations(bring_up(spec, settings=settings, topology=alone, others=Nobody()))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

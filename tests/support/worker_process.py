@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -71,11 +71,12 @@ class WorkerClient:
 
 
 @contextmanager
-def worker_process(spec: WorkerSpec) -> Iterator[Started]:
-    """In a process group of its own, all of which is killed whatever happens."""
+def worker_process(spec: WorkerSpec, *, prefix: Sequence[str] = ()) -> Iterator[Started]:
+    """In a process group of its own, all of which is killed whatever happens. `prefix` starts the
+    command elsewhere."""
     read, write = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", f"{spec.kind}_service", "--report-fd", str(write)],
+        [*prefix, sys.executable, "-m", f"{spec.kind}_service", "--report-fd", str(write)],
         stdin=subprocess.PIPE,
         pass_fds=(write,),
         start_new_session=True,

@@ -1,16 +1,17 @@
 """How processes become the ranks of one torch process group.
 
-Rank 0 calls `bring_up`; every other rank gets an `Assignment` from it and calls `join`.
+Rank 0 calls `bring_up`; every other rank, on its node or on another, gets an `Assignment` from it
+and calls `join`.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from trainer_service.backends.base import (
     backend_named,
 )
 from trainer_service.compute.parallel import ParallelMicroBatches
+from trainer_service.compute.topology import MeetingPoint, Topology
 from trainer_service.compute.trainer import ControlGroup, RankTrainer
 from trainer_service.lora.adapters import chosen_layers
 from trainer_service.models.huggingface import empty_model
@@ -43,18 +45,21 @@ class Assignment(BaseModel):
     """Rank 0's message to another rank: who it is, where to meet, and what to train.
 
     `device` is "cpu" or "cuda", of all ranks alike. `local_rank` is the index of this rank's GPU
-    among those that its process sees; `own_cores` says that the cores that it may run on are its
-    alone, and not those of all ranks.
+    among those that its process sees, `on_node` the number of ranks on its node; `own_cores` says
+    that the cores that it may run on are its alone, and not those of all these ranks. `store_port`
+    is on its node's loopback.
     """
 
     model_config = ConfigDict(frozen=True)
 
     rank: int
     local_rank: int
+    on_node: int
     size: int
     device: Literal["cpu", "cuda"]
     own_cores: bool
     store_port: int
+    interface: str = "lo"
     model_path: Path
     model_name: str
     training: TrainingSpec
@@ -62,24 +67,38 @@ class Assignment(BaseModel):
     log_level: str = "info"
 
 
+class OtherRanks(Protocol):
+    """How rank 0 reaches the others."""
+
+    def meet(self, *, store_port: int) -> Sequence[MeetingPoint]:
+        """Return where the ranks of each node meet, once all nodes are here and their ranks can
+        come to rank 0's store, which is on this port of its loopback. Raises
+        `WorkerStartFailed`."""
+        ...
+
+    def assign(self, rank: int, line: str) -> None:
+        """Send a rank its `Assignment`, a line of JSON."""
+        ...
+
+
 def bring_up(
-    spec: WorkerSpec, *, settings: TrainerSettings, assign: Callable[[int, str], None]
+    spec: WorkerSpec, *, settings: TrainerSettings, topology: Topology, others: OtherRanks
 ) -> RankTrainer:
     """Serves the store where ranks meet, sends each its assignment and joins as rank 0.
 
-    `assign` takes a rank and its `Assignment` as a line of JSON. Raises `UnsuitableLora`, or
-    `WorkerStartFailed` for GPUs that are not there, before any rank loads the model.
+    Raises `UnsuitableLora`, or `WorkerStartFailed` for nodes that do not come or GPUs that are not
+    there, before any rank loads the model.
     """
-    size = settings.ranks
+    size, on_node = topology.ranks, topology.on_each
     given = parse_device(spec.devices[0]) if spec.devices else None
-    device = kind_of_device(settings, given, gpus=_visible_gpus())
+    device = kind_of_device(settings, given, gpus=_visible_gpus(), ranks=on_node)
     training = spec.training or TrainingSpec()
     check_that_it_can_sleep(spec, settings.backend)
     if training.lora:
         # Otherwise every rank would find out, and the first to die would be reported instead.
         chosen_layers(empty_model(Path(spec.model_path)), training.lora)
     store: dist.Store = dist.HashStore()
-    port = 0
+    points: Sequence[MeetingPoint] = [MeetingPoint(0, "lo")]
     if size > 1:
         # Bound here, to loopback and a port that the kernel picks, so that nobody can take it.
         listener = socket.create_server(("127.0.0.1", 0))
@@ -93,24 +112,28 @@ def bring_up(
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+        points = others.meet(store_port=port)
     assignments = [
         Assignment(
             rank=rank,
-            local_rank=rank if given is None else 0,
+            local_rank=rank % on_node if given is None else 0,
+            on_node=on_node,
             size=size,
             device=device,
             own_cores=given is not None and given.kind == "cpu",
-            store_port=port,
+            store_port=point.store_port,
+            interface=point.interface,
             model_path=Path(spec.model_path),
             model_name=spec.model_name,
             training=training,
             settings=settings,
             log_level=spec.log_level,
         )
-        for rank in range(size)
+        for node, point in enumerate(points)
+        for rank in topology.of(node)
     ]
     for assignment in assignments[1:]:
-        assign(assignment.rank, assignment.model_dump_json())
+        others.assign(assignment.rank, assignment.model_dump_json())
     return join(assignments[0], store)
 
 
@@ -137,9 +160,9 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
     timeout = timedelta(seconds=settings.collective_timeout)
     group = snapshot_group = None
     if size > 1 or device == "cuda" or settings.dtype == "bfloat16":
-        # All ranks are on this machine; their traffic stays on its loopback interface.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        # Where all ranks are on this machine, their traffic stays on its loopback interface.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", assignment.interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", assignment.interface)
         if store is None:
             store = dist.TCPStore(
                 "127.0.0.1", assignment.store_port, is_master=False, timeout=START_TIMEOUT
@@ -191,16 +214,16 @@ def _wait_for_all(store: dist.Store, stage: str, *, rank: int, size: int) -> Non
 
 def threads_of(assignment: Assignment) -> int:
     """Returns how many threads the rank computes with."""
-    sharing = 1 if assignment.own_cores else assignment.size
+    sharing = 1 if assignment.own_cores else assignment.on_node
     return assignment.settings.threads or max(1, len(os.sched_getaffinity(0)) // sharing)
 
 
 def kind_of_device(
-    settings: TrainerSettings, given: Device | None, *, gpus: int
+    settings: TrainerSettings, given: Device | None, *, gpus: int, ranks: int
 ) -> Literal["cpu", "cuda"]:
     """Returns what the ranks compute on: what they were `given`, or what the settings choose, where
     "auto" means the CPU only if there is no GPU at all. Rank 0 sees so many `gpus`, of which each
-    rank needs one. Raises `WorkerStartFailed`."""
+    of the `ranks` of its node needs one. Raises `WorkerStartFailed`."""
     if given is not None:
         if given.kind == "cuda" and not gpus:
             raise WorkerStartFailed(
@@ -210,10 +233,10 @@ def kind_of_device(
         return given.kind
     if settings.device == "cpu" or (settings.device == "auto" and not gpus):
         return "cpu"
-    if gpus < settings.ranks:
+    if gpus < ranks:
         fewer = f"TANDEM_TRAINER_RANKS to {gpus} at most, or " if gpus else ""
         raise WorkerStartFailed(
-            f"{settings.ranks} ranks need a GPU each, and this machine has {gpus}: set {fewer}"
+            f"{ranks} ranks need a GPU each, and this machine has {gpus}: set {fewer}"
             "TANDEM_TRAINER_DEVICE to cpu"
         )
     return "cuda"

@@ -1,9 +1,9 @@
-"""The processes of ranks other than 0: how rank 0 starts and watches them, and their program.
+"""The processes of ranks other than 0: how their node starts and watches them, and their program.
 
 `python -m trainer_service.service.rank_processes` is one such rank, confined to its device if it is
-given one. It reads its assignment as one line of JSON on standard input, which then stays open as
-its lifeline; it follows rank 0 until it is killed. If anything fails it writes a `RankReport` to
-the given descriptor and exits: a process group that lost a rank is of no use.
+given one. It reads its assignment, which rank 0 made, as one line of JSON on standard input, which
+then stays open as its lifeline; it follows rank 0 until it is killed. If anything fails it writes a
+`RankReport` to the given descriptor and exits: a process group that lost a rank is of no use.
 """
 
 from __future__ import annotations
@@ -15,27 +15,14 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-from pydantic import BaseModel
+from collections.abc import Callable, Iterable, Sequence
 
 from tandem.devices import Device, confine, parse_device
-from tandem.errors import (
-    InvalidRequest,
-    OutOfMemory,
-    TandemError,
-    WorkerDied,
-    WorkerStartFailed,
-)
+from tandem.errors import InvalidRequest, WorkerStartFailed
 from tandem.worker import die_with_parent, hold_lifeline
+from trainer_service.service.deaths import Death, RankReport
 from trainer_service.service.libraries import import_libraries
-
-# A rank that dies breaks its peers' collectives, so that they die within moments of each other;
-# the one that was killed is the cause.
-_SETTLE_SECONDS = 0.2
 
 
 def devices_of_ranks(names: Sequence[str], *, ranks: int) -> list[Device]:
@@ -54,83 +41,45 @@ def devices_of_ranks(names: Sequence[str], *, ranks: int) -> list[Device]:
     return devices
 
 
-class RankReport(BaseModel):
-    """Why a rank ends. `out_of_memory_at`: a micro-batch of so many tokens was too large for it;
-    0: it is something else."""
-
-    error: str
-    out_of_memory_at: int = 0
-
-
-@dataclass(frozen=True)
-class _Death:
-    """`report` None: the rank could not say why."""
-
-    rank: int
-    returncode: int
-    report: RankReport | None
-
-    @property
-    def cause(self) -> TandemError:
-        if self.returncode < 0:
-            name = signal.Signals(-self.returncode).name
-            return WorkerDied(f"rank {self.rank} was killed by {name}")
-        if self.report is None:
-            return WorkerDied(f"rank {self.rank} ended with exit code {self.returncode}")
-        sentence = f"rank {self.rank} failed: {self.report.error}"
-        if tokens := self.report.out_of_memory_at:
-            return OutOfMemory(sentence, tokens=tokens)
-        return WorkerDied(sentence)
-
-    @property
-    def likeliness(self) -> int:
-        """How likely it is that this death made the other ranks fail."""
-        if self.returncode < 0:
-            return 2
-        return int(self.report is not None and self.report.out_of_memory_at > 0)
-
-
 class RankProcesses:
-    """Ranks 1 … size-1. Start them from the main thread: they die with the thread that did.
+    """The `ranks` of this node, less rank 0. Start them from the main thread: they die with the
+    thread that did.
 
-    `devices` are those of all ranks, or none. `on_death` is called once, from a thread, with an
-    error that names the rank to blame.
+    `devices` are those of the trainer's ranks, or none. `on_death` is called from a thread with
+    each that ends by itself.
     """
 
     def __init__(
         self,
         *,
-        size: int,
+        ranks: Iterable[int],
         devices: Sequence[Device],
-        on_death: Callable[[TandemError], None],
+        on_death: Callable[[Death], None],
     ) -> None:
         self._on_death = on_death
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._reports: list[int] = []
-        self._deaths: list[_Death] = []
-        self._changed = threading.Condition()
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._reports: dict[int, int] = {}
         self._stopping = False
-        for rank in range(1, size):
-            self._start(str(devices[rank]) if devices else "")
-        for rank in range(1, size):
+        for rank in ranks:
+            self._start(rank, str(devices[rank]) if devices else "")
+        for rank in self._processes:
             threading.Thread(
                 target=self._watch, args=(rank,), name=f"watch-{rank}", daemon=True
             ).start()
 
-    def _start(self, device: str) -> None:
+    def _start(self, rank: int, device: str) -> None:
         read, write = os.pipe()
-        process = subprocess.Popen(
+        self._processes[rank] = subprocess.Popen(
             [sys.executable, "-m", __name__, "--report-fd", str(write), "--device", device],
             stdin=subprocess.PIPE,
             pass_fds=(write,),
         )
         os.close(write)
-        self._processes.append(process)
-        self._reports.append(read)
+        self._reports[rank] = read
 
     def assign(self, rank: int, line: str) -> None:
         """Sends a rank its assignment. The pipe stays open: it is the rank's lifeline."""
-        stdin = self._processes[rank - 1].stdin
+        stdin = self._processes[rank].stdin
         assert stdin is not None
         try:
             stdin.write(line.encode() + b"\n")
@@ -138,46 +87,24 @@ class RankProcesses:
         except BrokenPipeError:
             return  # it has died; its watcher reports how
 
-    def cause_of_death(self, *, timeout: float) -> TandemError | None:
-        """Why the process group broke, or None if no rank dies within `timeout` seconds."""
-        if not self._processes:
-            return None
-        with self._changed:
-            if not self._changed.wait_for(lambda: bool(self._deaths), timeout):
-                return None
-        return self._cause()
-
     def kill(self) -> None:
-        """Kills all ranks but 0. They hold nothing that needs an orderly end."""
+        """Kills them. They hold nothing that needs an orderly end."""
         self._stopping = True
-        for process in self._processes:
+        for process in self._processes.values():
             process.kill()
-        for process in self._processes:
+        for process in self._processes.values():
             process.wait(timeout=10)
 
     def _watch(self, rank: int) -> None:
-        process, report = self._processes[rank - 1], self._reports[rank - 1]
+        process, report = self._processes[rank], self._reports[rank]
         said = b""
         while part := os.read(report, 4096):
             said += part
         os.close(report)
         returncode = process.wait()
-        if self._stopping:
-            return
-        with self._changed:
-            first = not self._deaths
+        if not self._stopping:
             why = RankReport.model_validate_json(said) if said else None
-            self._deaths.append(_Death(rank, returncode, why))
-            self._changed.notify_all()
-        if first:
-            self._on_death(self._cause())
-
-    def _cause(self) -> TandemError:
-        """A rank killed by a signal, if there is one, else one that ran out of memory, else the
-        first that died."""
-        time.sleep(_SETTLE_SECONDS)
-        with self._changed:
-            return max(self._deaths, key=lambda death: death.likeliness).cause
+            self._on_death(Death(rank=rank, returncode=returncode, report=why))
 
 
 def main() -> None:

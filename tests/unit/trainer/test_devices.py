@@ -23,8 +23,9 @@ from trainer_service.service.rank_processes import devices_of_ranks
 
 
 def kind(device: str, ranks: int, *, gpus: int, given: str = "") -> str:
-    settings = TrainerSettings(device=device, ranks=ranks)
-    return kind_of_device(settings, parse_device(given) if given else None, gpus=gpus)
+    settings = TrainerSettings(device=device)
+    device = parse_device(given) if given else None
+    return kind_of_device(settings, device, gpus=gpus, ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,8 @@ def test_ranks_share_the_cores_that_are_not_their_own(monkeypatch, own_cores, th
     rank = Assignment(
         rank=1,
         local_rank=1,
-        size=2,
+        on_node=2,
+        size=4,
         device="cpu",
         own_cores=own_cores,
         store_port=1,

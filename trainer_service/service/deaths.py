@@ -1,0 +1,103 @@
+"""Why a process group breaks: the ranks and nodes that ended, and which of them is to blame.
+
+A rank that dies breaks its peers' collectives, so that they die within moments of each other; the
+one that was killed is the cause.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from pydantic import BaseModel
+
+from tandem.errors import OutOfMemory, TandemError, WorkerDied
+
+
+class RankReport(BaseModel):
+    """Why a rank ends. `out_of_memory_at`: a micro-batch of so many tokens was too large for it;
+    0: it is something else."""
+
+    error: str
+    out_of_memory_at: int = 0
+
+
+class Death(BaseModel):
+    """The end of a rank: `report` None, it could not say why. Of a whole node, that is what `node`
+    says, and nothing else counts."""
+
+    rank: int = 0
+    returncode: int = 0
+    report: RankReport | None = None
+    node: str = ""
+
+    def cause(self, where: str) -> TandemError:
+        """Return the error; `where` is put behind the rank's number."""
+        rank = f"rank {self.rank}{where}"
+        if self.node:
+            return WorkerDied(self.node)
+        if self.returncode < 0:
+            return WorkerDied(f"{rank} was killed by {signal.Signals(-self.returncode).name}")
+        if self.report is None:
+            return WorkerDied(f"{rank} ended with exit code {self.returncode}")
+        sentence = f"{rank} failed: {self.report.error}"
+        if tokens := self.report.out_of_memory_at:
+            return OutOfMemory(sentence, tokens=tokens)
+        return WorkerDied(sentence)
+
+    @property
+    def likeliness(self) -> int:
+        """How likely it is that this death made the other ranks fail."""
+        if self.node:
+            return 3
+        if self.returncode < 0:
+            return 2
+        return int(self.report is not None and self.report.out_of_memory_at > 0)
+
+
+class Deaths:
+    """Those of one trainer. `on_first` is called once, from a thread, with the error that names
+    whom to blame; `where` says of a rank on which node it is, "" where there is but one."""
+
+    def __init__(
+        self,
+        *,
+        on_first: Callable[[TandemError], None],
+        settle: float,
+        where: Callable[[int], str],
+    ) -> None:
+        """`settle`: others that ended for the same reason are known within so many seconds."""
+        self._on_first = on_first
+        self._where = where
+        self._settle = settle
+        self._deaths: list[Death] = []
+        self._changed = threading.Condition()
+
+    def add(self, death: Death) -> None:
+        """Note a death, from any thread."""
+        with self._changed:
+            first = not self._deaths
+            self._deaths.append(death)
+            self._changed.notify_all()
+        if first:  # not here: whoever tells of one may be about to tell of the next
+            threading.Thread(target=self._tell, name="deaths", daemon=True).start()
+
+    def cause(self, *, timeout: float) -> TandemError | None:
+        """Why the process group broke, or None if nothing dies within `timeout` seconds."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(self._deaths), timeout):
+                return None
+        return self._cause()
+
+    def _tell(self) -> None:
+        self._on_first(self._cause())
+
+    def _cause(self) -> TandemError:
+        """A node that is gone, else a rank killed by a signal, else one that ran out of memory,
+        else the first that died."""
+        time.sleep(self._settle)
+        with self._changed:
+            worst = max(self._deaths, key=lambda death: death.likeliness)
+        return worst.cause(self._where(worst.rank))
