@@ -92,7 +92,7 @@ class DescribeTrainerRequest(google.protobuf.message.Message):
 
     RUN_ID_FIELD_NUMBER: builtins.int
     run_id: builtins.str
-    """Empty: what is true of all runs."""
+    """Empty: which runs are hosted, and nothing else; answered in the middle of an operation, too."""
     def __init__(
         self,
         *,

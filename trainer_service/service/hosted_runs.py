@@ -55,11 +55,7 @@ class HostedRuns:
         return operations
 
     def describe(self, run_id: str) -> trainer_pb2.DescribeTrainerReply:
-        """Without a run: what is true of all."""
-        about = self._runs[run_id or next(iter(self._runs))].describe()
-        if not run_id:
-            for name in ("step", "trainable_parameters", "micro_batch_tokens"):
-                about.ClearField(name)
+        about = self._runs[run_id].describe()
         about.run_ids.extend(self._runs)
         return about
 

@@ -303,12 +303,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def Describe(
         self, request: trainer_pb2.DescribeTrainerRequest, context: Context
     ) -> trainer_pb2.DescribeTrainerReply:
-        if request.run_id:
-            await self._sequence(request.run_id, context)
+        if not request.run_id:
+            return trainer_pb2.DescribeTrainerReply(run_ids=self._sequences)
+        await self._sequence(request.run_id, context)
         job = self._engine.submit(lambda runs: runs.describe(request.run_id))
         about = await self._or_broken(asyncio.wrap_future(job), context)
-        if request.run_id:
-            about.last_seq_id = (await self._sequence(request.run_id, context)).applied
+        about.last_seq_id = (await self._sequence(request.run_id, context)).applied
         return about
 
     async def Progress(

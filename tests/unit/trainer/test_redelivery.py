@@ -257,6 +257,20 @@ async def test_a_call_ends_at_its_deadline_and_its_operation_later(trainer):
     assert trainer.applied == [1]
 
 
+async def test_the_next_gateway_hears_in_the_middle_of_an_operation_which_runs_there_are(trainer):
+    context: Any = Context()
+    await trainer.servicer.AddRun(trainer_pb2.AddRunRequest(run_id="b"), context)
+    trainer.engine.holds = True
+    at_work = trainer.step(1)
+    while not trainer.engine.held:
+        await asyncio.wait([at_work], timeout=0.001)
+    about = await trainer.servicer.Describe(trainer_pb2.DescribeTrainerRequest(), context)
+    assert list(about.run_ids) == [RUN, "b"]
+    assert not at_work.done()
+    trainer.engine.let_go()
+    await at_work
+
+
 async def test_the_newest_operation_that_has_ended_is_told(trainer):
     assert await trainer.last_seq_id() == 0
     await trainer.step(1)

@@ -176,7 +176,7 @@ def test_the_first_run_may_go_before_the_others(model):
     shared.remove("a")
     shared.remove("a")
     assert list(mine) == list(own)
-    assert list(shared.describe("").run_ids) == ["b"]
+    assert list(shared.describe("b").run_ids) == ["b"]
 
 
 @pytest.mark.parametrize("gone", [False, True])
@@ -342,7 +342,7 @@ def test_a_run_that_cannot_share_the_model_is_refused_and_the_others_go_on(model
     ]:
         assert add(shared, "x", training).failure.type == failure
     assert add(shared, "a", B).failure.type == "invalid_request"
-    assert list(shared.describe("").run_ids) == ["a"]
+    assert list(shared.describe("a").run_ids) == ["a"]
     assert list(experiment(lambda: shared.take_turn("a"), seed=1)) == list(
         experiment(lambda: alone, seed=1)
     )
