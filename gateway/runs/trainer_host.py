@@ -337,7 +337,7 @@ class TrainerHost:
 
     async def _until_idle(self, worker: Worker) -> None:
         """Wait until a process has ended what an earlier gateway has sent it."""
-        for run_id in self.runs:
+        for run_id in tuple(self.runs):  # one of them may end meanwhile
             with suppress(TandemError):  # it does not host this one
                 await self._client(worker, run_id=run_id).when_idle()
 

@@ -489,6 +489,20 @@ async def test_a_trainer_that_its_host_suspends_counts_as_its_session_said(world
 
 
 @in_virtual_time
+async def test_a_run_may_end_while_its_trainer_is_to_sleep_that_nobody_adopted(world):
+    process, a = await left(world)
+    a.host.runs.add("other")
+    process.at_work = 2
+    waits = asyncio.create_task(world.trainer("b").lease.enter())
+    await asyncio.sleep(30)
+    a.host.runs.discard("other")
+    process.at_work = 0
+    async with asyncio.timeout(60):
+        await waits
+    assert process.asleep
+
+
+@in_virtual_time
 async def test_a_frozen_trainer_that_nobody_adopted_is_killed_when_another_needs_its_devices(world):
     process, _ = await left(world)
     process.frozen = True
