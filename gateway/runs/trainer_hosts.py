@@ -111,7 +111,7 @@ class TrainerHosts:
             and run.training.lora is not None
             and "never" not in (first.asks.share, run.asks.share)
             and (first.owner == run.owner or sharing.across_owners)
-            and first.model == run.model
+            and (first.model.name, first.model.path) == (run.model.name, run.model.path)
             and _computed_as(first) == _computed_as(run)
             and same_group
             and len(host.runs) < sharing.most_runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,6 +137,12 @@ async def test_a_run_that_does_not_suit_gets_a_trainer_of_its_own(other):
             here.shares(run)
     else:
         assert here.shares(run) == "b"
+
+
+async def test_a_run_joins_one_whose_model_was_registered_before_the_gateway_restarted():
+    here = await world(lora_runs="always")
+    here.shares(here.run("a"))
+    assert here.shares(here.run("b", model=replace(MODEL, added_at=1.0))) == "a"
 
 
 async def test_a_trainer_that_trains_all_parameters_or_shares_never_is_joined_by_nobody():
