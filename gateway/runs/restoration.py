@@ -109,6 +109,10 @@ class Restoration:
                 )
             )
 
+    def blame_no_snapshot(self) -> None:
+        """Note that whatever ended the trainer was no snapshot that it loaded."""
+        self._unusable.clear()
+
     async def bring_back(self, client: TrainerClient, log: ReplayLog) -> int:
         """Bring a trainer that has just started to where the lost one was; return how many
         operations were replayed. Raises `GiveUp`, or what this trainer ended with."""

@@ -42,6 +42,7 @@ from gateway.workers.clients import (
 from gateway.workers.fleet import Backoff
 from tandem.errors import (
     InternalError,
+    OperationTimedOut,
     OutOfMemory,
     TandemError,
     WorkerDied,
@@ -200,7 +201,7 @@ class RunTrainer:
         try:
             async with (
                 self.host.lease.use(),
-                asyncio.timeout(self._settings.trainer.operation_timeout),
+                asyncio.timeout(self.host.patience),
             ):
                 run.about = await client.when_idle()
                 if run.about.last_seq_id <= log.newest_change:  # it was being restored itself
@@ -402,8 +403,12 @@ class RunTrainer:
                         client = lost = await self._join()
                         replayed = await restoration.bring_back(client, log)
                 except (WorkerUnavailable, TandemError) as failure:
+                    of_another = self.host.is_at_another(self._run.id)
                     error = await self._why(failure)
-                    if not (self.is_at_work or restoration.at is None):
+                    if of_another:
+                        restoration.blame_no_snapshot()
+                        if isinstance(error, OperationTimedOut):
+                            lost = None  # it is of use to the other
                         continue
                     if restoration.at is not None:
                         restoration.note_death_at(restoration.at, error)

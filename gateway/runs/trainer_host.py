@@ -31,8 +31,6 @@ from tandem.v1 import common_pb2, trainer_pb2
 if TYPE_CHECKING:
     from gateway.runs.training_run import TrainingRun
 
-_REMOVAL_PATIENCE = 60.0
-
 
 class TrainerHost:
     """`key` names its place and its lease: it is the id of the run that it was made for. `runs` are
@@ -95,6 +93,15 @@ class TrainerHost:
     def was_at(self, run_id: str) -> bool:
         """Whether a process that ended was at an operation of this run, as far as can be known."""
         return len(self.runs) == 1 or self._calls.first == run_id
+
+    def is_at_another(self, run_id: str) -> bool:
+        """Whether the process is at an operation of another run, as far as can be known."""
+        return self._calls.first not in ("", run_id)
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which it is at an operation of each of its runs."""
+        return self._settings.trainer.operation_timeout * max(1, len(self.hosted))
 
     # --- Its place ----------------------------------------------------------------------------
 
@@ -237,7 +244,7 @@ class TrainerHost:
             await self._end(reason, at_once=True)
             return
         try:
-            await self._client(self.worker).remove_run(run_id, timeout=_REMOVAL_PATIENCE)
+            await self._client(self.worker).remove_run(run_id)
         except (WorkerUnavailable, TandemError) as error:
             self._log.warning("run_not_removed", run_id=run_id, reason=str(error))
             if self.worker is not None:

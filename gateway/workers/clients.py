@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar
@@ -22,6 +23,7 @@ from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc, trainer_pb2, tr
 from tandem.worker import OUT_OF_MEMORY_METADATA_KEY
 
 _DESCRIBE_TIMEOUT = 30.0
+_REMOVAL_TIMEOUT = 60.0
 _PROGRESS_TIMEOUT = 5.0
 _IDLE_INTERVAL = 0.1
 EXIT_REPORT_PATIENCE = 5.0
@@ -64,10 +66,15 @@ class HasHeader(Protocol):
 
 class CallOrder:
     """The operations that were sent to one trainer process and are not answered, in order: it
-    applies one at a time, so that the first is the one that it is at, or was at when it died."""
+    applies one at a time, so that the first is the one that it is at, or was at when it died.
+
+    `since` is when it came to that, in the time of the event loop, as far as can be known; what an
+    earlier gateway has sent it is unknown.
+    """
 
     def __init__(self) -> None:
         self._calls: dict[tuple[str, int], None] = {}
+        self.since = -math.inf
 
     @property
     def first(self) -> str:
@@ -75,17 +82,26 @@ class CallOrder:
         return next(iter(self._calls), ("", 0))[0]
 
     @contextmanager
-    def sent(self, header: common_pb2.OperationHeader) -> Iterator[None]:
-        call = (header.run_id, header.seq_id)
-        self._calls.setdefault(call)
+    def sent(self, run_id: str, seq_id: int) -> Iterator[None]:
+        if not self._calls:
+            self.note_progress()
+        self._calls.setdefault((run_id, seq_id))
         yield
-        self._calls.pop(call, None)  # not after an error: the process may be at it all the same
+        self.note_progress()
+        # Not after an error: the process may be at it all the same.
+        self._calls.pop((run_id, seq_id), None)
+
+    def note_progress(self) -> None:
+        """Note that the process comes to something else now."""
+        self.since = asyncio.get_running_loop().time()
 
     def forget(self, run_id: str) -> None:
         self._calls = {call: None for call in self._calls if call[0] != run_id}
 
     def clear(self) -> None:
+        """Begin anew, with a process that has been sent nothing."""
         self._calls.clear()
+        self.since = -math.inf
 
 
 class TrainerClient:
@@ -94,7 +110,8 @@ class TrainerClient:
 
     Every call raises `WorkerUnavailable` or the `TandemError` that a failure stands for. An
     operation may take `timeout` seconds; at most `window` are sent ahead. `calls` are those of all
-    runs that share the trainer.
+    runs that share the trainer: what comes after those of others waits as long as the trainer ends
+    one of them in time.
     """
 
     def __init__(
@@ -114,18 +131,18 @@ class TrainerClient:
 
     async def describe(self) -> trainer_pb2.DescribeTrainerReply:
         request = trainer_pb2.DescribeTrainerRequest(run_id=self._run_id)
-        return await _call(self.worker, self.stub.Describe, request, timeout=_DESCRIBE_TIMEOUT)
+        return await self._in_turn(self.stub.Describe, request, timeout=_DESCRIBE_TIMEOUT)
 
     async def progress(self) -> trainer_pb2.ProgressReply:
         request = trainer_pb2.ProgressRequest(run_id=self._run_id)
         return await _call(self.worker, self.stub.Progress, request, timeout=_PROGRESS_TIMEOUT)
 
     async def add_run(self, request: trainer_pb2.AddRunRequest) -> trainer_pb2.AddRunReply:
-        return await _call(self.worker, self.stub.AddRun, request, timeout=self._timeout)
+        return await self._in_turn(self.stub.AddRun, request)
 
-    async def remove_run(self, run_id: str, *, timeout: float) -> None:
+    async def remove_run(self, run_id: str) -> None:
         request = trainer_pb2.RemoveRunRequest(run_id=run_id)
-        await _call(self.worker, self.stub.RemoveRun, request, timeout=timeout)
+        await self._in_turn(self.stub.RemoveRun, request, timeout=_REMOVAL_TIMEOUT)
 
     async def when_idle(self) -> trainer_pb2.DescribeTrainerReply:
         """Say where the run's trainer is once it has ended what it was sent."""
@@ -145,7 +162,7 @@ class TrainerClient:
         before it may take their time. The call's own deadline, which its worker is told, allows
         for all of them."""
         answer = _call(self.worker, method, request, timeout=self._call_timeout)
-        with self._calls.sent(request.header):
+        with self._calls.sent(request.header.run_id, request.header.seq_id):
             if begun.done():
                 return await self._in_time(answer)
             task = asyncio.create_task(answer)
@@ -169,12 +186,36 @@ class TrainerClient:
 
     async def replay(self, method: Method[Operation, Reply], request: Operation) -> Reply:
         """Call it as `call` does, where nothing is sent ahead."""
-        with self._calls.sent(request.header):
-            return await _call(self.worker, method, request, timeout=self._timeout)
+        with self._calls.sent(request.header.run_id, request.header.seq_id):
+            return await self._in_turn(method, request)
 
     async def restore(self, request: trainer_pb2.RestoreRequest) -> trainer_pb2.RestoreReply:
         request.run_id = self._run_id
-        return await _call(self.worker, self.stub.Restore, request, timeout=self._timeout)
+        with self._calls.sent(self._run_id, request.seq_id):
+            return await self._in_turn(self.stub.Restore, request)
+
+    async def _in_turn(
+        self, method: Method[Request, Reply], request: Request, *, timeout: float = 0.0
+    ) -> Reply:
+        """Call what may take `timeout` seconds, if not as long as an operation, once the trainer is
+        through with what it was sent before. Raises `OperationTimedOut` if it ends none of that in
+        the time of an operation."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        task = asyncio.create_task(_call(self.worker, method, request))
+        try:
+            while not task.done():
+                at_least = began + (timeout or self._timeout)
+                left = max(at_least, self._calls.since + self._timeout) - loop.time()
+                if left <= 0:
+                    waited = loop.time() - began
+                    raise OperationTimedOut(f"the trainer did not answer within {waited:.0f} s")
+                await asyncio.wait({task}, timeout=left)
+            answer = task.result()
+            self._calls.note_progress()
+            return answer
+        finally:
+            task.cancel()
 
     async def await_snapshot(
         self, request: trainer_pb2.AwaitSnapshotRequest
@@ -186,7 +227,7 @@ class TrainerClient:
         self, request: trainer_pb2.TakeSnapshotRequest
     ) -> trainer_pb2.AwaitSnapshotReply:
         request.run_id = self._run_id
-        return await _call(self.worker, self.stub.TakeSnapshot, request, timeout=self._timeout)
+        return await self._in_turn(self.stub.TakeSnapshot, request)
 
     async def sleep(
         self, request: common_pb2.SleepRequest, *, timeout: float

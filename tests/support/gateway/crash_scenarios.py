@@ -59,7 +59,9 @@ from tandem.worker import LoraSpec, TrainingSpec
 from tests.support.crashing_loop import Clock, Crash, CrashingLoop, ThreadOfLoop
 from tests.support.gateway.model_workers import (
     EMPTY,
+    ENDLESS,
     FORWARD,
+    LONG,
     POISON,
     UNREADABLE,
     Misfortune,
@@ -106,6 +108,14 @@ def batch(number: int = 0, *, size: int = 20) -> Planned:
 
 def large_batch(number: int = 0) -> Planned:
     return batch(number, size=70_000)
+
+
+def long_batch(number: int = 0) -> Planned:
+    return Planned("forward_backward", payload=LONG + b"%d" % number)
+
+
+def endless_batch() -> Planned:
+    return Planned("forward_backward", payload=ENDLESS)
 
 
 def forward(number: int = 0) -> Planned:

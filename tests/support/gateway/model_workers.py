@@ -43,6 +43,10 @@ _BYTES = 100
 UNREADABLE = b"unreadable"
 POISON = b"poison"
 """What the payload of a batch begins with that kills whatever computes it."""
+LONG = b"long"
+"""What the payload of a batch begins with that takes nearly as long as it may."""
+ENDLESS = b"endless"
+"""What the payload of a batch begins with at which a trainer stays for ever."""
 FORWARD = b"forward"
 """What the payload of a forward pass begins with."""
 EMPTY = b" without a datum"
@@ -209,7 +213,7 @@ class ModelTrainer(ModelWorker):
             await self._misfortune.delay(1.0)
             added = self.runs.setdefault(request.run_id, ModelRun(self, self._misfortune))
             assert added.fresh, "what an earlier gateway has added is not as it was then"
-        return trainer_pb2.AddRunReply(about=await self.Describe(request))
+        return trainer_pb2.AddRunReply()
 
     async def RemoveRun(self, request):
         assert list(self.runs) != [request.run_id], "the last run is not removed"
@@ -219,16 +223,18 @@ class ModelTrainer(ModelWorker):
         return trainer_pb2.RemoveRunReply()
 
     async def Describe(self, request):
-        if request.run_id and request.run_id not in self.runs:
-            raise _broken(grpc.StatusCode.NOT_FOUND)
-        about = trainer_pb2.DescribeTrainerReply(
-            architecture="Model",
-            parameters=7,
-            trainable_parameters=7,
-            ranks=1,
-            run_ids=self.runs,
-        )
-        if request.run_id:
+        if not request.run_id:
+            return trainer_pb2.DescribeTrainerReply(run_ids=self.runs)
+        async with self.engine:
+            if request.run_id not in self.runs:
+                raise _broken(grpc.StatusCode.NOT_FOUND)
+            about = trainer_pb2.DescribeTrainerReply(
+                architecture="Model",
+                parameters=7,
+                trainable_parameters=7,
+                ranks=1,
+                run_ids=self.runs,
+            )
             self.runs[request.run_id].describe(about)
         return about
 
@@ -289,6 +295,10 @@ class ModelRun:
         state, payload = self.state, request.payload
         if payload.startswith(POISON):
             self._trainer.kill()
+            await asyncio.Event().wait()
+        if payload.startswith(LONG):
+            await asyncio.sleep(1500)
+        if payload.startswith(ENDLESS):
             await asyncio.Event().wait()
         if payload.startswith(UNREADABLE):
             error = MalformedPayload("the payload cannot be read")
@@ -379,14 +389,15 @@ class ModelRun:
 
     async def Restore(self, request):
         assert self._replies.keys() <= set(range(self._done + 1)), "operations are under way"
-        await self._misfortune.delay(1.0)
-        if request.path:
-            try:
-                found = self._read(request.path)
-            except TandemError as error:
-                return trainer_pb2.RestoreReply(failure=error.to_failure())
-            self.state = Held(found.weights, found.step, changed=request.seq_id)
-        self.state.published = request.weight_version
+        async with self._trainer.engine:
+            await self._misfortune.delay(1.0)
+            if request.path:
+                try:
+                    found = self._read(request.path)
+                except TandemError as error:
+                    return trainer_pb2.RestoreReply(failure=error.to_failure())
+                self.state = Held(found.weights, found.step, changed=request.seq_id)
+            self.state.published = request.weight_version
         async with self._turn:
             self._done = max(self._done, request.seq_id)
             self._turn.notify_all()

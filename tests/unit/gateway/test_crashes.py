@@ -23,11 +23,13 @@ from tests.support.gateway.crash_scenarios import (
     alone,
     batch,
     empty_forward,
+    endless_batch,
     export,
     forward,
     large_batch,
     late,
     load,
+    long_batch,
     missing,
     poison,
     publish,
@@ -147,6 +149,33 @@ def test_a_batch_that_kills_every_trainer_ends_its_own_run_alone(tmp_path):
     assert left.outcomes[3].startswith("worker_died: the trainer died 3 times at operation 3")
     for name, other in zip(others, beside, strict=True):
         assert not other.differences(undisturbed(name)[0])
+
+
+def test_a_batch_that_hangs_ends_its_own_run_alone(tmp_path):
+    others = ("training", "saves")
+    script = [batch(1), step(), endless_batch(), step()]
+    scenario = Scenario(script, tmp_path / "data", beside=[script_of(each) for each in others])
+    left, *beside = scenario.run_all()
+    assert left.outcomes[3].startswith("operation_timed_out: the trainer did not end it within")
+    for name, other in zip(others, beside, strict=True):
+        assert not other.differences(undisturbed(name)[0])
+
+
+@pytest.mark.parametrize("steps", range(60, 160, 12))
+def test_runs_come_and_go_beside_one_that_is_at_long_operations(steps, tmp_path):
+    others = ("training", "a save after a refusal")
+    scenario = Scenario(
+        [*(long_batch(1), step(), long_batch(2), step(), long_batch(3), step(), forward())],
+        tmp_path / "data",
+        beside=[script_of(each) for each in others],
+        lives=[Life(steps, outlived=True)],
+        seed=steps,
+    )
+    _, *beside = scenario.run_all()
+    for name, other in zip(others, beside, strict=True):
+        assert not other.differences(undisturbed(name)[0])
+    started = [e["worker_id"] for e in scenario.log if e["event"] == "worker_ready"]
+    assert len([each for each in started if each.startswith("trainer-")]) == 1
 
 
 @pytest.mark.parametrize("seed", range(20))

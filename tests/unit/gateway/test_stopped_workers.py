@@ -401,9 +401,14 @@ class LeftTrainer(ModelTrainer):
 
     asleep = False
     at_work = 0
+    hosted = ("a",)
 
     async def Describe(self, request):
-        return trainer_pb2.DescribeTrainerReply(run_ids=["a"], last_seq_id=1)
+        return trainer_pb2.DescribeTrainerReply(run_ids=self.hosted, last_seq_id=1)
+
+    async def RemoveRun(self, request):
+        await asyncio.sleep(1500)  # it is at something of the gateway before
+        return trainer_pb2.RemoveRunReply()
 
     async def Progress(self, request):
         return trainer_pb2.ProgressReply(seq_id=self.at_work)
@@ -508,6 +513,14 @@ async def test_a_frozen_trainer_that_nobody_adopted_is_killed_when_another_needs
     process.frozen = True
     async with asyncio.timeout(1000), world.trainer("b").lease.use():
         assert process.died.done()
+
+
+@in_virtual_time
+async def test_a_trainer_that_is_busy_is_adopted_though_it_still_has_a_run_that_has_ended(world):
+    process, a = await left(world)
+    process.hosted = ("a", "ended")
+    assert await a.host.adopt(a.run, on_exit=lambda _reason: None) is not None
+    assert a.host.hosted == {"a"} and not process.died.done()
 
 
 @in_virtual_time
