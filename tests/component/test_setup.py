@@ -28,7 +28,7 @@ def set_up(folder: Path, *, build: str, refused: str) -> tuple[list[str], list[s
     """Run the script; return what was installed, and all that it printed."""
     (folder / "scripts").mkdir()
     shutil.copytree(ROOT / "constraints", folder / "constraints")
-    for name in ("scripts/setup.sh", "pyproject.toml"):
+    for name in ("scripts/setup.sh", "scripts/install.sh", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     python = folder / "python"
     python.write_text(_STAND_IN)

@@ -1,0 +1,33 @@
+# The image of the gateway, without torch: docker build -f deploy/gateway.Dockerfile .
+ARG BASE_IMAGE=python:3.11-slim-bookworm
+
+FROM ${BASE_IMAGE} AS build
+ARG TANDEM_BUILD=cpu
+# Where pip looks beside its index, if anywhere.
+ARG PIP_FIND_LINKS
+ARG PIP_EXTRA_INDEX_URL
+WORKDIR /opt/tandem
+COPY pyproject.toml ./
+COPY constraints constraints
+COPY scripts/install.sh scripts/
+RUN python3 -m venv .venv && scripts/install.sh "$TANDEM_BUILD" gateway kubernetes postgres
+COPY README.md ./
+COPY tandem tandem
+COPY gateway gateway
+RUN .venv/bin/uv pip install --python .venv/bin/python --no-deps --compile-bytecode . \
+ && .venv/bin/uv pip uninstall --python .venv/bin/python pip setuptools uv
+
+FROM ${BASE_IMAGE}
+RUN useradd --uid 10001 --no-create-home --home-dir /tmp tandem \
+ && install --directory --owner=tandem --group=tandem --mode=0700 /var/lib/tandem
+COPY --from=build /opt/tandem/.venv /opt/tandem/.venv
+ARG TANDEM_VERSION=unversioned
+LABEL org.opencontainers.image.title="tandem-gateway" \
+      org.opencontainers.image.version="$TANDEM_VERSION" \
+      org.opencontainers.image.licenses="Apache-2.0"
+ENV PATH="/opt/tandem/.venv/bin:$PATH" HOME=/tmp TANDEM_IMAGE_VERSION="$TANDEM_VERSION"
+ENV TANDEM_HOST=0.0.0.0 TANDEM_DATA_DIR=/var/lib/tandem
+USER 10001:10001
+WORKDIR /var/lib/tandem
+EXPOSE 8000
+CMD ["python", "-m", "gateway"]

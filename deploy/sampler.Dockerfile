@@ -1,0 +1,40 @@
+# The image of samplers, and of an agent that starts them: docker build -f deploy/sampler.Dockerfile .
+ARG BASE_IMAGE=python:3.11-slim-bookworm
+
+FROM ${BASE_IMAGE} AS build
+ARG TANDEM_BUILD=cpu
+# Where pip looks beside its index, if anywhere.
+ARG PIP_FIND_LINKS
+ARG PIP_EXTRA_INDEX_URL
+WORKDIR /opt/tandem
+COPY pyproject.toml ./
+COPY constraints constraints
+COPY scripts/install.sh scripts/
+RUN python3 -m venv .venv && scripts/install.sh "$TANDEM_BUILD" sampler
+COPY README.md ./
+COPY tandem tandem
+COPY sampler_service sampler_service
+RUN .venv/bin/uv pip install --python .venv/bin/python --no-deps --compile-bytecode . \
+ && .venv/bin/uv pip uninstall --python .venv/bin/python pip setuptools uv
+
+FROM ${BASE_IMAGE}
+ARG TANDEM_BUILD=cpu
+# Of the CPU build vLLM's own library needs the first; of the CUDA build Triton compiles its launchers.
+# hadolint ignore=DL3008,SC2086
+RUN apt-get update \
+ && if [ "$TANDEM_BUILD" = gpu ]; then packages="gcc libc6-dev"; else packages=libnuma1; fi \
+ && apt-get install --yes --no-install-recommends $packages \
+ && rm -rf /var/lib/apt/lists/*
+RUN useradd --uid 10001 --no-create-home --home-dir /tmp tandem \
+ && install --directory --owner=tandem --group=tandem --mode=0700 /var/lib/tandem
+COPY --from=build /opt/tandem/.venv /opt/tandem/.venv
+ARG TANDEM_VERSION=unversioned
+LABEL org.opencontainers.image.title="tandem-sampler" \
+      org.opencontainers.image.version="$TANDEM_VERSION" \
+      org.opencontainers.image.licenses="Apache-2.0"
+ENV PATH="/opt/tandem/.venv/bin:$PATH" HOME=/tmp TANDEM_IMAGE_VERSION="$TANDEM_VERSION"
+ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 10001:10001
+WORKDIR /var/lib/tandem
+EXPOSE 7400
+CMD ["tandem", "agent", "--listen", "0.0.0.0:7400"]
