@@ -159,7 +159,11 @@ class Gateway:
             metrics=metrics,
         )
         self.completions = CompletionFeed(futures=self.futures, idle_ttl=settings.result_ttl)
-        self.models = BaseModels(database=database, data_dir=data_dir)
+        self.models = BaseModels(
+            database=database,
+            data_dir=data_dir,
+            models_dir=(settings.models_dir or data_dir / "models").absolute(),
+        )
         self.pins = Pins()
         self.checkpoints = CheckpointCatalog(
             database=database,

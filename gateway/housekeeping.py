@@ -1,5 +1,5 @@
 """What is done periodically: expiry of sessions, results, checkpoints and idle samplers, the
-removal of old history, and a measurement of the event loop."""
+removal of old history, the search for new base models, and a measurement of the event loop."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tandem.telemetry import get_log
 _HOUSEKEEPING_INTERVAL = 30.0
 _LAG_INTERVAL = 0.25
 _RETENTION_INTERVAL = 600.0
+_MODELS_INTERVAL = 10.0
 
 
 class Housekeeping:
@@ -31,13 +32,15 @@ class Housekeeping:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Do a round every `reaper_interval` seconds while the block runs. Removing old history can
-        take minutes, and holds nothing else up."""
+        take minutes, a look at a shared models directory seconds; neither holds anything up."""
         gateway = self._gateway
         rounds = self._repeat(self._do_round, interval=gateway.settings.reaper_interval)
         removals = self._repeat(gateway.retention.remove_old, interval=_RETENTION_INTERVAL)
+        models = self._repeat(gateway.models.find, interval=_MODELS_INTERVAL)
         tasks = [
             asyncio.create_task(rounds, name="housekeeping"),
             asyncio.create_task(removals, name="retention"),
+            asyncio.create_task(models, name="models-directory"),
             asyncio.create_task(self._measure_lag(), name="event-loop-lag"),
         ]
         try:

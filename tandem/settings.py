@@ -344,6 +344,11 @@ class GatewaySettings(BaseSettings):
         default_factory=dict,
         description='Base models to register at the start, as JSON: {"NAME": "/PATH"}.',
     )
+    models_dir: Path | None = Field(
+        None,
+        description="Where `tandem models add` puts what it downloads, and the gateway finds it; "
+        "by default models below data_dir.",
+    )
     groups: list[GroupSettings] = Field(
         default_factory=list,
         description="Device groups, as JSON, see `docs/sharing.md`; empty: what the host has.",

@@ -15,6 +15,8 @@ from gateway.storage.data_directory import relative_path
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import models
 from tandem.errors import InvalidRequest, UnknownModel
+from tandem.model_store import RECORD_NAME, models_in
+from tandem.telemetry import get_log
 
 _MAX_LENGTH = 2**31 - 1
 """Tokens. Configs use larger numbers for "no limit"."""
@@ -55,17 +57,37 @@ class BaseModelEntry:
 
 
 class BaseModels:
-    """The path of a model in the data directory is stored relative to it."""
+    """Those that were registered have a row; the path of one in the data directory is stored
+    relative to it. Those of the models directory have none: their records say that they are there
+    (`tandem/model_store.py`)."""
 
-    def __init__(self, *, database: Database, data_dir: Path) -> None:
+    def __init__(self, *, database: Database, data_dir: Path, models_dir: Path) -> None:
         self._database = database
         self._data_dir = data_dir
+        self._models_dir = models_dir
         self._entries: dict[str, BaseModelEntry] = {}
+        self._unfit: dict[str, str] = {}
 
     async def open(self) -> None:
         for row in await self._database.read(select(models).order_by(models.c.name)):
             path = str(self._data_dir / row["path"])
             self._entries[row["name"]] = from_row(BaseModelEntry, row, path=path)
+        await self.find()
+
+    async def find(self) -> None:
+        """Take the models of the models directory that are new. One whose folder is gone stays: a
+        shared filesystem may be away for a while."""
+        for name, folder in (await asyncio.to_thread(models_in, self._models_dir)).items():
+            if name in self._entries:
+                continue
+            try:
+                await self._take(name, folder)
+            except InvalidRequest as error:
+                if self._unfit.get(name) != error.message:
+                    get_log().warning("model_unfit", model=name, reason=error.message)
+                self._unfit[name] = error.message
+            else:
+                get_log().info("model_found", model=name, path=str(folder))
 
     def all(self) -> list[BaseModelEntry]:
         return list(self._entries.values())
@@ -86,20 +108,45 @@ class BaseModels:
     async def add(self, *, name: str, path: str) -> BaseModelEntry:
         """Register a model, or give a registered name another path. Raise `InvalidRequest`."""
         check_model_name(name)
-        max_length = await asyncio.to_thread(_read_max_length, Path(path))
-        entry = BaseModelEntry(name=name, path=path, max_length=max_length, added_at=time.time())
-        row = {**vars(entry), "path": relative_path(Path(path), self._data_dir)}
-        await self._database.write_together(
-            delete(models).where(models.c.name == name), insert(models).values(row)
-        )
+        folder, forget = Path(path), delete(models).where(models.c.name == name)
+        if self._is_recorded(name, folder):
+            entry = await self._take(name, folder)
+            await self._database.write(forget)
+            return entry
+        entry = await self._entry(name, folder)
+        row = {**vars(entry), "path": relative_path(folder, self._data_dir)}
+        await self._database.write_together(forget, insert(models).values(row))
         self._entries[name] = entry
         return entry
 
     async def remove(self, name: str) -> None:
-        """Remove a model, named as in `get`; runs that use it go on. Raise `UnknownModel`."""
+        """Remove a model, named as in `get`, and its record if it has one, but no other file; runs
+        that use it go on. Raise `UnknownModel`, or `InvalidRequest` where the record cannot be
+        removed."""
         entry = self.get(name)
+        if self._is_recorded(entry.name, folder := Path(entry.path)):
+            try:
+                await asyncio.to_thread((folder / RECORD_NAME).unlink, missing_ok=True)
+            except OSError as error:
+                raise InvalidRequest(
+                    f"{folder / RECORD_NAME} cannot be removed: {error.strerror}"
+                ) from error
         del self._entries[entry.name]
         await self._database.write(delete(models).where(models.c.name == entry.name))
+
+    def _is_recorded(self, name: str, folder: Path) -> bool:
+        """Return whether this is a model of the models directory, under its name there."""
+        return folder == self._models_dir / name and (folder / RECORD_NAME).exists()
+
+    async def _take(self, name: str, folder: Path) -> BaseModelEntry:
+        self._entries[name] = entry = await self._entry(name, folder)
+        return entry
+
+    async def _entry(self, name: str, folder: Path) -> BaseModelEntry:
+        max_length = await asyncio.to_thread(_read_max_length, folder)
+        return BaseModelEntry(
+            name=name, path=str(folder), max_length=max_length, added_at=time.time()
+        )
 
 
 def _read_max_length(path: Path) -> int | None:

@@ -2,34 +2,188 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, cast
 from urllib.parse import quote
 
 import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from tandem.cli.context import DataDir, JsonFlag, call, print_json, say
-from tandem.cli.tables import Column, show_table
+from tandem.cli.context import (
+    DataDir,
+    JsonFlag,
+    call,
+    err,
+    fail,
+    print_json,
+    resolve_data_dir,
+    say,
+    say_aside,
+)
+from tandem.cli.hub import Added, Show, Wanted, add_model
+from tandem.cli.tables import Column, byte_size, show_table
+from tandem.errors import UserError
+from tandem.settings import GatewaySettings
+from tandem.stack import read_endpoint
 
 app = typer.Typer(help="Base models: add, remove and list.", no_args_is_help=True)
+
+_HUB = "https://huggingface.co"
+_LINE_SECONDS = 10.0
+"""Between two lines about a download, where there is no terminal."""
 
 
 @app.command("add")
 def add(
-    name: Annotated[str, typer.Argument(help="The name that clients use, such as Qwen/Qwen3-8B.")],
-    path: Annotated[Path, typer.Argument(help="A directory in the Hugging Face layout.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="ORG/NAME at the hub (HF_ENDPOINT, HF_TOKEN); or, with PATH, a name."),
+    ],
+    path: Annotated[
+        Path | None,
+        typer.Argument(help="A directory in the Hugging Face layout; nothing is downloaded."),
+    ] = None,
+    revision: Annotated[
+        str, typer.Option(help="A branch, a tag or a commit to download.", show_default="main")
+    ] = "",
+    as_name: Annotated[
+        str, typer.Option("--name", help="What clients call it.", show_default="ORG/NAME")
+    ] = "",
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", help="The models directory (TANDEM_MODELS_DIR)."),
+    ] = None,
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Register a base model with the running gateway."""
-    body = {"name": name, "path": str(path.resolve())}
-    answer = cast(dict[str, object], call(data_dir, "POST", "models", body=body))
+    """Download a base model into the models directory, where gateways find it; or register one that
+    is on the disk with the running gateway."""
+    if path is None:
+        _download(name, revision, as_name, directory, data_dir, as_json)
+        return
+    if revision or as_name or directory:
+        raise UserError("with PATH nothing is downloaded: drop --revision, --name and --dir")
+    answer = _register(data_dir, name, path)
     if as_json:
         print_json(answer)
     else:
         say(f"{name} is registered.")
         if answer["note"]:
             say(f"Note: {answer['note']}.")
+
+
+def _download(
+    repository: str,
+    revision: str,
+    name: str,
+    directory: Path | None,
+    data_dir: Path | None,
+    as_json: bool,
+) -> None:
+    settings, data_dir = GatewaySettings(), resolve_data_dir(data_dir)
+    wanted = Wanted(
+        hub=os.environ.get("HF_ENDPOINT", _HUB).rstrip("/"),
+        repository=repository,
+        revision=revision or "main",
+        name=name or repository,
+        directory=(directory or settings.models_dir or data_dir / "models").absolute(),
+        spare=settings.min_free_bytes,
+    )
+    with _interruptible(), _progress() as show:
+        added = add_model(wanted, say=say_aside, show=show)
+    notes = list(added.notes)
+    registered = read_endpoint(data_dir) is not None
+    if registered:
+        answer = _register(data_dir, wanted.name, added.folder)
+        notes += [str(answer["note"])] if answer["note"] else []
+    if as_json:
+        print_json(_described(wanted, added, notes, registered))
+        return
+    was = "is there" if added.downloaded else "was there already"
+    say(f"{wanted.name} {was}: {added.folder}, {byte_size(added.record.bytes)}.")
+    say(
+        "The gateway has it now."
+        if registered
+        else f"A gateway whose models directory (TANDEM_MODELS_DIR) is {wanted.directory} finds it "
+        "within ten seconds, or when it starts."
+    )
+    for note in notes:
+        say(f"Note: {note}.")
+
+
+def _described(
+    wanted: Wanted, added: Added, notes: list[str], registered: bool
+) -> dict[str, object]:
+    return {
+        "name": wanted.name,
+        "path": added.folder,
+        "repository": added.record.repository,
+        "revision": added.record.revision,
+        "commit": added.record.commit,
+        "bytes": added.record.bytes,
+        "downloaded_bytes": added.downloaded,
+        "registered": registered,
+        "notes": notes,
+    }
+
+
+def _register(data_dir: Path | None, name: str, path: Path) -> dict[str, object]:
+    body = {"name": name, "path": str(path.resolve())}
+    return cast(dict[str, object], call(data_dir, "POST", "models", body=body))
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """End the process at once when it is told to: the threads of a download would be waited for
+    otherwise, until the files that they are at are complete."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        fail("interrupted; files that are complete are kept: run the command again to go on")
+        os._exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _progress() -> Iterator[Show]:
+    """Show on standard error how far a download is: a bar on a terminal, otherwise a line now and
+    then."""
+    if not err.is_terminal:
+        yield _Lines()
+        return
+    columns = (TextColumn("Downloading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        bar = progress.add_task("")
+        yield lambda there, total: progress.update(bar, completed=there, total=total)
+
+
+class _Lines:
+    """Literal example: `1.2 GiB of 15.3 GiB (7 %), 48.1 MiB/s`."""
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+        self._there = 0
+
+    def __call__(self, there: int, total: int) -> None:
+        now = time.monotonic()
+        if self._at is None:
+            self._at, self._there = now, there
+        elif (passed := now - self._at) >= _LINE_SECONDS:
+            rate = byte_size(max(0.0, (there - self._there) / passed))
+            share = 100 * there // max(total, 1)
+            say_aside(f"{byte_size(there)} of {byte_size(total)} ({share} %), {rate}/s")
+            self._at, self._there = now, there
 
 
 @app.command("remove")

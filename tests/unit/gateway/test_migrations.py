@@ -52,6 +52,11 @@ def create_engine(data_dir):
     return Database(url=url_for(data_dir), data_dir=data_dir)._engine
 
 
+def base_models(store):
+    models_dir = store.data_dir / "models"
+    return BaseModels(database=store.database, data_dir=store.data_dir, models_dir=models_dir)
+
+
 def test_the_newest_revision_is_alembics_head_and_each_file_names_its_own():
     scripts = ScriptDirectory(str(Path(migrations.__file__).parent))
     assert migrations.newest_revision() == scripts.get_current_head()
@@ -109,7 +114,7 @@ async def test_what_an_old_database_names_is_found_after_its_directory_was_moved
     assert (new / STATE).is_dir()
     assert not (new / RELEASED).exists(), "it was released, and the database still knows that"
     assert store.quarantine.folders() == []
-    models = BaseModels(database=store.database, data_dir=new)
+    models = base_models(store)
     await models.open()
     assert models.get("out").path == "/srv/tiny"
     if moved == "after it":
@@ -138,7 +143,7 @@ async def test_a_data_directory_can_be_moved(tmp_path):
     )
     await first.versions.add_version(version)
     model = str(make_model(first.data_dir / "models" / "tiny"))
-    await BaseModels(database=first.database, data_dir=first.data_dir).add(name="tiny", path=model)
+    await base_models(first).add(name="tiny", path=model)
     await first.database.close()
 
     moved = first.data_dir.rename(tmp_path / "second")
@@ -146,7 +151,7 @@ async def test_a_data_directory_can_be_moved(tmp_path):
     await second.database.open()
     assert await check_pair(second.database, second.data_dir)
     assert (await second.versions.version(version.name)).path == str(second.data_dir / VERSION)
-    models = BaseModels(database=second.database, data_dir=second.data_dir)
+    models = base_models(second)
     await models.open()
     assert models.get("tiny").path == str(second.data_dir / "models" / "tiny")
     assert await second.collector.unknown_folders() == []
