@@ -287,10 +287,16 @@ async def add_model(body: AddModel, gateway: GatewayDep, audit: AuditDep) -> Mod
 
 
 @router.operation(
-    "DELETE", "/models/{name:path}", role="admin", audit="model_remove", errors=[UnknownModel]
+    "DELETE",
+    "/models/{name:path}",
+    role="admin",
+    audit="model_remove",
+    errors=[UnknownModel],
+    rules=["The record of a model of the models directory must be removable."],
 )
 async def remove_model(name: PathText, gateway: GatewayDep) -> None:
-    """Remove a base model's name. What runs with the model continues."""
+    """Remove a base model's name, and its record in the models directory. What runs with the
+    model continues, and its files stay."""
     await gateway.models.remove(name)
 
 
