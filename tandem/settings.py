@@ -397,6 +397,17 @@ class GatewaySettings(BaseSettings):
     sequence_gap_timeout: float = Field(
         60.0, gt=0, description="Longest wait of an operation for one with a smaller seq_id."
     )
+    agents: dict[Literal["trainer", "sampler"], str] = Field(
+        default_factory=dict,
+        description="Agents of other hosts, or containers, that start trainers and samplers, as "
+        'JSON: {"trainer": "HOST:PORT", "sampler": "HOST:PORT"}; needs tls_dir. Empty: that of '
+        "data_dir.",
+    )
+    tls_dir: Path | None = Field(
+        None,
+        description="The certificate authority of `tandem tls create`, for workers beyond this "
+        "machine.",
+    )
     launcher: str = Field(
         "agent",
         description="What starts workers; agent: the `tandem agent` of the data directory; "

@@ -104,7 +104,7 @@ def log_context(**values: object) -> Iterator[None]:
         yield
 
 
-def serve_metrics(registry: CollectorRegistry, *, host: str = "127.0.0.1") -> int:
-    """Serve /metrics from a thread on a free port; return the port."""
-    server, _thread = start_http_server(0, addr=host, registry=registry)
+def serve_metrics(registry: CollectorRegistry, *, host: str, port: int) -> int:
+    """Serve /metrics from a thread; return the port, of port 0 the one that was free."""
+    server, _thread = start_http_server(port, addr=host, registry=registry)
     return int(server.server_port)

@@ -8,40 +8,31 @@
 3. Readiness is what the worker's gRPC health service says: NOT_SERVING from the first report on,
    SERVING once it takes calls. Every call, health included, carries the secret in its metadata.
 4. The lifeline is a connection that the launcher keeps open while the worker should run. When it
-   closes, for whatever reason, the worker kills its whole process group.
+   closes, for whatever reason, the worker kills its whole process group. A worker without such a
+   connection has a `lifeline` of seconds, within which some gateway must have called it.
 5. To end a worker, the launcher sends SIGTERM; what has not ended after the stop timeout is killed.
 
-`WorkerSpec` and `WorkerReport` are what is said; a `LauncherLink` is how it travels. The worker
-gets its link from `launcher_link` and knows nothing else of its launcher. `PipeLink` is for a
-worker that is a child process: the specification is the first line of standard input, which then
-stays open as the lifeline, and reports go to the descriptor `--report-fd`. `PooledLink` is for a
-child process that was started before there was a worker for it to be (`tandem/agent/pool.py`). A
-worker in a container would read the specification from a mounted secret and report over TCP:
-another class here, chosen by an option of its own.
+`WorkerSpec` and `WorkerReport` are what is said; how it travels is in `tandem.worker_link`.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import fcntl
 import os
 import re
 import resource
 import select
 import signal
-import socket
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tandem.background import in_background
-from tandem.settings import PoolSettings, SamplerSettings, TrainerSettings
+from tandem.certificate import Certificate
+from tandem.settings import SamplerSettings, TrainerSettings
 
 WorkerKind = Literal["trainer", "sampler"]
 
@@ -54,6 +45,7 @@ a trainer, which ends because of it."""
 
 MAX_SPEC_BYTES = 16 * select.PIPE_BUF
 """Of the line of a specification: the capacity of a pipe that nobody reads yet."""
+LOOPBACK = "127.0.0.1"
 MAX_MESSAGE_BYTES = 2**31 - 1
 GRPC_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -115,6 +107,11 @@ class WorkerSpec(BaseModel):
     `devices`; 0: as many as the environment says. All nodes are started with this specification.
     `rendezvous` is the HOST:PORT at which node 0 is reached by the others; "": as the environment
     says (`trainer_service/compute/topology.py`).
+
+    `group` is the name of the device group that its place is on. It listens at `host`, on `port`
+    and, for its metrics, on `metrics_port` (0: any free one), with the certificate of `tls`, or on
+    loopback alone. `lifeline`: it ends when no gateway has called it for so many seconds; 0: its
+    launcher holds another one.
     """
 
     # An error must not quote its input: the secret would be in the log.
@@ -134,12 +131,23 @@ class WorkerSpec(BaseModel):
     no_suspender: str = ""
     nodes: int = Field(1, ge=0)
     rendezvous: str = ""
-    host: str = "127.0.0.1"
+    group: str = ""
+    host: str = LOOPBACK
+    port: int = Field(0, ge=0, le=65535)
+    metrics_port: int = Field(0, ge=0, le=65535)
+    tls: Certificate | None = None
+    lifeline: float = Field(0.0, ge=0)
     log_level: str = "info"
     start_timeout: float = 300.0
     stop_timeout: float = 10.0
     trainer: TrainerSettings | None = None
     sampler: SamplerSettings | None = None
+
+    @model_validator(mode="after")
+    def _listens_to_others_with_tls_alone(self) -> WorkerSpec:
+        if self.host != LOOPBACK and self.tls is None:
+            raise ValueError("a worker that others can reach needs a certificate (tls)")
+        return self
 
 
 class WorkerReport(BaseModel):
@@ -176,6 +184,8 @@ class WorkerHandle:
     address: str
     metrics_port: int
     secret: str = field(repr=False)
+    authority: str = field(default="", repr=False)
+    """In PEM, of the certificate that it has; "": it is called without TLS."""
 
     @classmethod
     def of(cls, spec: WorkerSpec, *, address: str, metrics_port: int = 0) -> WorkerHandle:
@@ -191,6 +201,7 @@ class WorkerHandle:
             address=address,
             metrics_port=metrics_port,
             secret=spec.secret,
+            authority=spec.tls.authority if spec.tls is not None else "",
         )
 
 
@@ -209,147 +220,6 @@ class WorkerExit:
 
     worker_id: str
     reason: str
-
-
-# --- How it travels ---------------------------------------------------------------------------
-
-
-class LauncherLink(Protocol):
-    """A worker's connection to its launcher."""
-
-    def preload(self, imports: Callable[[], None]) -> None:
-        """Do what every worker of this kind does first, if there is no specification yet. Call
-        first."""
-        ...
-
-    def read_spec(self) -> WorkerSpec:
-        """Return the specification. Call once, after `preload`."""
-        ...
-
-    def hold_lifeline(self) -> None:
-        """Kill the worker's process group once the launcher is gone. Call before slow imports."""
-        ...
-
-    def report(self, report: WorkerReport) -> None:
-        """Send a report. Raises `OSError` when the launcher no longer reads."""
-        ...
-
-
-def launcher_link(arguments: Sequence[str] | None = None) -> LauncherLink:
-    """Return the link that the command line chooses: `--report-fd N` is a `PipeLink`, with
-    `--spec-fd M` a `PooledLink`."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--report-fd", type=int, required=True, help="where reports are written")
-    parser.add_argument("--spec-fd", type=int, help="a socket by which the specification will come")
-    chosen = parser.parse_args(arguments)
-    if chosen.spec_fd is None:
-        return PipeLink(report_fd=chosen.report_fd)
-    return PooledLink(report_fd=chosen.report_fd, spec=socket.socket(fileno=chosen.spec_fd))
-
-
-class PipeLink:
-    """Implements `LauncherLink` for a child process; `stdin` is the standard input by default."""
-
-    def __init__(self, *, report_fd: int, stdin: BinaryIO | None = None) -> None:
-        self._report_fd = report_fd
-        self._stdin = stdin if stdin is not None else sys.stdin.buffer
-
-    def preload(self, imports: Callable[[], None]) -> None:
-        """Its specification is there: what is to be imported is so when it is known where."""
-
-    def read_spec(self) -> WorkerSpec:
-        return WorkerSpec.model_validate_json(self._stdin.readline())
-
-    def hold_lifeline(self) -> None:
-        hold_lifeline(self._stdin.fileno())
-
-    def report(self, report: WorkerReport) -> None:
-        line = report.model_dump_json().encode() + b"\n"
-        while line:  # a signal can cut a write to a pipe short
-            line = line[os.write(self._report_fd, line) :]
-
-
-class PooledLink(PipeLink):
-    """Implements `LauncherLink` for a process that waits for a worker to be.
-
-    Nothing but the end of the lifeline comes by standard input. The specification comes later, by a
-    socket, together with the file that the worker's output goes to. A byte the other way says
-    that the process is idle, and another one that it has become the worker.
-    """
-
-    def __init__(
-        self, *, report_fd: int, spec: socket.socket, stdin: BinaryIO | None = None
-    ) -> None:
-        super().__init__(report_fd=report_fd, stdin=stdin)
-        self._spec = spec
-
-    def preload(self, imports: Callable[[], None]) -> None:
-        super().hold_lifeline()
-        # A library asks at its import whether there is a GPU. Asked in the usual way, CUDA would
-        # begin, and would not see later which devices are the worker's.
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        in_background(imports, nice=PoolSettings().nice)
-        self._spec.send(b".")
-
-    def read_spec(self) -> WorkerSpec:
-        line, descriptors = b"", list[int]()
-        while not line.endswith(b"\n"):
-            part, sent, *_ = socket.recv_fds(self._spec, MAX_SPEC_BYTES, 1)
-            if not part:
-                raise EOFError("the launcher has gone")
-            line, descriptors = line + part, descriptors + sent
-        for output in (1, 2):
-            os.dup2(descriptors[0], output)
-        os.close(descriptors[0])
-        self._spec.send(b".")
-        self._spec.close()
-        return WorkerSpec.model_validate_json(line)
-
-    def hold_lifeline(self) -> None:
-        """It is held since `preload`."""
-
-
-def hold_lifeline(fd: int = 0) -> None:
-    """Kill the whole process group once the other end of the pipe `fd` has closed.
-
-    Covers the children that libraries start, too (vLLM's engine processes), which a parent-death
-    signal on one process would leave behind. A process that does not lead its group, such as one
-    started by hand in a script, ends alone.
-    """
-    leads = os.getpgrp() == os.getpid()
-    if leads:
-        _arm_kernel(fd)
-
-    def wait() -> None:
-        try:
-            while os.read(fd, 4096):  # not sys.stdin: its lock gets in the way of a normal exit
-                pass
-        except OSError:  # a reset socket, a hung-up terminal: the launcher is gone all the same
-            pass
-        if leads:
-            os.killpg(os.getpid(), signal.SIGKILL)
-        else:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait, name="lifeline", daemon=True).start()
-
-
-def _arm_kernel(fd: int) -> None:
-    """Let the kernel itself kill the group when the pipe closes (Linux, see fcntl(2)).
-
-    The thread of `hold_lifeline` needs the interpreter lock, which a native call may hold for
-    long or, in a deadlock, for ever. The thread covers other systems, and a pipe that closed
-    before this call, which causes no event.
-    """
-    if sys.platform != "linux":
-        return
-    f_setsig = 10
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(fd, f_setsig, signal.SIGKILL)
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    except OSError:  # standard input is of a kind without such events: the thread is enough
-        return
 
 
 # --- What the processes have in common ---------------------------------------------------------

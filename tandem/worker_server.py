@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import hmac
 import os
+import signal
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -13,8 +16,9 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
+from tandem.channels import server_credentials
 from tandem.epoch import EpochInterceptor
-from tandem.telemetry import serve_metrics
+from tandem.telemetry import get_log, serve_metrics
 from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerReport, WorkerSpec
 
 Request = TypeVar("Request")
@@ -28,27 +32,45 @@ class WorkerServer:
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self._host = spec.host
+        self._spec = spec
         self._health = health.aio.HealthServicer()
+        self._secret = SecretInterceptor(spec.secret)
         self.grpc = grpc.aio.server(
-            options=GRPC_OPTIONS,
-            interceptors=[SecretInterceptor(spec.secret), EpochInterceptor()],
+            options=GRPC_OPTIONS, interceptors=[self._secret, EpochInterceptor()]
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 
     async def listen(self, registry: CollectorRegistry) -> WorkerReport:
-        """Serve on a free port, with a health of NOT_SERVING, and the metrics on another one.
+        """Serve, with a health of NOT_SERVING, and the metrics on a port of their own.
 
         Returns the report that says where.
         """
+        spec = self._spec
         await self.set_serving(False)
-        port = self.grpc.add_insecure_port(f"{self._host}:0")
+        host = f"[{spec.host}]" if ":" in spec.host else spec.host
+        address = f"{host}:{spec.port}"
+        if spec.tls is None:
+            port = self.grpc.add_insecure_port(address)
+        else:
+            port = self.grpc.add_secure_port(address, server_credentials(spec.tls, clients=False))
         await self.grpc.start()
+        if spec.lifeline:
+            threading.Thread(target=self._hold_lifeline, name="lifeline", daemon=True).start()
         return WorkerReport(
-            address=f"{self._host}:{port}",
-            metrics_port=serve_metrics(registry, host=self._host),
+            address=f"{host}:{port}",
+            metrics_port=serve_metrics(registry, host=spec.host, port=spec.metrics_port),
             pid=os.getpid(),
         )
+
+    def _hold_lifeline(self) -> None:
+        """End the worker once no gateway has called it for too long: each calls every few seconds,
+        and one that starts adopts what the last one left."""
+        while (left := self._secret.called_at + self._spec.lifeline - time.monotonic()) > 0:
+            time.sleep(left)
+        get_log().error("no_gateway", worker_id=self._spec.worker_id, seconds=self._spec.lifeline)
+        if os.getpgrp() == os.getpid() != 1:
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os._exit(1)  # with the first process of a container, all of it ends
 
     async def set_serving(self, serving: bool) -> None:
         """Tell whoever watches the worker's health that it takes calls, or does not."""
@@ -65,12 +87,14 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
     """Ends a call with no or a wrong secret with UNAUTHENTICATED before its request is read.
 
     It guards the whole server, so that services added later, or a library's own (gRPC's health),
-    are behind the same check.
+    are behind the same check. `called_at` is when the last call had the secret, on the monotonic
+    clock.
     """
 
     def __init__(self, secret: str) -> None:
         assert secret, "a worker without a secret would be open to all"
         self._secret = secret.encode()
+        self.called_at = time.monotonic()
 
     async def intercept_service(
         self,
@@ -83,6 +107,7 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
         raw = given.encode() if isinstance(given, str) else given
         if not hmac.compare_digest(raw, self._secret):
             return grpc.unary_unary_rpc_method_handler(_refuse)
+        self.called_at = time.monotonic()
         return await continuation(handler_call_details)
 
 

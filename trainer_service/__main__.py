@@ -24,7 +24,8 @@ from tandem.fencing import Fence
 from tandem.settings import TrainerSettings
 from tandem.telemetry import configure_logging, get_log
 from tandem.v1 import trainer_pb2_grpc
-from tandem.worker import LauncherLink, WorkerReport, WorkerSpec, launcher_link
+from tandem.worker import WorkerReport, WorkerSpec
+from tandem.worker_link import LauncherLink, launcher_link
 from tandem.worker_server import WorkerServer
 from trainer_service.compute.topology import Topology, topology_of
 from trainer_service.service.libraries import import_libraries

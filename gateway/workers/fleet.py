@@ -22,6 +22,7 @@ from gateway.storage.database import Database
 from gateway.storage.tables import workers
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.base import Launcher
+from tandem.channels import worker_channel
 from tandem.errors import (
     GatewaySuperseded,
     TandemError,
@@ -34,7 +35,6 @@ from tandem.fencing import LEASE_METADATA_KEY
 from tandem.settings import GatewaySettings, SamplerSettings, TrainerSettings
 from tandem.telemetry import get_log
 from tandem.worker import (
-    GRPC_OPTIONS,
     SECRET_METADATA_KEY,
     TrainingSpec,
     WorkerDetails,
@@ -489,7 +489,7 @@ class Fleet:
     def _worker_of(self, handle: WorkerHandle) -> Worker:
         return Worker(
             handle=handle,
-            channel=grpc.aio.insecure_channel(handle.address, options=GRPC_OPTIONS),
+            channel=worker_channel(handle),
             epoch=self.epoch,
             identity=((SECRET_METADATA_KEY, handle.secret), *self.epoch.metadata),
         )

@@ -34,7 +34,8 @@ from tandem.fencing import Fence
 from tandem.settings import SamplerSettings
 from tandem.telemetry import configure_logging, get_log, log_context
 from tandem.v1 import sampler_pb2_grpc
-from tandem.worker import LauncherLink, WorkerReport, WorkerSpec, launcher_link
+from tandem.worker import WorkerReport, WorkerSpec
+from tandem.worker_link import LauncherLink, launcher_link
 from tandem.worker_server import WorkerServer
 
 _STOP_GRACE_SECONDS = 1.0

@@ -1,4 +1,5 @@
-"""`python -m tandem.agent --data-dir DATA`: the agent in the foreground."""
+"""`python -m tandem.agent --data-dir DATA`: the agent in the foreground, on a socket of the data
+directory; with `--listen HOST:PORT --advertise NAME --tls DIR` for the gateway of another host."""
 
 from __future__ import annotations
 
@@ -12,10 +13,20 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 import argparse
 import sys
 from pathlib import Path
+from socket import gethostname
 
-from tandem.agent.service import run
+from tandem.agent.service import Listening, run
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--data-dir", type=Path, required=True)
-    sys.exit(run(parser.parse_args().data_dir.resolve()))
+    parser.add_argument("--listen", default="", metavar="HOST:PORT")
+    parser.add_argument("--advertise", default="", metavar="NAME")
+    parser.add_argument("--tls", type=Path, metavar="DIR")
+    chosen = parser.parse_args()
+    listening = None
+    if chosen.listen:
+        listening = Listening(
+            address=chosen.listen, advertised=chosen.advertise or gethostname(), tls=chosen.tls
+        )
+    sys.exit(run(chosen.data_dir.resolve(), listening=listening))

@@ -24,6 +24,7 @@ from tandem.host import Host, this_host
 from tandem.settings import TrainerSettings
 from tandem.telemetry import get_log
 from tandem.worker import (
+    LOOPBACK,
     MAX_SPEC_BYTES,
     WorkerDetails,
     WorkerExit,
@@ -44,13 +45,15 @@ class ProcessLauncher:
 
     `command` says what to run for a kind; `--report-fd N` is added to it. Output is appended to
     `data_dir/logs/WORKER.log`. `pool`: how many processes to keep started for the next workers.
-    `suspender` suspends those that cannot sleep by themselves.
+    `suspender` suspends those that cannot sleep by themselves. `advertised` is the name of this
+    host for others, by which those workers are reached that listen to them.
     """
 
     data_dir: Path
     command: Callable[[WorkerKind], list[str]] = default_command
     pool: Mapping[WorkerKind, int] = field(default_factory=dict)
     suspender: ProcessSuspender = field(default_factory=CudaCheckpoint)
+    advertised: str = ""
 
     def __post_init__(self) -> None:
         self._workers: dict[str, WorkerProcess] = {}
@@ -254,6 +257,7 @@ class ProcessLauncher:
             lifeline_fd=child.lifeline_fd,
             report_fd=child.report_fd,
             deadline=deadline,
+            advertised="" if spec.host == LOOPBACK else self.advertised,
             log_path=log_path,
             log_start=log_start,
         )

@@ -1,4 +1,4 @@
-"""The agent's gRPC service on a Unix socket, and the process that serves it."""
+"""The agent's gRPC service, on a Unix socket or for other hosts, and the process that serves it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -21,6 +22,8 @@ from pydantic_settings import SettingsError
 from tandem.agent import SENTENCE
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.pool import pool_sizes
+from tandem.certificate import Certificate, read_certificate
+from tandem.channels import server_credentials
 from tandem.epoch import EpochInterceptor
 from tandem.errors import InvalidRequest, TandemError, WorkerStartFailed
 from tandem.heartbeat import send_heartbeats
@@ -36,6 +39,16 @@ if TYPE_CHECKING:
 _KINDS = ("trainer", "sampler")
 _LONGEST_SOCKET_PATH = 100
 """Bytes. The kernel takes 107, and 103 outside Linux."""
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where an agent listens to the gateway of another host: at `address`, with the certificate in
+    the folder `tls`. `advertised` is the name of its host, at which its workers are reached."""
+
+    address: str
+    advertised: str
+    tls: Path
 
 
 class Switch(Protocol):
@@ -151,6 +164,7 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
             secret=handle.secret,
             pid=details.pid,
             log_path=str(details.log_path or ""),
+            authority=handle.authority,
         )
 
 
@@ -203,19 +217,19 @@ def _locked(data_dir: Path) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def serving(launcher: ProcessLauncher, *, data_dir: Path) -> AsyncIterator[None]:
-    """Serve on the data directory's socket while the block runs, once nothing is left of an earlier
-    agent's workers; stop every worker after it."""
+async def serving(
+    launcher: ProcessLauncher, *, data_dir: Path, listening: Listening | None = None
+) -> AsyncIterator[None]:
+    """Serve on the data directory's socket, or where it listens, while the block runs, once nothing
+    is left of an earlier agent's workers; stop every worker after it."""
+    certificate = read_certificate(listening.tls) if listening is not None else None
     await launcher.groups.end_earlier()
     server = grpc.aio.server(interceptors=[EpochInterceptor()])
     agent_pb2_grpc.add_AgentServicer_to_server(AgentServicer(launcher), server)
-    path = socket_path(data_dir)
-    path.unlink(missing_ok=True)  # of an agent that was killed
-    try:
-        server.add_insecure_port(agent_address(data_dir))
-    except RuntimeError as error:
-        raise WorkerStartFailed(f"the socket {path} cannot be made: {error}") from error
-    path.chmod(0o600)
+    if listening is not None and certificate is not None:
+        _listen(server, listening, certificate)
+    else:
+        _listen_here(server, data_dir)
     await server.start()
     try:
         yield
@@ -224,19 +238,42 @@ async def serving(launcher: ProcessLauncher, *, data_dir: Path) -> AsyncIterator
             await launcher.close()
         finally:
             await server.stop(grace=1)
-            path.unlink(missing_ok=True)
+            socket_path(data_dir).unlink(missing_ok=True)
 
 
-async def _serve_until_signalled(data_dir: Path, *, pool: Mapping[WorkerKind, int]) -> None:
+def _listen(server: grpc.aio.Server, listening: Listening, certificate: Certificate) -> None:
+    try:
+        server.add_secure_port(listening.address, server_credentials(certificate, clients=True))
+    except RuntimeError as error:
+        raise WorkerStartFailed(
+            f"the agent cannot listen at {listening.address}: {error}"
+        ) from error
+
+
+def _listen_here(server: grpc.aio.Server, data_dir: Path) -> None:
+    path = socket_path(data_dir)
+    path.unlink(missing_ok=True)  # of an agent that was killed
+    try:
+        server.add_insecure_port(agent_address(data_dir))
+    except RuntimeError as error:
+        raise WorkerStartFailed(f"the socket {path} cannot be made: {error}") from error
+    path.chmod(0o600)
+
+
+async def _serve_until_signalled(
+    data_dir: Path, *, pool: Mapping[WorkerKind, int], listening: Listening | None
+) -> None:
     asked = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, asked.set)
     heart = asyncio.create_task(send_heartbeats())
-    async with serving(ProcessLauncher(data_dir=data_dir, pool=pool), data_dir=data_dir):
+    advertised = listening.advertised if listening is not None else ""
+    launcher = ProcessLauncher(data_dir=data_dir, pool=pool, advertised=advertised)
+    async with serving(launcher, data_dir=data_dir, listening=listening):
         found = description()
         get_log().info(
             "agent_serves",
-            socket=str(socket_path(data_dir)),
+            address=listening.address if listening is not None else str(socket_path(data_dir)),
             kinds=list(found.kinds),
             cores=len(found.cores),
             accelerators=[each.name for each in found.accelerators],
@@ -245,14 +282,14 @@ async def _serve_until_signalled(data_dir: Path, *, pool: Mapping[WorkerKind, in
     heart.cancel()
 
 
-def run(data_dir: Path) -> int:
+def run(data_dir: Path, *, listening: Listening | None = None) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status."""
     configure_logging(service="agent")
     set_process_limits()
     try:
         with _locked(data_dir):
             pool = pool_sizes(PoolSettings())
-            asyncio.run(_serve_until_signalled(data_dir, pool=pool))
+            asyncio.run(_serve_until_signalled(data_dir, pool=pool, listening=listening))
     except (ValidationError, SettingsError) as error:
         print(f"{SENTENCE}{settings_fault(error)}", file=sys.stderr)
         return 1

@@ -21,10 +21,10 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import ValidationError
 
+from tandem.channels import worker_channel
 from tandem.errors import WorkerCrashed, WorkerMayRun, WorkerStartFailed, without_paths
 from tandem.telemetry import get_log
 from tandem.worker import (
-    GRPC_OPTIONS,
     SECRET_METADATA_KEY,
     WorkerHandle,
     WorkerReport,
@@ -64,7 +64,8 @@ class WorkerProcess:
     said that it serves. `expected`: its end was requested. `awaited`: somebody waits for its
     readiness and so learns of its end. `lease`: the newest fencing token with which it was to be
     suspended or resumed, `suspended` the processes that are. `deadline`: when it must
-    be ready, in the time of the event loop.
+    be ready, in the time of the event loop. `advertised`: the name of this host for others, if they
+    can reach the worker.
     """
 
     spec: WorkerSpec
@@ -74,6 +75,7 @@ class WorkerProcess:
     log_path: Path
     log_start: int
     deadline: float
+    advertised: str = ""
     handle: WorkerHandle | None = None
     ready: bool = False
     expected: bool = False
@@ -110,18 +112,15 @@ class WorkerProcess:
                 f"{self.spec.start_timeout:g} s; its log is {self.log_path.name}"
             )
         report = self._address.result()
-        self.handle = WorkerHandle.of(
-            self.spec, address=report.address, metrics_port=report.metrics_port
-        )
+        address = report.address
+        if self.advertised:
+            address = f"{self.advertised}:{address.rpartition(':')[2]}"
+        self.handle = WorkerHandle.of(self.spec, address=address, metrics_port=report.metrics_port)
         return self.handle
 
     async def serving(self, handle: WorkerHandle) -> None:
         """Return when its health service says so. Raises `WorkerStartFailed`, as `reported`."""
-        check = asyncio.create_task(
-            wait_until_serving(
-                address=handle.address, secret=handle.secret, timeout=self._seconds_left()
-            )
-        )
+        check = asyncio.create_task(wait_until_serving(handle, timeout=self._seconds_left()))
         try:
             await self._wait_for(check)
             if answer := check.result():
@@ -276,7 +275,7 @@ def group_members(pgid: int) -> list[int]:
     return members
 
 
-async def wait_until_serving(*, address: str, secret: str, timeout: float) -> str:
+async def wait_until_serving(handle: WorkerHandle, *, timeout: float) -> str:
     """Return "" once the worker's health is SERVING, else the last answer in words.
 
     Gives up after `timeout` seconds, or at once where waiting cannot help (a wrong secret).
@@ -284,10 +283,9 @@ async def wait_until_serving(*, address: str, secret: str, timeout: float) -> st
     model on all cores.
     """
     last = "it was not reached"
-    metadata = ((SECRET_METADATA_KEY, secret),)
-    channel = grpc.aio.insecure_channel(address, options=GRPC_OPTIONS)
+    metadata = ((SECRET_METADATA_KEY, handle.secret),)
     with suppress(TimeoutError):
-        async with channel, asyncio.timeout(timeout):
+        async with worker_channel(handle) as channel, asyncio.timeout(timeout):
             watch = health_pb2_grpc.HealthStub(channel).Watch
             while True:
                 try:

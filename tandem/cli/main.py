@@ -20,6 +20,7 @@ from tandem.cli import (
     observe,
     runs,
     timeline,
+    tls,
     up,
     usage,
 )
@@ -51,6 +52,7 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
 app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoints.app, name="checkpoints")
+app.add_typer(tls.app, name="tls")
 
 
 def main() -> None:

@@ -70,11 +70,29 @@ def up(
                 say("\nStopping …")
 
 
-def agent(data_dir: DataDir = None) -> None:
+def agent(
+    data_dir: DataDir = None,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="For a gateway of another host; needs --tls.")
+    ] = "",
+    advertise: Annotated[
+        str, typer.Option(metavar="NAME", help="Where others reach this host; its name by default.")
+    ] = "",
+    tls: Annotated[
+        Path | None, typer.Option(help="A folder with its certificate, of `tandem tls issue`.")
+    ] = None,
+) -> None:
     """Run the agent that starts workers on this machine, for a gateway of the same data directory
-    that is started without `tandem up`. Ctrl-C stops it and its workers."""
-    directory = str(resolve_data_dir(data_dir))
-    os.execv(sys.executable, [sys.executable, "-m", "tandem.agent", "--data-dir", directory])
+    that is started without `tandem up`, or, with --listen, for one of another host that names it in
+    TANDEM_AGENTS. Ctrl-C stops it and its workers."""
+    command = [sys.executable, "-m", "tandem.agent", "--data-dir", str(resolve_data_dir(data_dir))]
+    if listen and tls is None:
+        raise typer.BadParameter("--listen needs --tls: an agent starts programs")
+    if not listen and (advertise or tls):
+        raise typer.BadParameter("--advertise and --tls are for --listen")
+    if listen:
+        command += ["--listen", listen, "--advertise", advertise, "--tls", str(tls)]
+    os.execv(sys.executable, command)
 
 
 def interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class AgentStub(object):
-    """Its socket is for the user who runs it alone; there is no other check of who calls.
+    """Its socket is for the user who runs it alone; there is no other check of who calls. Where it
+    listens to other hosts, it wants the gateway's certificate.
     """
 
     def __init__(self, channel):
@@ -78,7 +79,8 @@ class AgentStub(object):
 
 
 class AgentServicer(object):
-    """Its socket is for the user who runs it alone; there is no other check of who calls.
+    """Its socket is for the user who runs it alone; there is no other check of who calls. Where it
+    listens to other hosts, it wants the gateway's certificate.
     """
 
     def Describe(self, request, context):
@@ -194,7 +196,8 @@ def add_AgentServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Agent(object):
-    """Its socket is for the user who runs it alone; there is no other check of who calls.
+    """Its socket is for the user who runs it alone; there is no other check of who calls. Where it
+    listens to other hosts, it wants the gateway's certificate.
     """
 
     @staticmethod

@@ -154,7 +154,9 @@ _AgentWatchType = typing_extensions.TypeVar(
 )
 
 class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentWaitReadyType, _AgentStopType, _AgentSuspendType, _AgentResumeType, _AgentListType, _AgentWatchType]):
-    """Its socket is for the user who runs it alone; there is no other check of who calls."""
+    """Its socket is for the user who runs it alone; there is no other check of who calls. Where it
+    listens to other hosts, it wants the gateway's certificate.
+    """
 
     @typing.overload
     def __init__(self: AgentStub[
@@ -298,7 +300,9 @@ AgentAsyncStub: typing_extensions.TypeAlias = AgentStub[
 ]
 
 class AgentServicer(metaclass=abc.ABCMeta):
-    """Its socket is for the user who runs it alone; there is no other check of who calls."""
+    """Its socket is for the user who runs it alone; there is no other check of who calls. Where it
+    listens to other hosts, it wants the gateway's certificate.
+    """
 
     @abc.abstractmethod
     def Describe(

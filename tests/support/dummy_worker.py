@@ -13,7 +13,8 @@ import subprocess
 import sys
 import time
 
-from tandem.worker import LauncherLink, WorkerReport, WorkerSpec, launcher_link
+from tandem.worker import WorkerReport, WorkerSpec
+from tandem.worker_link import LauncherLink, launcher_link
 
 ADDRESS = WorkerReport(address="127.0.0.1:1", metrics_port=2)
 ERROR = WorkerReport(error_type="worker_died", error="rank 1 was killed by SIGKILL")

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tandem.devices import Device, confine, parse_device
 from tandem.errors import InvalidRequest, WorkerStartFailed
-from tandem.worker import die_with_parent, hold_lifeline
+from tandem.worker import die_with_parent
+from tandem.worker_link import hold_lifeline
 from trainer_service.service.deaths import Death, RankReport
 from trainer_service.service.libraries import import_libraries
 

@@ -1,15 +1,18 @@
 """Launchers start workers, learn that they are ready or gone, and stop them.
 
-`base` is the seam that the rest of the gateway codes against; `agent` implements it with the agent
-of this host (`tandem.agent`). To add a launcher, implement `base.Launcher` in a module of its own
-and give it a name in `make_launcher`: `TANDEM_LAUNCHER` selects it by that name.
+`base` is the seam that the rest of the gateway codes against; `agent` implements it with an agent
+(`tandem.agent`), of this host or of another one, and `agents` with two of them. To add a launcher,
+implement `base.Launcher` in a module of its own and give it a name in `make_launcher`:
+`TANDEM_LAUNCHER` selects it by that name.
 """
 
 from __future__ import annotations
 
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.agent import AgentLauncher
+from gateway.workers.launchers.agents import AgentsLauncher
 from gateway.workers.launchers.base import Launcher
+from tandem.authority import Authority
 from tandem.errors import InvalidRequest
 from tandem.settings import GatewaySettings
 
@@ -26,12 +29,35 @@ def make_launcher(settings: GatewaySettings, epoch: Epoch) -> Launcher:
     """
     match settings.launcher:
         case "agent":
-            bound = settings.worker_start_timeout + settings.worker_stop_timeout + _CALL_SECONDS
-            return AgentLauncher(
-                data_dir=settings.data_dir,
-                timeout=bound,
-                stop_timeout=settings.worker_stop_timeout,
-                epoch=epoch,
-            )
+            return _agents(settings, epoch)
         case unknown:
             raise InvalidRequest(f"unknown TANDEM_LAUNCHER {unknown!r}; known: agent")
+
+
+def _agents(settings: GatewaySettings, epoch: Epoch) -> Launcher:
+    """Return the launcher with the agent of the data directory, or with those of other hosts."""
+
+    def launcher(address: str = "", authority: Authority | None = None) -> AgentLauncher:
+        return AgentLauncher(
+            data_dir=settings.data_dir,
+            timeout=settings.worker_start_timeout + settings.worker_stop_timeout + _CALL_SECONDS,
+            stop_timeout=settings.worker_stop_timeout,
+            epoch=epoch,
+            address=address,
+            authority=authority,
+        )
+
+    if not settings.agents:
+        return launcher()
+    if missing := {"trainer", "sampler"}.difference(settings.agents):
+        raise InvalidRequest(f"TANDEM_AGENTS names no agent for {missing.pop()}s")
+    if settings.tls_dir is None:
+        raise InvalidRequest(
+            "TANDEM_AGENTS needs TANDEM_TLS_DIR, the certificate authority that gateway and agents "
+            "share; `tandem tls create` makes one"
+        )
+    authority = Authority.read(settings.tls_dir)
+    by_address = {each: launcher(each, authority) for each in set(settings.agents.values())}
+    if len(by_address) == 1:
+        return next(iter(by_address.values()))
+    return AgentsLauncher({kind: by_address[each] for kind, each in settings.agents.items()})

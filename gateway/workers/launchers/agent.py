@@ -1,4 +1,5 @@
-"""`AgentLauncher` has this host's agent start the workers, so that they can outlive the gateway."""
+"""`AgentLauncher` has an agent start the workers, so that they can outlive the gateway: that of
+this host, or that of another one, or of a container, at an address."""
 
 from __future__ import annotations
 
@@ -14,6 +15,9 @@ import grpc.aio
 
 from gateway.workers.epoch import Epoch
 from tandem.agent.service import agent_address, socket_path
+from tandem.authority import Authority
+from tandem.certificate import AGENT_NAME, GATEWAY_NAME
+from tandem.channels import secure_channel
 from tandem.errors import WorkerMayRun, WorkerStartFailed, from_failure
 from tandem.host import Accelerator, Host
 from tandem.telemetry import get_log
@@ -27,6 +31,7 @@ from tandem.worker import (
     WorkerSpec,
 )
 
+_ANY_ADDRESS = "0.0.0.0"
 _CONNECT_SECONDS = 10.0
 _RETRY_SECONDS = 0.1
 _BEYOND_START = 60.0
@@ -58,8 +63,11 @@ class Method(Protocol[Request, Reply]):
 class AgentLauncher:
     """Implements `Launcher`.
 
-    The agent is that of the data directory. It may start after the gateway, and once more while
-    the gateway runs. What is known of a worker, the agent has said: that nothing is left of it, or,
+    The agent is that of the data directory, or the one at `address`, to which the gateway shows a
+    certificate of the `authority`, and whose workers get one each. It may start after the gateway,
+    and once more while the gateway runs.
+
+    What is known of a worker, the agent has said: that nothing is left of it, or,
     being another agent than the one that started it, that it does not know it, since an agent
     answers only when nothing is left of the workers of the one before. A connection that breaks
     says nothing. A call may take `timeout` seconds, and longer for a worker that may take longer to
@@ -70,6 +78,8 @@ class AgentLauncher:
     timeout: float
     stop_timeout: float
     epoch: Epoch
+    address: str = ""
+    authority: Authority | None = None
 
     def __post_init__(self) -> None:
         self._starting: set[str] = set()
@@ -87,7 +97,15 @@ class AgentLauncher:
 
     @cached_property
     def _channel(self) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(agent_address(self.data_dir), options=_OPTIONS)
+        if self.authority is None:
+            return grpc.aio.insecure_channel(agent_address(self.data_dir), options=_OPTIONS)
+        return secure_channel(
+            self.address,
+            authority=self.authority.pem,
+            name=AGENT_NAME,
+            options=_OPTIONS,
+            own=self.authority.issue(GATEWAY_NAME),
+        )
 
     @cached_property
     def _stub(self) -> agent_pb2_grpc.AgentAsyncStub:
@@ -96,6 +114,9 @@ class AgentLauncher:
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         self._starting.add(spec.worker_id)
         self._start_timeouts[spec.worker_id] = spec.start_timeout
+        if self.authority is not None:
+            tls = self.authority.issue(spec.worker_id)
+            spec = spec.model_copy(update={"host": _ANY_ADDRESS, "tls": tls})
         try:
             request = agent_pb2.StartWorkerRequest(spec=spec.model_dump_json())
             reply = await self._ask(self._stub.Start, request, start_timeout=spec.start_timeout)
@@ -242,7 +263,9 @@ class AgentLauncher:
         ready = grpc.ChannelConnectivity.READY
         if self._channel.get_state(try_to_connect=True) is ready:
             return
-        if not socket_path(self.data_dir).exists():
+        if self.authority is not None:
+            self._log.warning("agent_awaited", address=self.address)
+        elif not socket_path(self.data_dir).exists():
             self._log.warning(
                 "agent_awaited", start_it_with=f"tandem agent --data-dir {self.data_dir}"
             )
@@ -250,6 +273,12 @@ class AgentLauncher:
             async with asyncio.timeout(_CONNECT_SECONDS):
                 await self._channel.channel_ready()
         except TimeoutError:
+            if self.authority is not None:
+                raise WorkerStartFailed(
+                    f"no agent answers at {self.address} (TANDEM_AGENTS) that could start workers; "
+                    "see whether `tandem agent --listen` runs there, with a certificate of the "
+                    "authority in TANDEM_TLS_DIR"
+                ) from None
             raise WorkerStartFailed(
                 "no agent answers that could start workers; start one with `tandem agent` and the "
                 "same --data-dir (TANDEM_DATA_DIR), or agent and gateway with `tandem up`"
@@ -310,6 +339,7 @@ def _handle(worker: agent_pb2.AgentWorker) -> WorkerHandle:
         address=worker.address,
         metrics_port=worker.metrics_port,
         secret=worker.secret,
+        authority=worker.authority,
     )
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -247,9 +248,9 @@ async def test_waiting_for_readiness_ends_when_the_worker_ends(make):
 async def test_a_wrong_secret_is_refused_at_once(make):
     launcher = await make("serve")
     handle = await launcher.start(spec("a"))
-    answer = await wait_until_serving(address=handle.address, secret="another", timeout=3600)
+    answer = await wait_until_serving(replace(handle, secret="another"), timeout=3600)
     assert answer.startswith("its health service answered UNAUTHENTICATED")
-    assert await wait_until_serving(address=handle.address, secret=SECRET, timeout=60) == ""
+    assert await wait_until_serving(handle, timeout=60) == ""
 
 
 async def test_garbage_on_the_report_descriptor_is_passed_over(make):

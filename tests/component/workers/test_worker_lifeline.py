@@ -2,19 +2,29 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import ValidationError
 
 from tandem.agent.worker_process import group_members
 from tandem.settings import SamplerSettings
-from tandem.worker import PipeLink, WorkerReport, WorkerSpec
+from tandem.worker import SECRET_METADATA_KEY, WorkerReport, WorkerSpec
+from tandem.worker_link import FileLink, PipeLink
 from tests.support.waiting import wait_until
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own calls")
+
+DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 
 CHILD = """
 child = subprocess.Popen([sys.executable, '-c', 'import signal\\nwhile True: signal.pause()'])
@@ -22,7 +32,8 @@ child = subprocess.Popen([sys.executable, '-c', 'import signal\\nwhile True: sig
 
 
 def run(code: str, **options) -> subprocess.Popen[bytes]:
-    code = "import ctypes, os, signal, subprocess, sys\nfrom tandem.worker import *\n" + code
+    imports = "import ctypes, os, signal, subprocess, sys\nfrom tandem.worker import *\n"
+    code = imports + "from tandem.worker_link import *\n" + code
     options = {"start_new_session": True, "stdin": subprocess.PIPE, **options}
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, **options)
 
@@ -70,7 +81,9 @@ def test_a_lifeline_that_closed_before_it_was_held_kills_as_well():
 
 
 def test_a_process_that_does_not_lead_its_group_ends_alone():
-    inner = "from tandem.worker import *; hold_lifeline(); print('up', flush=True)\nimport time\n"
+    inner = (
+        "from tandem.worker_link import *; hold_lifeline(); print('up', flush=True)\nimport time\n"
+    )
     inner += "while True: time.sleep(60)"
     outer = run(
         f"inner = subprocess.Popen([sys.executable, '-c', {inner!r}])\n"
@@ -180,3 +193,44 @@ def test_a_rank_whose_worker_is_gone_already_ends_at_once():
     rank = run("die_with_parent(os.getppid() + 1)\nsys.exit(0)")  # that is not our parent
     assert ends(rank) == -signal.SIGKILL
     rank.stdin.close()
+
+
+def in_a_container(tmp_path: Path, behaviour: str, **changes: object) -> subprocess.Popen[bytes]:
+    """A dummy worker whose specification is a file, as in a pod; `report` is where it leaves why it
+    ends."""
+    spec = specification().model_copy(update=changes)
+    (tmp_path / "spec.json").write_text(spec.model_dump_json())
+    files = ["--spec-file", str(tmp_path / "spec.json"), "--report-file", str(tmp_path / "report")]
+    command = [sys.executable, DUMMY, behaviour, *files]
+    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
+
+
+def test_a_worker_in_a_container_leaves_the_reason_of_its_end_in_a_file(tmp_path):
+    assert ends(in_a_container(tmp_path, "refuse")) == 1
+    report = WorkerReport.model_validate_json((tmp_path / "report").read_bytes())
+    assert (report.error_type, report.error) == ("worker_died", "rank 1 was killed by SIGKILL")
+
+
+def test_a_long_reason_fits_into_what_kubernetes_keeps(tmp_path):
+    link = FileLink(spec=tmp_path / "spec.json", report=tmp_path / "report")
+    link.report(WorkerReport(address="0.0.0.0:7000"))
+    assert not (tmp_path / "report").exists()
+    link.report(WorkerReport(error_type="worker_died", error="why? " * 10_000))
+    assert len((tmp_path / "report").read_bytes()) <= 4096
+    assert WorkerReport.model_validate_json((tmp_path / "report").read_bytes()).error
+
+
+def test_a_worker_that_no_gateway_calls_any_more_ends_itself(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    worker = in_a_container(tmp_path, "serve", port=port, lifeline=2.0)
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        ask = partial(health_pb2_grpc.HealthStub(channel).Check, health_pb2.HealthCheckRequest())
+        called_at = time.monotonic()
+        ask(metadata=((SECRET_METADATA_KEY, "s3cret"),), timeout=60, wait_for_ready=True)
+        while worker.poll() is None:  # who does not know the secret is no gateway
+            with suppress(grpc.RpcError):
+                ask(metadata=((SECRET_METADATA_KEY, "another"),), timeout=60)
+            time.sleep(0.1)
+    assert time.monotonic() - called_at >= 2.0
+    assert ends(worker) == -signal.SIGKILL

@@ -1,0 +1,48 @@
+"""Channels to workers and agents, and what their servers need for TLS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+import grpc.aio
+
+from tandem.certificate import Certificate
+from tandem.worker import GRPC_OPTIONS, WorkerHandle
+
+
+def worker_channel(handle: WorkerHandle) -> grpc.aio.Channel:
+    """Return a new channel to a worker: with TLS, unless it listens on loopback alone."""
+    if not handle.authority:
+        return grpc.aio.insecure_channel(handle.address, options=GRPC_OPTIONS)
+    return secure_channel(
+        handle.address, authority=handle.authority, name=handle.worker_id, options=GRPC_OPTIONS
+    )
+
+
+def secure_channel(
+    address: str,
+    *,
+    authority: str,
+    name: str,
+    options: Sequence[tuple[str, int]],
+    own: Certificate | None = None,
+) -> grpc.aio.Channel:
+    """Return a channel to the server with the certificate of this name, wherever it listens; `own`
+    is shown to a server that asks for the caller's."""
+    credentials = grpc.ssl_channel_credentials(
+        root_certificates=authority.encode(),
+        private_key=own.key.encode() if own else None,
+        certificate_chain=own.certificate.encode() if own else None,
+    )
+    named = ("grpc.ssl_target_name_override", name)
+    return grpc.aio.secure_channel(address, credentials, options=[*options, named])
+
+
+def server_credentials(own: Certificate, *, clients: bool) -> grpc.ServerCredentials:
+    """Return those of a server; `clients`: only the gateway may call it, by its certificate."""
+    return grpc.ssl_server_credentials(
+        [(own.key.encode(), own.certificate.encode())],
+        root_certificates=own.authority.encode() if clients else None,
+        require_client_auth=clients,
+    )

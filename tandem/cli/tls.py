@@ -1,0 +1,47 @@
+"""`tandem tls`: the certificate authority by which gateway and agents of several hosts know each
+other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tandem.certificate import AGENT_NAME
+from tandem.cli.context import JsonFlag, print_json, say
+
+app = typer.Typer(no_args_is_help=True, help="Make certificates for agents of other hosts.")
+
+
+@app.command()
+def create(
+    folder: Annotated[Path, typer.Argument(help="Made; what TANDEM_TLS_DIR of the gateway names.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a certificate authority: tls.crt, and tls.key, which is a secret."""
+    from tandem.authority import Authority
+
+    Authority.create(folder)
+    if as_json:
+        print_json({"authority": str(folder)})
+    else:
+        say(f"The authority is in {folder}; keep tls.key secret, and start the gateway with")
+        say(f"  TANDEM_TLS_DIR={folder}")
+
+
+@app.command()
+def issue(
+    authority: Annotated[Path, typer.Argument(help="The folder of `tandem tls create`.")],
+    folder: Annotated[Path, typer.Argument(help="Made; what an agent's --tls names.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a certificate for agents: tls.crt, tls.key, ca.crt. Several may use the same one."""
+    from tandem.authority import Authority, write_certificate
+
+    write_certificate(folder, Authority.read(authority).issue(AGENT_NAME))
+    if as_json:
+        print_json({"certificate": str(folder)})
+    else:
+        say(f"The certificate is in {folder}; start an agent with")
+        say(f"  tandem agent --listen HOST:PORT --tls {folder}")

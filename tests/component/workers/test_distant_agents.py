@@ -1,0 +1,145 @@
+"""Agents that a gateway reaches by TCP, and workers that it reaches by TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import gateway.workers.launchers.agent
+from gateway.workers.epoch import Epoch
+from gateway.workers.launchers import make_launcher
+from tandem.agent.launcher import ProcessLauncher
+from tandem.agent.service import Listening, serving
+from tandem.authority import Authority, write_certificate
+from tandem.certificate import AGENT_NAME
+from tandem.errors import InvalidRequest, WorkerStartFailed
+from tandem.settings import GatewaySettings
+from tandem.worker import SECRET_METADATA_KEY, WorkerSpec
+
+DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
+EPOCH = Epoch(number=1, superseded=lambda: None)
+KINDS = ("trainer", "sampler")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+@pytest.fixture
+def authority(tmp_path) -> Authority:
+    made = Authority.create(tmp_path / "authority")
+    write_certificate(tmp_path / "agent", made.issue(AGENT_NAME))
+    return made
+
+
+@pytest.fixture
+async def agents(authority, tmp_path):
+    """Two agents with data directories of their own, and the settings of their gateway."""
+    async with AsyncExitStack() as stack:
+        addresses = {kind: f"127.0.0.1:{free_port()}" for kind in KINDS}
+        for kind in KINDS:
+            data_dir = tmp_path / kind
+            data_dir.mkdir()
+            launcher = ProcessLauncher(
+                data_dir=data_dir,
+                command=lambda _: [sys.executable, DUMMY, "serve"],
+                advertised="localhost",
+            )
+            listening = Listening(
+                address=addresses[kind], advertised="localhost", tls=tmp_path / "agent"
+            )
+            await stack.enter_async_context(
+                serving(launcher, data_dir=data_dir, listening=listening)
+            )
+        yield GatewaySettings(
+            data_dir=tmp_path / "gateway", agents=addresses, tls_dir=tmp_path / "authority"
+        )
+
+
+def spec(kind: str, *, secret: str = "the secret of a worker") -> WorkerSpec:
+    return WorkerSpec.model_validate(
+        {
+            "worker_id": f"{kind}-s-0123456789ab-0",
+            "kind": kind,
+            "secret": secret,
+            "model_name": "tiny",
+            "model_path": "models/tiny",
+            "session_id": "s-0123456789ab",
+        }
+    )
+
+
+async def test_each_kind_of_worker_is_started_by_its_agent_and_called_by_tls(agents, tmp_path):
+    launcher = make_launcher(agents, EPOCH)
+    handles = [await launcher.start(spec(kind)) for kind in KINDS]
+    for handle in handles:
+        await launcher.wait_ready(handle.worker_id)
+        assert handle.address.startswith("localhost:")
+        log = tmp_path / handle.kind / "logs" / f"{handle.worker_id}.log"
+        assert log.exists() and handle.secret not in log.read_text()
+        async with grpc.aio.insecure_channel(handle.address) as plain:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await health_pb2_grpc.HealthStub(plain).Check(
+                    health_pb2.HealthCheckRequest(),
+                    metadata=((SECRET_METADATA_KEY, handle.secret),),
+                    timeout=20,
+                )
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert sorted(each.worker_id for each in await launcher.list()) == sorted(
+        each.worker_id for each in handles
+    )
+    exits = launcher.watch()
+    for handle in handles:
+        os.kill(launcher.describe(handle.worker_id).pid, signal.SIGKILL)
+        exit_ = await asyncio.wait_for(anext(exits), 60)
+        assert exit_.worker_id == handle.worker_id
+    assert await launcher.list() == []
+    await launcher.close()
+    with pytest.raises(StopAsyncIteration):
+        await asyncio.wait_for(anext(exits), 60)
+
+
+async def test_the_next_gateway_calls_what_the_one_before_has_left(agents):
+    first = make_launcher(agents, EPOCH)
+    handle = await first.start(spec("sampler"))
+    await first.close(leaving=True)
+    second = make_launcher(agents, EPOCH)
+    assert await second.list() == [handle]
+    await second.wait_ready(handle.worker_id)
+    await second.stop(handle.worker_id)
+    assert await second.list() == []
+    await second.close()
+
+
+async def test_an_agent_does_not_answer_a_gateway_of_another_authority(
+    agents, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(gateway.workers.launchers.agent, "_CONNECT_SECONDS", 2.0)
+    Authority.create(tmp_path / "other")
+    settings = agents.model_copy(update={"tls_dir": tmp_path / "other"})
+    launcher = make_launcher(settings, EPOCH)
+    with pytest.raises(WorkerStartFailed, match="TANDEM_AGENTS"):
+        await launcher.start(spec("trainer"))
+    await launcher.close(leaving=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tls_dir": None}, "tandem tls create"),
+        ({"agents": {"trainer": "localhost:7400"}}, "names no agent for samplers"),
+    ],
+)
+def test_agents_that_cannot_be_called_are_refused_at_the_start(agents, changes, said):
+    with pytest.raises(InvalidRequest, match=said):
+        make_launcher(agents.model_copy(update=changes), EPOCH)
