@@ -33,6 +33,9 @@ _LEFT_ON_DEVICE = _GIB
 _MOST_LEFT = 4
 """The part of a device that is left to workers that may still come: a quarter."""
 
+_DISK_PATIENCE = 10.0
+"""Seconds for a disk to say how much is free."""
+
 Way = Literal["host", "drop", "disk"]
 """Where the state of a worker that sleeps goes; `drop`: nowhere, it is loaded again."""
 
@@ -164,6 +167,7 @@ class HostMemory:
         self._spill_folder = spill_folder
         self._least_free = least_free
         self._free_on_disk = free_on_disk
+        self._asking: asyncio.Future[int] | None = None
 
     @property
     def used(self) -> int:
@@ -183,7 +187,12 @@ class HostMemory:
         if way == "drop":
             return SleepPlan(drop=True)
         if way == "disk":
-            free = await self._free_on_disk(self._spill_folder)
+            try:
+                async with asyncio.timeout(_DISK_PATIENCE):
+                    free = await self._ask_disk()
+            except OSError as error:  # `TimeoutError` is one
+                why = error.strerror or f"no answer within {_DISK_PATIENCE:g} s"
+                return f"the disk for its state cannot be asked: {why} (TANDEM_SPILL_DIR)"
             free -= self._least_free + sum(each.reserved_on_disk for each in self.residences)
             most = _grant(free, residence.device)
             if most <= 0:
@@ -205,6 +214,13 @@ class HostMemory:
             return self.shortage()
         residence.reserved = most
         return SleepPlan(most_bytes=most)
+
+    async def _ask_disk(self) -> int:
+        """Return how much is free. Whoever comes while it does not answer waits for the same: a
+        mount that hangs keeps one thread, and no more."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(self._free_on_disk(self._spill_folder))
+        return await asyncio.shield(self._asking)
 
     def release(self, residence: Residence) -> None:
         residence.reserved = residence.reserved_on_disk = 0

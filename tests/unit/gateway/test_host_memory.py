@@ -4,6 +4,7 @@ device."""
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from gateway.placement.lease import Switched
 from gateway.placement.memory import HostMemory, Residence, SleepPlan, engine_settings, free_on_disk
 from tandem.devices import parse_device
 from tandem.settings import SamplerSettings
+from tests.support.virtual_time import run_in_virtual_time
 
 GIB = 2**30
 SPILL = Path("/spill")
@@ -107,6 +109,45 @@ def test_a_file_is_written_where_the_disk_has_room_for_it_beside_others(free, re
     else:
         assert found == SleepPlan(spill_folder=str(SPILL), most_bytes=most)
         assert one.reserved_on_disk == most
+
+
+def disk_that(answer) -> HostMemory:
+    host = HostMemory(spill_folder=SPILL, least_free=0, free_on_disk=lambda _: answer())
+    host.add(residence(device=40))
+    return host
+
+
+def test_a_disk_that_cannot_be_asked_has_no_room_and_the_reason_is_told():
+    async def fails() -> int:
+        raise OSError(errno.EIO, "Input/output error", "/spill/folder")
+
+    host = disk_that(fails)
+    found = reserve(host, host.residences[0], "disk")
+    assert found == (
+        "the disk for its state cannot be asked: Input/output error (TANDEM_SPILL_DIR)"
+    )
+
+
+def test_a_disk_that_does_not_answer_is_asked_once_until_it_does():
+    async def scenario() -> None:
+        asked, answers = [], asyncio.Event()
+
+        async def hangs() -> int:
+            asked.append(asyncio.get_running_loop().time())
+            await answers.wait()
+            return 100
+
+        host = disk_that(hangs)
+        (one,) = host.residences
+        for _ in range(3):
+            assert "no answer within 10 s" in str(await host.reserve(one, "disk", following=None))
+        assert len(asked) == 1
+        answers.set()
+        await asyncio.sleep(1)
+        assert isinstance(await host.reserve(one, "disk", following=None), SleepPlan)
+        assert len(asked) == 2
+
+    run_in_virtual_time(scenario())
 
 
 @pytest.mark.parametrize(
