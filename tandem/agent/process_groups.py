@@ -9,6 +9,7 @@ is gone then.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sys
 import time
@@ -82,9 +83,12 @@ class ProcessGroups:
         return {int(pgid): born for pgid, born in whole}, len(lines)
 
     def _write(self, first: int, *texts: str) -> None:
-        with self._path.open("r+b" if self._path.exists() else "w+b") as file:
-            file.seek(first * _LINE_BYTES)
-            file.write(b"".join(map(_line, texts)))
+        try:
+            with self._path.open("r+b" if self._path.exists() else "w+b") as file:
+                file.seek(first * _LINE_BYTES)
+                file.write(b"".join(map(_line, texts)))
+        except OSError as error:  # that of a full disk does not say of which file
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
 
 def _line(text: str) -> bytes:
@@ -93,18 +97,22 @@ def _line(text: str) -> bytes:
 
 def _is_left(pgid: int, born: str) -> bool:
     """Whether processes of this very group run. Its number is not given to another process while
-    there is one of it, also when the first one has ended."""
+    there is one of it, also when the first one has ended; but then only that those who have it are
+    a session of their own, as workers are, tells them from the group of a later program."""
     first = _born(pgid)
-    same = first in ("", born) and born.startswith(_boot())
-    return same and bool(group_members(pgid))
+    same = first in ("", born) and born.startswith(_namespace())
+    return same and any(_session(pid) == pgid for pid in group_members(pgid))
 
 
 def _members(groups: list[int]) -> list[int]:
     return [pid for pgid in groups for pid in group_members(pgid)]
 
 
-def _boot() -> str:
-    return _BOOT_ID.read_text().strip() if sys.platform == "linux" else ""
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:  # it has just ended
+        return 0
 
 
 def _born(pid: int) -> str:
@@ -114,9 +122,19 @@ def _born(pid: int) -> str:
             return str(psutil.Process(pid).create_time())
         except psutil.NoSuchProcess:
             return ""
+    ticks = _ticks(pid)
+    return ticks and f"{_namespace()}{ticks}"
+
+
+def _namespace() -> str:
+    """Return what the numbers of processes are of: this boot of the machine and, as an agent in a
+    container sees only the processes there, which end with it, the first process of these."""
+    return f"{_BOOT_ID.read_text().strip()} {_ticks(1)} " if sys.platform == "linux" else ""
+
+
+def _ticks(pid: int) -> str:
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
-    ticks = status.rpartition(")")[2].split()[19]  # not psutil's time: it moves with the clock
-    return f"{_boot()} {ticks}"
+    return status.rpartition(")")[2].split()[19]  # not psutil's time: it moves with the clock

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 import gateway.workers.launchers.agent
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.agent import AgentLauncher
+from tandem.agent import process_groups
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.process_groups import FILE_NAME, ProcessGroups
 from tandem.agent.service import AgentServicer, serving, socket_path
@@ -49,6 +51,23 @@ def running(*command: str):
     finally:
         process.kill()
         process.wait()
+
+
+@contextlib.contextmanager
+def left_by_its_first(*, note: Callable[[int], None]):
+    """A group in a session of others whose first process, told to `note`, has ended: its number,
+    and the other process."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = ["sh", "-c", "sleep 600 & echo $!; read line"]
+    with subprocess.Popen(command, process_group=0, **pipes) as first:
+        member = int(first.stdout.readline())
+        try:
+            note(first.pid)
+            first.stdin.close()
+            first.wait(60)
+            yield first.pid, member
+        finally:
+            os.kill(member, signal.SIGKILL)
 
 
 @contextlib.asynccontextmanager
@@ -228,6 +247,34 @@ async def test_an_agent_notes_its_workers_while_they_run_and_leaves_other_proces
             assert str(launcher.describe(handle.worker_id).pid) in file.read_text().split()
             await launcher.stop(handle.worker_id)
             await until(lambda: not file.read_text().strip(), what="it is noted no more")
+
+
+async def test_an_agent_leaves_a_later_group_alone_that_has_the_number_and_is_no_session(tmp_path):
+    groups = ProcessGroups(tmp_path / FILE_NAME)
+    with left_by_its_first(note=groups.add) as (pgid, member):
+        assert group_members(pgid) == [member]
+        await ProcessGroups(tmp_path / FILE_NAME).end_earlier()
+        assert group_members(pgid) == [member]
+
+
+async def test_an_agent_leaves_processes_alone_whose_number_was_noted_in_another_container(
+    tmp_path, monkeypatch
+):
+    with running("sleep", "600") as other:
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(process_groups, "_namespace", lambda: "another ")
+            ProcessGroups(tmp_path / FILE_NAME).add(other.pid)
+        await ProcessGroups(tmp_path / FILE_NAME).end_earlier()
+        assert group_members(other.pid)
+
+
+async def test_an_agent_that_cannot_note_its_workers_says_in_which_file(tmp_path, monkeypatch):
+    file = tmp_path / FILE_NAME
+    full = os.fdopen(os.open("/dev/full", os.O_RDWR), "r+b")
+    monkeypatch.setattr(Path, "open", lambda _path, _mode: full)
+    with pytest.raises(OSError, match="No space left") as raised:
+        await ProcessGroups(file).end_earlier()
+    assert raised.value.filename == str(file)
 
 
 async def test_a_worker_that_was_stopped_does_not_start_by_a_request_that_comes_late(tmp_path):
