@@ -289,6 +289,18 @@ def test_a_gateway_finds_what_was_put_into_its_models_directory(hub, place, tmp_
         assert gate.run_id(gate.session_id(), model=f"{NAME}:full")
 
 
+def test_a_gateway_in_another_container_is_not_taken_for_one_here(hub, place):
+    """A volume shows what it announced: its own process, and an address of its own loopback."""
+    announced = {"url": "http://127.0.0.1:9", "pid": os.getpid(), "api_key": "tml-x"}
+    (place.parent / "gateway.json").write_text(json.dumps(announced))
+    assert not add(place)["registered"]
+
+
+def test_what_is_on_the_disk_is_not_downloaded(place):
+    with pytest.raises(AssertionError, match="with PATH nothing is downloaded"):
+        add(place, NAME, str(place))
+
+
 def test_two_at_once_for_one_model_are_one(hub, place):
     (place / ".locks").mkdir(parents=True)
     with (place / ".locks" / "org--model").open("w") as lock:
