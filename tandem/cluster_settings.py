@@ -62,6 +62,12 @@ class KubernetesSettings(BaseSettings):
         pattern=_SUBDOMAIN,
         description="That of the workers, whose token they do not get.",
     )
+    user: int = Field(
+        10001,
+        ge=1,
+        description="The number of the user, and of the group, that workers run as: the gateway's, "
+        "since files in the data directory are for their owner alone.",
+    )
     volume_claim: str = Field(
         "tandem-data",
         max_length=253,

@@ -108,7 +108,8 @@ class WorkerSpec(BaseModel):
     `rendezvous` is the HOST:PORT at which node 0 is reached by the others; "": as the environment
     says (`trainer_service/compute/topology.py`).
 
-    `group` is the name of the device group that its place is on. It listens at `host`, on `port`
+    `group` is the name of the device group that its place is on, and `host_memory` what its session
+    said that it needs of each host, 0: nothing. It listens at `host`, on `port`
     and, for its metrics, on `metrics_port` (0: any free one), with the certificate of `tls`, or on
     loopback alone. `lifeline`: it ends when no gateway has called it for so many seconds; 0: its
     launcher holds another one.
@@ -132,6 +133,7 @@ class WorkerSpec(BaseModel):
     nodes: int = Field(1, ge=0)
     rendezvous: str = ""
     group: str = ""
+    host_memory: int = 0
     host: str = LOOPBACK
     port: int = Field(0, ge=0, le=65535)
     metrics_port: int = Field(0, ge=0, le=65535)

@@ -217,7 +217,9 @@ class TrainerHost:
             training=run.training,
             trainer=run.asks.trainer_settings(self._settings.trainer),
             start_timeout=run.asks.start_timeout,
+            group=self.place.group.name,
             devices=self.place.devices,
+            host_memory=self.place.host_memory,
             lease=self.lease.token,
             on_exit=self._note_end,
         )

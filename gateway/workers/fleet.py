@@ -321,7 +321,9 @@ class Fleet:
         trainer: TrainerSettings | None = None,
         sampler: SamplerSettings | None = None,
         max_lora_rank: int = 0,
+        group: str = "",
         devices: tuple[str, ...] = (),
+        host_memory: int = 0,
         lease: int = 0,
         start_timeout: float,
         on_exit: Callable[[str], None],
@@ -331,10 +333,10 @@ class Fleet:
 
         `run_id` is the run that a trainer was made for, which names it, and `first_run` the one
         that it begins with. `training` says what it trains, and `trainer` how; `sampler` says how a
-        sampler serves, and `max_lora_rank` the largest rank of its adapters. `devices` are those of
-        its place. `on_exit` is called with a sentence when the worker ends without having been
-        stopped. A worker that crashes in native code before it is ready, or ends in that very
-        moment, is started a second time.
+        sampler serves, and `max_lora_rank` the largest rank of its adapters. `group`, `devices` and
+        `host_memory` are those of its place. `on_exit` is called with a sentence when the worker
+        ends without having been stopped. A worker that crashes in native code before it is ready,
+        or ends in that very moment, is started a second time.
         Raises `WorkerStartFailed`; then nothing of the worker is left.
         """
         settings = self.settings
@@ -348,7 +350,9 @@ class Fleet:
             run_id=run_id,
             first_run=first_run,
             training=training,
+            group=group,
             devices=devices,
+            host_memory=host_memory,
             lease=lease,
             log_level=settings.log_level,
             start_timeout=start_timeout,

@@ -1,0 +1,338 @@
+"""The objects of a worker, and of the claims of its device group, as Kubernetes is sent them.
+
+Functions of what is known, which ask nobody: a Secret with the specification, a pod for each node,
+a headless Service where ranks of several nodes meet, and the ResourceClaims of the group. The pod
+comes from a template (`templates`), to which all is added that is the worker's.
+
+Their names follow from the worker's id, and from the group's; labels tell them from all others. A
+label holds less than an id may: what does not fit is shortened, and an annotation has the whole.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gateway.workers.launchers.kubernetes.resources import PodResources
+from gateway.workers.launchers.kubernetes.templates import Object, Template, merged
+from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
+from tandem.worker import WorkerKind, WorkerSpec
+
+CONTAINER = "worker"
+"""The name of the worker's container; others in its pod are an administrator's."""
+PART_OF, COMPONENT = "app.kubernetes.io/part-of", "app.kubernetes.io/component"
+INSTANCE, WORKER, SESSION, GROUP, NODE = (
+    f"tandem.dev/{name}" for name in ("instance", "worker", "session", "group", "node")
+)
+EPOCH, GROUP_SPEC = "tandem.dev/epoch", "tandem.dev/group-spec"
+WORKER_ID, SESSION_ID = "tandem.dev/worker-id", "tandem.dev/session-id"
+SPEC_KEY = "spec.json"
+
+PORT, METRICS_PORT, RENDEZVOUS_PORT = 7300, 7301, 7302
+"""Each pod has an address of its own, so that all may have the same ports."""
+
+_ROLE = "tandem.dev/role"
+_SPEC_FOLDER = "/run/tandem/spec"
+_TERMINATION_LOG = "/dev/termination-log"
+_SCRATCH = "/tmp"
+_DEVICES = "devices"
+_LONGEST_NAME = 58
+"""Of a worker's objects: a label of DNS has 63 characters, and pods add the number of a node."""
+_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_MODULES: Mapping[WorkerKind, str] = {"trainer": "trainer_service", "sampler": "sampler_service"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Home:
+    """Where objects are made, and by whom: a gateway of this `epoch`. They are owned by its
+    Deployment, whose name is `settings.instance` and whose uid is `owner`; "": by nobody. `volume`
+    is the path of the shared volume."""
+
+    settings: KubernetesSettings
+    namespace: str
+    volume: Path
+    epoch: int
+    owner: str = ""
+
+    def metadata(self, name: str, *, labels: Object, annotations: Object) -> Object:
+        metadata: Object = {
+            "name": name,
+            "namespace": self.namespace,
+            "labels": {PART_OF: "tandem", INSTANCE: self.settings.instance, **labels},
+            "annotations": {EPOCH: str(self.epoch), **annotations},
+        }
+        if self.owner:
+            owner = {
+                "apiVersion": "apps/v1",
+                "kind": "Deployment",
+                "name": self.settings.instance,
+                "uid": self.owner,
+            }
+            metadata["ownerReferences"] = [owner]
+        return metadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerObjects:
+    """Of one worker, in the order in which they are made; `claims` are its group's, one for each
+    pod."""
+
+    secret: Object
+    service: Object | None
+    claims: tuple[Object, ...]
+    pods: tuple[Object, ...]
+
+
+# --- Names --------------------------------------------------------------------------------------
+
+
+def object_name(worker_id: str) -> str:
+    """Return the name of a worker's objects: its id, if that is one.
+
+    Literal examples: `trainer-s-ab12-0` is its own; `sampler-Ann_1-0` is
+    `sampler-ann-1-0-3f2a9c51d0`.
+    """
+    if _NAME.fullmatch(worker_id) and len(worker_id) <= _LONGEST_NAME:
+        return worker_id
+    words = re.sub(r"[^a-z0-9]+", "-", worker_id.lower()).strip("-")
+    return _shortened(f"w-{words}" if not words[:1].isalpha() else words, worker_id, _LONGEST_NAME)
+
+
+def label_value(text: str) -> str:
+    """Return what stands for a text in a label: itself, if a label can hold it."""
+    if _LABEL.fullmatch(text) and len(text) <= 63:
+        return text
+    words = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-")
+    return _shortened(words or "x", text, 63)
+
+
+def _shortened(words: str, text: str, longest: int) -> str:
+    digest = hashlib.sha256(text.encode()).hexdigest()[:10]
+    return f"{words[: longest - len(digest) - 1].rstrip('._-')}-{digest}"
+
+
+def pod_name(worker_id: str, node: int) -> str:
+    return object_name(worker_id) if node == 0 else f"{object_name(worker_id)}-{node}"
+
+
+def claim_name(group: str, *, pool: ClaimPoolSettings, node: int, instance: str) -> str:
+    """Literal examples: `tandem-train-0`; of a pool with several nodes `tandem-train-0-1`."""
+    name = f"{instance}-{group}"
+    return name if pool.nodes == 1 else f"{name}-{node}"
+
+
+def nodes_of(spec: WorkerSpec, pool: ClaimPoolSettings) -> int:
+    """Return how many pods a worker of a pool has."""
+    return math.ceil(spec.trainer.ranks / pool.devices) if spec.trainer is not None else 1
+
+
+# --- Objects --------------------------------------------------------------------------------------
+
+
+def render_worker(
+    spec: WorkerSpec,
+    *,
+    pool: ClaimPoolSettings,
+    template: Template,
+    resources: PodResources,
+    home: Home,
+) -> WorkerObjects:
+    """Return the objects of a worker with the specification of `spec_of_pod`. `resources` are those
+    of each of its pods. Raises `InvalidRequest` for a template that has what is the worker's."""
+    worker = object_name(spec.worker_id)
+    labels: Object = {
+        COMPONENT: spec.kind,
+        WORKER: label_value(spec.worker_id),
+        SESSION: label_value(spec.session_id),
+        GROUP: label_value(spec.group),
+    }
+    annotations: Object = {WORKER_ID: spec.worker_id, SESSION_ID: spec.session_id}
+    secret: Object = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": home.metadata(worker, labels=labels, annotations=annotations),
+        "type": "Opaque",
+        "immutable": True,
+        "data": {SPEC_KEY: base64.b64encode(spec.model_dump_json().encode()).decode()},
+    }
+    nodes = nodes_of(spec, pool)
+    service: Object | None = None
+    if nodes > 1:
+        service = {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": home.metadata(worker, labels=labels, annotations=annotations),
+            "spec": {
+                "clusterIP": "None",
+                "publishNotReadyAddresses": True,  # ranks meet before the worker is ready
+                "selector": {
+                    INSTANCE: home.settings.instance,
+                    WORKER: label_value(spec.worker_id),
+                    NODE: "0",
+                },
+                "ports": [{"name": "rendezvous", "port": RENDEZVOUS_PORT, "protocol": "TCP"}],
+            },
+        }
+    claims = render_claims(spec.group, pool=pool, home=home)[:nodes]
+    pods = []
+    for node in range(nodes):
+        pod: Object = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": home.metadata(
+                pod_name(spec.worker_id, node),
+                labels=labels | {NODE: str(node)},
+                annotations=annotations,
+            ),
+            "spec": _pod_spec(spec, node=node, pool=pool, resources=resources, home=home),
+        }
+        pods.append(merged(_for_placement(template, home.settings), pod))
+    return WorkerObjects(secret=secret, service=service, claims=claims, pods=tuple(pods))
+
+
+def render_claims(group: str, *, pool: ClaimPoolSettings, home: Home) -> tuple[Object, ...]:
+    """Return the claims of a group: one for each node; none if its pool makes none."""
+    if not pool.has_claims:
+        return ()
+    request: Object = {"name": _DEVICES}
+    if pool.alternatives:
+        request["firstAvailable"] = [
+            {"name": f"choice-{number}"}
+            | _exactly(each.device_class, each.selectors, count=pool.devices)
+            for number, each in enumerate(pool.alternatives)
+        ]
+    else:
+        request["exactly"] = _exactly(pool.device_class, pool.selectors, count=pool.devices)
+    devices: Object = {"requests": [request]}
+    if pool.sharing is not None:
+        opaque = {"driver": pool.sharing.driver, "parameters": pool.sharing.parameters}
+        devices["config"] = [{"requests": [_DEVICES], "opaque": opaque}]
+    digest = hashlib.sha256(json.dumps(devices, sort_keys=True).encode()).hexdigest()[:16]
+    return tuple(
+        {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": home.metadata(
+                claim_name(group, pool=pool, node=node, instance=home.settings.instance),
+                labels={COMPONENT: "claim", GROUP: label_value(group)},
+                annotations={GROUP_SPEC: digest},
+            ),
+            "spec": {"devices": devices},
+        }
+        for node in range(pool.nodes)
+    )
+
+
+def _exactly(device_class: str, selectors: list[str], *, count: int) -> Object:
+    asked: Object = {
+        "deviceClassName": device_class,
+        "allocationMode": "ExactCount",
+        "count": count,
+    }
+    if selectors:
+        asked["selectors"] = [{"cel": {"expression": each}} for each in selectors]
+    return asked
+
+
+def _for_placement(template: Template, settings: KubernetesSettings) -> Template:
+    """Return a template without the choice of a role's nodes, where all roles share theirs."""
+    spec = template.body["spec"]
+    if settings.placement == "strict" or "nodeSelector" not in spec:
+        return template
+    selector = {key: value for key, value in spec["nodeSelector"].items() if key != _ROLE}
+    return replace(template, body=template.body | {"spec": spec | {"nodeSelector": selector}})
+
+
+def _pod_spec(
+    spec: WorkerSpec,
+    *,
+    node: int,
+    pool: ClaimPoolSettings,
+    resources: PodResources,
+    home: Home,
+) -> Object:
+    settings = home.settings
+    volumes: list[Object] = [
+        {
+            "name": "tandem-spec",
+            "secret": {"secretName": object_name(spec.worker_id), "defaultMode": 0o440},
+        },
+        {"name": "tandem-scratch", "emptyDir": {"sizeLimit": str(resources.ephemeral)}},
+        {
+            "name": "tandem-shm",
+            "emptyDir": {"medium": "Memory", "sizeLimit": str(resources.shared_memory)},
+        },
+    ]
+    mounts: list[Object] = [
+        {"name": "tandem-spec", "mountPath": _SPEC_FOLDER, "readOnly": True},
+        {"name": "tandem-scratch", "mountPath": _SCRATCH},
+        {"name": "tandem-shm", "mountPath": "/dev/shm"},
+    ]
+    if settings.volume_claim:
+        claim = {"claimName": settings.volume_claim}
+        volumes.append({"name": "tandem-data", "persistentVolumeClaim": claim})
+        mounts.append({"name": "tandem-data", "mountPath": str(home.volume)})
+    module = _MODULES[spec.kind] + (".node" if node else "")
+    # The user has no name in the image, and torch asks for one.
+    environment = {"HOME": _SCRATCH, "TMPDIR": _SCRATCH, "USER": "tandem"}
+    if node:
+        environment["TANDEM_NODE_RANK"] = str(node)
+    container: Object = {
+        "name": CONTAINER,
+        "image": settings.trainer_image if spec.kind == "trainer" else settings.sampler_image,
+        "command": ["python", "-m", module],
+        "args": ["--spec-file", f"{_SPEC_FOLDER}/{SPEC_KEY}", "--report-file", _TERMINATION_LOG],
+        "env": [{"name": key, "value": value} for key, value in environment.items()],
+        "ports": [
+            {"name": "grpc", "containerPort": PORT, "protocol": "TCP"},
+            {"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"},
+        ],
+        "resources": {
+            "requests": {
+                "cpu": resources.cpu,
+                "memory": str(resources.memory),
+                "ephemeral-storage": str(resources.ephemeral),
+            },
+            "limits": {
+                "memory": str(resources.memory),
+                "ephemeral-storage": str(resources.ephemeral),
+            },
+        },
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "terminationMessagePath": _TERMINATION_LOG,
+        "terminationMessagePolicy": "File",
+        "volumeMounts": mounts,
+    }
+    pod: Object = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "restartPolicy": "Never",
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": settings.user,
+            "runAsGroup": settings.user,
+            "fsGroup": settings.user,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "serviceAccountName": settings.service_account,
+        "terminationGracePeriodSeconds": math.ceil(spec.stop_timeout),
+        "containers": [container],
+        "volumes": volumes,
+    }
+    if pool.has_claims:
+        name = claim_name(spec.group, pool=pool, node=node, instance=settings.instance)
+        pod["resourceClaims"] = [{"name": _DEVICES, "resourceClaimName": name}]
+        container["resources"] |= {"claims": [{"name": _DEVICES}]}
+    return pod

@@ -1,0 +1,311 @@
+"""What is sent to Kubernetes: held against its schemas, and for what the schemas do not see."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import kubernetes.aio.client  # noqa: F401 - binds a port at its import, to see what there is
+import kubernetes_validate
+import pytest
+
+from gateway.workers.launchers.kubernetes.objects import (
+    CONTAINER,
+    GROUP_SPEC,
+    Home,
+    WorkerObjects,
+    label_value,
+    object_name,
+    pod_name,
+    render_claims,
+    render_worker,
+)
+from gateway.workers.launchers.kubernetes.resources import PodResources
+from gateway.workers.launchers.kubernetes.templates import Object, read_templates
+from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
+from tandem.settings import TrainerSettings
+from tandem.worker import WorkerSpec
+
+VERSIONS = ("1.34", "1.37")
+RESOURCES = PodResources(cpu="4", memory=2**33, shared_memory=2**28, ephemeral=2**33)
+IMAGES = {"trainer_image": "registry.test/trainer:1", "sampler_image": "registry.test/sampler:1"}
+
+GPUS = {"name": "train", "roles": ["trainer"], "device_class": "gpu.nvidia.com", "devices": 4}
+TIME_SLICING = {
+    "driver": "gpu.nvidia.com",
+    "parameters": {
+        "apiVersion": "resource.nvidia.com/v1beta1",
+        "kind": "GpuConfig",
+        "sharing": {"strategy": "TimeSlicing"},
+    },
+}
+
+
+def a_pool(**changes: object) -> ClaimPoolSettings:
+    return ClaimPoolSettings.model_validate(GPUS | changes)
+
+
+CPUS = a_pool(device_class="")
+ALTERNATIVES = [{"device_class": "a", "selectors": ["true"]}] * 8
+
+
+def home(**settings: object) -> Home:
+    return Home(
+        settings=KubernetesSettings(**(IMAGES | settings)),
+        namespace="research",
+        volume=Path("/data"),
+        epoch=7,
+        owner="7c4f",
+    )
+
+
+def a_spec(kind="trainer", *, ranks: int = 4, **changes: object) -> WorkerSpec:
+    return WorkerSpec(
+        **{
+            "worker_id": f"{kind}-s-ab12-0",
+            "kind": kind,
+            "secret": "hidden-secret",
+            "model_name": "tiny",
+            "model_path": "/data/models/tiny",
+            "session_id": "s-ab12",
+            "group": "train-0",
+            "trainer": TrainerSettings(ranks=ranks) if kind == "trainer" else None,
+        }
+        | changes
+    )
+
+
+def rendered(spec: WorkerSpec, pool: ClaimPoolSettings, **settings: object) -> WorkerObjects:
+    there = home(**settings)
+    template = read_templates(there.settings)[spec.kind]
+    return render_worker(spec, pool=pool, template=template, resources=RESOURCES, home=there)
+
+
+def all_of(objects: WorkerObjects) -> list[Object]:
+    service = [objects.service] if objects.service is not None else []
+    return [objects.secret, *service, *objects.claims, *objects.pods]
+
+
+def container(pod: Object) -> Object:
+    (found,) = [each for each in pod["spec"]["containers"] if each["name"] == CONTAINER]
+    return found
+
+
+EVERY_KIND = pytest.mark.parametrize(
+    ("spec", "pool"),
+    [
+        (a_spec(), a_pool()),
+        (a_spec(), CPUS),
+        (a_spec(ranks=8), a_pool(nodes=2)),
+        (a_spec(), a_pool(selectors=["device.attributes['gpu.nvidia.com'].architecture == 'x'"])),
+        (a_spec(), a_pool(sharing=TIME_SLICING)),
+        (
+            a_spec(),
+            a_pool(device_class="", alternatives=ALTERNATIVES),
+        ),
+        (a_spec("sampler"), a_pool(roles=["sampler"], devices=1)),
+        (a_spec("sampler"), a_pool(roles=["sampler"], device_class="", devices=1)),
+        (a_spec(worker_id="trainer-" + "Long_" * 30 + "-0", session_id="Ann " * 30), a_pool()),
+    ],
+    ids=lambda each: each.name if isinstance(each, ClaimPoolSettings) else each.worker_id[:20],
+)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("placement", ["strict", "shared"])
+def test_kubernetes_knows_every_field_of_every_object(spec, pool, placement):
+    for each in all_of(rendered(spec, pool, placement=placement)):
+        for version in VERSIONS:
+            kubernetes_validate.validate(each, version, strict=True)
+
+
+@EVERY_KIND
+def test_a_pod_asks_for_claims_that_are_made_with_it(spec, pool):
+    """A claim that is not there, or that its container does not name, would be accepted."""
+    objects = rendered(spec, pool)
+    made = [claim["metadata"]["name"] for claim in objects.claims]
+    for pod in objects.pods:
+        entries = {e["name"]: e["resourceClaimName"] for e in pod["spec"].get("resourceClaims", [])}
+        named = [each["name"] for each in container(pod)["resources"].get("claims", [])]
+        of_node = made[objects.pods.index(pod) :][:1]
+        assert [entries[name] for name in named] == of_node
+        assert len(entries) == len(named)
+    assert len(made) == (len(objects.pods) if pool.has_claims else 0)
+
+
+@EVERY_KIND
+def test_a_claim_asks_for_the_devices_of_its_pool_and_never_for_none(spec, pool):
+    """An empty claim would be accepted, and its pod scheduled without a device."""
+    for claim in rendered(spec, pool).claims:
+        assert set(claim["spec"]) == {"devices"}
+        (request,) = claim["spec"]["devices"]["requests"]
+        asked = request.get("firstAvailable", []) or [request["exactly"]]
+        for each in asked:
+            assert each["allocationMode"] == "ExactCount"
+            assert each["count"] == pool.devices
+            assert each["deviceClassName"]
+        assert len({each.get("name") for each in asked}) == len(asked)
+
+
+def test_sharing_is_configured_only_where_it_is_asked_for():
+    (plain,) = render_claims("train-0", pool=a_pool(), home=home())
+    assert set(plain["spec"]["devices"]) == {"requests"}
+    (shared,) = render_claims("train-0", pool=a_pool(sharing=TIME_SLICING), home=home())
+    (configured,) = shared["spec"]["devices"]["config"]
+    names = [each["name"] for each in shared["spec"]["devices"]["requests"]]
+    assert configured == {"requests": names, "opaque": TIME_SLICING}
+
+
+def test_a_claim_says_when_it_is_another_one_than_its_pool_asks_for_now():
+    def digest(pool: ClaimPoolSettings) -> str:
+        (claim,) = render_claims("train-0", pool=pool, home=home())
+        return claim["metadata"]["annotations"][GROUP_SPEC]
+
+    assert digest(a_pool()) == digest(a_pool(idle=5, workers=2))
+    others = (digest(a_pool(devices=2)), digest(a_pool(selectors=["true"])))
+    assert len({digest(a_pool()), *others}) == 3
+
+
+@EVERY_KIND
+def test_the_secret_is_in_the_secret_alone(spec, pool):
+    objects = rendered(spec, pool)
+    told = json.loads(base64.b64decode(objects.secret["data"]["spec.json"]))
+    assert WorkerSpec.model_validate(told) == spec
+    rest = [each for each in all_of(objects) if each is not objects.secret]
+    assert spec.secret not in json.dumps(rest)
+
+
+@EVERY_KIND
+def test_a_pod_may_do_nothing_but_its_work(spec, pool):
+    for pod in rendered(spec, pool).pods:
+        about, worker = pod["spec"], container(pod)
+        assert about["automountServiceAccountToken"] is False
+        assert about["securityContext"]["runAsNonRoot"]
+        assert about["securityContext"]["runAsUser"] > 0
+        assert about["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert worker["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        }
+        assert about["restartPolicy"] == "Never"
+        secret = next(each["secret"] for each in about["volumes"] if "secret" in each)
+        assert not secret["defaultMode"] & 0o337  # for its owner and its group to read
+
+
+@EVERY_KIND
+def test_everything_that_is_mounted_is_there(spec, pool):
+    for pod in rendered(spec, pool).pods:
+        volumes = [each["name"] for each in pod["spec"]["volumes"]]
+        mounts = container(pod)["volumeMounts"]
+        assert len(set(volumes)) == len(volumes)
+        assert {each["name"] for each in mounts} == set(volumes)
+        assert container(pod)["args"][1].startswith(
+            next(m["mountPath"] for m in mounts if m["name"] == "tandem-spec")
+        )
+        assert container(pod)["terminationMessagePath"] == container(pod)["args"][3]
+
+
+def test_the_memory_is_a_limit_and_has_what_is_written_to_shared_memory():
+    (pod,) = rendered(a_spec(), a_pool()).pods
+    resources = container(pod)["resources"]
+    assert resources["requests"]["memory"] == resources["limits"]["memory"] == str(2**33)
+    assert "cpu" not in resources["limits"]
+    shared = next(e["emptyDir"] for e in pod["spec"]["volumes"] if e["name"] == "tandem-shm")
+    assert shared == {"medium": "Memory", "sizeLimit": str(2**28)}
+
+
+def test_ranks_of_several_nodes_have_a_pod_and_a_claim_on_each_and_a_name_to_meet():
+    objects = rendered(a_spec(ranks=8), a_pool(nodes=3))
+    assert [each["metadata"]["name"] for each in objects.pods] == [
+        "trainer-s-ab12-0",
+        "trainer-s-ab12-0-1",
+    ]
+    assert [each["metadata"]["name"] for each in objects.claims] == [
+        "tandem-train-0-0",
+        "tandem-train-0-1",
+    ]
+    assert objects.service is not None
+    selector = objects.service["spec"]["selector"].items()
+    first, second = objects.pods
+    assert selector <= first["metadata"]["labels"].items()
+    assert not selector <= second["metadata"]["labels"].items()
+    environments = [{e["name"]: e["value"] for e in container(pod)["env"]} for pod in objects.pods]
+    assert [each.get("TANDEM_NODE_RANK") for each in environments] == [None, "1"]
+    assert [container(pod)["command"][2] for pod in objects.pods] == [
+        "trainer_service",
+        "trainer_service.node",
+    ]
+
+
+def test_objects_belong_to_the_deployment_and_say_whose_they_are():
+    for each in all_of(rendered(a_spec(ranks=8), a_pool(nodes=2), instance="mine")):
+        metadata = each["metadata"]
+        assert metadata["namespace"] == "research"
+        assert metadata["labels"]["tandem.dev/instance"] == "mine"
+        assert metadata["labels"]["tandem.dev/group"] == "train-0"
+        assert metadata["annotations"]["tandem.dev/epoch"] == "7"
+        (owner,) = metadata["ownerReferences"]
+        assert (owner["kind"], owner["name"], owner["uid"]) == ("Deployment", "mine", "7c4f")
+        worker = each["kind"] != "ResourceClaim"
+        assert ("tandem.dev/worker" in metadata["labels"]) is worker  # claims outlive workers
+
+
+def test_two_installations_of_a_namespace_have_claims_of_their_own():
+    names = {
+        render_claims("train-0", pool=a_pool(), home=home(instance=name))[0]["metadata"]["name"]
+        for name in ("mine", "yours")
+    }
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize(
+    "worker_id",
+    [
+        "trainer-s-ab12-0",
+        "Trainer-s-ab12-0",
+        "trainer-s_ab12-0",
+        "9",
+        "-",
+        "ü",
+        "x" * 300,
+        "a-",
+    ],
+)
+def test_any_id_has_a_name_and_a_label(worker_id):
+    name, label = pod_name(worker_id, 63), label_value(worker_id)
+    metadata = {"name": name, "labels": {"tandem.dev/worker": label}}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
+    assert len(name) <= 63
+    assert len(label) <= 63
+    assert name.strip("-") == name == name.lower()
+    assert label[0].isalnum()
+    assert label[-1].isalnum()
+    assert name.isascii()
+    assert label.isascii()
+    kubernetes_validate.validate(pod, "1.37", strict=True)
+
+
+def test_ids_that_are_shortened_stay_different():
+    ids = ["x" * 300, "x" * 301, "a_b", "a-b", "A-b"]
+    assert len({object_name(each) for each in ids}) == len(ids)
+    assert len({label_value(each) for each in ids}) == len(ids)
+    assert object_name("trainer-s-ab12-0") == label_value("trainer-s-ab12-0") == "trainer-s-ab12-0"
+
+
+def test_in_shared_placement_no_role_has_nodes_of_its_own():
+    strict = rendered(a_spec(), a_pool(), placement="strict").pods[0]["spec"]
+    shared = rendered(a_spec(), a_pool(), placement="shared").pods[0]["spec"]
+    assert strict["nodeSelector"] == {"tandem.dev/role": "trainer"}
+    assert shared["nodeSelector"] == {}
+
+
+def test_the_volume_is_mounted_where_the_data_directory_is_unless_templates_have_it():
+    (pod,) = rendered(a_spec(), a_pool(), volume_claim="nfs").pods
+    (volume,) = [e for e in pod["spec"]["volumes"] if "persistentVolumeClaim" in e]
+    assert volume["persistentVolumeClaim"] == {"claimName": "nfs"}
+    paths = {e["name"]: e["mountPath"] for e in container(pod)["volumeMounts"]}
+    assert paths[volume["name"]] == "/data"
+    (pod,) = rendered(a_spec(), a_pool(), volume_claim="").pods
+    assert not [e for e in pod["spec"]["volumes"] if "persistentVolumeClaim" in e]
