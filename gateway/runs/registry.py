@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -121,6 +121,10 @@ class RunRegistry:
                 self._log.exception("run_not_resumed", run_id=row["id"])
                 what = f"{type(error).__name__} in the gateway when it restarted; see its log"
                 self._write_end(row["id"], InternalError(what))
+                if (host := self.hosts.get(row["host"] or row["id"])) is not None:
+                    await self._leave(host, row["id"], what)
+                await self.database.flush()
+                lost += await self.journal.abandon()
         await self.fleet.stop_left(except_of=self.hosts.keys())
         if found:
             self._log.warning(
@@ -260,11 +264,11 @@ class RunRegistry:
                 await self.journal.accept_creation(creation, run=insert(runs).values(row))
             except BaseException:
                 self._runs.pop(run_id, None)
-                self.hosts.forsake(host, run_id)
+                self._in_background(self._leave(host, run_id, "its run was not created"))
                 raise
         run.creation = creation
         if run.error is not None:  # its session has ended meanwhile
-            self.hosts.forsake(host, run_id)
+            self._in_background(self._leave(host, run_id, run.error.message))
             self.journal.end(creation, run.error)
         else:
             run.trainer = self._trainer_of(run, host)
@@ -524,10 +528,22 @@ class RunRegistry:
         """Stop the run's trainer, and then collect its files. Whoever asks again waits for the
         same end: nothing is collected while the trainer may still write."""
         if run.stopping is None:
-            run.stopping = asyncio.create_task(self._stop_trainer(run, reason))
-            self._stopping.add(run.stopping)
-            run.stopping.add_done_callback(self._stopping.discard)
+            run.stopping = self._in_background(self._stop_trainer(run, reason))
         return run.stopping
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Do what goes on though whoever asked for it does not wait any more."""
+        task = asyncio.create_task(work)
+        self._stopping.add(task)
+        task.add_done_callback(self._stopping.discard)
+        return task
+
+    async def _leave(self, host: TrainerHost, run_id: str, reason: str) -> None:
+        """Give up the trainer of a run for which nothing was done yet."""
+        try:
+            await self.hosts.leave(host, run_id, reason)
+        except Exception:  # noqa: BLE001 - nobody waits for it
+            self._log.exception("trainer_not_stopped", run_id=run_id)
 
     async def _stop_trainer(self, run: TrainingRun, reason: str) -> None:
         if run.life is not None:

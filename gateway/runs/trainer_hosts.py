@@ -32,6 +32,9 @@ class TrainerHosts:
         """Return the keys of the places of all trainers."""
         return list(self._hosts)
 
+    def get(self, key: str) -> TrainerHost | None:
+        return self._hosts.get(key)
+
     def for_new(self, run: TrainingRun) -> TrainerHost:
         """Return the trainer of a run that is being created: one that it shares, or its own. Raises
         `InvalidRequest` for what no group can give."""
@@ -59,15 +62,11 @@ class TrainerHosts:
             self.samplers.lend(host.place.keeps, run.session_id, run.model)
         return host
 
-    def forsake(self, host: TrainerHost, run_id: str) -> None:
-        """Note that a run has ended, before anything was done for it."""
-        host.runs.discard(run_id)
-        self._forget_empty(host)
-
     async def leave(self, host: TrainerHost, run_id: str, reason: str) -> None:
         """As `TrainerHost.leave`; nobody joins it any more if this is the last run."""
         host.runs.discard(run_id)
-        self._forget_empty(host)
+        if not host.runs:
+            self._hosts.pop(host.key, None)
         await host.leave(run_id, reason)
 
     def ask_of(self, run: TrainingRun) -> Ask:
@@ -91,10 +90,6 @@ class TrainerHosts:
             leases=self.leases,
         )
         return host
-
-    def _forget_empty(self, host: TrainerHost) -> None:
-        if not host.runs:
-            self._hosts.pop(host.key, None)
 
     def _sampler_of(self, run: TrainingRun) -> str:
         return self.samplers.key_for(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -55,9 +56,10 @@ class World:
         )
         samplers: Any = self.samplers
         nothing: Any = None
+        fleet: Any = SimpleNamespace(stop_left_of=AsyncMock())
         self.hosts = TrainerHosts(
             settings=self.settings,
-            fleet=nothing,
+            fleet=fleet,
             places=await open_on(places_for(self.settings), group),
             leases=nothing,
             samplers=samplers,
@@ -170,8 +172,8 @@ async def test_a_trainer_is_joined_after_its_first_run_has_ended_but_not_after_t
     here = await world(lora_runs="always")
     host = here.hosts.for_new(here.run("a"))
     here.hosts.for_new(here.run("b"))
-    here.hosts.forsake(host, "a:train:0")
+    await here.hosts.leave(host, "a:train:0", "it has ended")
     assert here.shares(here.run("c")) == "a"
-    here.hosts.forsake(host, "b:train:0")
-    here.hosts.forsake(host, "c:train:0")
+    await here.hosts.leave(host, "b:train:0", "it has ended")
+    await here.hosts.leave(host, "c:train:0", "it has ended")
     assert here.shares(here.run("d")) == "d"

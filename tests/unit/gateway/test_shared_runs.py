@@ -1,0 +1,90 @@
+"""Runs that share a trainer, and end before they have begun: nothing is left of what they had."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from gateway.core import Gateway
+from gateway.runs.resumption import RunResumption
+from tandem.errors import StorageFailed
+from tests.support.gateway.crash_scenarios import Client, Life, Scenario, batch, step
+
+
+class SecondIsNotCreated(Scenario):
+    """The row of the second run is written while the session of the first ends, and then that of
+    the second ends, or the write fails."""
+
+    how = ""
+
+    async def _serve(self, gateway: Gateway, client: Client) -> None:
+        if client is not self._clients[0]:
+            return
+        await client.go_on(gateway)
+        writing, goes_on = asyncio.Event(), asyncio.Event()
+        write = gateway.database.write_together
+
+        async def slowly(*statements) -> None:
+            if self.how == "ends":
+                await write(*statements)
+            writing.set()
+            await goes_on.wait()
+            if self.how == "fails":
+                raise StorageFailed("the disk is full")
+
+        with patch.object(gateway.database, "write_together", slowly):
+            second = asyncio.create_task(self._clients[1].go_on(gateway))
+            await writing.wait()
+            await self._end(gateway, client)
+            if self.how == "ends":
+                await self._end(gateway, self._clients[1])
+            goes_on.set()
+            await asyncio.wait({second})
+        if self.how == "fails":
+            assert isinstance(second.exception(), StorageFailed)
+            await self._end(gateway, self._clients[1])
+        await asyncio.sleep(60)
+
+    async def _end(self, gateway: Gateway, client: Client) -> None:
+        await gateway.end_session(
+            session_id=client.session_id, state="finished", reason="finished", detail=""
+        )
+
+
+@pytest.mark.parametrize("how", ["ends", "fails"])
+def test_the_last_run_of_a_trainer_gives_it_back_though_it_was_never_created(how, tmp_path):
+    scenario = SecondIsNotCreated([batch(1), step()], tmp_path / "data", beside=[[]])
+    scenario.how = how
+    scenario.run_all()  # it looks for places and processes that are left
+    assert [e for e in scenario.log if e["event"] == "worker_ready"], "there was a process"
+
+
+def test_a_run_that_cannot_be_resumed_leaves_the_trainer_to_the_others(tmp_path: Path):
+    resume, failed = RunResumption.resume, []
+
+    async def fails_once(self, run, row):
+        if not failed:
+            failed.append(run.id)
+            raise ValueError("a row that nobody understands")
+        return await resume(self, run, row)
+
+    class OneIsLost(Scenario):
+        async def _serve(self, gateway: Gateway, client: Client) -> None:
+            if client.run_id not in failed:
+                await super()._serve(gateway, client)
+                return
+            self.log[:] = [e for e in self.log if e["event"] != "run_not_resumed"]  # not a fault
+            await gateway.end_session(
+                session_id=client.session_id, state="finished", reason="finished", detail=""
+            )
+
+    script = [batch(1), step(), batch(2), step()]
+    scenario = OneIsLost(
+        script, tmp_path / "data", beside=[script], lives=[Life(250, outlived=True)]
+    )
+    with patch.object(RunResumption, "resume", fails_once):
+        scenario.run_all()
+    assert failed
