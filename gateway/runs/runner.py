@@ -332,6 +332,7 @@ class OperationRunner:
                 model=run.model,
                 rank=run.training.rank,
                 all_weights=run.training.lora is None,
+                kept=run.sampler,
             )
             sampler.start_engine()
         else:

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 class TrainerHost:
     """`key` names its place and its lease: it is the id of the run that it was made for. `runs` are
     the ids of those that share it. `worker` is the process, while there is one, and `hosted` the
-    runs that it has. `lease` is there once it is known on which group it runs (`settle`).
+    runs that it has. `lease` is there once it is known on which group it runs (`settle`). `sampler`
+    is the key of the sampler that serves what its runs train, and whose place they keep; "" if they
+    keep none.
 
     `restoring` is held by the one run that is being brought back: what goes wrong meanwhile is that
     run's.
@@ -46,6 +48,7 @@ class TrainerHost:
         key: str,
         *,
         first: TrainingRun,
+        sampler: str,
         fleet: Fleet,
         settings: GatewaySettings,
         places: Places,
@@ -53,6 +56,7 @@ class TrainerHost:
     ) -> None:
         self.key = key
         self.first = first
+        self.sampler = sampler
         self.runs = {first.id}
         self.place: Place | None = None
         self.worker: Worker | None = None
@@ -113,7 +117,7 @@ class TrainerHost:
 
     def settle(self, place: Place) -> None:
         """Note where the process runs, or ran for an earlier gateway."""
-        self.place = place
+        self.place, self.sampler = place, place.keeps
         self._lease = self._leases.of(place.group.name).register(
             key=self.key,
             kind="trainer",

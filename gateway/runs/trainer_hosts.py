@@ -38,13 +38,17 @@ class TrainerHosts:
     def for_new(self, run: TrainingRun) -> TrainerHost:
         """Return the trainer of a run that is being created: one that it shares, or its own. Raises
         `InvalidRequest` for what no group can give."""
-        ask = self.ask_of(run)
-        before = [self.ask_of(host.first) for host in self._hosts.values() if host.place is None]
+        ask = _ask(run, key=run.id, sampler=self._sampler_of(run))
+        before = [
+            _ask(host.first, key=host.key, sampler=host.sampler)
+            for host in self._hosts.values()
+            if host.place is None
+        ]
         if run.asks.share == "always" or not self.places.has_room([*before, ask]):
             for host in self._hosts.values():
                 if self._suits(host, run):
                     if run.asks.sampler:
-                        self.samplers.lend(self._sampler_of(host.first), run.session_id, run.model)
+                        self.samplers.lend(host.sampler, run.session_id, run.model)
                     host.runs.add(run.id)
                     return host
         self.places.check(ask)
@@ -58,8 +62,8 @@ class TrainerHosts:
             host = self._made(key, run)
             if (place := self.places.get(key)) is not None:
                 host.settle(place)
-        if host.place is not None and host.place.keeps and run.asks.sampler:
-            self.samplers.lend(host.place.keeps, run.session_id, run.model)
+        if host.place is not None and host.sampler and run.asks.sampler:
+            self.samplers.lend(host.sampler, run.session_id, run.model)
         return host
 
     async def leave(self, host: TrainerHost, run_id: str, reason: str) -> None:
@@ -72,18 +76,14 @@ class TrainerHosts:
     def ask_of(self, run: TrainingRun) -> Ask:
         """Return what a run needs before it starts: the place of its trainer, and that of the
         sampler which will serve its weights."""
-        return Ask.of_run(
-            run.trainer.host.key if run.trainer is not None else run.id,
-            owner=run.owner,
-            session_id=run.session_id,
-            asks=run.asks,
-            sampler=self._sampler_of(run),
-        )
+        assert run.trainer is not None
+        return _ask(run, key=run.trainer.host.key, sampler=run.sampler)
 
     def _made(self, key: str, run: TrainingRun) -> TrainerHost:
         host = self._hosts[key] = TrainerHost(
             key,
             first=run,
+            sampler=self._sampler_of(run) if run.asks.sampler else "",
             fleet=self.fleet,
             settings=self.settings,
             places=self.places,
@@ -110,20 +110,27 @@ class TrainerHosts:
             and _computed_as(first) == _computed_as(run)
             and same_group
             and len(host.runs) < sharing.most_runs
-            and (not run.asks.sampler or self._samples_for(first, run))
+            and (not run.asks.sampler or self._samples_for(host, run))
         )
 
-    def _samples_for(self, first: TrainingRun, run: TrainingRun) -> bool:
+    def _samples_for(self, host: TrainerHost, run: TrainingRun) -> bool:
         """Whether the engine of those that share the trainer can serve another one's adapters: it
         is kept for them, has room for their rank, and nobody loads all weights into it."""
         alone = all(
-            host.first.training.lora is not None
-            for host in self._hosts.values()
-            if (host.first.session_id, host.first.model) == (first.session_id, first.model)
+            other.first.training.lora is not None
+            for other in self._hosts.values()
+            if other.sampler == host.sampler
         )
-        key = self._sampler_of(first)
         rank = run.training.rank
-        return first.asks.sampler and alone and self.samplers.takes_adapters(key, rank=rank)
+        return (
+            host.sampler != "" and alone and self.samplers.takes_adapters(host.sampler, rank=rank)
+        )
+
+
+def _ask(run: TrainingRun, *, key: str, sampler: str) -> Ask:
+    return Ask.of_run(
+        key, owner=run.owner, session_id=run.session_id, asks=run.asks, sampler=sampler
+    )
 
 
 def _computed_as(run: TrainingRun) -> tuple[object, ...]:

@@ -64,6 +64,11 @@ class TrainingRun:
         return self.trainer.host.worker if self.trainer is not None else None
 
     @property
+    def sampler(self) -> str:
+        """The key of the sampler that is kept for it, "" if none is."""
+        return self.trainer.host.sampler if self.trainer is not None else ""
+
+    @property
     def expected_version_bytes(self) -> int:
         """The size of the next weight version: that of the last one, or 4 bytes a parameter."""
         return self.version_bytes or 4 * self.about.trainable_parameters

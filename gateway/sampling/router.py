@@ -84,11 +84,17 @@ class SamplerRouter:
         return list(self._samplers.values())
 
     def get(
-        self, *, session_id: str, model_name: str, rank: int, all_weights: bool = False
+        self,
+        *,
+        session_id: str,
+        model_name: str,
+        rank: int,
+        all_weights: bool = False,
+        kept: str = "",
     ) -> Sampler | None:
-        """Return the session's sampler with the smallest rank that can serve adapters of `rank`
-        (0: no adapters). With `all_weights`, it is to load other weights than the base model's, and
-        is the session's alone."""
+        """Return a sampler of the session that can serve adapters of `rank` (0: no adapters): the
+        one of the key `kept`, or else that with the smallest rank. With `all_weights`, it is to
+        load other weights than the base model's, and is the session's alone."""
         found = [
             sampler
             for sampler in self._samplers.values()
@@ -97,11 +103,11 @@ class SamplerRouter:
             and sampler.max_lora_rank >= rank
             and not (all_weights and len(sampler.users) > 1)
         ]
-        return min(found, key=lambda sampler: sampler.max_lora_rank, default=None)
+        return min(found, key=lambda each: (each.key != kept, each.max_lora_rank), default=None)
 
     def key_for(self, *, session_id: str, model_name: str, rank: int) -> str:
-        """Return the key of the place of the sampler that `ensure` returns for a run of `rank` (0:
-        of all weights)."""
+        """Return the key of the place of the sampler that would serve a new run of `rank` (0: of
+        all weights)."""
         sampler = self.get(
             session_id=session_id, model_name=model_name, rank=rank, all_weights=rank == 0
         )
@@ -110,13 +116,23 @@ class SamplerRouter:
         return str(SamplerKey(session_id, model_name, self._largest_rank(rank)))
 
     def ensure(
-        self, *, session_id: str, model: BaseModelEntry, rank: int, all_weights: bool = False
+        self,
+        *,
+        session_id: str,
+        model: BaseModelEntry,
+        rank: int,
+        all_weights: bool = False,
+        kept: str = "",
     ) -> Sampler:
         """As `get`, but make a new sampler if there is none; its engine starts when it is needed.
         Raises `LimitExceeded` if the owner may not have another one, `SessionFinished`, and as
         `asks_of` for what its session asks for."""
         sampler = self.get(
-            session_id=session_id, model_name=model.name, rank=rank, all_weights=all_weights
+            session_id=session_id,
+            model_name=model.name,
+            rank=rank,
+            all_weights=all_weights,
+            kept=kept,
         )
         if sampler is None:
             owner = self.sessions.require(session_id).owner

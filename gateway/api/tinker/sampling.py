@@ -294,11 +294,14 @@ def sampler_of(gateway: Gateway, session: SamplingSession) -> Sampler:
     """Return the session's sampler, started if needed. One that runs continues when its model's
     name is no longer registered."""
     all_weights = bool(session.version.run_id) and not session.version.adapter
+    run = gateway.runs.get(session.version.run_id)
+    kept = run.sampler if run is not None else ""
     sampler = gateway.samplers.get(
         session_id=session.session_id,
         model_name=session.base_model,
         rank=session.rank,
         all_weights=all_weights,
+        kept=kept,
     )
     return sampler or gateway.samplers.ensure(
         session_id=session.session_id,

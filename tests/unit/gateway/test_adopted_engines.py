@@ -287,6 +287,19 @@ def test_a_wake_that_was_under_way_is_awaited_and_the_engine_adopted(world):
     world.run(scenario())
 
 
+def test_a_run_uses_the_engine_that_is_kept_for_it_where_its_session_has_others(world):
+    async def scenario():
+        await world.open()
+        router, any_rank = world.router, {"session_id": "s-1", "model": world.model}
+        own = router.ensure(**any_rank, rank=8)
+        router.lend("s-2/tiny/64", "s-1", world.model)
+        assert router.ensure(**any_rank, rank=8) is own
+        assert router.ensure(**any_rank, rank=8, kept="s-2/tiny/64").key == "s-2/tiny/64"
+        assert router.ensure(**any_rank, rank=8, kept="s-1/tiny/128") is own, "it was not made"
+
+    world.run(scenario())
+
+
 def test_an_engine_that_still_starts_is_awaited(world):
     async def scenario():
         engine = world.left()

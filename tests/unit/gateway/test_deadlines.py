@@ -74,6 +74,7 @@ async def serve(seconds: dict[int, float]) -> dict[int, Any]:
     host = TrainerHost(
         "r",
         first=run,
+        sampler="",
         fleet=tools,
         settings=GatewaySettings(),
         places=tools,

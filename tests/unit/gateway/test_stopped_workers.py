@@ -177,6 +177,7 @@ class Trainer:
         self.host = TrainerHost(
             name,
             first=self.run,
+            sampler="",
             fleet=world.fleet,
             settings=world.settings,
             places=places,

@@ -28,9 +28,10 @@ class Samplers:
     def __init__(self) -> None:
         self.lent: list[tuple[str, str]] = []
         self.busy = ""
+        self.newest = 16
 
     def key_for(self, *, session_id: str, model_name: str, rank: int) -> str:
-        return f"{session_id}/{model_name}/16"
+        return f"{session_id}/{model_name}/{self.newest}"
 
     def takes_adapters(self, key: str, *, rank: int) -> bool:
         return rank <= 16 and key != self.busy
@@ -106,6 +107,8 @@ async def test_a_run_that_shares_when_all_is_full_shares_when_it_would_have_to_w
     first = here.run("a")
     host = here.hosts.for_new(first)
     assert here.shares(here.run("b")) == "a", "the first is about to have all places"
+    first.trainer = SimpleNamespace(host=host)
+    first.sampler = host.sampler
     host.place = await here.hosts.places.take(here.hosts.ask_of(first))
     assert here.shares(here.run("c")) == "a"
     assert here.shares(here.run("d", share="never")) == "d"
@@ -160,6 +163,18 @@ async def test_a_run_that_is_sampled_from_joins_none_whose_engine_has_all_weight
     here.samplers.busy = "a/tiny/16"
     assert here.shares(here.run("b")) == "b"
     assert here.shares(here.run("c", sampler="none")) == "a"
+
+
+async def test_runs_share_the_engine_that_is_kept_for_them_whatever_else_its_session_has():
+    here = await world(lora_runs="always")
+    here.shares(here.run("a"))
+    here.samplers.newest = 64  # a run of the same session made another one
+    assert here.shares(here.run("b")) == "a"
+    assert here.samplers.lent == [("a/tiny/16", "b")]
+    whole = here.run("a", rank=None)  # in the other one
+    whole.id = "a:train:1"
+    here.shares(whole)
+    assert here.shares(here.run("c")) == "a"
 
 
 async def test_runs_of_several_owners_share_where_it_is_allowed():
