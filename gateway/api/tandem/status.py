@@ -22,6 +22,7 @@ from gateway.api.errors import json_response
 from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router, file_response
 from gateway.runs.operations import Call, Progress
+from gateway.workers.fleet import Worker
 from tandem import __version__
 from tandem.errors import UnknownModel
 from tandem.settings import without_password
@@ -97,6 +98,8 @@ class RunStatus(Answer):
 
 
 class SamplerStatus(Answer):
+    """`session_id` is the session that it was made for; "" if the caller does not see that one."""
+
     session_id: str
     base_model: str
     state: str
@@ -116,6 +119,9 @@ class SamplingSessionStatus(Answer):
 
 
 class WorkerStatus(Answer):
+    """One that was made for a session that the caller does not see, and is shared, is called by its
+    kind."""
+
     id: str
     kind: str
     session_id: str
@@ -171,8 +177,17 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
     reached and where files lie."""
     now = time.time()
     mine = {session.id for session in gateway.sessions.all() if caller.may_see(session.owner)}
-    others = {session.id for session in gateway.sessions.all()} - mine
     admin = caller.role == "admin"
+
+    def seen(session_id: str) -> bool:
+        """Whether the caller may know the session that a worker was made for."""
+        return admin or session_id in mine
+
+    def name_of(worker: Worker | None) -> str:
+        if worker is None:
+            return ""
+        return worker.worker_id if seen(worker.handle.session_id) else worker.handle.kind
+
     of_mine = [run.worker for run in gateway.runs.all() if run.session_id in mine]
     of_mine += [sampler.worker for sampler in gateway.samplers.all() if sampler.users & mine]
     shared = {worker.worker_id for worker in of_mine if worker is not None}
@@ -194,7 +209,7 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
                 run,
                 base_model=run.model.name,
                 reason=run.error.message if run.error is not None else run.trouble,
-                worker=run.worker.worker_id if run.worker is not None else "",
+                worker=name_of(run.worker),
                 queued=run.dispatcher.queued,
                 under_way=run.dispatcher.under_way,
                 operation=_under_way(run.dispatcher.first),
@@ -216,12 +231,13 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
                 reason=sampler.explain()
                 if sampler.state == "queued"
                 else sampler.silence or sampler.reason,
-                worker=sampler.worker.worker_id if sampler.worker is not None else "",
+                session_id=sampler.session_id if seen(sampler.session_id) else "",
+                worker=name_of(sampler.worker),
                 weight_version=sampler.weights,
                 adapters=sorted(
                     name
                     for name in sampler.loaded - {sampler.weights}
-                    if name.partition(":")[0] not in others
+                    if sampler.users <= mine or seen(name.partition(":")[0])
                 ),
             )
             for sampler in gateway.samplers.all()
@@ -235,7 +251,9 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
         workers=[
             WorkerStatus.of(
                 worker,
-                id=worker.worker_id,
+                id=worker.worker_id if seen(worker.session_id) else worker.kind,
+                session_id=worker.session_id if seen(worker.session_id) else "",
+                run_id=worker.run_id if seen(worker.session_id) else None,
                 pid=worker.details.pid if admin else 0,
                 address=worker.worker.handle.address if worker.worker and admin else "",
                 metrics_port=worker.worker.handle.metrics_port if worker.worker and admin else 0,

@@ -1,4 +1,5 @@
-"""Runs that share a trainer, and end before they have begun: nothing is left of what they had."""
+"""Runs that share a trainer: what is left of those that end before they have begun, and what their
+owners see of each other."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ from unittest.mock import patch
 
 import pytest
 
+from gateway.api.tandem.status import status
+from gateway.auth.identity import Caller
 from gateway.core import Gateway
 from gateway.runs.resumption import RunResumption
+from gateway.sessions.registry import NewSession
 from tandem.errors import StorageFailed
-from tests.support.gateway.crash_scenarios import Client, Life, Scenario, batch, step
+from tests.support.gateway.crash_scenarios import Client, Life, Scenario, batch, publish, step
 
 
 class SecondIsNotCreated(Scenario):
@@ -88,3 +92,37 @@ def test_a_run_that_cannot_be_resumed_leaves_the_trainer_to_the_others(tmp_path:
     with patch.object(RunResumption, "resume", fails_once):
         scenario.run_all()
     assert failed
+
+
+def test_of_what_owners_share_each_sees_whose_it_is_if_it_is_its_own(tmp_path: Path):
+    seen: dict[str, str] = {}
+
+    class TwoOwners(Scenario):
+        async def _serve(self, gateway: Gateway, client: Client) -> None:
+            if client is not self._clients[0]:
+                return
+            for name, each in zip(("ann", "ben"), self._clients, strict=True):
+                new = NewSession(owner=name, sdk_version="0.38.0")
+                each.session_id = (await gateway.sessions.create(new)).id
+                await each.go_on(gateway)
+            for name, role in (("ann", "member"), ("ben", "member"), ("root", "admin")):
+                found = await status(gateway, Caller(name, "k", role))
+                assert len(found.workers) == 2 and len(found.samplers) == 1
+                seen[name] = found.model_dump_json()
+            for each in self._clients:
+                await gateway.end_session(
+                    session_id=each.session_id, state="finished", reason="finished", detail=""
+                )
+
+    script = [batch(1), step(), publish(0)]
+    scenario = TwoOwners(
+        script,
+        tmp_path / "data",
+        beside=[script],
+        settings={"sharing": {"lora_runs": "always", "across_owners": True}},
+    )
+    scenario.run_all()
+    ann, ben = (each.session_id for each in scenario._clients)
+    assert f"trainer-{ann}-0" in seen["ann"] and ben not in seen["ann"]
+    assert '"worker":"trainer"' in seen["ben"] and ann not in seen["ben"]
+    assert ann in seen["root"] and ben in seen["root"]
