@@ -221,6 +221,21 @@ def test_status_shows_each_its_own_and_how_workers_are_reached_to_admins_alone(w
     assert all(worker["address"] for worker in everything["workers"])
 
 
+def test_prometheus_finds_the_metrics_of_each_worker_that_serves(world, bens_run):
+    def ask(path: str):
+        return world.ask("GET", Call(f"/api/tandem/v1/{path}"), key=world.keys["admin"]).json()
+
+    found = {group["labels"]["worker"]: group for group in ask("metrics/targets")}
+    serving = [worker for worker in ask("status")["workers"] if worker["address"]]
+    assert found.keys() == {worker["id"] for worker in serving}
+    for worker in serving:
+        host, _, _ = worker["address"].rpartition(":")
+        assert found[worker["id"]]["targets"] == [f"{host}:{worker['metrics_port']}"]
+        labels = found[worker["id"]]["labels"]
+        assert labels["kind"] == worker["kind"]
+        assert labels["__meta_tandem_session_id"] == worker["session_id"]
+
+
 def test_models_are_listed_to_each_and_where_they_lie_to_admins_alone(world, tmp_path):
     def listed(caller: str) -> list[dict]:
         call = Call("/api/tandem/v1/models")

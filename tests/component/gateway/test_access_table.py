@@ -89,6 +89,7 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "drain_group": ADMIN,
     "undrain_group": ADMIN,
     "config": ADMIN,
+    "metrics_targets": ADMIN,
     "list_keys": ADMIN,
     "create_key": ADMIN,
     "revoke_key": ADMIN,

@@ -106,7 +106,8 @@ class World:
             answer = client.request(
                 method, call.path, json=call.json, content=call.content, headers=headers
             )
-        if answer.is_success and answer.headers.get("content-type") == "application/json":
+        is_json = answer.headers.get("content-type") == "application/json"
+        if answer.is_success and is_json and answer.content.startswith(b"{"):
             run_id, _, seq_id = str(answer.json().get("request_id", "")).rpartition(":")
             if run_id == self.run:  # only what was accepted takes a place in the log
                 self._next_seq_id = int(seq_id) + 1
@@ -241,6 +242,7 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "list_models": _get(f"{OWN}/models"),
     "list_groups": _get(f"{OWN}/groups"),
     "lease_spans": _get(f"{OWN}/leases/spans"),
+    "metrics_targets": _get(f"{OWN}/metrics/targets"),
     "drain_group": _get(f"{OWN}/groups/spare/drain"),
     "undrain_group": _get(f"{OWN}/groups/spare/drain"),
     "list_runs": _get(f"{OWN}/runs"),
