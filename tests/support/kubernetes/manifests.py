@@ -1,0 +1,188 @@
+"""The overlays of `k8s/`, as kubectl renders them, and what their NetworkPolicies allow."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from gateway.workers.launchers.kubernetes.objects import Home, render_worker
+from gateway.workers.launchers.kubernetes.resources import PodResources
+from gateway.workers.launchers.kubernetes.templates import read_templates
+from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
+from tandem.settings import GatewaySettings, TrainerSettings
+from tandem.worker import WorkerSpec
+
+K8S = Path(__file__).parents[3] / "k8s"
+OVERLAYS = ("cpu-dev", "gpu-nfs", "monitoring")
+_KEY = base64.b64encode(b"an example").decode()
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The objects of an overlay."""
+
+    objects: list[dict]
+
+    def all(self, kind: str) -> list[dict]:
+        return [one for one in self.objects if one["kind"] == kind]
+
+    def names(self, kind: str) -> list[str]:
+        """Without the digest that a generated name ends with."""
+        return [_plain_name(one) for one in self.all(kind)]
+
+    def one(self, kind: str, name: str) -> dict:
+        (found,) = (one for one in self.all(kind) if _plain_name(one) == name)
+        return found
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The gateway's environment."""
+        return self.one("ConfigMap", "tandem-settings")["data"]
+
+    def gateway_settings(self, monkeypatch) -> GatewaySettings:
+        for name, value in self.settings.items():
+            monkeypatch.setenv(name, value)
+        return GatewaySettings()
+
+    @staticmethod
+    def selects(selector: dict, labels: dict[str, str]) -> bool:
+        """Whether a label selector selects a thing with these labels."""
+        if not selector.get("matchLabels", {}).items() <= labels.items():
+            return False
+        for term in selector.get("matchExpressions", []):
+            assert term["operator"] == "In", term
+            if labels.get(term["key"]) not in term["values"]:
+                return False
+        return True
+
+
+def _plain_name(one: dict) -> str:
+    name = one["metadata"]["name"]
+    if one["kind"] not in ("ConfigMap", "Secret"):
+        return name
+    return name.rpartition("-")[0]
+
+
+def render_overlay(name: str, folder: Path) -> Rendered:
+    """Render an overlay of a copy, in which an administrator has made the secrets' files."""
+    shutil.copytree(K8S, folder / "k8s", ignore=shutil.ignore_patterns("secrets"))
+    overlay = folder / "k8s" / "overlays" / name
+    for generator in yaml.safe_load((overlay / "kustomization.yaml").read_text())[
+        "secretGenerator"
+    ]:
+        for entry in generator["files"]:
+            file = overlay / entry.rpartition("=")[2]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("example")
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(overlay)], capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return Rendered(list(yaml.safe_load_all(done.stdout)))
+
+
+def pods_of(objects: list[dict]) -> dict[str, dict]:
+    """The templates of all that makes pods, by the name of their maker."""
+    kinds = ("Deployment", "StatefulSet", "Job")
+    return {
+        one["metadata"].get("name") or one["metadata"]["generateName"]: one["spec"]["template"]
+        for one in objects
+        if one["kind"] in kinds
+    }
+
+
+def worker_pods(settings: dict[str, str]) -> dict[str, dict]:
+    """Pods of a trainer on two nodes and of a sampler, as a gateway with these settings makes
+    them."""
+    prefix = "TANDEM_KUBERNETES_"
+    chosen = {
+        key.removeprefix(prefix).lower(): value
+        for key, value in settings.items()
+        if key.startswith(prefix)
+    }
+    kubernetes = KubernetesSettings(**(chosen | {"templates": K8S / "base" / "templates"}))
+    templates = read_templates(kubernetes)
+    home = Home(settings=kubernetes, namespace="tandem", volume=Path("/data"), epoch=1)
+    resources = PodResources(cpu="1", memory=2**30, shared_memory=2**28, ephemeral=2**30)
+    pods: dict[str, dict] = {}
+    for kind, ranks, nodes in (("trainer", 2, 2), ("sampler", 1, 1)):
+        spec = WorkerSpec(
+            worker_id=f"{kind}-s-ab12-0",
+            kind=kind,
+            secret="hidden",
+            model_name="tiny",
+            model_path="/data/models/tiny",
+            session_id="s-ab12",
+            group="some-0",
+            trainer=TrainerSettings(ranks=ranks) if kind == "trainer" else None,
+        )
+        pool = ClaimPoolSettings(
+            name="some", roles=[kind], device_class="gpu.nvidia.com", nodes=nodes
+        )
+        made = render_worker(
+            spec, pool=pool, template=templates[kind], resources=resources, home=home
+        )
+        pods |= {pod["metadata"]["name"]: pod for pod in made.pods}
+    return pods
+
+
+# --- Network policies -------------------------------------------------------------------------
+
+
+def reaches(
+    policies: list[dict],
+    source: dict[str, str],
+    target: dict[str, str],
+    port: int,
+    *,
+    from_namespace: str = "tandem",
+) -> bool:
+    """Whether a pod with the labels `source` may open a connection to one of Tandem's with the
+    labels `target`, by the rules of both."""
+    into = _allows(policies, "ingress", target, port, other=source, namespace=from_namespace)
+    if from_namespace != "tandem":
+        return into
+    return into and _allows(policies, "egress", source, port, other=target, namespace="tandem")
+
+
+def _allows(
+    policies: list[dict],
+    direction: str,
+    labels: dict[str, str],
+    port: int,
+    *,
+    other: dict[str, str],
+    namespace: str,
+) -> bool:
+    mine = [
+        policy["spec"]
+        for policy in policies
+        if Rendered.selects(policy["spec"]["podSelector"], labels)
+        and direction.capitalize() in policy["spec"]["policyTypes"]
+    ]
+    if not mine:
+        return True
+    peers = "from" if direction == "ingress" else "to"
+    return any(
+        (peers not in rule or any(_is_peer(each, other, namespace) for each in rule[peers]))
+        and ("ports" not in rule or any(each["port"] == port for each in rule["ports"]))
+        for spec in mine
+        for rule in spec.get(direction, [])
+    )
+
+
+def _is_peer(peer: dict, labels: dict[str, str], namespace: str) -> bool:
+    if "ipBlock" in peer:  # of what is outside of the cluster, as the plugins have it
+        return False
+    there = {"kubernetes.io/metadata.name": namespace}
+    if "namespaceSelector" in peer:
+        if not Rendered.selects(peer["namespaceSelector"], there):
+            return False
+    elif namespace != "tandem":
+        return False
+    return Rendered.selects(peer.get("podSelector", {}), labels)

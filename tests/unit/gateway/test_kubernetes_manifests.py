@@ -1,0 +1,295 @@
+"""The manifests of `k8s/`: held against Kubernetes' schemas, and for what those do not see."""
+
+from __future__ import annotations
+
+import shutil
+
+import kubernetes.aio.client  # noqa: F401 - binds a port at its import, to see what there is
+import kubernetes_validate
+import pytest
+import yaml
+
+from gateway.placement.groups import groups_of
+from gateway.workers.launchers.kubernetes.objects import INSTANCE, METRICS_PORT, PORT
+from gateway.workers.launchers.kubernetes.templates import read_templates
+from tandem.cluster_settings import KubernetesSettings
+from tandem.host import Host
+from tandem.settings import GatewaySettings
+from tests.support.kubernetes.manifests import (
+    K8S,
+    OVERLAYS,
+    Rendered,
+    pods_of,
+    reaches,
+    render_overlay,
+    worker_pods,
+)
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="kubectl, which renders the overlays, is not installed"
+)
+
+VERSIONS = ("1.34", "1.37")
+OF_OPERATORS = {"PodMonitor"}
+"""Kinds of which Kubernetes itself has no schema."""
+JOBS = sorted((K8S / "jobs").glob("*.yaml"))
+VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
+GATEWAYS = ("cpu-dev", "gpu-nfs")
+
+
+@pytest.fixture(scope="module")
+def overlays(tmp_path_factory) -> dict[str, Rendered]:
+    return {each: render_overlay(each, tmp_path_factory.mktemp(each)) for each in OVERLAYS}
+
+
+@pytest.fixture(params=OVERLAYS)
+def overlay(request, overlays) -> Rendered:
+    return overlays[request.param]
+
+
+@pytest.fixture(params=GATEWAYS)
+def stack(request, overlays) -> Rendered:
+    return overlays[request.param]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_object_is_one_of_kubernetes_without_unknown_fields(overlay, version):
+    for one in overlay.objects:
+        if one["kind"] not in OF_OPERATORS:
+            kubernetes_validate.validate(one, version, strict=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+def test_each_job_is_one_of_kubernetes_without_unknown_fields(path, version):
+    kubernetes_validate.validate(yaml.safe_load(path.read_text()), version, strict=True)
+
+
+def all_pods(stack: Rendered) -> dict[str, dict]:
+    """Of an overlay, of the jobs, and of the workers that its gateway starts; by name."""
+    jobs = [yaml.safe_load(path.read_text()) for path in JOBS]
+    return pods_of([*stack.objects, *jobs]) | worker_pods(stack.settings)
+
+
+def test_no_pod_may_more_than_the_restricted_standard_allows(stack):
+    for name, pod in all_pods(stack).items():
+        about = pod["spec"]["securityContext"]
+        assert about["runAsNonRoot"] is True, name
+        assert about["runAsUser"] > 0 and about["fsGroup"] > 0, name
+        assert about["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert not pod["spec"].keys() & {"hostNetwork", "hostPID", "hostIPC", "hostUsers"}, name
+        for volume in pod["spec"]["volumes"]:
+            assert volume.keys() - {"name"} <= VOLUMES, (name, volume)
+        for container in containers(pod):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }, name
+            assert all("hostPort" not in port for port in container.get("ports", [])), name
+
+
+def containers(pod: dict) -> list[dict]:
+    return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+
+
+def test_the_gateway_alone_has_a_token_and_no_pod_the_default_account(stack):
+    for name, pod in all_pods(stack).items():
+        assert pod["spec"]["automountServiceAccountToken"] is (name == "tandem"), name
+        assert pod["spec"]["serviceAccountName"].startswith("tandem-"), name
+        assert pod["spec"]["enableServiceLinks"] is False, name  # TANDEM_PORT is a setting
+
+
+def test_every_container_says_what_it_needs_and_what_it_may_have(stack):
+    for name, pod in all_pods(stack).items():
+        for container in containers(pod):
+            wants, bounds = (container["resources"][each] for each in ("requests", "limits"))
+            assert wants.keys() == {"cpu", "memory", "ephemeral-storage"}, name
+            assert bounds.keys() == {"memory", "ephemeral-storage"}, name
+        for volume in pod["spec"]["volumes"]:
+            assert "emptyDir" not in volume or "sizeLimit" in volume["emptyDir"], name
+
+
+def test_what_pods_mount_and_name_is_there(stack):
+    there = {(one["kind"], one["metadata"]["name"]) for one in stack.objects}
+    of_one_worker = {("Secret", name) for name in worker_pods(stack.settings)}
+    optional = {("Secret", "tandem-hub")}
+    for name, pod in all_pods(stack).items():
+        missing = named(pod["spec"]) - there - of_one_worker - optional
+        assert not missing, (name, missing)
+
+
+def named(spec: dict) -> set[tuple[str, str]]:
+    found = {("ServiceAccount", spec["serviceAccountName"])}
+    if "priorityClassName" in spec:
+        found.add(("PriorityClass", spec["priorityClassName"]))
+    for volume in spec["volumes"]:
+        for source, kind, key in (
+            ("configMap", "ConfigMap", "name"),
+            ("secret", "Secret", "secretName"),
+            ("persistentVolumeClaim", "PersistentVolumeClaim", "claimName"),
+        ):
+            if source in volume:
+                found.add((kind, volume[source][key]))
+    for container in spec["containers"]:
+        for source in container.get("envFrom", []):
+            found.add(("ConfigMap", source["configMapRef"]["name"]))
+        for each in container.get("env", []):
+            if "valueFrom" in each:
+                found.add(("Secret", each["valueFrom"]["secretKeyRef"]["name"]))
+    return found
+
+
+def test_the_settings_are_ones_that_the_gateway_takes(stack, monkeypatch):
+    settings = stack.gateway_settings(monkeypatch)
+    known = {f"TANDEM_{name}".upper() for name in GatewaySettings.model_fields}
+    known |= {f"TANDEM_KUBERNETES_{name}".upper() for name in KubernetesSettings.model_fields}
+    assert stack.settings.keys() - known == set()
+    assert settings.launcher == "kubernetes"
+    groups_of(settings, Host("pod", cores=(0,), memory_bytes=2**30))
+
+
+def test_what_the_settings_name_is_mounted_there(stack, monkeypatch):
+    settings = stack.gateway_settings(monkeypatch)
+    spec = stack.one("Deployment", "tandem")["spec"]["template"]["spec"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
+    assert mounts[str(settings.data_dir)] == "data"
+    assert mounts[str(settings.kubernetes.templates)] == "templates"
+    assert mounts[str(settings.tls_dir)] == "authority"
+    assert settings.bootstrap_key_file is not None
+    assert mounts[str(settings.bootstrap_key_file.parent)] == "first-key"
+    keys = {name: set(stack.one("Secret", name)["data"]) for name in stack.names("Secret")}
+    assert settings.bootstrap_key_file.name in keys["tandem-first-key"]
+    assert keys["tandem-authority"] == {"tls.crt", "tls.key"}  # as the gateway reads them
+    (claim,) = (volume for volume in spec["volumes"] if volume["name"] == "data")
+    name = claim["persistentVolumeClaim"]["claimName"]
+    assert name == settings.kubernetes.volume_claim
+    assert settings.kubernetes.user == spec["securityContext"]["runAsUser"]
+
+
+def test_the_workers_are_owned_by_the_deployment_that_the_gateway_may_read(stack, monkeypatch):
+    instance = stack.gateway_settings(monkeypatch).kubernetes.instance
+    assert stack.one("Deployment", instance)
+    (rule,) = (
+        rule
+        for rule in stack.one("Role", "tandem-gateway")["rules"]
+        if rule["resources"] == ["deployments"]
+    )
+    assert rule["resourceNames"] == [instance]
+
+
+def test_the_templates_are_those_of_the_package_with_a_priority_and_marks_for_a_scraper():
+    packaged = read_templates(KubernetesSettings())
+    own = read_templates(KubernetesSettings(templates=K8S / "base" / "templates"))
+    for kind, template in own.items():
+        spec = dict(template.body["spec"])
+        assert spec.pop("priorityClassName") == "tandem-worker"
+        assert spec == packaged[kind].body["spec"]
+        marks = {"prometheus.io/scrape": "true", "prometheus.io/port": str(METRICS_PORT)}
+        assert template.body["metadata"]["annotations"] == marks
+
+
+def test_nothing_of_the_manifests_is_taken_for_an_object_of_a_worker(stack):
+    for one in stack.objects:
+        pod = one.get("spec", {}).get("template", {})
+        for metadata in (one["metadata"], pod.get("metadata", {})):
+            assert INSTANCE not in metadata.get("labels", {}), one["metadata"]["name"]
+
+
+def test_an_upgrade_starts_the_next_gateway_before_it_ends_one_and_leaves_time_to_hand_over(stack):
+    spec = stack.one("Deployment", "tandem")["spec"]
+    assert spec["replicas"] == 2
+    assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    pod = spec["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] >= 60
+    (container,) = pod["containers"]
+    # A standby never passes `readyz`; were it asked, no upgrade would end.
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["path"] == "/api/v1/healthz"
+    assert "lifecycle" not in container  # SIGTERM alone hands the workers over
+
+
+def test_requests_reach_the_gateway_that_serves(stack):
+    (port,) = stack.one("Service", "tandem")["spec"]["ports"]
+    selector = dict(stack.one("Service", "tandem")["spec"]["selector"])
+    assert selector.pop("tandem.dev/serving") == "true"
+    template = stack.one("Deployment", "tandem")["spec"]["template"]
+    assert selector.items() <= template["metadata"]["labels"].items()
+    assert port["targetPort"] == int(stack.settings["TANDEM_PORT"])
+
+
+# --- Who reaches whom -----------------------------------------------------------------------------
+
+HOLDERS = ("gateway", "trainer", "sampler", "database", "models", "somebody")
+ALLOWED = {
+    ("gateway", "trainer", PORT),
+    ("gateway", "sampler", PORT),
+    ("gateway", "database", 5432),
+    ("trainer", "trainer", PORT),
+    ("trainer", "trainer", METRICS_PORT),
+    ("trainer", "trainer", 5432),
+    ("trainer", "trainer", 8000),
+}
+"""Ranks on several nodes choose their ports among themselves."""
+
+
+def labels_of(stack: Rendered) -> dict[str, dict[str, str]]:
+    """The labels of one pod of each component: those that its maker gives it."""
+    workers = worker_pods(stack.settings)
+    jobs = pods_of([yaml.safe_load((K8S / "jobs" / "add-model.yaml").read_text())])
+    pods = pods_of(stack.objects)
+    by_component = {
+        "gateway": pods["tandem"],
+        "database": pods["tandem-database"],
+        "models": next(iter(jobs.values())),
+        "trainer": next(pod for name, pod in workers.items() if name.startswith("trainer")),
+        "sampler": next(pod for name, pod in workers.items() if name.startswith("sampler")),
+        "somebody": {"metadata": {"labels": {"app": "else"}}},
+    }
+    return {name: pod["metadata"]["labels"] for name, pod in by_component.items()}
+
+
+def test_pods_reach_one_another_only_as_far_as_they_need(overlays):
+    stack = overlays["cpu-dev"]
+    labels = labels_of(stack)
+    reached = {
+        (source, target, port)
+        for source in HOLDERS
+        for target in HOLDERS
+        for port in (PORT, METRICS_PORT, 5432, 8000)
+        if reaches(stack.all("NetworkPolicy"), labels[source], labels[target], port)
+    }
+    assert reached == ALLOWED
+
+
+def test_prometheus_reaches_the_metrics_of_workers_with_its_overlay_alone(overlays):
+    plain, with_it = (
+        [each for name in names for each in overlays[name].all("NetworkPolicy")]
+        for names in (["cpu-dev"], ["cpu-dev", "monitoring"])
+    )
+    for kind in ("trainer", "sampler"):
+        worker = labels_of(overlays["cpu-dev"])[kind]
+        for policies, port, may in (
+            (plain, METRICS_PORT, False),
+            (with_it, METRICS_PORT, True),
+            (with_it, PORT, False),
+        ):
+            assert reaches(policies, {}, worker, port, from_namespace="monitoring") is may
+
+
+def test_the_monitors_select_the_pods_that_have_metrics(overlays):
+    labels = labels_of(overlays["cpu-dev"])
+    monitors = {
+        one["metadata"]["name"]: one["spec"]["selector"]
+        for one in overlays["monitoring"].all("PodMonitor")
+    }
+    serving = labels["gateway"] | {"tandem.dev/serving": "true"}
+    selected = {
+        name: {
+            component
+            for component, those in (labels | {"serving": serving}).items()
+            if Rendered.selects(selector, those)
+        }
+        for name, selector in monitors.items()
+    }
+    assert selected == {"tandem-gateway": {"serving"}, "tandem-workers": {"trainer", "sampler"}}
