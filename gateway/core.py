@@ -26,7 +26,7 @@ from gateway.futures.table import FutureTable, Outcome
 from gateway.limits import Quotas
 from gateway.metrics import Metrics
 from gateway.placement.asks import check_defaults
-from gateway.placement.groups import DeviceGroup, groups_of
+from gateway.placement.groups import DeviceGroup, groups_of, host_memory_budget
 from gateway.placement.leases import Leases
 from gateway.placement.memory import HostMemory
 from gateway.placement.places import Places
@@ -316,7 +316,7 @@ class Gateway:
         host = await self.fleet.launcher.describe_host()
         groups = groups_of(self.settings, host)  # before there are workers to lose by a mistake
         await self.fleet.open()
-        most = self.settings.host_memory_bytes or host.memory_bytes * 9 // 10
+        most = host_memory_budget(self.settings, host)
         await self.leases.open(groups, host_memory_bytes=most)
         await self.sessions.open()
         shared = await self.runs.shared_trainers()

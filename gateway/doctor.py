@@ -19,7 +19,7 @@ from typing import Literal
 import orjson
 
 from gateway.placement.asks import check_defaults
-from gateway.placement.groups import groups_of
+from gateway.placement.groups import groups_of, host_memory_budget
 from tandem.agent.suspender import PROGRAM, CudaCheckpoint
 from tandem.devices import Device
 from tandem.errors import InvalidRequest
@@ -155,19 +155,23 @@ class Doctor:
         except InvalidRequest as error:
             yield Finding("device groups", "refused", error.message, level="problem")
             return
-        for group in groups:
+        for group in {group.family: group for group in groups}.values():
             roles = " and ".join(f"{role}s" for role in sorted(group.roles, reverse=True))
             turns = f"{group.awake} awake at once" if group.leased else "all awake, not leased"
             places = f"{group.workers} places" if group.workers else "any number of workers"
             value = " ".join(map(str, group.devices)) or "the whole machine"
-            yield Finding(f"group {group.name}", value, f"for {roles}: {places}, {turns}")
-        budget = self.settings.host_memory_bytes or self.host.memory_bytes * 9 // 10
-        yield Finding(
-            "host memory budget",
-            _gib(budget),
-            "for all workers together, as far as they say what they need",
-            level="ok" if budget <= self.host.memory_bytes else "problem",
-        )
+            if group.pool:
+                count = sum(each.pool == group.pool for each in groups)
+                value = f"{count} claim{'' if count == 1 else 's'}: {group.describe()}"
+            what = "pool" if group.pool else "group"
+            yield Finding(f"{what} {group.family}", value, f"for {roles}: {places}, {turns}")
+        if budget := host_memory_budget(self.settings, self.host):
+            yield Finding(
+                "host memory budget",
+                _gib(budget),
+                "for all workers together, as far as they say what they need",
+                level="ok" if budget <= self.host.memory_bytes else "problem",
+            )
 
 
 def _gib(size: int) -> str:

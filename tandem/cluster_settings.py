@@ -181,6 +181,12 @@ class ClaimPoolSettings(_DeviceChoice):
         16, ge=1, le=256, description="Workers that may share a claim, awake or asleep."
     )
     memory_bytes: int = Field(0, ge=0, description="Of each device; 0: not bounded.")
+    node_memory_bytes: int = Field(
+        0,
+        ge=0,
+        description="What the workers of a claim may request of each of its nodes together, so "
+        "that no pod waits for memory that others on the claim hold; 0: not bounded.",
+    )
     idle: float = Field(
         300.0, ge=0, description="Seconds for which a claim is kept that nobody uses."
     )

@@ -7,13 +7,16 @@ What a run says counts before what its session says, and that before the default
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
 
 from gateway.placement.groups import DeviceGroup, Role
+from gateway.workers.launchers.kubernetes.resources import most_memory
 from tandem.errors import InvalidRequest, PermissionDenied
 from tandem.settings import GatewaySettings, Share, TrainerSettings
+from tandem.worker import TrainingSpec, WorkerSpec
 
 _PREFIX = "tandem."
 _LONGEST_START = 3600.0
@@ -112,7 +115,7 @@ def asks_of(
         )
     trainers = _named(groups, "trainer", asks.group, "group")
     if trains and not any(group.has_devices_for(asks.ranks) for group in trainers):
-        there = ", ".join(group.describe() for group in trainers)
+        there = ", ".join(dict.fromkeys(group.describe() for group in trainers))
         raise InvalidRequest(
             f"a trainer with {asks.ranks} ranks ({_PREFIX}ranks) needs a group with as many "
             f"devices; there is: {there}"
@@ -120,6 +123,40 @@ def asks_of(
     if asks.sampler:
         _named(groups, "sampler", asks.sampler_group, "sampler_group")
     return asks
+
+
+def with_pod_memory(
+    asks: Asks,
+    *,
+    model_path: str,
+    settings: GatewaySettings,
+    training: TrainingSpec | None = None,
+    max_lora_rank: int = 0,
+) -> Asks:
+    """Return what is asked for with what the pods of a run, or of a sampler alone, will request,
+    where workers are pods: so it is counted, whether anybody said it or not. Raises
+    `InvalidRequest` for a model whose size cannot be read."""
+    if settings.launcher != "kubernetes":
+        return asks
+    about = {"model_name": Path(model_path).name, "model_path": model_path}
+    about |= {"worker_id": "", "session_id": "", "secret": ""}
+    trainer = WorkerSpec(
+        kind="trainer",
+        training=training,
+        trainer=asks.trainer_settings(settings.trainer),
+        host_memory=asks.host_memory,
+        **about,
+    )
+    sampler = WorkerSpec(
+        kind="sampler",
+        sampler=settings.sampler.model_copy(update={"max_lora_rank": max_lora_rank}),
+        host_memory=asks.sampler_host_memory,
+        **about,
+    )
+    update = {"sampler_host_memory": most_memory(sampler, settings, group=asks.sampler_group)}
+    if training is not None:
+        update["host_memory"] = most_memory(trainer, settings, group=asks.group)
+    return asks.model_copy(update=update)
 
 
 def check_defaults(settings: GatewaySettings) -> None:
@@ -161,9 +198,9 @@ def _refused(where: str, name: str, value: object) -> InvalidRequest:
 def _named(groups: Sequence[DeviceGroup], role: Role, chosen: str, name: str) -> list[DeviceGroup]:
     """Return the groups for a role, or the chosen one of them."""
     of_role = [group for group in groups if role in group.roles]
-    found = [group for group in of_role if chosen in ("", group.name)]
+    found = [group for group in of_role if group.is_meant_by(chosen)]
     if not found:
-        known = ", ".join(group.name for group in of_role)
+        known = ", ".join(dict.fromkeys(group.family for group in of_role))
         raise InvalidRequest(
             f"{_PREFIX}{name} is {chosen[:64]!r}, which is no group for {role}s; known: {known}"
         )

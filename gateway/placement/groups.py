@@ -5,15 +5,20 @@ They are those of `TANDEM_GROUPS`. Without any, they follow from what the host h
     no NVIDIA device   `cpu`: the whole machine, for trainers and samplers, not leased
     one                `gpu`: that device, for trainers and samplers in turn
     several            `train`: the first TANDEM_TRAINER_RANKS; `sample-N`: each other device
+
+Where workers are pods, they are those of `TANDEM_CLAIM_POOLS`: each claim that a pool may have is a
+group, whether it is made yet or not.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.cluster_settings import ClaimPoolSettings
 from tandem.devices import Device, parse_device
 from tandem.errors import InvalidRequest
 from tandem.host import Accelerator, Host
@@ -31,6 +36,10 @@ class DeviceGroup:
 
     `memory_bytes` is what each device has, 0 if that is not bounded. Without `devices`, it is the
     whole machine, whose workers choose what they use, and have `most_ranks` each at most.
+
+    A group that is a claim is one of a `pool`. Its workers are pods, each with memory of its own,
+    of which those on one node may have `node_memory_bytes` together, 0: any number. It may have
+    several `nodes`, and `devices` are those of each, numbered as a pod there sees them.
     """
 
     name: str
@@ -41,17 +50,39 @@ class DeviceGroup:
     memory_bytes: int = 0
     most_ranks: int = 1
     host: str = ""
+    pool: str = ""
+    nodes: int = 1
+    node_memory_bytes: int = 0
 
     @property
     def leased(self) -> bool:
         return self.awake > 0
 
+    @property
+    def whole_machine(self) -> bool:
+        return not self.devices and not self.pool
+
+    @property
+    def family(self) -> str:
+        """What users may call it: the pool, whose groups are all alike, or its own name."""
+        return self.pool or self.name
+
+    def is_meant_by(self, name: str) -> bool:
+        """Whether a session that asks for this group gets it; "" is any."""
+        return name in ("", self.name, self.family)
+
     def devices_for(self, ranks: int) -> tuple[Device, ...]:
-        """Return those of a worker with so many ranks: rank i uses the group's device i."""
-        return self.devices[:ranks]
+        """Return those of a worker with so many ranks: rank i uses the group's device i. On several
+        nodes there are equally many ranks, and they use the first devices of each."""
+        nodes = self._nodes_for(ranks)
+        return self.devices[: ranks // nodes] * nodes
 
     def has_devices_for(self, ranks: int) -> bool:
-        return ranks <= (len(self.devices) or self.most_ranks)
+        nodes = self._nodes_for(ranks)
+        return nodes <= self.nodes and ranks % nodes == 0
+
+    def _nodes_for(self, ranks: int) -> int:
+        return math.ceil(ranks / (len(self.devices) or self.most_ranks))
 
     def about(self) -> dict[str, object]:
         """Return what the log and the status say of it."""
@@ -66,22 +97,31 @@ class DeviceGroup:
         }
 
     def describe(self) -> str:
-        """Literal example: "train (2 devices)"."""
-        if not self.devices:
-            return f"{self.name} (the whole machine, up to {self.most_ranks} ranks)"
+        """Literal examples: "train (2 devices)", "train (4 nodes with 8 devices each)"."""
         count = len(self.devices)
-        return f"{self.name} ({count} device{'' if count == 1 else 's'})"
+        if self.whole_machine:
+            about = f"the whole machine, up to {self.most_ranks} ranks"
+        elif not count:
+            about = f"up to {self.most_ranks * self.nodes} ranks"
+        else:
+            about = f"{count} device{'' if count == 1 else 's'}"
+            if self.nodes > 1:
+                about = f"{self.nodes} nodes with {about} each"
+        return f"{self.family} ({about})"
 
 
 def groups_of(settings: GatewaySettings, host: Host) -> tuple[DeviceGroup, ...]:
     """Return the groups that are declared, or those of an undeclared host. Raises `InvalidRequest`
-    for groups that the host cannot have."""
+    for groups that the host, or a cluster, cannot have."""
+    if settings.launcher == "kubernetes":
+        return _of_pools(settings)
+    if settings.claim_pools:
+        raise _pool_fault("there are pools where TANDEM_LAUNCHER is kubernetes alone")
     if not settings.groups:
         return _found(settings, host)
     groups = tuple(_declared(each, host) for each in settings.groups)
-    for name, count in Counter(group.name for group in groups).items():
-        if count > 1:
-            raise _fault(f"{count} groups have the name {name!r}")
+    if repeated := _repeated("groups", (group.name for group in groups)):
+        raise _fault(repeated)
     _check_disjoint(groups)
     for role in sorted(_BOTH):
         if not any(role in group.roles for group in groups):
@@ -89,8 +129,63 @@ def groups_of(settings: GatewaySettings, host: Host) -> tuple[DeviceGroup, ...]:
     return groups
 
 
+def host_memory_budget(settings: GatewaySettings, host: Host) -> int:
+    """Return what all workers together may have of the host's memory; 0: any number of bytes, since
+    each pod has its own."""
+    if settings.launcher == "kubernetes":
+        return 0
+    return settings.host_memory_bytes or host.memory_bytes * 9 // 10
+
+
+def _of_pools(settings: GatewaySettings) -> tuple[DeviceGroup, ...]:
+    pools = settings.claim_pools
+    if settings.groups:
+        raise _fault("pods are placed on the pools of TANDEM_CLAIM_POOLS")
+    if repeated := _repeated("pools", (pool.name for pool in pools)):
+        raise _pool_fault(repeated)
+    for role in sorted(_BOTH):
+        if not any(role in pool.roles for pool in pools):
+            raise _pool_fault(f'no pool has "{role}" among its roles')
+    for pool in pools:
+        several = pool.has_claims and len(set(pool.roles)) > 1
+        if several and settings.kubernetes.placement == "strict":
+            raise _pool_fault(
+                f"pool {pool.name!r} is for trainers and samplers, which use a claim on one node; "
+                "TANDEM_KUBERNETES_PLACEMENT=strict keeps them on nodes of their own: make a pool "
+                "for each, or set it to shared"
+            )
+    return tuple(_claim(pool, number) for pool in pools for number in range(pool.claims))
+
+
+def _claim(pool: ClaimPoolSettings, number: int) -> DeviceGroup:
+    # A pod sees no other devices than those of its claim, and numbers them anew.
+    numbered = (Device("cuda", cuda=str(index)) for index in range(pool.devices))
+    return DeviceGroup(
+        name=f"{pool.name}-{number}",
+        roles=frozenset(pool.roles),
+        devices=tuple(numbered) if pool.has_claims else (),
+        awake=pool.awake,
+        workers=pool.workers,
+        memory_bytes=pool.memory_bytes,
+        most_ranks=pool.devices,
+        pool=pool.name,
+        nodes=pool.nodes,
+        node_memory_bytes=pool.node_memory_bytes,
+    )
+
+
+def _repeated(what: str, names: Iterable[str]) -> str:
+    """Literal example: "2 groups have the name 'train'"; "" if all names differ."""
+    counted = Counter(names).items()
+    return next((f"{n} {what} have the name {name!r}" for name, n in counted if n > 1), "")
+
+
 def _fault(what: str) -> InvalidRequest:
     return InvalidRequest(f"TANDEM_GROUPS: {what}")
+
+
+def _pool_fault(what: str) -> InvalidRequest:
+    return InvalidRequest(f"TANDEM_CLAIM_POOLS: {what}")
 
 
 def _declared(declared: GroupSettings, host: Host) -> DeviceGroup:

@@ -104,7 +104,8 @@ class Places:
                 host_memory=row["host_memory"],
                 keeps=row["keeps"],
             )
-            same = group.name == row["group_name"] and " ".join(place.devices) == row["devices"]
+            same = group.name == row["group_name"] and group.has_devices_for(place.ranks)
+            same = same and " ".join(place.devices) == row["devices"]
             if same and place.role in group.roles:
                 return place
         return None
@@ -175,7 +176,7 @@ class Places:
     def _whole_machine_for(self, engine: Engine) -> Place | None:
         """Make a place for the engine of an earlier release, which wrote none down."""
         for group in self.groups:
-            if not group.devices and "sampler" in group.roles:
+            if group.whole_machine and "sampler" in group.roles:
                 place = Place(
                     key=engine.key,
                     role="sampler",
@@ -193,7 +194,7 @@ class Places:
 
     def may_adopt(self, key: str) -> bool:
         """Whether the trainer that an earlier gateway left is where it may be."""
-        whole = (not group.devices and "trainer" in group.roles for group in self.groups)
+        whole = (group.whole_machine and "trainer" in group.roles for group in self.groups)
         return key in self._room.places or any(whole)
 
     def note_started(self, slot: EngineSlot) -> None:
@@ -270,7 +271,8 @@ class Places:
             return ""
         rivals = [each for each in self.waiting if each is ask or self._compete(each, ask)]
         needs = [
-            " or ".join(g.name for g in self._room.groups_for(n)) for n in self._room.open(ask)
+            " or ".join(dict.fromkeys(g.family for g in self._room.groups_for(n)))
+            for n in self._room.open(ask)
         ]
         where = " and ".join(f"a place on group {names}" for names in needs)
         position = _ordinal(rivals.index(ask) + 1)
@@ -378,7 +380,8 @@ class Places:
             return True
         needs = self._room.open(ask)
         return not self._room.is_kept(place.key) and any(
-            place.group in self._room.groups_for(need) or (need.host_memory and place.host_memory)
+            place.group in self._room.groups_for(need)
+            or (self._room.host_memory and need.host_memory and place.host_memory)
             for need in needs
         )
 
@@ -390,7 +393,7 @@ class Places:
     def _blocks(self, one: Ask, other: Ask) -> bool:
         """Whether a place of the one may be what keeps the other one from its own."""
         return any(
-            (a.host_memory and b.host_memory)
+            (self._room.host_memory and a.host_memory and b.host_memory)
             or not set(self._room.groups_for(a)).isdisjoint(self._room.groups_for(b))
             for a in self._room.open(one)
             for b in self._room.open(other)

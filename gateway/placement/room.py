@@ -1,8 +1,9 @@
 """What there is room for: the places that are taken on the device groups, and what still fits.
 
 A group takes a worker while it has fewer than `workers`, while its devices have memory for those
-that are awake at once, and the host for all; as far as sizes were said. What is asked for is given
-on the groups with the fewest workers, all of it or nothing.
+that are awake at once, and the host, or the node of a claim, for all; as far as sizes are known.
+What is asked for is given on the groups with the fewest workers, all of it or nothing; but of the
+claims of a pool, those that somebody uses come first, so that no more are made than are needed.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ class Room:
         if not needs:
             return ()
         need, why = needs[0], ""
-        for group in sorted(self.groups_for(need), key=lambda group: len(self.on(group))):
+        for group in sorted(self.groups_for(need), key=self._preference):
             fault = self._fault(need, group)
             if not fault and ask.engine is not None:
                 fault = self.no_slot(group)
@@ -219,14 +220,18 @@ class Room:
             group
             for group in self.groups
             if need.role in group.roles
-            and need.group in ("", group.name)
+            and group.is_meant_by(need.group)
             and group.has_devices_for(need.ranks)
         ]
 
+    def _preference(self, group: DeviceGroup) -> tuple[bool, int]:
+        workers = len(self.on(group))
+        return (bool(group.pool) and not workers, workers)
+
     def no_slot(self, group: DeviceGroup) -> str:
         """Say why no engine may start on a group now; "" if one may. On a leased group, only those
-        start, and work, that have a lease."""
-        if group.leased:
+        start, and work, that have a lease; a pod has its own part of a machine."""
+        if group.leased or group.pool:
             return ""
         running, starting = (
             sum(not self.places[key].group.leased for key in keys)
@@ -245,13 +250,21 @@ class Room:
         if group.workers or (group.memory_bytes and need.memory):
             there = self.on(group)
             if len(there) >= group.workers > 0:
-                return f"{len(there)} workers are there (TANDEM_GROUPS workers)"
+                setting = "TANDEM_CLAIM_POOLS" if group.pool else "TANDEM_GROUPS"
+                return f"{len(there)} workers are there ({setting} workers)"
             awake = group.awake or len(there) + 1
             wanted = sum(nlargest(awake, [need.memory, *(place.memory for place in there)]))
             if need.memory and wanted > group.memory_bytes > 0:
                 return (
                     f"those that are awake at once would need {_gib(wanted)} of a device's "
                     f"{_gib(group.memory_bytes)} on group {group.name}"
+                )
+        if need.host_memory and group.node_memory_bytes:
+            taken = sum(place.host_memory for place in self.on(group))
+            if taken + need.host_memory > group.node_memory_bytes:
+                return (
+                    f"it needs {_gib(need.host_memory)} of its node's memory, and workers have "
+                    f"{_gib(taken)} of {_gib(group.node_memory_bytes)} on group {group.name}"
                 )
         if need.host_memory and self.host_memory:
             taken = sum(place.host_memory for place in self.places.values())

@@ -29,7 +29,7 @@ from gateway.identifiers import (
     run_id_of,
 )
 from gateway.limits import Quotas, overloaded
-from gateway.placement.asks import Asks, asks_of, default_asks
+from gateway.placement.asks import Asks, asks_of, default_asks, with_pod_memory
 from gateway.placement.places import Places
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.journal import Journal
@@ -226,13 +226,19 @@ class RunRegistry:
                 owner=session.owner,
                 model=model,
                 training=training,
-                asks=asks_of(
-                    user_metadata,
-                    session.user_metadata,
-                    model=model.name,
+                asks=with_pod_memory(
+                    asks_of(
+                        user_metadata,
+                        session.user_metadata,
+                        model=model.name,
+                        settings=self.settings,
+                        groups=self.places.groups,
+                        admin=admin,
+                    ),
+                    model_path=model.path,
                     settings=self.settings,
-                    groups=self.places.groups,
-                    admin=admin,
+                    training=training,
+                    max_lora_rank=training.rank,
                 ),
                 recovery=recovery,
             )

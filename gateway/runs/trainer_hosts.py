@@ -99,7 +99,7 @@ class TrainerHosts:
     def _suits(self, host: TrainerHost, run: TrainingRun) -> bool:
         first, sharing = host.first, self.settings.sharing
         same_group = run.asks.group in ("", first.asks.group) or (
-            host.place is not None and run.asks.group == host.place.group.name
+            host.place is not None and host.place.group.is_meant_by(run.asks.group)
         )
         return (
             first.training.lora is not None

@@ -12,7 +12,7 @@ from gateway.fair_queue import FairStarter
 from gateway.futures.table import Future
 from gateway.limits import Quotas, overloaded
 from gateway.metrics import Metrics
-from gateway.placement.asks import asks_of
+from gateway.placement.asks import asks_of, with_pod_memory
 from gateway.placement.leases import Leases
 from gateway.placement.places import Places
 from gateway.sampling.sampler import Sample, Sampler, SamplerKey
@@ -222,14 +222,19 @@ class SamplerRouter:
             fleet=self.fleet,
             places=self.places,
             leases=self.leases,
-            asks=asks_of(
-                None,
-                session.user_metadata,
-                model=model.name,
+            asks=with_pod_memory(
+                asks_of(
+                    None,
+                    session.user_metadata,
+                    model=model.name,
+                    settings=self.settings,
+                    groups=self.places.groups,
+                    admin=True,  # it was checked when the session was created
+                    trains=False,
+                ),
+                model_path=model.path,
                 settings=self.settings,
-                groups=self.places.groups,
-                admin=True,  # it was checked when the session was created
-                trains=False,
+                max_lora_rank=key.max_lora_rank,
             ),
             metrics=self.metrics,
             meter=self.meter,

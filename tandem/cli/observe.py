@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import cast
+from pathlib import Path
+from typing import Annotated, cast
 
+import typer
 from pydantic_settings import BaseSettings
 
-from tandem.cli.context import DataDir, JsonFlag, call, fail, print_json, say
-from tandem.cli.tables import Column, show_table
+from tandem.cli.context import (
+    DataDir,
+    JsonFlag,
+    call,
+    fail,
+    print_json,
+    resolve_data_dir,
+    run_offline,
+    say,
+)
+from tandem.cli.tables import Column, byte_size, show_table
 from tandem.settings import GatewaySettings, without_password
 
 Rows = list[dict[str, object]]
@@ -74,8 +85,17 @@ def status(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
         )
 
 
-def config(as_json: JsonFlag = False) -> None:
+def config(
+    resources: Annotated[
+        Path | None,
+        typer.Option(metavar="MODEL", help="Instead: what pods of this model's folder request."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
     """Print the resolved settings, without secrets."""
+    if resources is not None:
+        _show_resources(resources, as_json=as_json)
+        return
     settings = GatewaySettings()
     settings.database_url = without_password(settings.database_url)
     if as_json:
@@ -90,6 +110,19 @@ def config(as_json: JsonFlag = False) -> None:
         for key, value in values.items():
             shown = json.dumps(value) if isinstance(value, (dict, list)) else value
             say(f"{prefix}{key.upper()}={shown}")
+
+
+def _show_resources(model: Path, *, as_json: bool) -> None:
+    module = "gateway.workers.launchers.kubernetes.resources"
+    answer = run_offline(module, resolve_data_dir(None), {"model": str(model.resolve())})
+    if as_json:
+        print_json(answer)
+        return
+    rows = cast(Rows, answer["rows"])
+    columns = [Column(name, right=name not in ("pool", "worker")) for name in rows[0]]
+    sizes = ("memory", "shared_memory", "ephemeral")
+    cells = [[byte_size(row[k]) if k in sizes else row[k] for k in row] for row in rows]
+    show_table(columns, cells)
 
 
 def version(as_json: JsonFlag = False) -> None:

@@ -20,9 +20,11 @@ from gateway.workers.launchers.kubernetes.objects import (
     pod_name,
     render_claims,
     render_worker,
+    spec_of_pod,
 )
 from gateway.workers.launchers.kubernetes.resources import PodResources
 from gateway.workers.launchers.kubernetes.templates import Object, read_templates
+from tandem.certificate import Certificate
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
 from tandem.settings import TrainerSettings
 from tandem.worker import WorkerSpec
@@ -237,6 +239,30 @@ def test_ranks_of_several_nodes_have_a_pod_and_a_claim_on_each_and_a_name_to_mee
         "trainer_service",
         "trainer_service.node",
     ]
+
+
+def test_a_worker_is_told_where_to_listen_and_where_its_ranks_meet():
+    tls = Certificate(certificate="c", key="k", authority="a")
+    pool = a_pool(nodes=2)
+    spec = spec_of_pod(a_spec(ranks=8), pool=pool, home=home(), tls=tls)
+    objects = rendered(spec, pool)
+    ports = {e["name"]: e["containerPort"] for e in container(objects.pods[0])["ports"]}
+    assert (spec.port, spec.metrics_port) == (ports["grpc"], ports["metrics"])
+    assert objects.service is not None
+    name, _, port = spec.rendezvous.partition(":")
+    assert name == f"{objects.service['metadata']['name']}.research.svc"
+    assert int(port) == objects.service["spec"]["ports"][0]["port"]
+    assert (spec.nodes, spec.lifeline, spec.tls) == (2, home().settings.lifeline, tls)
+    WorkerSpec.model_validate_json(spec.model_dump_json())
+
+
+def test_a_worker_without_devices_computes_with_the_cores_that_it_requests():
+    """It would see all cores of its node."""
+    tls = Certificate(certificate="c", key="k", authority="a")
+    spec = spec_of_pod(a_spec(), pool=CPUS, home=home(cpus=2.5), tls=tls)
+    assert spec.trainer is not None
+    assert spec.trainer.threads == 2
+    assert spec.rendezvous == ""
 
 
 def test_objects_belong_to_the_deployment_and_say_whose_they_are():

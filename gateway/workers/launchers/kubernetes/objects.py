@@ -15,13 +15,16 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gateway.workers.launchers.kubernetes.resources import PodResources
 from gateway.workers.launchers.kubernetes.templates import Object, Template, merged
+from tandem.certificate import Certificate
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
+from tandem.errors import InvalidRequest
+from tandem.settings import TrainerSettings
 from tandem.worker import WorkerKind, WorkerSpec
 
 CONTAINER = "worker"
@@ -46,6 +49,7 @@ _LONGEST_NAME = 58
 """Of a worker's objects: a label of DNS has 63 characters, and pods add the number of a node."""
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_PLACEMENT = ("nodeSelector", "nodeName", "affinity", "tolerations", "schedulerName")
 _MODULES: Mapping[WorkerKind, str] = {"trainer": "trainer_service", "sampler": "sampler_service"}
 
 
@@ -128,6 +132,29 @@ def claim_name(group: str, *, pool: ClaimPoolSettings, node: int, instance: str)
     return name if pool.nodes == 1 else f"{name}-{node}"
 
 
+# --- What a worker in a pod is told ---------------------------------------------------------------
+
+
+def spec_of_pod(
+    spec: WorkerSpec, *, pool: ClaimPoolSettings, home: Home, tls: Certificate
+) -> WorkerSpec:
+    """Return the specification of a worker with all that it has to know in its pods."""
+    update: dict[str, object] = {
+        "host": "0.0.0.0",
+        "port": PORT,
+        "metrics_port": METRICS_PORT,
+        "tls": tls,
+        "lifeline": home.settings.lifeline,
+    }
+    if (nodes := nodes_of(spec, pool)) > 1:
+        name = object_name(spec.worker_id)
+        update |= {"nodes": nodes, "rendezvous": f"{name}.{home.namespace}.svc:{RENDEZVOUS_PORT}"}
+    if not pool.has_claims and spec.trainer is not None and not spec.trainer.threads:
+        threads = max(1, int(home.settings.cpus))  # it sees all cores of its node
+        update["trainer"] = spec.trainer.model_copy(update={"threads": threads})
+    return spec.model_copy(update=update)
+
+
 def nodes_of(spec: WorkerSpec, pool: ClaimPoolSettings) -> int:
     """Return how many pods a worker of a pool has."""
     return math.ceil(spec.trainer.ranks / pool.devices) if spec.trainer is not None else 1
@@ -195,6 +222,36 @@ def render_worker(
         }
         pods.append(merged(_for_placement(template, home.settings), pod))
     return WorkerObjects(secret=secret, service=service, claims=claims, pods=tuple(pods))
+
+
+def check_templates(
+    templates: Mapping[WorkerKind, Template], *, pools: Sequence[ClaimPoolSettings], home: Home
+) -> None:
+    """Raise `InvalidRequest` for a template that has what is the worker's, and for two that would
+    not bring the workers of one claim to one node."""
+    resources = PodResources(cpu="1", memory=1, shared_memory=1, ephemeral=1)
+    for pool in pools:
+        for kind in pool.roles:
+            probe = WorkerSpec(
+                worker_id=f"{kind}-probe",
+                kind=kind,
+                secret="",
+                model_name="",
+                model_path="",
+                session_id="probe",
+                group=f"{pool.name}-0",
+                trainer=TrainerSettings(ranks=pool.devices * pool.nodes),
+            )
+            render_worker(
+                probe, pool=pool, template=templates[kind], resources=resources, home=home
+            )
+        specs = [_for_placement(templates[k], home.settings).body["spec"] for k in pool.roles]
+        for field in _PLACEMENT if pool.has_claims else ():
+            if any(spec.get(field) != specs[0].get(field) for spec in specs):
+                raise InvalidRequest(
+                    f"pool {pool.name!r} of TANDEM_CLAIM_POOLS is for trainers and samplers, whose "
+                    f"pods are on one node: spec.{field} of their templates must not differ"
+                )
 
 
 def render_claims(group: str, *, pool: ClaimPoolSettings, home: Home) -> tuple[Object, ...]:

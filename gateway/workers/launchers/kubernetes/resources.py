@@ -26,7 +26,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from tandem.cluster_settings import ClaimPoolSettings
@@ -161,6 +161,27 @@ def resources_of(
         shared_memory=min(shared, memory),
         ephemeral=_GPU_FILES if pool.has_claims else _CPU_FILES,
     )
+
+
+def most_memory(spec: WorkerSpec, settings: GatewaySettings, *, group: str = "") -> int:
+    """Return what a pod of a worker requests at most on the pools, or the pool, that it may be on.
+    Raises `InvalidRequest`."""
+    if spec.host_memory:
+        return spec.host_memory
+    model = _size_of(settings.data_dir / spec.model_path)
+    ranks = (spec.trainer or settings.trainer).ranks if spec.kind == "trainer" else 1
+    return max(
+        resources_of(spec, model, pool=pool, settings=settings).memory
+        for pool in settings.claim_pools
+        if spec.kind in pool.roles
+        and group in ("", pool.name, *(f"{pool.name}-{n}" for n in range(pool.claims)))
+        and ranks <= pool.devices * pool.nodes
+    )
+
+
+@lru_cache(maxsize=256)
+def _size_of(path: Path) -> ModelSize:
+    return model_size(path)
 
 
 def _known(model: ModelSize | None, spec: WorkerSpec) -> ModelSize:

@@ -23,7 +23,7 @@ Object: TypeAlias = dict[str, Any]
 """An object of Kubernetes, or a part of one, as JSON."""
 
 KINDS: tuple[WorkerKind, ...] = ("trainer", "sampler")
-_NAMED = ("containers", "initContainers", "volumes", "env", "ports", "resourceClaims", "claims")
+_NAMED = ("containers", "initContainers", "volumes", "env", "resourceClaims", "claims")
 _QUANTITIES = ("limits", "requests", "overhead")
 _PARAMETERIZED = re.compile(r"(List|Dict)\[(?:str, )?(.+)\]")
 _PRIMITIVES: Mapping[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,)}
@@ -148,10 +148,12 @@ def _check_value(value: object, type_: str, *, path: str, template: Template) ->
 def _check_list(value: object, inner: str, *, path: str, template: Template) -> None:
     if not isinstance(value, list):
         raise template.fault(path, "it must be a list")
-    seen = set()
+    seen, named = set(), path.rpartition(".")[2] in _NAMED
     for number, each in enumerate(value):
         name = each.get("name", number) if isinstance(each, dict) else number
-        if name in seen and path.rpartition(".")[2] in _NAMED:
+        if named and name == number:
+            raise template.fault(f"{path}[{number}]", "it has no name")
+        if named and name in seen:
             raise template.fault(path, f"two are named {name}")
         seen.add(name)
         _check_value(each, inner, path=f"{path}[{name}]", template=template)

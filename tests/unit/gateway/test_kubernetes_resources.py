@@ -1,0 +1,166 @@
+"""What pods request, from the size of a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gateway.placement.asks import Asks, with_pod_memory
+from gateway.workers.launchers.kubernetes.resources import (
+    ModelSize,
+    model_size,
+    resources_of,
+    table,
+)
+from tandem.cluster_settings import ClaimPoolSettings
+from tandem.errors import InvalidRequest
+from tandem.settings import GatewaySettings, SamplerSettings, TrainerSettings
+from tandem.worker import LoraSpec, TrainingSpec, WorkerSpec
+
+GIB = 2**30
+LARGE = ModelSize(
+    parameters=8 * 10**9, adapter_width=3 * 10**6, vocabulary=150_000, hidden=4096, layers=36
+)
+SMALL = ModelSize(parameters=10**8, adapter_width=10**5, vocabulary=50_000, hidden=512, layers=8)
+LORA = TrainingSpec(lora=LoraSpec(rank=32))
+
+
+def a_pool(**changes: object) -> ClaimPoolSettings:
+    about = {"name": "p", "roles": ["trainer", "sampler"], "device_class": "gpu", "devices": 8}
+    return ClaimPoolSettings.model_validate(about | changes)
+
+
+def requested(kind="trainer", model: ModelSize | None = LARGE, *, pool=None, **changes):
+    ranks, settings = changes.pop("ranks", 1), changes.pop("settings", GatewaySettings())
+    spec = WorkerSpec(
+        worker_id="w",
+        kind=kind,
+        secret="",
+        model_name="m",
+        model_path="m",
+        session_id="s",
+        **{"trainer": TrainerSettings(ranks=ranks)} | changes,
+    )
+    return resources_of(spec, model, pool=pool or a_pool(), settings=settings)
+
+
+def test_a_trainer_that_may_sleep_needs_its_state_on_the_host():
+    weights = LARGE.parameters * 4
+    asleep = requested().memory
+    assert asleep >= 7 * weights  # weights, gradients, two moments, and three copied for a snapshot
+    assert requested(training=LORA).memory < asleep
+    assert requested(pool=a_pool(awake=0)).memory < asleep
+
+
+def test_the_host_of_a_trainer_that_is_always_awake_has_what_it_loads():
+    awake = requested(pool=a_pool(awake=0), training=LORA)
+    assert awake.memory >= LARGE.parameters * 4
+    assert awake.memory < requested(training=LORA, pool=a_pool(awake=1), ranks=1).memory + GIB
+
+
+def test_state_is_divided_among_nodes():
+    one = requested(ranks=2, pool=a_pool(devices=2)).memory
+    two = requested(ranks=2, pool=a_pool(devices=1, nodes=2, roles=["trainer"])).memory
+    assert two < one
+
+
+def test_each_rank_loads_the_whole_model():
+    assert requested(ranks=8, training=LORA).memory > 8 * 4 * LARGE.parameters
+
+
+def test_an_engine_that_may_sleep_keeps_its_weights_on_the_host():
+    asleep, awake = requested("sampler"), requested("sampler", pool=a_pool(awake=0))
+    assert asleep.memory - awake.memory >= LARGE.parameters * 2
+    adapters = requested("sampler", sampler=SamplerSettings(max_lora_rank=64))
+    assert adapters.memory > asleep.memory
+
+
+def test_on_a_cpu_the_cache_and_the_weights_are_the_host_s():
+    pool = a_pool(device_class="")
+    engine = requested("sampler", SMALL, pool=pool, sampler=SamplerSettings(kv_cache_bytes=GIB))
+    assert engine.memory > GIB + 4 * SMALL.parameters
+    small = requested(model=SMALL, pool=pool, trainer=TrainerSettings(micro_batch_tokens=64))
+    large = requested(model=SMALL, pool=pool, trainer=TrainerSettings(micro_batch_tokens=8192))
+    assert small.memory > SMALL.parameters * 16
+    assert large.memory > small.memory + 8128 * SMALL.vocabulary * 4
+
+
+def test_what_a_session_says_counts_instead():
+    assert requested(host_memory=3 * GIB).memory == 3 * GIB
+    assert requested("sampler", None, host_memory=3 * GIB).memory == 3 * GIB
+    tiny = requested(host_memory=2**20)
+    assert tiny.shared_memory <= tiny.memory
+
+
+def test_cores_are_for_each_rank_and_may_be_parts():
+    def of(cpus: float) -> GatewaySettings:
+        return GatewaySettings(kubernetes={"cpus": cpus})
+
+    assert requested(ranks=8, settings=of(4)).cpu == "32"
+    assert requested("sampler", settings=of(0.5)).cpu == "500m"
+    assert requested("sampler", settings=of(0.0001)).cpu == "1m"
+
+
+def a_model(folder: Path, **tensors: list[int]) -> Path:
+    (folder / "config.json").write_text(
+        json.dumps({"vocab_size": 9, "hidden_size": 4, "num_hidden_layers": 2})
+    )
+    for number, (name, shape) in enumerate(tensors.items()):
+        entry = {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}
+        header = json.dumps({"__metadata__": {"format": "pt"}, name: entry}).encode()
+        file = folder / f"model-{number}.safetensors"
+        file.write_bytes(len(header).to_bytes(8, "little") + header)
+    return folder
+
+
+def test_the_size_of_a_model_is_read_from_the_headers_of_its_files(tmp_path):
+    size = model_size(a_model(tmp_path, weight=[3, 5], experts=[2, 3, 5], norm=[7]))
+    assert size == ModelSize(
+        parameters=15 + 30 + 7, adapter_width=8 + 2 * 8, vocabulary=9, hidden=4, layers=2
+    )
+
+
+def test_a_model_whose_size_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(InvalidRequest, match="has no safetensors"):
+        model_size(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not json")
+    with pytest.raises(InvalidRequest, match=r"the size of the model .* cannot be read"):
+        model_size(tmp_path)
+
+
+def pods(*pools: dict[str, object], **settings: object) -> GatewaySettings:
+    return GatewaySettings(launcher="kubernetes", claim_pools=list(pools), **settings)
+
+
+def test_what_nobody_said_of_a_run_is_what_its_pods_will_request(tmp_path):
+    path = str(a_model(tmp_path, weight=[4096, 4096]))
+    cpus = {"name": "cpu", "roles": ["trainer", "sampler"]}
+    gpus = cpus | {"name": "gpu", "device_class": "gpu.nvidia.com"}
+    settings = pods(cpus, gpus)
+    about = {"model_path": path, "settings": settings, "training": TrainingSpec()}
+    any_pool = with_pod_memory(Asks(), **about)
+    on_cpus = with_pod_memory(Asks(group="cpu-0", sampler_group="cpu"), **about)
+    assert any_pool.host_memory > on_cpus.host_memory > 0
+    assert any_pool.sampler_host_memory > on_cpus.sampler_host_memory > 0
+    said = with_pod_memory(Asks(host_memory=GIB), **about)
+    assert said.host_memory == GIB
+    assert said.sampler_host_memory == any_pool.sampler_host_memory
+
+
+def test_workers_of_an_agent_are_asked_for_as_before(tmp_path):
+    asks = Asks()
+    assert with_pod_memory(asks, model_path=str(tmp_path), settings=GatewaySettings()) is asks
+
+
+def test_the_table_has_each_worker_of_each_pool(tmp_path):
+    path = a_model(tmp_path, weight=[64, 64])
+    trainers, samplers = {"name": "t", "roles": ["trainer"]}, {"name": "s", "roles": ["sampler"]}
+    rows = table(path, pods(trainers, samplers))
+    assert [(row["pool"], str(row["worker"]).split()[0]) for row in rows] == [
+        ("t", "trainer"),
+        ("t", "trainer"),
+        ("s", "sampler"),
+    ]
+    assert {row["pool"] for row in table(path, GatewaySettings())} == {"cpu"}

@@ -1,0 +1,313 @@
+"""Pools of claims as device groups: which there are, who is placed where, and that what is placed
+can be scheduled."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from itertools import count
+from pathlib import Path
+
+import kubernetes.aio.client  # noqa: F401 - binds a port at its import, to see what there is
+import pytest
+
+from gateway.placement.asks import Asks, asks_of
+from gateway.placement.groups import groups_of, host_memory_budget
+from gateway.placement.places import Places
+from gateway.placement.room import Ask, Place, Room
+from gateway.workers.launchers.kubernetes.objects import Home, render_worker
+from gateway.workers.launchers.kubernetes.resources import resources_of
+from gateway.workers.launchers.kubernetes.templates import Object, read_templates
+from tandem.errors import InvalidRequest
+from tandem.host import Host
+from tandem.settings import GatewaySettings, TrainerSettings
+from tandem.worker import WorkerSpec
+from tests.support.waiting import PATIENCE
+from tests.unit.gateway.test_places import Rows
+
+GIB = 2**30
+BOTH = ["trainer", "sampler"]
+GPUS = {"name": "gpu", "roles": BOTH, "device_class": "gpu.nvidia.com"}
+TRAIN = {"name": "train", "roles": ["trainer"], "device_class": "gpu.nvidia.com"}
+SAMPLE = {"name": "sample", "roles": ["sampler"], "device_class": "gpu.nvidia.com"}
+CPUS = {"name": "cpu", "roles": BOTH}
+
+
+def pods(*pools: dict[str, object], placement="shared", **settings) -> GatewaySettings:
+    kubernetes = {"placement": placement, "trainer_image": "t", "sampler_image": "s"}
+    about = {"launcher": "kubernetes", "claim_pools": list(pools), "kubernetes": kubernetes}
+    return GatewaySettings(**about | settings)
+
+
+def groups(*pools: dict[str, object], **settings):
+    return groups_of(pods(*pools, **settings), Host())
+
+
+# --- Which groups there are -----------------------------------------------------------------------
+
+
+def test_each_claim_of_a_pool_is_a_group_whose_pods_number_its_devices_anew():
+    first, second, other = groups(
+        GPUS | {"claims": 2, "devices": 2, "memory_bytes": 80 * GIB, "workers": 3}, CPUS
+    )
+    assert (first.name, second.name, other.name) == ("gpu-0", "gpu-1", "cpu-0")
+    for each in (first, second):
+        assert [str(device) for device in each.devices] == ["cuda:0", "cuda:1"]
+    assert (first.workers, first.awake, first.memory_bytes) == (3, 1, 80 * GIB)
+
+
+def test_a_pool_without_claims_has_leases_all_the_same():
+    (group,) = groups(CPUS | {"awake": 1, "workers": 4, "devices": 2})
+    assert (group.devices, group.leased, group.workers) == ((), True, 4)
+    assert not group.whole_machine
+    assert group.has_devices_for(2)
+    assert not group.has_devices_for(3)
+
+
+def test_ranks_are_divided_equally_among_the_nodes_that_they_need():
+    (group,) = [g for g in groups(TRAIN | {"devices": 4, "nodes": 3}, CPUS) if g.pool == "train"]
+    possible = [ranks for ranks in range(1, 16) if group.has_devices_for(ranks)]
+    assert possible == [1, 2, 3, 4, 6, 8, 9, 12]
+    of_six = [str(each) for each in group.devices_for(6)]
+    assert of_six == ["cuda:0", "cuda:1", "cuda:2"] * 2
+    assert "3 nodes with 4 devices each" in group.describe()
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        (lambda: pods(), 'TANDEM_CLAIM_POOLS: no pool has "sampler" among its roles'),
+        (lambda: pods(TRAIN), 'no pool has "sampler" among its roles'),
+        (lambda: pods(CPUS, CPUS), "TANDEM_CLAIM_POOLS: 2 pools have the name 'cpu'"),
+        (lambda: pods(GPUS, placement="strict"), "pool 'gpu' is for trainers and samplers"),
+        (lambda: pods(CPUS, launcher="agent"), "TANDEM_LAUNCHER is kubernetes alone"),
+        (
+            lambda: pods(CPUS, groups=[{"name": "a", "devices": ["cpu:0"], "roles": BOTH}]),
+            "TANDEM_GROUPS: pods are placed on the pools of TANDEM_CLAIM_POOLS",
+        ),
+    ],
+)
+def test_pools_that_cannot_be_are_refused_with_what_is_wrong(settings, fault):
+    with pytest.raises(InvalidRequest, match=fault):
+        groups_of(settings(), Host())
+
+
+def test_a_pool_that_makes_no_claim_may_have_both_roles_on_nodes_of_their_own():
+    assert groups(CPUS, placement="strict")
+
+
+def test_pods_do_not_share_the_memory_of_the_gateway_s_host():
+    host = Host(memory_bytes=100 * GIB)
+    assert host_memory_budget(pods(CPUS, host_memory_bytes=GIB), host) == 0
+    assert host_memory_budget(GatewaySettings(), host) == 90 * GIB
+    assert host_memory_budget(GatewaySettings(host_memory_bytes=GIB), host) == GIB
+
+
+# --- Who is placed where --------------------------------------------------------------------------
+
+
+def room(*pools: dict[str, object]) -> Room:
+    return Room(most_engines=1, most_starting=1, groups=groups(*pools))
+
+
+def placed(there: Room, number: int, **asks: object) -> tuple[Place, ...] | str:
+    """Place a run with its sampler."""
+    key = f"run-{number}"
+    ask = Ask.of_run(key, owner="ann", session_id="s", asks=Asks(**asks), sampler=f"of-{key}")
+    found = there.choose(ask.needs, ask)
+    if not isinstance(found, str):
+        there.add(*found)
+    return found
+
+
+async def test_workers_use_the_claims_that_there_are_before_another_one_is_made():
+    there = room(GPUS | {"claims": 3, "workers": 4})
+    used = [{place.group.name for place in placed(there, number)} for number in range(6)]
+    assert used == [{"gpu-0"}] * 2 + [{"gpu-1"}] * 2 + [{"gpu-2"}] * 2
+    assert placed(there, 6) == "4 workers are there (TANDEM_CLAIM_POOLS workers)"
+
+
+async def test_a_session_may_ask_for_a_pool_or_for_a_certain_claim():
+    there = room(GPUS | {"claims": 2, "workers": 2}, CPUS)
+    trainer, sampler = placed(there, 0, group="gpu", sampler_group="cpu")
+    assert (trainer.group.name, sampler.group.name) == ("gpu-0", "cpu-0")
+    trainer, sampler = placed(there, 1, group="gpu-1", sampler_group="gpu")
+    assert (trainer.group.name, sampler.group.name) == ("gpu-1", "gpu-0")
+
+
+def test_what_no_pool_gives_is_said_of_the_pools_and_not_of_each_claim():
+    settings = pods(TRAIN | {"claims": 50}, SAMPLE | {"claims": 50}, placement="strict")
+    about = {"model": "m", "settings": settings, "groups": groups_of(settings, Host())}
+    for asked in ({"tandem.ranks": 7}, {"tandem.group": "elsewhere"}):
+        with pytest.raises(InvalidRequest) as raised:
+            asks_of(asked, None, admin=False, **about)
+        assert raised.value.message.count("train") < 5
+
+
+async def test_pods_are_not_bounded_by_the_engines_that_a_machine_can_have():
+    there = room(CPUS | {"workers": 8, "awake": 0})
+    for number in range(4):
+        assert not isinstance(placed(there, number), str)
+    there.engines.update(key for key in there.places if key.startswith("of-"))
+    assert there.no_slot(there.groups[0]) == ""
+
+
+async def test_a_claim_takes_no_more_workers_than_its_node_has_memory_for():
+    there = room(GPUS | {"claims": 2, "node_memory_bytes": 48 * GIB})
+    sizes = {"host_memory": "20GiB", "sampler_host_memory": "20GiB"}
+    assert [place.group.name for place in placed(there, 0, **sizes)] == ["gpu-0", "gpu-0"]
+    assert [place.group.name for place in placed(there, 1, **sizes)] == ["gpu-1", "gpu-1"]
+    assert placed(there, 2, **sizes) == (
+        "it needs 20 GiB of its node's memory, and workers have 40 GiB of 48 GiB on group gpu-0"
+    )
+
+
+# --- What is placed can be scheduled --------------------------------------------------------------
+
+
+class Cluster:
+    """Hosts of a cluster, each with so much memory and so many devices, and a scheduler that looks
+    at requests, claims and the node selector, as Kubernetes' does."""
+
+    def __init__(self, hosts: dict[str, dict[str, str]], *, memory: int, devices: int) -> None:
+        self.labels = hosts
+        self.memory = dict.fromkeys(hosts, memory)
+        self.devices = dict.fromkeys(hosts, devices)
+        self.allocated: dict[str, tuple[str, int]] = {}
+        self.pods: dict[str, tuple[str, Object]] = {}
+        self.random = random.Random(7)
+
+    def schedule(self, pod: Object, claims: dict[str, int]) -> bool:
+        """Bind a pod to a host; False: it is pending."""
+        fits = [name for name in self.labels if self._fits(pod, claims, name)]
+        if not fits:
+            return False
+        host = self.random.choice(fits)
+        for claim, devices in claims.items():
+            if claim not in self.allocated:
+                self.allocated[claim] = (host, devices)
+                self.devices[host] -= devices
+        self.memory[host] -= _memory(pod)
+        self.pods[pod["metadata"]["name"]] = (host, pod)
+        return True
+
+    def _fits(self, pod: Object, claims: dict[str, int], host: str) -> bool:
+        selected = pod["spec"].get("nodeSelector", {}).items() <= self.labels[host].items()
+        here = all(self.allocated.get(claim, (host, 0))[0] == host for claim in claims)
+        free = [n for claim, n in claims.items() if claim not in self.allocated]
+        return (
+            selected
+            and here
+            and sum(free) <= self.devices[host]
+            and _memory(pod) <= self.memory[host]
+        )
+
+    def end(self, name: str) -> None:
+        host, pod = self.pods.pop(name)
+        self.memory[host] += _memory(pod)
+        left = Counter(claim for _, each in self.pods.values() for claim in _claims(each))
+        for claim in _claims(pod):
+            if not left[claim]:  # Kubernetes clears the allocation with the last pod
+                self.devices[host] += self.allocated.pop(claim)[1]
+
+
+def _memory(pod: Object) -> int:
+    return sum(int(each["resources"]["requests"]["memory"]) for each in pod["spec"]["containers"])
+
+
+def _claims(pod: Object) -> list[str]:
+    return [each["resourceClaimName"] for each in pod["spec"].get("resourceClaims", [])]
+
+
+class Experiment:
+    """A session that needs a trainer and a sampler at once."""
+
+    def __init__(self, number: int, *, settings: GatewaySettings, places: Places, cluster: Cluster):
+        self.key = f"run-{number}"
+        self.settings, self.places, self.cluster = settings, places, cluster
+        self.asks = Asks(host_memory=16 * GIB, sampler_host_memory=16 * GIB)
+
+    async def run(self) -> None:
+        sampler = f"of-{self.key}"
+        ask = Ask.of_run(
+            self.key, owner="ann", session_id=self.key, asks=self.asks, sampler=sampler
+        )
+        trainer = await self.places.take(ask)
+        served = self.places.get(sampler)
+        assert served is not None, "it has half of what it needs"
+        for place in (trainer, served):
+            await asyncio.sleep(0)  # others start theirs meanwhile
+            assert self.starts(place), "its pod is pending though it has a place"
+        for _ in range(5):
+            await asyncio.sleep(0)
+        for place in (served, trainer):
+            self.cluster.end(self.name_of(place))
+        self.places.release_trainer(self.key)
+
+    def starts(self, place: Place) -> bool:
+        settings = self.settings
+        pool = next(pool for pool in settings.claim_pools if pool.name == place.group.pool)
+        spec = WorkerSpec(
+            worker_id=self.name_of(place),
+            kind=place.role,
+            secret="",
+            model_name="m",
+            model_path="m",
+            session_id=self.key,
+            group=place.group.name,
+            devices=place.devices,
+            host_memory=place.host_memory,
+            trainer=TrainerSettings() if place.role == "trainer" else None,
+        )
+        objects = render_worker(
+            spec,
+            pool=pool,
+            template=read_templates(settings.kubernetes)[place.role],
+            resources=resources_of(spec, None, pool=pool, settings=settings),
+            home=Home(settings=settings.kubernetes, namespace="n", volume=Path("/data"), epoch=1),
+        )
+        claims = {each["metadata"]["name"]: pool.devices for each in objects.claims}
+        return all(self.cluster.schedule(pod, claims) for pod in objects.pods)
+
+    @staticmethod
+    def name_of(place: Place) -> str:
+        return f"{place.role}-{place.key}"
+
+
+ONE_ROLE = {"tandem.dev/role": "trainer"}, {"tandem.dev/role": "sampler"}
+NODE, HALF_NODE = {"node_memory_bytes": 48 * GIB}, {"node_memory_bytes": 24 * GIB}
+
+
+@pytest.mark.parametrize(
+    ("pools", "placement", "hosts", "devices"),
+    [
+        ([GPUS | NODE | {"claims": 2}], "shared", {"a": {}, "b": {}}, 1),
+        (
+            [TRAIN | NODE | {"claims": 2}, SAMPLE | NODE],
+            "strict",
+            {"a": ONE_ROLE[0], "b": ONE_ROLE[0], "c": ONE_ROLE[1]},
+            1,
+        ),
+        ([GPUS | HALF_NODE | {"claims": 4}], "shared", {"a": {}, "b": {}}, 2),
+        ([CPUS | NODE | {"claims": 2}], "strict", {"a": ONE_ROLE[0], "b": ONE_ROLE[1]}, 0),
+    ],
+    ids=["a claim each", "roles apart", "two claims on a host", "without devices"],
+)
+async def test_workers_of_16_gib_on_hosts_of_48_gib_all_get_done(pools, placement, hosts, devices):
+    """Nobody's pod is pending for memory that somebody holds who waits for more: a place is given
+    for trainer and sampler at once, and only where the node has memory for both."""
+    settings = pods(*pools, placement=placement)
+    cluster = Cluster(hosts, memory=48 * GIB, devices=devices)
+    places = Places(database=Rows(), most_engines=1, most_starting=1, quantum=60.0)
+    await places.open(
+        groups_of(settings, Host()), host_memory_bytes=0, is_wanted=lambda _place: True
+    )
+    numbers = count()
+    experiments = [
+        Experiment(next(numbers), settings=settings, places=places, cluster=cluster)
+        for _ in range(20)
+    ]
+    await asyncio.wait_for(asyncio.gather(*(each.run() for each in experiments)), PATIENCE)
+    assert not cluster.pods
+    assert set(cluster.memory.values()) == {48 * GIB}
