@@ -143,7 +143,8 @@ def _show_groups(answer: dict[str, list[Row]]) -> None:
     show_table(_GROUPS, [_group_row(group) for group in answer["groups"]])
     if memory := cast(Row | None, answer["memory"]):
         used, budget = (byte_size(memory[name]) for name in ("used_bytes", "budget_bytes"))
-        say(f"host memory: workers that take turns have {used} of {budget}")
+        of = f" of {budget}" if memory["budget_bytes"] else ""
+        say(f"host memory: workers that take turns have {used}{of}")
 
 
 def _group_row(group: Row) -> list[object]:

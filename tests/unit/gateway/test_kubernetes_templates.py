@@ -211,6 +211,14 @@ def test_a_template_that_cannot_be_is_refused_with_its_field(tmp_path, template,
     assert "trainer-pod.yaml" in raised.value.message
 
 
+def test_workers_without_an_image_are_refused_at_the_start():
+    for name in ("trainer_image", "sampler_image"):
+        without = settings().model_copy(update={name: ""})
+        there = Home(settings=without, namespace="n", volume=Path("/data"), epoch=1)
+        with pytest.raises(InvalidRequest, match=f"TANDEM_KUBERNETES_{name.upper()} is not set"):
+            check_templates(read_templates(without), pools=POOLS, home=there)
+
+
 def test_templates_that_keep_the_workers_of_a_claim_apart_are_refused(tmp_path):
     written(tmp_path, a_template({"nodeSelector": {"zone": "a"}}))
     with pytest.raises(InvalidRequest, match=r"spec\.nodeSelector of their templates must not"):

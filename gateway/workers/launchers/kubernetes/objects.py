@@ -227,11 +227,16 @@ def render_worker(
 def check_templates(
     templates: Mapping[WorkerKind, Template], *, pools: Sequence[ClaimPoolSettings], home: Home
 ) -> None:
-    """Raise `InvalidRequest` for a template that has what is the worker's, and for two that would
-    not bring the workers of one claim to one node."""
+    """Raise `InvalidRequest` for a template that has what is the worker's, for two that would not
+    bring the workers of one claim to one node, and for workers that have no image."""
     resources = PodResources(cpu="1", memory=1, shared_memory=1, ephemeral=1)
     for pool in pools:
         for kind in pool.roles:
+            if not _image(kind, home.settings):
+                raise InvalidRequest(
+                    f"TANDEM_KUBERNETES_{kind.upper()}_IMAGE is not set, and pool {pool.name!r} of "
+                    f"TANDEM_CLAIM_POOLS is for {kind}s"
+                )
             probe = WorkerSpec(
                 worker_id=f"{kind}-probe",
                 kind=kind,
@@ -298,6 +303,10 @@ def _exactly(device_class: str, selectors: list[str], *, count: int) -> Object:
     return asked
 
 
+def _image(kind: WorkerKind, settings: KubernetesSettings) -> str:
+    return settings.trainer_image if kind == "trainer" else settings.sampler_image
+
+
 def _for_placement(template: Template, settings: KubernetesSettings) -> Template:
     """Return a template without the choice of a role's nodes, where all roles share theirs."""
     spec = template.body["spec"]
@@ -343,7 +352,7 @@ def _pod_spec(
         environment["TANDEM_NODE_RANK"] = str(node)
     container: Object = {
         "name": CONTAINER,
-        "image": settings.trainer_image if spec.kind == "trainer" else settings.sampler_image,
+        "image": _image(spec.kind, settings),
         "command": ["python", "-m", module],
         "args": ["--spec-file", f"{_SPEC_FOLDER}/{SPEC_KEY}", "--report-file", _TERMINATION_LOG],
         "env": [{"name": key, "value": value} for key, value in environment.items()],
