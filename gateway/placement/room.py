@@ -187,11 +187,23 @@ class Room:
     def choose(self, needs: Sequence[Need], ask: Ask) -> tuple[Place, ...] | str:
         """Return a place for each of the needs, on the groups with the fewest workers; or why
         there is none."""
+        taken: dict[str, list[Place]] = {group.name: [] for group in self.groups}
+        for place in self.places.values():
+            taken[place.group.name].append(place)
+        for need in needs:  # what has no place at all has none beside the others
+            if isinstance(found := self._choose([need], ask, taken), str):
+                return found
+        return self._choose(needs, ask, taken)
+
+    def _choose(
+        self, needs: Sequence[Need], ask: Ask, taken: dict[str, list[Place]]
+    ) -> tuple[Place, ...] | str:
         if not needs:
             return ()
         need, why = needs[0], ""
-        for group in sorted(self.groups_for(need), key=self._preference):
-            fault = self._fault(need, group)
+        groups = self.groups_for(need)
+        for group in sorted(groups, key=lambda group: _preference(group, taken[group.name])):
+            fault = self._fault(need, group, there=taken[group.name])
             if not fault and ask.engine is not None:
                 fault = self.no_slot(group)
             if fault:
@@ -209,7 +221,9 @@ class Room:
                 keeps=need.keeps,
             )
             with self._with_place(place):
-                others = self.choose(needs[1:], ask)
+                taken[group.name].append(place)
+                others = self._choose(needs[1:], ask, taken)
+                taken[group.name].pop()
             if not isinstance(others, str):
                 return (place, *others)
             why = why or others
@@ -223,10 +237,6 @@ class Room:
             and group.is_meant_by(need.group)
             and group.has_devices_for(need.ranks)
         ]
-
-    def _preference(self, group: DeviceGroup) -> tuple[bool, int]:
-        workers = len(self.on(group))
-        return (bool(group.pool) and not workers, workers)
 
     def no_slot(self, group: DeviceGroup) -> str:
         """Say why no engine may start on a group now; "" if one may. On a leased group, only those
@@ -243,12 +253,11 @@ class Room:
             return f"{starting} engines are starting (TANDEM_MAX_STARTING_ENGINES)"
         return ""
 
-    def _fault(self, need: Need, group: DeviceGroup) -> str:
+    def _fault(self, need: Need, group: DeviceGroup, *, there: Sequence[Place]) -> str:
         """Say why a worker has no place on a group now; "" if it has."""
         if group.name in self.drained:
             return f"group {group.name} is drained, and takes no more workers"
         if group.workers or (group.memory_bytes and need.memory):
-            there = self.on(group)
             if len(there) >= group.workers > 0:
                 setting = "TANDEM_CLAIM_POOLS" if group.pool else "TANDEM_GROUPS"
                 return f"{len(there)} workers are there ({setting} workers)"
@@ -260,7 +269,7 @@ class Room:
                     f"{_gib(group.memory_bytes)} on group {group.name}"
                 )
         if need.host_memory and group.node_memory_bytes:
-            taken = sum(place.host_memory for place in self.on(group))
+            taken = sum(place.host_memory for place in there)
             if taken + need.host_memory > group.node_memory_bytes:
                 return (
                     f"it needs {_gib(need.host_memory)} of its node's memory, and workers have "
@@ -274,6 +283,11 @@ class Room:
                     f"{_gib(taken)} of {_gib(self.host_memory)} (TANDEM_HOST_MEMORY_BYTES)"
                 )
         return ""
+
+
+def _preference(group: DeviceGroup, there: Sequence[Place]) -> tuple[bool, int]:
+    """Return what groups are sorted by: of a pool, those that nobody uses come last."""
+    return (bool(group.pool) and not there, len(there))
 
 
 def _sampler_need(key: str, asks: Asks) -> Need:

@@ -164,19 +164,20 @@ def resources_of(
 
 
 def most_memory(spec: WorkerSpec, settings: GatewaySettings, *, group: str = "") -> int:
-    """Return what a pod of a worker requests at most on the pools, or the pool, that it may be on.
-    Raises `InvalidRequest`."""
+    """Return what a pod of a worker requests at most on the pools, or the pool, that it may be on;
+    0 if there is none. Raises `InvalidRequest`."""
     if spec.host_memory:
         return spec.host_memory
     model = _size_of(settings.data_dir / spec.model_path)
     ranks = (spec.trainer or settings.trainer).ranks if spec.kind == "trainer" else 1
-    return max(
+    requested = (
         resources_of(spec, model, pool=pool, settings=settings).memory
         for pool in settings.claim_pools
         if spec.kind in pool.roles
         and group in ("", pool.name, *(f"{pool.name}-{n}" for n in range(pool.claims)))
         and ranks <= pool.devices * pool.nodes
     )
+    return max(requested, default=0)
 
 
 @lru_cache(maxsize=256)
