@@ -119,7 +119,8 @@ def create_app(
 
     @asynccontextmanager
     async def serving(app: FastAPI, *, lease: int = 0) -> AsyncIterator[None]:
-        epoch = Epoch(number=lease or epoch_without_lease(), superseded=superseded)
+        number = lease or epoch_without_lease(of_cluster=settings.launcher == "kubernetes")
+        epoch = Epoch(number=number, superseded=superseded)
         found = Gateway.open(
             settings,
             launcher=launcher or make_launcher(settings, epoch),

@@ -91,8 +91,11 @@ class TrainerHost:
         return self._places.explain(self.key)
 
     def explain(self) -> str:
-        """Say what it waits for before it has its devices; "" if it does not."""
-        return self._lease.explain() if self._lease is not None else ""
+        """Say what it waits for before it has its devices, or has started; "" if it does not."""
+        if self._lease is not None and (queue := self._lease.explain()):
+            return queue
+        waits = self._fleet.explain(self.key)
+        return f"the trainer is starting: {waits}" if waits else ""
 
     def was_at(self, run_id: str) -> bool:
         """Whether a process that ended was at an operation of this run, as far as can be known."""
@@ -219,6 +222,7 @@ class TrainerHost:
             first_run=run.id,
             model=run.model,
             training=run.training,
+            place=self.key,
             trainer=run.asks.trainer_settings(self._settings.trainer),
             start_timeout=run.asks.start_timeout,
             group=self.place.group.name,

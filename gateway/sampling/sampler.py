@@ -251,7 +251,8 @@ class Sampler:
         if waits:
             return f"the sampler is not started yet ({age:.0f} s): {waits}"
         why = f"; it failed before: {self.reason}" if self.reason else ""
-        return f"the sampler is starting ({age:.0f} s){why}"
+        starts = f": {waits}" if (waits := self.fleet.explain(self.key)) else ""
+        return f"the sampler is starting ({age:.0f} s){starts}{why}"
 
     async def _answer(self, sample: Sample) -> None:
         outcome: Outcome
@@ -539,6 +540,7 @@ class Sampler:
                     model=self.model,
                     sampler=self._engine_settings(self._slot.place),
                     max_lora_rank=self.max_lora_rank,
+                    place=self.key,
                     group=self._slot.place.group.name,
                     devices=self._slot.place.devices,
                     host_memory=self._slot.place.host_memory,

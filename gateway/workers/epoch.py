@@ -33,8 +33,9 @@ class Epoch:
             raise GatewaySuperseded(reason) from error
 
 
-def epoch_without_lease() -> int:
+def epoch_without_lease(*, of_cluster: bool = False) -> int:
     """Return the epoch of a gateway with SQLite, which the lock of the data directory keeps alone:
     the milliseconds since this machine started, which its agent and its workers do not outlive. No
-    clock that is set back makes it lower than the one before, which nothing has noted."""
-    return time.monotonic_ns() // 10**6
+    clock that is set back makes it lower than the one before, which nothing has noted. Pods `of` a
+    `cluster` outlive it: for them it is the milliseconds since 1970."""
+    return (time.time_ns() if of_cluster else time.monotonic_ns()) // 10**6

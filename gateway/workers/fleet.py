@@ -153,6 +153,8 @@ class Fleet:
         self._ends: dict[tuple[str, bool], asyncio.Task[None]] = {}
         self._left: dict[str, WorkerHandle] = {}
         self._left_engines: list[WorkerHandle] = []
+        self._starting: dict[str, str] = {}
+        """By the key of its place, the worker that starts there."""
         self._log = get_log()
 
     async def open(self) -> None:
@@ -321,6 +323,7 @@ class Fleet:
         trainer: TrainerSettings | None = None,
         sampler: SamplerSettings | None = None,
         max_lora_rank: int = 0,
+        place: str = "",
         group: str = "",
         devices: tuple[str, ...] = (),
         host_memory: int = 0,
@@ -333,10 +336,11 @@ class Fleet:
 
         `run_id` is the run that a trainer was made for, which names it, and `first_run` the one
         that it begins with. `training` says what it trains, and `trainer` how; `sampler` says how a
-        sampler serves, and `max_lora_rank` the largest rank of its adapters. `group`, `devices` and
-        `host_memory` are those of its place. `on_exit` is called with a sentence when the worker
-        ends without having been stopped. A worker that crashes in native code before it is ready,
-        or ends in that very moment, is started a second time.
+        sampler serves, and `max_lora_rank` the largest rank of its adapters. `place` is the key of
+        its place, and `group`, `devices` and `host_memory` are what it has there. `on_exit` is
+        called with a sentence when the worker ends without having been stopped. A worker that
+        crashes in native code before it is ready, or ends in that very moment, is started a second
+        time.
         Raises `WorkerStartFailed`; then nothing of the worker is left.
         """
         settings = self.settings
@@ -361,14 +365,20 @@ class Fleet:
             sampler=sampler and sampler.model_copy(update={"max_lora_rank": max_lora_rank}),
         )
         try:
-            return await self._start(spec, on_exit)
+            return await self._start(spec, on_exit, place)
         except WorkerCrashed as error:
             self._log.warning("worker_started_again", session_id=session_id, reason=error.message)
         again = {
             "worker_id": self._new_id(kind, session_id),
             "secret": secrets.token_urlsafe(32),
         }
-        return await self._start(spec.model_copy(update=again), on_exit)
+        return await self._start(spec.model_copy(update=again), on_exit, place)
+
+    def explain(self, place: str) -> str:
+        """Say what the worker that starts at a place waits for; "" if none does, or for nothing."""
+        if (worker_id := self._starting.get(place)) is None:
+            return ""
+        return self.launcher.explain(worker_id)
 
     async def stop(self, worker: Worker, *, reason: str, at_once: bool = False) -> None:
         """Stop a worker, or kill it `at_once`; return when nothing of it is left, however long that
@@ -439,8 +449,8 @@ class Fleet:
         self._next_number[prefix] += 1
         return f"{prefix}-{number}"
 
-    async def _start(self, spec: WorkerSpec, on_exit: Callable[[str], None]) -> Worker:
-        worker_id = spec.worker_id
+    async def _start(self, spec: WorkerSpec, on_exit: Callable[[str], None], place: str) -> Worker:
+        worker_id = self._starting[place] = spec.worker_id
         record = self._add_record(spec, on_exit)
         self.database.write_soon(
             insert(workers),
@@ -468,6 +478,9 @@ class Fleet:
             if isinstance(error, WorkerMayRun):
                 raise WorkerStartFailed(error.message) from error
             raise
+        finally:
+            if self._starting.get(place) == worker_id:
+                del self._starting[place]
         self._log.info(
             "worker_ready",
             worker_id=worker_id,

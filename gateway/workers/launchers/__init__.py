@@ -1,9 +1,9 @@
 """Launchers start workers, learn that they are ready or gone, and stop them.
 
 `base` is the seam that the rest of the gateway codes against; `agent` implements it with an agent
-(`tandem.agent`), of this host or of another one, and `agents` with two of them. To add a launcher,
-implement `base.Launcher` in a module of its own and give it a name in `make_launcher`:
-`TANDEM_LAUNCHER` selects it by that name.
+(`tandem.agent`), of this host or of another one, and `agents` with two of them; `kubernetes` with
+the API server of a cluster. To add a launcher, implement `base.Launcher` in a module of its own and
+give it a name in `make_launcher`: `TANDEM_LAUNCHER` selects it by that name.
 """
 
 from __future__ import annotations
@@ -30,8 +30,20 @@ def make_launcher(settings: GatewaySettings, epoch: Epoch) -> Launcher:
     match settings.launcher:
         case "agent":
             return _agents(settings, epoch)
+        case "kubernetes":
+            return _kubernetes(settings, epoch)
         case unknown:
-            raise InvalidRequest(f"unknown TANDEM_LAUNCHER {unknown!r}; known: agent")
+            raise InvalidRequest(f"unknown TANDEM_LAUNCHER {unknown!r}; known: agent, kubernetes")
+
+
+def _kubernetes(settings: GatewaySettings, epoch: Epoch) -> Launcher:
+    try:
+        from gateway.workers.launchers.kubernetes.launcher import kubernetes_launcher
+    except ModuleNotFoundError as error:
+        raise InvalidRequest(
+            f"TANDEM_LAUNCHER=kubernetes needs the package {error.name}: install tandem[kubernetes]"
+        ) from error
+    return kubernetes_launcher(settings, epoch)
 
 
 def _agents(settings: GatewaySettings, epoch: Epoch) -> Launcher:

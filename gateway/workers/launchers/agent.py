@@ -194,6 +194,9 @@ class AgentLauncher:
             return WorkerDetails()
         return WorkerDetails(pid=worker.pid, log_path=Path(worker.log_path))
 
+    def explain(self, worker_id: str) -> str:
+        return ""  # a process waits for nobody
+
     def watch(self) -> AsyncIterator[WorkerExit]:
         queue: asyncio.Queue[WorkerExit | None] = asyncio.Queue()
         self._watchers.append(queue)

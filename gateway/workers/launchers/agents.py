@@ -49,6 +49,9 @@ class AgentsLauncher:
     def describe(self, worker_id: str) -> WorkerDetails:
         return self._of(worker_id).describe(worker_id)
 
+    def explain(self, worker_id: str) -> str:
+        return self._of(worker_id).explain(worker_id)
+
     def watch(self) -> AsyncIterator[WorkerExit]:
         """An exit is missed by nobody who has asked for them: each launcher notes that at once."""
         return _merged([each.watch() for each in self.by_kind.values()])

@@ -79,6 +79,10 @@ class Launcher(Protocol):
         """Return what this launcher can show of a worker; empty for one that it does not run."""
         ...
 
+    def explain(self, worker_id: str) -> str:
+        """Say what a worker that starts waits for; "" for nothing, or for what is not known."""
+        ...
+
     def watch(self) -> AsyncIterator[WorkerExit]:
         """Yield every exit that was not requested and that no `start` or `wait_ready` raised.
 

@@ -53,6 +53,7 @@ class FakeLauncher:
         self.crashes = 0  # starts that crash from now on
         self.start_gate = asyncio.Event()
         self.start_gate.set()
+        self.waits_for = ""
         self.health = FakeHealth()  # of all workers
         self._servers: dict[str, grpc.aio.Server] = {}
         self._exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
@@ -113,6 +114,9 @@ class FakeLauncher:
 
     async def describe_host(self) -> Host:
         return self._host
+
+    def explain(self, worker_id: str) -> str:
+        return self.waits_for
 
     def describe(self, worker_id: str) -> WorkerDetails:
         return WorkerDetails(pid=1, log_path=Path("log"))

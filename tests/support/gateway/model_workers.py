@@ -592,6 +592,9 @@ class ModelLauncher:
     def describe(self, worker_id: str) -> WorkerDetails:
         return WorkerDetails()
 
+    def explain(self, worker_id: str) -> str:
+        return ""
+
     async def watch(self) -> AsyncIterator[WorkerExit]:
         # A queue of its own: that of a dead gateway would wake the dead one alone.
         before, exits = self._host.exits, asyncio.Queue()

@@ -33,6 +33,9 @@ class NoFleet:
     async def start(self, **_about):
         await asyncio.Event().wait()
 
+    def explain(self, _place):
+        return ""
+
 
 def make_sampler(session_id: str, *, fleet, places: Places) -> Sampler:
     return Sampler(

@@ -1,0 +1,306 @@
+"""Calls to the API server, on objects as they are on the wire.
+
+The generated classes of the client refuse fields that they do not know, which a newer server
+sends: so the client is used for its configuration, its credentials and its connections, and what is
+read of an answer is said in `observed`.
+
+A call that the server does not answer, or answers with 429 or 5xx, is made again with growing
+pauses, at least as long as the server asks for, until its time is over. While the server does not
+answer, one call at a time asks whether it does again: fifty that wait are no storm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import aiohttp
+import orjson
+from kubernetes.aio.client import ApiClient
+from kubernetes.aio.client.rest import RESTResponse
+
+from gateway.workers.launchers.kubernetes.templates import Object
+
+_FIRST_PAUSE = 0.25
+_LONGEST_PAUSE = 15.0
+_JITTER = 0.3
+_AT_ONCE = 16
+_SILENCE = 150.0
+"""Seconds after which a watch that brings nothing, not even a bookmark, is begun again."""
+
+
+@dataclass(frozen=True)
+class Resource:
+    """A kind of object, and where the API server has it."""
+
+    kind: str
+    api_version: str
+    plural: str
+
+    @property
+    def path(self) -> str:
+        root = "/apis" if "/" in self.api_version else "/api"
+        return f"{root}/{self.api_version}/namespaces/{{namespace}}/{self.plural}"
+
+
+PODS = Resource("Pod", "v1", "pods")
+SECRETS = Resource("Secret", "v1", "secrets")
+SERVICES = Resource("Service", "v1", "services")
+DEPLOYMENTS = Resource("Deployment", "apps/v1", "deployments")
+EVENTS = Resource("Event", "v1", "events")
+CLAIMS = Resource("ResourceClaim", "resource.k8s.io/v1", "resourceclaims")
+
+
+class ApiFault(Exception):
+    """A call failed.
+
+    ApiFault
+    ├── Unanswered: the server did not answer, or could not, for as long as the call had
+    └── Refused: it answered that it will not, with a status below 500
+    """
+
+
+class Unanswered(ApiFault):
+    """It is not known whether the call was carried out."""
+
+
+class Refused(ApiFault):
+    """`reason` is the server's word for it, such as "AlreadyExists"."""
+
+    def __init__(self, *, status: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The objects of a list, and the version of the whole, from which a watch goes on."""
+
+    items: list[Object]
+    version: str
+
+
+@dataclass(frozen=True)
+class WatchEvent:
+    """`type` is ADDED, MODIFIED, DELETED or BOOKMARK."""
+
+    type: str
+    object: Object
+
+
+class Api:
+    """`connect` returns the client, when the first call is made. `timeout` is of one request,
+    `patience` of a call with all its repetitions; both in seconds."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Awaitable[ApiClient]],
+        *,
+        namespace: str,
+        timeout: float = 30.0,
+        patience: float = 60.0,
+    ) -> None:
+        self._connect = connect
+        self._client: ApiClient | None = None
+        self._connecting = asyncio.Lock()
+        self._namespace = namespace
+        self._timeout = timeout
+        self._patience = patience
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._asking = asyncio.Lock()
+        self._failures = 0
+        self._said = "too many calls wait"
+        self._resume_at = 0.0
+
+    async def create(self, resource: Resource, body: Object) -> Object:
+        """Unknown fields are refused, which would be dropped silently otherwise."""
+        query = {"fieldValidation": "Strict"}
+        return await self._call(_Request("POST", resource.path, query=query, body=body))
+
+    async def read(self, resource: Resource, name: str) -> Object | None:
+        """Return the object as it is now; None if there is none."""
+        try:
+            return await self._call(_Request("GET", resource.path + "/{name}", name=name))
+        except Refused as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def delete(
+        self, resource: Resource, name: str, *, uid: str = "", grace: int | None = None
+    ) -> bool:
+        """Return whether there was one: that with the `uid`. `grace`: how many seconds a pod may
+        take to end; 0 forgets it though its node has not said that it has."""
+        body: Object = {"kind": "DeleteOptions", "apiVersion": "v1"}
+        if uid:
+            body["preconditions"] = {"uid": uid}
+        if grace is not None:
+            body["gracePeriodSeconds"] = grace
+        try:
+            await self._call(_Request("DELETE", resource.path + "/{name}", name=name, body=body))
+        except Refused as error:
+            if error.status != 404 and not (uid and error.status == 409):
+                raise
+            return False
+        return True
+
+    async def list(self, resource: Resource, *, labels: str = "", fields: str = "") -> Listed:
+        query = _selectors(labels=labels, fields=fields)
+        answer = await self._call(_Request("GET", resource.path, query=query))
+        return Listed(answer.get("items") or [], answer["metadata"].get("resourceVersion", ""))
+
+    async def log(self, pod: str, *, container: str, lines: int) -> str:
+        """Return the last lines of what a container has written."""
+        query = {"container": container, "tailLines": str(lines)}
+        request = _Request("GET", PODS.path + "/{name}/log", name=pod, query=query)
+        return (await self._send(request)).decode(errors="replace")
+
+    async def watch(
+        self, resource: Resource, *, version: str, labels: str, seconds: float
+    ) -> AsyncIterator[WatchEvent]:
+        """Yield what becomes of the objects after a version, for so many seconds or until the
+        connection ends. Raises `Unanswered`, and `Refused` with status 410 when the version is too
+        old."""
+        query = _selectors(labels=labels) | {
+            "watch": "true",
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(int(seconds)),
+        }
+        patient = aiohttp.ClientTimeout(sock_connect=self._timeout, sock_read=_SILENCE)
+        request = _Request("GET", resource.path, query=query)
+        try:
+            async with self._answer(request, patient) as answer:
+                if answer.status != 200:
+                    raise _refused(answer.status, await answer.read())
+                async for line in answer.response.content:
+                    event = orjson.loads(line)
+                    if event["type"] == "ERROR":
+                        status = event["object"]
+                        raise _refused(status.get("code", 500), orjson.dumps(status))
+                    yield WatchEvent(event["type"], event["object"])
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise Unanswered(f"a watch of {resource.plural} broke: {_said(error)}") from error
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def _call(self, request: _Request) -> Object:
+        answer: Object = orjson.loads(await self._send(request))
+        return answer
+
+    async def _send(self, request: _Request) -> bytes:
+        """Return the answer's body. Raises `Refused` or `Unanswered`."""
+        pause = _FIRST_PAUSE
+        try:
+            async with asyncio.timeout(self._patience):
+                while True:
+                    try:
+                        return await self._send_in_turn(request)
+                    except _Again as again:
+                        await asyncio.sleep(max(again.pause, _jittered(pause)))
+                        pause = min(2 * pause, _LONGEST_PAUSE)
+        except TimeoutError:
+            raise Unanswered(f"the API server does not answer ({self._said})") from None
+
+    async def _send_in_turn(self, request: _Request) -> bytes:
+        async with self._slots:
+            if not self._failures:
+                return await self._exchange(request)
+            async with self._asking:
+                if (wait := self._resume_at - asyncio.get_running_loop().time()) > 0:
+                    await asyncio.sleep(wait)
+                return await self._exchange(request)
+
+    async def _exchange(self, request: _Request) -> bytes:
+        """Send one request. Raises `_Again` when it is to be repeated."""
+        bound = aiohttp.ClientTimeout(total=self._timeout)
+        try:
+            async with (
+                asyncio.timeout(self._timeout),
+                self._answer(request, bound) as answer,
+            ):
+                content: bytes = await answer.read()
+                status, asked = answer.status, answer.headers.get("Retry-After", "")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._failed(_said(error), 0.0) from error
+        if status in (401, 429) or status >= 500:
+            said = f"{status} {_refused(status, content)}"
+            raise self._failed(said, float(asked) if asked.isdecimal() else 0.0)
+        self._failures = 0
+        if status >= 400:
+            raise _refused(status, content)
+        return content
+
+    def _failed(self, why: str, asked: float) -> _Again:
+        self._failures += 1
+        self._said = why
+        pause = min(_FIRST_PAUSE * 2.0 ** min(self._failures, 16), _LONGEST_PAUSE)
+        self._resume_at = asyncio.get_running_loop().time() + max(asked, _jittered(pause))
+        return _Again(pause=asked)
+
+    @asynccontextmanager
+    async def _answer(
+        self, request: _Request, timeout: aiohttp.ClientTimeout
+    ) -> AsyncIterator[RESTResponse]:
+        async with self._connecting:
+            client = self._client = self._client or await self._connect()
+        serialized = await client.param_serialize(
+            request.method,
+            request.path,
+            path_params={"namespace": self._namespace, "name": request.name},
+            query_params=list(request.query.items()),
+            header_params={"Accept": "application/json", "Content-Type": "application/json"},
+            body=request.body,
+            auth_settings=["BearerToken"],
+        )
+        answer = await client.call_api(*serialized, _request_timeout=timeout)
+        try:
+            yield answer
+        finally:
+            answer.response.close()
+
+
+@dataclass(frozen=True)
+class _Request:
+    method: str
+    path: str
+    name: str = ""
+    query: Mapping[str, str] = field(default_factory=dict)
+    body: Object | None = None
+
+
+class _Again(Exception):
+    """The request is to be repeated, not before `pause` seconds."""
+
+    def __init__(self, *, pause: float) -> None:
+        super().__init__()
+        self.pause = pause
+
+
+def _selectors(*, labels: str = "", fields: str = "") -> dict[str, str]:
+    chosen = {"labelSelector": labels, "fieldSelector": fields}
+    return {key: value for key, value in chosen.items() if value}
+
+
+def _refused(status: int, content: bytes) -> Refused:
+    try:
+        said = orjson.loads(content)
+        return Refused(
+            status=status, reason=said.get("reason") or "", message=said.get("message") or ""
+        )
+    except (orjson.JSONDecodeError, AttributeError):  # a proxy's page
+        return Refused(status=status, reason="", message=content[:200].decode(errors="replace"))
+
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _jittered(pause: float) -> float:
+    return pause * (1 + _JITTER * random.random())

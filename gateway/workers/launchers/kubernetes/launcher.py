@@ -1,0 +1,338 @@
+"""`KubernetesLauncher` starts workers as pods, by the API server of a cluster.
+
+`kubernetes_launcher` makes the one that the settings describe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, Configuration
+from pydantic import ValidationError
+
+from gateway.workers.epoch import Epoch
+from gateway.workers.launchers.kubernetes.api import SECRETS, Api, ApiFault, Refused
+from gateway.workers.launchers.kubernetes.maker import WorkerMaker
+from gateway.workers.launchers.kubernetes.objects import SPEC_KEY, WORKER_ID, Home
+from gateway.workers.launchers.kubernetes.observed import Pod
+from gateway.workers.launchers.kubernetes.reconcile import AT_ONCE, Reconciler
+from gateway.workers.launchers.kubernetes.worker import Deadlines, Worker
+from tandem.agent.worker_process import wait_until_serving
+from tandem.authority import Authority
+from tandem.cluster_settings import KubernetesSettings
+from tandem.errors import InvalidRequest, SuspendFailed, WorkerMayRun, WorkerStartFailed
+from tandem.host import Host
+from tandem.settings import GatewaySettings
+from tandem.telemetry import get_log
+from tandem.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec
+
+_BEYOND_STOP = 30.0
+"""Seconds that a node may need beyond a worker's own, to end its pod and to say so."""
+_FIRST_LIST = 60.0
+_PATIENCE = 2
+"""Times the timeout of a request, for a call with its repetitions."""
+_REMEMBERED = 256
+"""Exits that are told to a watcher that comes later."""
+
+
+class Serving(Protocol):
+    """Returns "" once a worker's health is SERVING, else the last answer in words; gives up after
+    `timeout` seconds."""
+
+    def __call__(self, handle: WorkerHandle, *, timeout: float) -> Coroutine[Any, Any, str]: ...
+
+
+class KubernetesLauncher:
+    """Implements `Launcher`.
+
+    `serving` asks a worker's health. `stop_timeout` is how long workers may take to end.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        maker: WorkerMaker,
+        *,
+        settings: KubernetesSettings,
+        stop_timeout: float,
+        epoch: Epoch,
+        serving: Serving = wait_until_serving,
+    ) -> None:
+        self._api = api
+        self._maker = maker
+        self._stop_timeout = stop_timeout
+        self._serving = serving
+        self._reconciler = Reconciler(
+            api,
+            instance=settings.instance,
+            epoch=epoch.number,
+            handle_of=maker.handle_of,
+            idle_seconds=maker.idle_seconds,
+            deadlines=Deadlines(
+                pending=settings.pending_timeout,
+                pull=settings.pull_timeout,
+                node_lost=settings.node_lost,
+                poll=settings.pending_poll,
+            ),
+            resync=settings.resync,
+            ended=self._note_end,
+            superseded=epoch.superseded,
+        )
+        self._watchers: list[asyncio.Queue[WorkerExit | None]] = []
+        self._ended: OrderedDict[str, WorkerExit] = OrderedDict()
+        self._opened = self._closed = False
+        self._log = get_log()
+
+    @property
+    def reports(self) -> bool:
+        return self._reconciler.current
+
+    async def start(self, spec: WorkerSpec) -> WorkerHandle:
+        if self._closed:
+            raise WorkerStartFailed("the launcher is closed")
+        if spec.worker_id in self._reconciler.workers:
+            raise WorkerStartFailed(f"worker {spec.worker_id} runs already")
+        self._open()
+        try:
+            completed, objects = await self._maker.make(spec)
+        except InvalidRequest as error:
+            raise WorkerStartFailed(
+                f"the {spec.kind} cannot be started: {error.message}"
+            ) from error
+        worker = self._reconciler.want(completed, objects)
+        await self._until(worker, worker.running)
+        self._log.info("worker_started", worker_id=spec.worker_id, session_id=spec.session_id)
+        return worker.running.result()
+
+    async def wait_ready(self, worker_id: str) -> None:
+        worker = self._reconciler.workers.get(worker_id)
+        if worker is None or not worker.running.done():
+            ended = self._ended.get(worker_id)
+            raise WorkerStartFailed(ended.reason if ended else f"worker {worker_id} does not run")
+        handle, spec = worker.running.result(), worker.spec
+        left = worker.started_at + spec.start_timeout - asyncio.get_running_loop().time()
+        if worker.ready:
+            return
+        check = asyncio.create_task(self._serving(handle, timeout=max(0.0, left)))
+        try:
+            await self._until(worker, check)
+            if answer := check.result():
+                reason = (
+                    f"the {spec.kind} did not become ready ({answer}; it had "
+                    f"{spec.start_timeout:g} s to start)"
+                )
+                self._reconciler.fail(worker, reason)
+                await self._until(worker, worker.lost)
+            worker.ready = True
+        finally:
+            check.cancel()
+
+    async def _until(self, worker: Worker, step: asyncio.Future[Any]) -> None:
+        """Return when the step is done. Raises `WorkerStartFailed` when the worker has failed and
+        nothing of it is left, and `WorkerMayRun` when that is not known in time."""
+        worker.awaited = True
+        try:
+            await asyncio.wait({step, worker.lost}, return_when=asyncio.FIRST_COMPLETED)
+            if worker.failure is None:
+                return
+            await self._await_end(worker.worker_id)
+            raise worker.failure
+        finally:
+            worker.awaited = False
+
+    async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
+        self._open()
+        grace = AT_ONCE if at_once else max(AT_ONCE, round(self._stop_timeout))
+        self._reconciler.end(worker_id, grace=grace)
+        await self._await_end(worker_id)
+
+    async def _await_end(self, worker_id: str) -> None:
+        """Return when nothing of a worker that ends is left. Raises `WorkerMayRun`."""
+        gone = self._reconciler.gone(worker_id)
+        if gone is None:
+            return
+        await asyncio.wait({gone}, timeout=2 * self._stop_timeout + _BEYOND_STOP)
+        if not gone.done():
+            raise WorkerMayRun(self._reconciler.why_left(worker_id))
+
+    async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
+        raise SuspendFailed(
+            "what a pod has on its devices cannot be moved from outside: a leased worker on a "
+            "cluster needs a backend that can sleep"
+        )
+
+    async def resume(self, worker_id: str, *, lease: int, timeout: float) -> None:
+        raise SuspendFailed("no pod is ever suspended")
+
+    async def list(self) -> list[WorkerHandle]:
+        """Those whose pods have all begun to run go on; their specifications, with their secrets,
+        are in the cluster."""
+        self._open()
+        reconciler = self._reconciler
+        try:
+            async with asyncio.timeout(_FIRST_LIST):
+                for view in reconciler.views:
+                    await view.listed.wait()
+            await self._maker.find_owner(self._api)
+            specs = await self._read_specs()
+        except (TimeoutError, ApiFault) as error:
+            raise WorkerMayRun(
+                f"the cluster cannot be asked for its workers: {error or 'no answer'}"
+            ) from error
+        for worker_id, spec in specs.items():
+            if worker_id in reconciler.workers:
+                continue
+            if _all_run(reconciler.pods.of(worker_id), nodes=self._maker.nodes_of(spec)):
+                reconciler.adopt(spec)
+        reconciler.sweeps = True
+        starting = [each for each in reconciler.workers.values() if not each.running.done()]
+        others = {*reconciler.unwanted(), *(each.worker_id for each in starting)}
+        for worker_id in others:
+            reconciler.end(worker_id, grace=AT_ONCE)
+        await asyncio.gather(*(self._await_end(each) for each in others))
+        return [each.running.result() for each in reconciler.workers.values()]
+
+    async def _read_specs(self) -> dict[str, WorkerSpec]:
+        listed = await self._api.list(SECRETS, labels=self._reconciler.secrets.labels)
+        specs: dict[str, WorkerSpec] = {}
+        for secret in listed.items:
+            worker_id = secret["metadata"].get("annotations", {}).get(WORKER_ID, "")
+            try:
+                text = base64.b64decode(secret.get("data", {}).get(SPEC_KEY, ""))
+                specs[worker_id] = WorkerSpec.model_validate_json(text)
+            except (ValidationError, ValueError):
+                self._log.error("specification_unreadable", worker_id=worker_id)
+        return specs
+
+    async def describe_host(self) -> Host:
+        """A cluster's memory and devices are its scheduler's to divide."""
+        return Host("cluster", cores=(), memory_bytes=0)
+
+    def describe(self, worker_id: str) -> WorkerDetails:
+        return WorkerDetails()
+
+    def explain(self, worker_id: str) -> str:
+        worker = self._reconciler.workers.get(worker_id)
+        return worker.says if worker is not None else ""
+
+    def watch(self) -> AsyncIterator[WorkerExit]:
+        self._open()
+        queue: asyncio.Queue[WorkerExit | None] = asyncio.Queue()
+        for exit_ in self._ended.values():
+            queue.put_nowait(exit_)
+        self._watchers.append(queue)
+        if self._closed:
+            queue.put_nowait(None)
+        return self._exits(queue)
+
+    async def _exits(self, queue: asyncio.Queue[WorkerExit | None]) -> AsyncIterator[WorkerExit]:
+        """Yield what comes through the queue until `None`."""
+        try:
+            while (exit_ := await queue.get()) is not None:
+                yield exit_
+        finally:
+            self._watchers.remove(queue)
+
+    async def close(self, *, leaving: bool = False) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if not leaving:
+            workers = tuple(self._reconciler.workers)
+            stops = (self.stop(each) for each in workers)
+            ends = await asyncio.gather(*stops, return_exceptions=True)
+            for worker_id, fault in zip(workers, ends, strict=True):
+                if fault is not None:
+                    self._log.error("worker_not_stopped", worker_id=worker_id, reason=str(fault))
+        await self._reconciler.close()
+        await self._api.close()
+        for queue in self._watchers:
+            queue.put_nowait(None)
+
+    def _open(self) -> None:
+        if not self._opened:
+            self._opened = True
+            self._reconciler.open()
+
+    def _note_end(self, worker: Worker) -> None:
+        """Tell the watchers of a worker of which nothing is left, unless somebody awaits it."""
+        assert worker.failure is not None
+        if worker.awaited or not worker.running.done():  # `start` or `wait_ready` tells it
+            return
+        exit_ = WorkerExit(worker_id=worker.worker_id, reason=worker.failure.message)
+        self._log.error("worker_ended", worker_id=worker.worker_id, reason=exit_.reason)
+        self._ended[worker.worker_id] = exit_
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+        for queue in self._watchers:
+            queue.put_nowait(exit_)
+
+
+def _all_run(pods: list[Pod], *, nodes: int) -> bool:
+    """Whether each of a worker's pods runs, as far as is known."""
+    return len(pods) == nodes and all(
+        pod.status.phase == "Running" and pod.status.pod_ip and not pod.deleted for pod in pods
+    )
+
+
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+def kubernetes_launcher(settings: GatewaySettings, epoch: Epoch) -> KubernetesLauncher:
+    """Raises `InvalidRequest` for settings with which no pod could be made."""
+    cluster = settings.kubernetes
+    if settings.tls_dir is None:
+        raise InvalidRequest(
+            "TANDEM_LAUNCHER=kubernetes needs TANDEM_TLS_DIR, the certificate authority that signs "
+            "the workers' certificates; `tandem tls create` makes one"
+        )
+    home = Home(
+        settings=cluster,
+        namespace=cluster.namespace or _own_namespace(),
+        volume=cluster.volume_path or settings.data_dir,
+        epoch=epoch.number,
+    )
+    api = Api(
+        partial(_connect, cluster.kubeconfig),
+        namespace=home.namespace,
+        timeout=cluster.api_timeout,
+        patience=_PATIENCE * cluster.api_timeout,
+    )
+    return KubernetesLauncher(
+        api,
+        WorkerMaker(settings=settings, authority=Authority.read(settings.tls_dir), home=home),
+        settings=cluster,
+        stop_timeout=settings.worker_stop_timeout,
+        epoch=epoch,
+    )
+
+
+def _own_namespace() -> str:
+    try:
+        return _NAMESPACE_FILE.read_text().strip()
+    except OSError:
+        raise InvalidRequest(
+            "TANDEM_KUBERNETES_NAMESPACE is not set, and this is no pod of a cluster"
+        ) from None
+
+
+async def _connect(kubeconfig: Path | None) -> ApiClient:
+    """Return a client with the pod's own credentials, or with those of a file."""
+    configuration = Configuration()
+    try:
+        if kubeconfig is None:
+            config.load_incluster_config(client_configuration=configuration)
+        else:
+            await config.load_kube_config(
+                config_file=str(kubeconfig), client_configuration=configuration
+            )
+    except (config.ConfigException, OSError) as error:
+        raise Refused(status=0, reason="", message=f"no access to a cluster: {error}") from error
+    return ApiClient(configuration)

@@ -1,0 +1,98 @@
+"""What a worker's pods are told and what they are made of, out of the gateway's settings."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gateway.workers.launchers.kubernetes.api import DEPLOYMENTS, Api
+from gateway.workers.launchers.kubernetes.objects import (
+    METRICS_PORT,
+    PORT,
+    Home,
+    WorkerObjects,
+    nodes_of,
+    render_worker,
+    spec_of_pod,
+)
+from gateway.workers.launchers.kubernetes.resources import ModelSize, model_size, resources_of
+from gateway.workers.launchers.kubernetes.templates import read_templates
+from tandem.authority import Authority
+from tandem.cluster_settings import ClaimPoolSettings
+from tandem.errors import WorkerStartFailed
+from tandem.settings import GatewaySettings
+from tandem.telemetry import get_log
+from tandem.worker import WorkerHandle, WorkerSpec
+
+
+@dataclass(eq=False)
+class WorkerMaker:
+    """`authority` signs the workers' certificates; `home` is where their objects are, and who owns
+    them once that is known."""
+
+    settings: GatewaySettings
+    authority: Authority
+    home: Home
+
+    def __post_init__(self) -> None:
+        self._templates = read_templates(self.settings.kubernetes)
+        self._sizes: dict[Path, ModelSize] = {}
+        self._log = get_log()
+
+    async def find_owner(self, api: Api) -> None:
+        """Learn who owns the objects: the gateway's Deployment, if it runs as one."""
+        name = self.settings.kubernetes.instance
+        deployment = await api.read(DEPLOYMENTS, name)
+        if deployment is None:
+            self._log.warning("no_deployment", name=name, hint="TANDEM_KUBERNETES_INSTANCE")
+            return
+        self.home = replace(self.home, owner=deployment["metadata"]["uid"])
+
+    async def make(self, spec: WorkerSpec) -> tuple[WorkerSpec, WorkerObjects]:
+        """Return what a worker is told in its pods, and its objects. Raises `InvalidRequest` for a
+        model whose size cannot be read."""
+        pool = self._pool_of(spec.group)
+        size = None
+        if not spec.host_memory:
+            size = await asyncio.to_thread(self._size_of, self.settings.data_dir / spec.model_path)
+        resources = resources_of(spec, size, pool=pool, settings=self.settings)
+        certificate = self.authority.issue(spec.worker_id)
+        spec = spec_of_pod(spec, pool=pool, home=self.home, tls=certificate)
+        template = self._templates[spec.kind]
+        objects = render_worker(
+            spec, pool=pool, template=template, resources=resources, home=self.home
+        )
+        return spec, objects
+
+    def handle_of(self, spec: WorkerSpec, address: str) -> WorkerHandle:
+        """Return that of a worker whose first pod has this address."""
+        host = f"[{address}]" if ":" in address else address
+        return WorkerHandle.of(spec, address=f"{host}:{PORT}", metrics_port=METRICS_PORT)
+
+    def nodes_of(self, spec: WorkerSpec) -> int:
+        """Return how many pods a worker has; 0 for one whose pool there is no more."""
+        pool = self._pools().get(spec.group.rpartition("-")[0])
+        return nodes_of(spec, pool) if pool is not None else 0
+
+    def idle_seconds(self, group: str) -> float:
+        """Return how long a group's claim is kept that nobody uses; one whose pool there is no
+        more is not."""
+        pool = self._pools().get(group.rpartition("-")[0])
+        return pool.idle if pool is not None else 0.0
+
+    def _pool_of(self, group: str) -> ClaimPoolSettings:
+        try:
+            return self._pools()[group.rpartition("-")[0]]
+        except KeyError:
+            raise WorkerStartFailed(
+                f"no pool of TANDEM_CLAIM_POOLS has the device group {group!r}"
+            ) from None
+
+    def _pools(self) -> dict[str, ClaimPoolSettings]:
+        return {each.name: each for each in self.settings.claim_pools}
+
+    def _size_of(self, path: Path) -> ModelSize:
+        if path not in self._sizes:
+            self._sizes[path] = model_size(path)
+        return self._sizes[path]

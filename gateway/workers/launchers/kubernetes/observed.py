@@ -1,0 +1,163 @@
+"""What is read of the cluster's objects: a few fields of each, whatever else a server may send."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+from gateway.workers.launchers.kubernetes.objects import EPOCH, WORKER_ID
+
+
+class Seen(BaseModel):
+    """A part of an object. What is absent has its default, what is unknown is left out."""
+
+    model_config = ConfigDict(frozen=True, alias_generator=to_camel, populate_by_name=True)
+
+
+class Metadata(Seen):
+    name: str
+    uid: str = ""
+    labels: dict[str, str] = Field(default_factory=dict)
+    annotations: dict[str, str] = Field(default_factory=dict)
+    creation_timestamp: datetime | None = None
+    deletion_timestamp: datetime | None = None
+    deletion_grace_period_seconds: int | None = None
+
+
+class Observed(Seen):
+    """An object of which it is enough to know whose it is."""
+
+    metadata: Metadata
+
+    @property
+    def name(self) -> str:
+        return self.metadata.name
+
+    @property
+    def worker_id(self) -> str:
+        """The worker whose object it is; "" for a claim, which several may use."""
+        return self.metadata.annotations.get(WORKER_ID, "")
+
+    @property
+    def epoch(self) -> int:
+        """Of the gateway that made it."""
+        epoch = self.metadata.annotations.get(EPOCH, "")
+        return int(epoch) if epoch.isdecimal() else 0
+
+    @property
+    def deleted(self) -> bool:
+        """Whether it was deleted, and something still holds it."""
+        return self.metadata.deletion_timestamp is not None
+
+
+# --- ResourceClaim ------------------------------------------------------------------------------
+
+
+class Consumer(Seen):
+    name: str
+
+
+class ClaimStatus(Seen):
+    reserved_for: list[Consumer] = Field(default_factory=list)
+
+
+class Claim(Observed):
+    status: ClaimStatus = ClaimStatus()
+
+
+# --- Event --------------------------------------------------------------------------------------
+
+
+class Event(Seen):
+    type: str = ""
+    reason: str = ""
+    message: str = ""
+    last_timestamp: datetime | None = None
+    event_time: datetime | None = None
+
+
+# --- Pod ----------------------------------------------------------------------------------------
+
+
+class PodClaim(Seen):
+    name: str
+    resource_claim_name: str = ""
+
+
+class Resources(Seen):
+    limits: dict[str, str] = Field(default_factory=dict)
+
+
+class ContainerSpec(Seen):
+    name: str
+    resources: Resources = Resources()
+
+
+class PodSpec(Seen):
+    node_name: str = ""
+    containers: list[ContainerSpec] = Field(default_factory=list)
+    resource_claims: list[PodClaim] = Field(default_factory=list)
+
+
+class Condition(Seen):
+    type: str
+    status: str
+    reason: str = ""
+    message: str = ""
+
+
+class Waiting(Seen):
+    reason: str = ""
+    message: str = ""
+
+
+class Running(Seen):
+    started_at: datetime | None = None
+
+
+class Terminated(Seen):
+    exit_code: int = 0
+    signal: int = 0
+    reason: str = ""
+    message: str = ""
+
+
+class ContainerState(Seen):
+    waiting: Waiting | None = None
+    running: Running | None = None
+    terminated: Terminated | None = None
+
+
+class Container(Seen):
+    name: str
+    image: str = ""
+    state: ContainerState = ContainerState()
+
+
+class PodStatus(Seen):
+    phase: str = "Pending"
+    reason: str = ""
+    message: str = ""
+    pod_ip: str = Field("", alias="podIP")
+    conditions: list[Condition] = Field(default_factory=list)
+    init_container_statuses: list[Container] = Field(default_factory=list)
+    container_statuses: list[Container] = Field(default_factory=list)
+
+
+class Pod(Observed):
+    spec: PodSpec = PodSpec()
+    status: PodStatus = PodStatus()
+
+    def condition(self, kind: str) -> Condition | None:
+        return next((each for each in self.status.conditions if each.type == kind), None)
+
+    @property
+    def claims(self) -> list[str]:
+        """The names of the claims that it holds."""
+        return [each.resource_claim_name for each in self.spec.resource_claims]
+
+    @property
+    def scheduled(self) -> bool:
+        return bool(self.spec.node_name)

@@ -1,0 +1,466 @@
+"""What should run, compared with what does run, and the difference carried out.
+
+What should run are the workers that were asked for (`want`) and not asked to end. What does run is
+what the views of the cluster show. `Reconciler` compares both for each worker of which something
+has changed, and every second for all that start or end; what it finds missing it makes, and what
+nobody wants it deletes. Every step may fail, or its outcome be unknown: then the next comparison
+finds what is still to be done. So it does not matter between which two steps a gateway died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from gateway.workers.launchers.kubernetes.api import (
+    CLAIMS,
+    EVENTS,
+    PODS,
+    SECRETS,
+    SERVICES,
+    Api,
+    Refused,
+)
+from gateway.workers.launchers.kubernetes.objects import (
+    CONTAINER,
+    GROUP,
+    GROUP_SPEC,
+    INSTANCE,
+    WORKER,
+    WorkerObjects,
+)
+from gateway.workers.launchers.kubernetes.observed import Claim, Event, Observed, Pod
+from gateway.workers.launchers.kubernetes.pods import node_is_lost, told_by_events, why_lost
+from gateway.workers.launchers.kubernetes.steps import Key, Steps, name_of
+from gateway.workers.launchers.kubernetes.templates import Object
+from gateway.workers.launchers.kubernetes.turns import Turns
+from gateway.workers.launchers.kubernetes.view import View
+from gateway.workers.launchers.kubernetes.worker import Deadlines, Failure, Worker
+from tandem.errors import WorkerCrashed, WorkerStartFailed, without_paths
+from tandem.telemetry import get_log
+from tandem.worker import WorkerHandle, WorkerSpec
+
+AT_ONCE = 1
+"""Seconds of grace for what is killed: with none, it would be forgotten before it is known to have
+ended."""
+_TICK = 1.0
+_TOGETHER = 0.02
+"""Seconds within which changes are looked at together."""
+_LOG_LINES = 5
+
+
+@dataclass(eq=False)
+class Ending:
+    """A worker of which nothing should be left; `worker` is one that has failed, whose end is to be
+    told."""
+
+    grace: int
+    gone: asyncio.Future[None]
+    worker: Worker | None = None
+
+
+class Reconciler:
+    """`handle_of` makes the handle of a worker at an address, and `idle_seconds` says how long a
+    group's claim is kept that nobody uses. `ended` is called with a worker that has failed, when
+    nothing of it is left, and `superseded` when the cluster has objects of a newer gateway; nothing
+    is touched after that."""
+
+    def __init__(
+        self,
+        api: Api,
+        *,
+        instance: str,
+        epoch: int,
+        handle_of: Callable[[WorkerSpec, str], WorkerHandle],
+        idle_seconds: Callable[[str], float],
+        deadlines: Deadlines,
+        resync: float,
+        ended: Callable[[Worker], None],
+        superseded: Callable[[], object],
+    ) -> None:
+        self.workers: dict[str, Worker] = {}
+        self.sweeps = False
+        """Whether what nobody wants is deleted: not before it is known what is wanted."""
+        self._api = api
+        self._epoch = epoch
+        self._handle_of = handle_of
+        self._idle_seconds = idle_seconds
+        self._deadlines = deadlines
+        self._ended = ended
+        self._superseded = superseded
+        self._is_superseded = False
+        self._endings: dict[str, Ending] = {}
+        self._steps = Steps(api, epoch=epoch, done=self._touch, fail=self.fail)
+        self._dirty: set[str] = set()
+        self._starting: set[str] = set()
+        self._turns = Turns(self._touch)
+        self._uses: defaultdict[str, set[str]] = defaultdict(set)
+        """By claim, the workers that should run and name it."""
+        self._idle_since: dict[str, float] = {}
+        self._deleted_since: dict[str, float] = {}
+        self._lost_since: dict[str, float] = {}
+        """By the uid of a pod: since when it is to end, and since when its node is lost."""
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._log = get_log()
+        ours, groups = f"{INSTANCE}={instance},{WORKER}", f"{INSTANCE}={instance},{GROUP}"
+        view = partial(View, api, resync=resync)
+        self.pods: View[Pod] = view(PODS, Pod, labels=ours, changed=self._note_pod)
+        self.claims: View[Claim] = view(CLAIMS, Claim, labels=groups, changed=self._note_claim)
+        self.secrets: View[Observed] = view(SECRETS, Observed, labels=ours, changed=self._note)
+        self.services: View[Observed] = view(SERVICES, Observed, labels=ours, changed=self._note)
+
+    @property
+    def views(self) -> tuple[View[Pod], View[Claim], View[Observed], View[Observed]]:
+        return self.pods, self.claims, self.secrets, self.services
+
+    @property
+    def current(self) -> bool:
+        """Whether the API server tells what changes."""
+        return all(each.current for each in self.views)
+
+    def open(self) -> None:
+        """Begin to follow the cluster, and to compare."""
+        followers = (each.follow() for each in self.views)
+        self._tasks = [asyncio.create_task(each) for each in (*followers, self._run())]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._steps.close()
+        for ending in self._endings.values():
+            ending.gone.cancel()
+
+    # --- What should run ----------------------------------------------------------------------
+
+    def want(self, spec: WorkerSpec, objects: WorkerObjects) -> Worker:
+        """Have a worker run that is made of these objects."""
+        worker = self._new_worker(
+            spec,
+            objects,
+            pods=tuple(name_of(each) for each in objects.pods),
+            claims=tuple(name_of(each) for each in objects.claims),
+        )
+        self._starting.add(spec.worker_id)
+        return worker
+
+    def adopt(self, spec: WorkerSpec) -> Worker:
+        """Let a worker go on whose pods run."""
+        pods = sorted(self.pods.of(spec.worker_id), key=lambda each: each.name)
+        claims = tuple(claim for pod in pods for claim in pod.claims)
+        worker = self._new_worker(spec, None, pods=tuple(p.name for p in pods), claims=claims)
+        self._compare(worker)
+        return worker
+
+    def _new_worker(
+        self,
+        spec: WorkerSpec,
+        objects: WorkerObjects | None,
+        *,
+        pods: tuple[str, ...],
+        claims: tuple[str, ...],
+    ) -> Worker:
+        loop = asyncio.get_running_loop()
+        worker = self.workers[spec.worker_id] = Worker(
+            spec=spec,
+            objects=objects,
+            since=loop.time(),
+            running=loop.create_future(),
+            lost=loop.create_future(),
+            pods=pods,
+            claims=claims,
+        )
+        for claim in claims:
+            self._uses[claim].add(spec.worker_id)
+        self._touch(spec.worker_id)
+        return worker
+
+    def end(self, worker_id: str, *, grace: int) -> asyncio.Future[None]:
+        """Have nothing be left of a worker; return what is done when that is so. Also for one that
+        nobody knows."""
+        worker = self._unwant(worker_id)
+        if worker is not None and worker.failure is None:
+            worker.failure = WorkerStartFailed(
+                f"the {worker.spec.kind} was stopped while it started"
+            )
+            worker.lost.set_result(None)
+        ending = self._begin_end(worker_id, grace=grace)
+        ending.worker = None
+        return ending.gone
+
+    def fail(self, worker: Worker, reason: str, *, crashed: bool = False) -> None:
+        """Give up a worker that will never serve, or serve again, for a reason in a sentence."""
+        if worker.failure is not None:
+            return
+        worker.failure = (WorkerCrashed if crashed else WorkerStartFailed)(reason)
+        worker.lost.set_result(None)
+        self._unwant(worker.worker_id)
+        self._begin_end(worker.worker_id, grace=AT_ONCE).worker = worker
+
+    def gone(self, worker_id: str) -> asyncio.Future[None] | None:
+        """Return what is done when nothing of a worker is left; None if it does not end."""
+        ending = self._endings.get(worker_id)
+        return ending.gone if ending is not None else None
+
+    def why_left(self, worker_id: str) -> str:
+        """Say what is left of a worker that is to end."""
+        if not self.current:
+            return "the API server does not answer"
+        pods = self.pods.of(worker_id)
+        lost = next((why_lost(pod) for pod in pods if node_is_lost(pod)), "")
+        names = ", ".join(pod.name for pod in pods) or "its Secret"
+        return f"not gone yet: {names}" + (f"; {lost}" if lost else "")
+
+    def unwanted(self) -> set[str]:
+        """Return the ids of the workers that nobody wants, and of which something is left."""
+        found = {
+            each.worker_id
+            for view in (self.pods, self.secrets, self.services)
+            for each in view.objects.values()
+        }
+        return found - self.workers.keys()
+
+    def _unwant(self, worker_id: str) -> Worker | None:
+        self._starting.discard(worker_id)
+        worker = self.workers.pop(worker_id, None)
+        if worker is not None:
+            for claim in worker.claims:
+                self._uses[claim].discard(worker_id)
+            for pod in set(worker.pods).difference(worker.seen):
+                self._turns.give(pod)
+        return worker
+
+    def _begin_end(self, worker_id: str, *, grace: int) -> Ending:
+        ending = self._endings.get(worker_id)
+        if ending is None:
+            gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            ending = self._endings[worker_id] = Ending(grace, gone)
+        ending.grace = min(ending.grace, grace)
+        self._touch(worker_id)
+        return ending
+
+    # --- What changes -------------------------------------------------------------------------
+
+    def _note_pod(self, before: Pod | None, now: Pod | None) -> None:
+        about = now or before
+        assert about is not None
+        seconds = asyncio.get_running_loop().time()
+        for since, holds in (
+            (self._lost_since, now is not None and node_is_lost(now)),
+            (self._deleted_since, now is not None and now.deleted),
+        ):
+            if holds:
+                since.setdefault(about.metadata.uid, seconds)
+            else:
+                since.pop(about.metadata.uid, None)
+        if now is None or now.scheduled or now.deleted:
+            self._turns.give(about.name)
+        else:
+            self._turns.note(now.name, now.claims)
+        self._note(before, now)
+
+    def _note_claim(self, before: Claim | None, now: Claim | None) -> None:
+        about = now or before
+        assert about is not None
+        for worker_id in self._uses.get(about.name, ()):
+            self._touch(worker_id)
+        self._note(before, now)
+
+    def _note(self, before: Observed | None, now: Observed | None) -> None:
+        about = now or before
+        assert about is not None
+        if now is not None and now.epoch > self._epoch and not self._is_superseded:
+            self._is_superseded = True
+            self._log.error("superseded", epoch=self._epoch, newer=now.epoch)
+            self._superseded()
+        if worker_id := about.worker_id:
+            self._touch(worker_id)
+
+    def _touch(self, worker_id: str) -> None:
+        self._dirty.add(worker_id)
+        self._wake.set()
+
+    # --- The loop -----------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        ticked = loop.time()
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_TICK):
+                    await self._wake.wait()
+            await asyncio.sleep(_TOGETHER)
+            self._wake.clear()
+            if self._is_superseded:
+                continue
+            if (now := loop.time()) - ticked >= _TICK:
+                ticked = now
+                self._steps.forget_past()
+                self._dirty |= self._starting | self._endings.keys()
+                self._dirty |= {w.worker_id for w in self.workers.values() if w.says}
+                if self.sweeps:
+                    self._dirty |= self.unwanted()
+                    self._compare_claims()
+            dirty, self._dirty = self._dirty, set()
+            for worker_id in dirty:
+                try:
+                    self._compare_one(worker_id)
+                except Exception:  # noqa: BLE001 - the others must go on
+                    self._log.exception("worker_not_compared", worker_id=worker_id)
+
+    def _compare_one(self, worker_id: str) -> None:
+        if (worker := self.workers.get(worker_id)) is not None:
+            self._compare(worker)
+        elif worker_id in self._endings or self.sweeps:
+            self._remove(worker_id)
+
+    # --- A worker that should run ---------------------------------------------------------------
+
+    def _compare(self, worker: Worker) -> None:
+        pods = {pod.name: pod for pod in self.pods.of(worker.worker_id)}
+        if worker.objects is not None:
+            for pod in [each for each in pods.values() if each.epoch != self._epoch]:
+                self._delete_pod(pods.pop(pod.name), AT_ONCE)  # of an earlier gateway, made late
+        failure = worker.look(pods, self.claims.objects, self._lost_since, self._deadlines)
+        if failure is not None:
+            self._fail(worker, failure)
+            return
+        if worker.stage == "running":
+            self._note_running(worker)
+        elif worker.objects is not None:
+            self._make_missing(worker, worker.objects)
+        if worker.prepares_for() > self._deadlines.poll:
+            key = ("events", worker.worker_id)
+            self._steps.begin(key, partial(self._read_events, worker, key), worker=worker)
+
+    def _note_running(self, worker: Worker) -> None:
+        address = worker.seen[worker.pods[0]].status.pod_ip
+        if address and not worker.running.done():
+            worker.objects = None
+            worker.started_at = asyncio.get_running_loop().time()
+            self._starting.discard(worker.worker_id)
+            worker.running.set_result(self._handle_of(worker.spec, address))
+
+    def _fail(self, worker: Worker, failure: Failure) -> None:
+        if not failure.log_of:
+            self.fail(worker, failure.reason, crashed=failure.crashed)
+            return
+        step = partial(self._examine, worker, failure)
+        self._steps.begin(("log", worker.worker_id), step, worker=worker)
+
+    async def _examine(self, worker: Worker, failure: Failure) -> None:
+        """Look into the log of a pod that has failed, since nothing else says why."""
+        text = ""
+        with suppress(Refused):
+            text = await self._api.log(failure.log_of, container=CONTAINER, lines=_LOG_LINES)
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        tail = without_paths(" | ".join(lines).replace(worker.spec.secret, "(secret)"))
+        self.fail(
+            worker,
+            f"{failure.reason}; the last lines of its log: {tail}" if tail else failure.reason,
+        )
+
+    async def _read_events(self, worker: Worker, key: Key) -> None:
+        """Ask what keeps its pods from running, which their states do not tell."""
+        self._steps.put_off(key, self._deadlines.poll)
+        told = ""
+        for pod in worker.seen.values():
+            about = f"involvedObject.name={pod.name},involvedObject.uid={pod.metadata.uid}"
+            listed = await self._api.list(EVENTS, fields=about)
+            told = told or told_by_events([Event.model_validate(each) for each in listed.items])
+        worker.warn(told)
+
+    # --- Its objects ----------------------------------------------------------------------------
+
+    def _make_missing(self, worker: Worker, objects: WorkerObjects) -> None:
+        complete = self._steps.make(worker, self.secrets, objects.secret)
+        if objects.service is not None:
+            complete &= self._steps.make(worker, self.services, objects.service)
+        for claim in objects.claims:
+            complete &= self._make_claim(worker, claim)
+        if not complete:
+            return
+        for pod in objects.pods:
+            name = name_of(pod)
+            if name in worker.seen:
+                continue
+            entries = pod["spec"].get("resourceClaims", ())
+            claims = [each.get("resourceClaimName", "") for each in entries]
+            if before := self._turns.take(name, claims, worker_id=worker.worker_id):
+                worker.says = f"{before}, which shares its claim, is to be scheduled first"
+                return
+            self._steps.make(worker, self.pods, pod)
+
+    def _make_claim(self, worker: Worker, body: Object) -> bool:
+        """One that was made for another setting of the pool is replaced when nobody uses it."""
+        claim = self.claims.objects.get(name_of(body))
+        if claim is None or claim.deleted:
+            return self._steps.make(worker, self.claims, body)
+        digest = body["metadata"].get("annotations", {}).get(GROUP_SPEC, "")
+        if claim.metadata.annotations.get(GROUP_SPEC, "") == digest or claim.status.reserved_for:
+            return True
+        self._steps.delete(self.claims, claim, worker=worker)
+        return False
+
+    # --- A worker of which nothing should be left -------------------------------------------------
+
+    def _remove(self, worker_id: str) -> None:
+        """Delete what is left: its pods first, so that none starts without its specification."""
+        ending = self._endings.get(worker_id)
+        grace = ending.grace if ending is not None else AT_ONCE
+        certain = self._steps.is_certain(worker_id)
+        pods = self.pods.of(worker_id)
+        for pod in pods:
+            self._delete_pod(pod, grace)
+        others = [
+            (view, each) for view in (self.secrets, self.services) for each in view.of(worker_id)
+        ]
+        if certain and not pods:
+            for view, each in others:
+                self._steps.delete(view, each, worker=worker_id)
+        if ending is None or pods or others or not certain or not self.current:
+            return
+        del self._endings[worker_id]
+        if not ending.gone.done():
+            ending.gone.set_result(None)
+        if ending.worker is not None:
+            self._ended(ending.worker)
+
+    def _delete_pod(self, pod: Pod, grace: int) -> None:
+        worker_id = pod.worker_id
+        given = pod.metadata.deletion_grace_period_seconds or 0
+        if self._is_forgettable(pod, given):
+            self._log.warning("pod_forgotten", pod=pod.name, node=pod.spec.node_name)
+            self._steps.delete(self.pods, pod, worker=worker_id, grace=0)
+        elif not pod.deleted or given > grace:
+            self._steps.delete(self.pods, pod, worker=worker_id, grace=grace)
+
+    def _is_forgettable(self, pod: Pod, given: int) -> bool:
+        """Whether its node has had its time to say that the pod has ended."""
+        now, most = asyncio.get_running_loop().time(), self._deadlines.node_lost
+        lost_since = self._lost_since.get(pod.metadata.uid, now)
+        deleted_since = self._deleted_since.get(pod.metadata.uid, now)
+        return (
+            node_is_lost(pod) and now - lost_since >= most
+        ) or now - deleted_since >= given + most
+
+    # --- Claims -----------------------------------------------------------------------------------
+
+    def _compare_claims(self) -> None:
+        """Delete those that nobody has used for long enough."""
+        now = asyncio.get_running_loop().time()
+        held = {claim for pod in self.pods.objects.values() for claim in pod.claims}
+        for name, claim in self.claims.objects.items():
+            if claim.deleted or name in held or self._uses.get(name):
+                self._idle_since.pop(name, None)
+                continue
+            since = self._idle_since.setdefault(name, now)
+            if now - since >= self._idle_seconds(claim.metadata.labels.get(GROUP, "")):
+                self._steps.delete(self.claims, claim, worker="")
+        for name in self._idle_since.keys() - self.claims.objects.keys():
+            del self._idle_since[name]

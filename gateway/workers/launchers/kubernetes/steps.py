@@ -1,0 +1,199 @@
+"""Single steps of the cluster's objects towards what should be: made, taken, deleted.
+
+A step that is under way is not begun again, nor one that has failed just now. Of a creation whose
+answer was lost it is not known whether it has made something: that is kept in mind until it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeAlias
+
+from gateway.workers.launchers.kubernetes.api import (
+    CLAIMS,
+    Api,
+    Refused,
+    Resource,
+    Unanswered,
+)
+from gateway.workers.launchers.kubernetes.objects import GROUP, INSTANCE, WORKER
+from gateway.workers.launchers.kubernetes.observed import Claim, Observed, Pod
+from gateway.workers.launchers.kubernetes.templates import Object
+from gateway.workers.launchers.kubernetes.view import View
+from gateway.workers.launchers.kubernetes.worker import Worker
+from tandem.errors import without_paths
+from tandem.telemetry import get_log
+
+AnyView: TypeAlias = "View[Pod] | View[Claim] | View[Observed]"
+Key: TypeAlias = tuple[str, str]
+"""The plural of a resource, and a name."""
+
+_AGAIN = 2.0
+_LONG_AGAIN = 10.0
+
+
+class Steps:
+    """`done` is called with the id of a worker for which a step was taken, or has failed; `fail`
+    with one that cannot be made, and why."""
+
+    def __init__(
+        self,
+        api: Api,
+        *,
+        epoch: int,
+        done: Callable[[str], None],
+        fail: Callable[[Worker, str], None],
+    ) -> None:
+        self._api = api
+        self._epoch = epoch
+        self._done = done
+        self._fail = fail
+        self._under_way: dict[Key, asyncio.Task[None]] = {}
+        self._not_before: dict[Key, float] = {}
+        self._uncertain: defaultdict[str, dict[Key, AnyView]] = defaultdict(dict)
+        self._log = get_log()
+
+    async def close(self) -> None:
+        tasks = tuple(self._under_way.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def begin(self, key: Key, step: Callable[[], Awaitable[None]], *, worker: Worker | str) -> None:
+        """Begin a step for a worker, or for what is left of the one with this id."""
+        now = asyncio.get_running_loop().time()
+        if key not in self._under_way and now >= self._not_before.get(key, 0.0):
+            task = asyncio.create_task(self._carry_out(key, step, worker))
+            self._under_way[key] = task
+
+    def put_off(self, key: Key, seconds: float) -> None:
+        """Begin no such step for so long."""
+        self._not_before[key] = asyncio.get_running_loop().time() + seconds
+
+    def forget_past(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._not_before = {key: at for key, at in self._not_before.items() if at > now}
+
+    async def _carry_out(
+        self, key: Key, step: Callable[[], Awaitable[None]], worker: Worker | str
+    ) -> None:
+        said = ""
+        try:
+            await step()
+        except Unanswered as error:
+            self.put_off(key, _AGAIN)
+            said = str(error)
+        except Refused as error:
+            self.put_off(key, _LONG_AGAIN if error.status == 403 else _AGAIN)
+            said = f"the cluster refuses {'/'.join(key)}: {error}"
+            self._log.error("cluster_refuses", what="/".join(key), reason=str(error))
+        except Exception:  # noqa: BLE001 - it is tried again, as after any other fault
+            self.put_off(key, _LONG_AGAIN)
+            self._log.exception("step_failed", what="/".join(key))
+        finally:
+            del self._under_way[key]
+            if isinstance(worker, Worker):
+                worker.says = said or worker.says
+                worker = worker.worker_id
+            self._done(worker)
+
+    # --- Making -------------------------------------------------------------------------------
+
+    def make(self, worker: Worker, view: AnyView, body: Object) -> bool:
+        """Return whether an object is there; begin to make it otherwise."""
+        name = name_of(body)
+        there = view.objects.get(name)
+        if there is None:
+            step = partial(self._create, worker, view, body)
+            self.begin((view.resource.plural, name), step, worker=worker)
+        elif there.deleted:
+            worker.says = _not_gone(view.resource, name)
+        elif view.resource is CLAIMS or there.epoch == self._epoch:
+            return True
+        else:  # of an earlier gateway, made late
+            self.delete(view, there, worker=worker)
+        return False
+
+    async def _create(self, worker: Worker, view: AnyView, body: Object) -> None:
+        resource, name = view.resource, name_of(body)
+        key = (resource.plural, name)
+        uncertain = self._uncertain[worker.worker_id]
+        if resource is not CLAIMS:
+            uncertain[key] = view
+        try:
+            made = await self._api.create(resource, body)
+        except Refused as error:
+            if error.reason == "AlreadyExists":
+                made = await self._take(worker, resource, body)
+            elif error.status == 409:  # of a quota, say, that changes at the same time
+                raise
+            else:
+                said = f"the cluster refuses its {resource.kind}: {without_paths(str(error))}"
+                self._fail(worker, f"the {worker.spec.kind} cannot start: {said}")
+                made = {}
+            uncertain.pop(key, None)
+        uncertain.pop(key, None)
+        if made:
+            view.note(made)
+
+    async def _take(self, worker: Worker, resource: Resource, body: Object) -> Object:
+        """Return an object that is there already, if it is what was to be made: a creation whose
+        answer was lost has made it. Return nothing otherwise."""
+        name = name_of(body)
+        there = await self._api.read(resource, name)
+        if there is None:
+            return {}
+        found, wanted = Observed.model_validate(there), Observed.model_validate(body)
+        if any(
+            found.metadata.labels.get(label) != wanted.metadata.labels.get(label)
+            for label in (INSTANCE, WORKER, GROUP)
+        ):
+            said = f"there is a {resource.kind} {name} that is not its own"
+            self._fail(worker, f"the {worker.spec.kind} cannot start: {said}")
+            return {}
+        if found.deleted:
+            raise Unanswered(_not_gone(resource, name))
+        return there
+
+    # --- Deleting -----------------------------------------------------------------------------
+
+    def delete(
+        self, view: AnyView, one: Observed, *, worker: Worker | str, grace: int | None = None
+    ) -> None:
+        """Begin to delete an object; not again before the view can have told of it."""
+        key = (view.resource.plural, one.name)
+
+        async def delete() -> None:
+            uid = one.metadata.uid
+            if not await self._api.delete(view.resource, one.name, uid=uid, grace=grace):
+                view.forget(one.name, uid=uid)
+            self.put_off(key, _AGAIN)
+
+        self.begin(key, delete, worker=worker)
+
+    def is_certain(self, worker_id: str) -> bool:
+        """Whether each creation for a worker has been answered; find out about the others."""
+        for key, view in tuple(self._uncertain.get(worker_id, {}).items()):
+            self.begin(key, partial(self._find_out, worker_id, key, view), worker=worker_id)
+        if self._uncertain.get(worker_id):
+            return False
+        self._uncertain.pop(worker_id, None)
+        return True
+
+    async def _find_out(self, worker_id: str, key: Key, view: AnyView) -> None:
+        there = await self._api.read(view.resource, key[1])
+        if there is not None and Observed.model_validate(there).worker_id == worker_id:
+            view.note(there)
+        self._uncertain[worker_id].pop(key, None)
+
+
+def name_of(body: Object) -> str:
+    name: str = body["metadata"]["name"]
+    return name
+
+
+def _not_gone(resource: Resource, name: str) -> str:
+    return f"{resource.kind} {name} of an earlier time is not gone yet"

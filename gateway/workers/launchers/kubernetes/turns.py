@@ -1,0 +1,47 @@
+"""Whose pod is made next on a claim: pods that are bound to a claim at once are in each other's way
+(the scheduler's writes to it conflict), so that the next is made when the last was scheduled, or
+waits for something else, as after `_PATIENCE` seconds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+_PATIENCE = 5.0
+
+
+class Turns:
+    """`next_turn` is called with the id of a worker whose turn it may be now."""
+
+    def __init__(self, next_turn: Callable[[str], None]) -> None:
+        self._next_turn = next_turn
+        self._pods: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        """By claim, those that are to be scheduled on it, and since when."""
+        self._queued: defaultdict[str, set[str]] = defaultdict(set)
+        """By claim, the workers that wait until it is their turn."""
+
+    def take(self, pod: str, claims: Sequence[str], *, worker_id: str) -> str:
+        """Take the turn of a pod on its claims, and return ""; or the name of a pod before it."""
+        earliest = asyncio.get_running_loop().time() - _PATIENCE
+        for claim in claims:
+            for other, since in self._pods.get(claim, {}).items():
+                if other != pod and since > earliest:
+                    self._queued[claim].add(worker_id)
+                    return other
+        self.note(pod, claims)
+        return ""
+
+    def note(self, pod: str, claims: Sequence[str]) -> None:
+        """Note that a pod is to be scheduled on its claims."""
+        for claim in claims:
+            self._pods[claim].setdefault(pod, asyncio.get_running_loop().time())
+
+    def give(self, pod: str) -> None:
+        """Note that a pod is scheduled, or will not be."""
+        for claim in [each for each, pods in self._pods.items() if pod in pods]:
+            del self._pods[claim][pod]
+            if not self._pods[claim]:
+                del self._pods[claim]
+            for worker_id in self._queued.pop(claim, ()):
+                self._next_turn(worker_id)

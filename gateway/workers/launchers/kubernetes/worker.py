@@ -1,0 +1,174 @@
+"""A worker that should run: how far it has come, and when that takes too long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gateway.workers.launchers.kubernetes.objects import CONTAINER, WorkerObjects
+from gateway.workers.launchers.kubernetes.observed import Pod
+from gateway.workers.launchers.kubernetes.pods import (
+    PodState,
+    state_of,
+    why_deleted,
+    why_lost,
+)
+from tandem.errors import WorkerStartFailed
+from tandem.worker import WorkerHandle, WorkerSpec
+
+Stage = Literal["making", "scheduling", "preparing", "running"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deadlines:
+    """In seconds: until a pod is scheduled, from then until it runs, how long its node may be out
+    of reach, and how often the events of one that does not run yet are read."""
+
+    pending: float
+    pull: float
+    node_lost: float
+    poll: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a worker will never serve, or serve again. `log_of` is the pod whose log may say more."""
+
+    reason: str
+    crashed: bool = False
+    log_of: str = ""
+
+
+@dataclass(eq=False, kw_only=True)
+class Worker:
+    """`objects` are what it is made of, as long as it starts; None for one that was adopted.
+
+    `running` has its handle when all its containers run, `lost` says that it will never serve
+    (again), for the reason of `failure`. `seen` are its pods as they were last seen, `says` is what
+    it waits for. Times are of the event loop.
+    """
+
+    spec: WorkerSpec
+    objects: WorkerObjects | None
+    pods: tuple[str, ...]
+    claims: tuple[str, ...]
+    running: asyncio.Future[WorkerHandle]
+    lost: asyncio.Future[None]
+    since: float
+    """When its stage began."""
+    stage: Stage = "making"
+    says: str = ""
+    started_at: float = 0.0
+    seen: dict[str, Pod] = field(default_factory=dict)
+    failure: WorkerStartFailed | None = None
+    ready: bool = False
+    awaited: bool = False
+    """Whether somebody waits for its start, and so learns of its end."""
+    _warning: str = ""
+    _warned_at: float = 0.0
+
+    @property
+    def worker_id(self) -> str:
+        return self.spec.worker_id
+
+    def look(
+        self,
+        pods: Mapping[str, Pod],
+        claims: Mapping[str, object],
+        lost_since: Mapping[str, float],
+        deadlines: Deadlines,
+    ) -> Failure | None:
+        """Note how far it has come; return why it fails, if it does. `lost_since` has, by the uid
+        of a pod, since when its node is out of reach."""
+        now = asyncio.get_running_loop().time()
+        for name in self.pods:
+            if (pod := pods.get(name)) is not None:
+                self.seen[name] = pod
+            elif name in self.seen:
+                return self._ended(self.seen[name], self._state_of(self.seen[name]))
+        states = [self._state_of(pod) for pod in self.seen.values()]
+        for pod, state in zip(self.seen.values(), states, strict=True):
+            if state.stage == "ended":
+                return self._ended(pod, state)
+            if state.hopeless:
+                return Failure(f"the {self.spec.kind} cannot start: {state.says}")
+        for pod in self.seen.values():
+            if (since := lost_since.get(pod.metadata.uid)) is not None:
+                self.says = why_lost(pod)
+                if now - since < deadlines.node_lost:
+                    return None
+                return Failure(f"the {self.spec.kind} was lost: {self.says}")
+        return self._advance(states, claims, deadlines, now)
+
+    def warn(self, told: str) -> None:
+        """Note what the events of its pods tell; "" for nothing."""
+        if told and not self._warning:
+            self._warned_at = asyncio.get_running_loop().time()
+        self._warning = told
+
+    def prepares_for(self) -> float:
+        """Return for how many seconds its pods have been scheduled and do not run."""
+        if self.stage != "preparing":
+            return 0.0
+        return asyncio.get_running_loop().time() - self.since
+
+    def _state_of(self, pod: Pod) -> PodState:
+        return state_of(pod, kind=self.spec.kind, container=CONTAINER)
+
+    def _ended(self, pod: Pod, state: PodState) -> Failure:
+        if state.stage != "ended" or (pod.deleted and not state.explained):
+            return Failure(why_deleted(pod, kind=self.spec.kind))
+        return Failure(state.says, state.crashed, log_of="" if state.explained else pod.name)
+
+    def _advance(
+        self,
+        states: list[PodState],
+        claims: Mapping[str, object],
+        deadlines: Deadlines,
+        now: float,
+    ) -> Failure | None:
+        complete = len(states) == len(self.pods)
+        if complete and all(state.stage == "running" for state in states):
+            self._enter("running", now)
+            self.says = ""
+            return None
+        slow = min(
+            (state for state in states if state.stage != "running"),
+            key=lambda state: state.stage != "unscheduled",
+            default=None,
+        )
+        if slow is None:  # what keeps the others from being made, whoever makes them says
+            self._enter("making", now)
+        elif slow.stage == "unscheduled":
+            self._enter("scheduling", now)
+            missing = next((each for each in self.claims if each not in claims), "")
+            self.says = f"its claim {missing} is missing" if missing else slow.says
+        else:
+            self._enter("preparing", now)
+            if slow.stage == "preparing":
+                self.says = self._warning or slow.says
+            elif slow.explained or not self.says:
+                self.says = slow.says
+        return self._too_slow(deadlines, now)
+
+    def _enter(self, stage: Stage, now: float) -> None:
+        if self.stage != stage:
+            self.stage, self.since, self._warning, self.says = stage, now, "", ""
+
+    def _too_slow(self, deadlines: Deadlines, now: float) -> Failure | None:
+        since, limit, setting = self.since, deadlines.pending, "PENDING"
+        what = "could not be made" if self.stage == "making" else "was not scheduled"
+        if self.stage == "preparing":
+            what = "did not run"
+            if self._warning:
+                since = self._warned_at
+            else:
+                limit, setting = deadlines.pull, "PULL"
+        if now - since <= limit:
+            return None
+        return Failure(
+            f"the {self.spec.kind}'s pod {what} within {limit:g} s "
+            f"(TANDEM_KUBERNETES_{setting}_TIMEOUT): {self.says}"
+        )

@@ -1,0 +1,354 @@
+"""Workers as pods, on a cluster in memory and in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tandem.errors import SuspendFailed, WorkerMayRun, WorkerStartFailed
+from tests.support.kubernetes.cluster import Image
+from tests.support.kubernetes.world import Gateway, on_cluster, spec, until
+
+
+@on_cluster()
+async def test_a_worker_starts_serves_and_leaves_nothing(cluster):
+    gateway = Gateway(cluster, idle=0)
+    assert await gateway.open() == []
+    handle = await gateway.run("trainer-s-1-0")
+    assert handle.address == "10.0.0.1:7300"
+    assert cluster.owned() == {
+        "pods": ["trainer-s-1-0"],
+        "secrets": ["trainer-s-1-0"],
+        "resourceclaims": ["tandem-train-0"],
+    }
+    await gateway.launcher.stop("trainer-s-1-0")
+    assert "pods" not in cluster.owned() and "secrets" not in cluster.owned()
+    await until(lambda: not cluster.owned())
+    assert gateway.exits == []
+    await gateway.close()
+
+
+async def started(gateway, worker_id="trainer-s-1-0", **about):
+    """Begin a start that does not come to its end yet."""
+    task = asyncio.create_task(gateway.launcher.start(spec(worker_id, **about)))
+    await asyncio.sleep(0)
+    return task
+
+
+def waits_for(gateway, worker_id="trainer-s-1-0"):
+    return gateway.launcher.explain(worker_id)
+
+
+@on_cluster()
+async def test_a_worker_that_dies_is_told_with_its_own_reason_when_nothing_of_it_is_left(cluster):
+    gateway = Gateway(cluster, idle=0)
+    await gateway.open()
+    await gateway.run("trainer-s-1-0")
+    cluster.report("trainer-s-1-0", "the weights have no NaN left to give")
+    await until(lambda: gateway.exits)
+    assert gateway.exits == [("trainer-s-1-0", "the weights have no NaN left to give")]
+    assert cluster.owned().get("pods") is None and cluster.owned().get("secrets") is None
+    await gateway.close()
+
+
+@on_cluster()
+async def test_a_worker_that_exits_is_told_with_the_last_lines_of_its_log(cluster):
+    gateway = Gateway(cluster)
+    await gateway.open()
+    await gateway.run("trainer-s-1-0")
+    cluster.logs["trainer-s-1-0"] = "one\nsecret of trainer-s-1-0\nKeyError: 'w'\n"
+    cluster.exit("trainer-s-1-0", code=1)
+    await until(lambda: gateway.exits)
+    assert gateway.exits[0][1] == (
+        "the trainer exited with status 1; the last lines of its log: one | (secret) | "
+        "KeyError: 'w'"
+    )
+    await gateway.close()
+
+
+ENDS = {
+    "out of memory": (
+        lambda cluster, name: cluster.run_out_of_memory(name),
+        "the trainer needed more than the 1Gi that its pod may have; tandem.host_memory raises "
+        "that",
+    ),
+    "evicted": (
+        lambda cluster, name: cluster.evict(name, "The node was low on resource: memory."),
+        "the trainer's pod was ended: Evicted: The node was low on resource: memory.",
+    ),
+    "preempted": (
+        lambda cluster, name: cluster.preempt(name, "preempting to accommodate a higher pod"),
+        "the trainer's pod was taken away: PreemptionByScheduler: preempting to accommodate a "
+        "higher pod",
+    ),
+    "deleted": (
+        lambda cluster, name: cluster.delete("pods", name),
+        "the trainer's pod was deleted, not by the gateway",
+    ),
+    "forgotten": (
+        lambda cluster, name: cluster.delete("pods", name, grace=0),
+        "the trainer's pod was deleted, not by the gateway",
+    ),
+    "node lost": (
+        lambda cluster, name: cluster.lose_node(cluster.pod(name)["spec"]["nodeName"]),
+        "the trainer was lost: its node node-0 does not answer the control plane",
+    ),
+    "killed": (
+        lambda cluster, name: cluster.exit(name, code=137),
+        "the trainer was killed by SIGKILL",
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_each_end_of_a_pod_is_told_with_its_cause(end):
+    @on_cluster()
+    async def test(cluster):
+        gateway = Gateway(cluster, idle=0)
+        await gateway.open()
+        await gateway.run("trainer-s-1-0")
+        happen, said = ENDS[end]
+        happen(cluster, "trainer-s-1-0")
+        await until(lambda: gateway.exits)
+        assert gateway.exits == [("trainer-s-1-0", said)]
+        await until(lambda: not cluster.owned())
+        await gateway.close()
+
+    test()
+
+
+@on_cluster(nodes=0)
+async def test_a_pod_that_is_not_scheduled_says_why_and_fails_in_time(cluster):
+    gateway = Gateway(cluster)
+    await gateway.open()
+    start = await started(gateway)
+    await until(lambda: "0/0 nodes are available" in waits_for(gateway))
+    with pytest.raises(WorkerStartFailed, match=r"not scheduled within 60 s .*0/0 nodes"):
+        await start
+    assert 60 <= cluster.now < 65
+    await gateway.close()
+
+
+@on_cluster()
+async def test_an_unknown_device_class_is_told_to_whoever_waits(cluster):
+    gateway = Gateway(cluster)
+    gateway.maker.device_class = "gpu.elsewhere"
+    await gateway.open()
+    start = await started(gateway)
+    await until(lambda: "device class gpu.elsewhere does not exist" in waits_for(gateway))
+    with pytest.raises(WorkerStartFailed, match=r"device class gpu.elsewhere does not exist"):
+        await start
+    await gateway.close()
+
+
+@on_cluster()
+async def test_a_fault_in_a_selector_fails_at_once(cluster):
+    gateway = Gateway(cluster)
+    gateway.maker.selectors = ["device.attributes['gpu.example.com'].missing == 'x'"]
+    await gateway.open()
+    with pytest.raises(WorkerStartFailed, match="CEL runtime error: no such key: missing"):
+        await gateway.launcher.start(spec("trainer-s-1-0"))
+    assert cluster.now < 5
+    await gateway.close()
+
+
+@on_cluster()
+async def test_what_the_api_server_refuses_fails_with_its_words(cluster):
+    gateway = Gateway(cluster)
+    gateway.maker.selectors = ["("]
+    await gateway.open()
+    with pytest.raises(WorkerStartFailed, match=r"refuses its ResourceClaim.*compilation failed"):
+        await gateway.launcher.start(spec("trainer-s-1-0"))
+    gateway.maker.selectors = []
+    gateway.maker.image = ""
+    with pytest.raises(WorkerStartFailed, match=r"refuses its Pod.*image: Required value"):
+        await gateway.launcher.start(spec("trainer-s-1-1"))
+    assert "pods" not in cluster.owned() and "secrets" not in cluster.owned()
+    await gateway.close()
+
+
+@on_cluster()
+async def test_an_image_that_cannot_be_pulled_is_told_and_has_time_of_its_own(cluster):
+    cluster.images["worker:1"] = Image(error="manifest unknown")
+    gateway = Gateway(cluster)
+    await gateway.open()
+    start = await started(gateway)
+    await until(lambda: "the image worker:1: ErrImagePull: manifest unknown" in waits_for(gateway))
+    with pytest.raises(WorkerStartFailed, match=r"did not run within 300 s .*worker:1"):
+        await start
+    assert cluster.now > 300
+    await gateway.close()
+
+
+@on_cluster()
+async def test_a_slow_image_costs_a_start_nothing_of_its_time(cluster):
+    cluster.images["worker:1"] = Image(pull=250)
+    gateway = Gateway(cluster)
+    gateway.not_serving.add("trainer-s-1-0")
+    await gateway.open()
+    await gateway.launcher.start(spec("trainer-s-1-0"))
+    assert cluster.now > 250
+    with pytest.raises(WorkerStartFailed, match=r"did not become ready.*it had 100 s to start"):
+        await gateway.launcher.wait_ready("trainer-s-1-0")
+    assert 349 < cluster.now < 360
+    assert "pods" not in cluster.owned()
+    await gateway.close()
+
+
+@on_cluster()
+async def test_what_the_driver_says_of_devices_that_it_cannot_prepare_is_told(cluster):
+    for node in cluster.nodes.values():
+        node.prepare_error = "unknown field sharing"
+    gateway = Gateway(cluster)
+    await gateway.open()
+    start = await started(gateway)
+    said = "FailedPrepareDynamicResources: unknown field sharing"
+    await until(lambda: said in waits_for(gateway))
+    with pytest.raises(WorkerStartFailed, match=said):
+        await start
+    assert cluster.now < 75
+    await gateway.close()
+
+
+@on_cluster()
+async def test_a_claim_that_is_missing_is_named(cluster):
+    gateway = Gateway(cluster)
+    await gateway.open()
+    for node in cluster.nodes.values():
+        node.memory = 0
+    start = await started(gateway)
+    await until(lambda: "Insufficient memory" in waits_for(gateway))
+    cluster.remove("resourceclaims", "tandem-train-0")
+    cluster.delete("pods", "trainer-s-1-0")
+    with pytest.raises(WorkerStartFailed):
+        await start
+    await gateway.close()
+
+
+@on_cluster()
+async def test_pods_of_one_claim_are_made_one_after_the_other(cluster):
+    gateway = Gateway(cluster)
+    await gateway.open()
+    await asyncio.gather(*(gateway.run(f"trainer-s-{n}-0") for n in range(16)))
+    assert cluster.conflicts == 0
+    assert len(cluster.all("pods")) == 16
+    assert len(cluster.get("resourceclaims", "tandem-train-0")["status"]["reservedFor"]) == 16
+    await gateway.close()
+
+
+@on_cluster()
+async def test_a_claim_is_kept_while_it_is_used_and_for_its_idle_time(cluster):
+    gateway = Gateway(cluster, idle=20)
+    await gateway.open()
+    await gateway.run("trainer-s-1-0")
+    await gateway.run("trainer-s-2-0")
+    await gateway.launcher.stop("trainer-s-1-0")
+    await asyncio.sleep(60)
+    assert cluster.get("resourceclaims", "tandem-train-0") is not None
+    await gateway.launcher.stop("trainer-s-2-0")
+    await asyncio.sleep(15)
+    assert cluster.get("resourceclaims", "tandem-train-0") is not None
+    await asyncio.sleep(15)
+    assert cluster.owned() == {}
+    await gateway.close()
+
+
+@on_cluster()
+async def test_a_claim_of_other_settings_is_replaced_when_nobody_uses_it(cluster):
+    gateway = Gateway(cluster)
+    await gateway.open()
+    await gateway.run("trainer-s-1-0")
+    uid = cluster.get("resourceclaims", "tandem-train-0")["metadata"]["uid"]
+    gateway.maker.digest = "2"
+    await gateway.run("trainer-s-2-0")
+    assert cluster.get("resourceclaims", "tandem-train-0")["metadata"]["uid"] == uid
+    await gateway.launcher.stop("trainer-s-1-0")
+    await gateway.launcher.stop("trainer-s-2-0")
+    await gateway.run("trainer-s-3-0")
+    assert cluster.get("resourceclaims", "tandem-train-0")["metadata"]["uid"] != uid
+    await gateway.close()
+
+
+@on_cluster(nodes=3)
+async def test_a_trainer_of_several_nodes_has_a_pod_and_a_claim_on_each(cluster):
+    gateway = Gateway(cluster, nodes=3, idle=0)
+    await gateway.open()
+    handle = await gateway.run("trainer-s-1-0")
+    assert handle.address.startswith(cluster.pod("trainer-s-1-0")["status"]["podIP"])
+    assert cluster.owned() == {
+        "pods": ["trainer-s-1-0", "trainer-s-1-0-1", "trainer-s-1-0-2"],
+        "secrets": ["trainer-s-1-0"],
+        "services": ["trainer-s-1-0"],
+        "resourceclaims": ["tandem-train-0-0", "tandem-train-0-1", "tandem-train-0-2"],
+    }
+    cluster.run_out_of_memory("trainer-s-1-0-1")
+    await until(lambda: gateway.exits)
+    assert "tandem.host_memory" in gateway.exits[0][1]
+    await until(lambda: not cluster.owned())
+    await gateway.close()
+
+
+@on_cluster()
+async def test_a_worker_that_does_not_end_is_killed_when_its_grace_is_over(cluster):
+    gateway = Gateway(cluster)
+    await gateway.open()
+    await gateway.run("trainer-s-1-0")
+    cluster.stubborn.add("trainer-s-1-0")
+    before = cluster.now
+    await gateway.launcher.stop("trainer-s-1-0")
+    assert 5 <= cluster.now - before < 7
+    await gateway.close()
+
+
+@on_cluster()
+async def test_a_stop_at_once_shortens_the_grace_of_one_that_was_asked_for(cluster):
+    gateway = Gateway(cluster)
+    await gateway.open()
+    await gateway.run("trainer-s-1-0")
+    cluster.stubborn.add("trainer-s-1-0")
+    before = cluster.now
+    stop = asyncio.create_task(gateway.launcher.stop("trainer-s-1-0"))
+    await asyncio.sleep(0.5)
+    await gateway.launcher.stop("trainer-s-1-0", at_once=True)
+    await stop
+    assert cluster.now - before < 5
+    await gateway.close()
+
+
+@on_cluster()
+async def test_what_is_not_known_to_be_gone_may_run(cluster):
+    gateway = Gateway(cluster, node_lost=1000)
+    await gateway.open()
+    await gateway.run("trainer-s-1-0")
+    cluster.lose_node("node-0")
+    with pytest.raises(WorkerMayRun, match="node-0 does not answer the control plane"):
+        await gateway.launcher.stop("trainer-s-1-0")
+    cluster.nodes["node-0"].alive = True
+    await gateway.launcher.stop("trainer-s-1-0")
+    assert "pods" not in cluster.owned()
+    await gateway.close()
+
+
+@on_cluster()
+async def test_a_worker_that_is_stopped_while_it_starts_leaves_nothing(cluster):
+    cluster.images["worker:1"] = Image(pull=100)
+    gateway = Gateway(cluster, idle=0)
+    await gateway.open()
+    start = await started(gateway)
+    await until(lambda: cluster.owned().get("pods"))
+    await gateway.launcher.stop("trainer-s-1-0", at_once=True)
+    with pytest.raises(WorkerStartFailed, match="was stopped while it started"):
+        await start
+    await until(lambda: not cluster.owned())
+    await gateway.close()
+
+
+@on_cluster()
+async def test_a_pod_cannot_be_suspended_from_outside(cluster):
+    gateway = Gateway(cluster)
+    await gateway.open()
+    await gateway.run("trainer-s-1-0")
+    with pytest.raises(SuspendFailed, match="cannot be moved from outside"):
+        await gateway.launcher.suspend("trainer-s-1-0", lease=1, timeout=1)
+    await gateway.close()
