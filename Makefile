@@ -27,6 +27,9 @@ test-postgresql: setup ## Runs tests of whole gateways on PostgreSQL, which must
 test-gpu: setup  ## Runs the tests that say something on an NVIDIA GPU. ARGS="-k trainer"
 	@.venv/bin/python -m tests.gpu $(ARGS)
 
+test-cluster: setup ## Runs the launcher of pods on a real cluster. KUBECONFIG=… TANDEM_TEST_IMAGE=…
+	@.venv/bin/python -m pytest -n0 tests/cluster $(ARGS)
+
 conformance: setup ## Holds every public method of the SDK to its meaning. SDK=0.27.2
 	@$(if $(SDK),scripts/conformance.sh $(SDK),.venv/bin/python -m pytest tests/conformance) $(ARGS)
 

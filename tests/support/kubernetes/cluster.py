@@ -8,6 +8,7 @@ import json
 import uuid
 from dataclasses import dataclass, field
 
+from tests.support.kubernetes.gateway import ERROR, LIFE, OUTPUT
 from tests.support.kubernetes.server import PROTECTION, FakeServer
 from tests.support.kubernetes.validation import MOST_RESULTS
 
@@ -280,6 +281,25 @@ class FakeCluster(FakeServer):
         self._condition(pod, "ContainersReady", True)
         self._condition(pod, "Ready", True)
         self.change("pods", pod)
+        await self._live(pod)
+
+    async def _live(self, pod: dict) -> None:
+        """Do what the worker's container does."""
+        name = pod["metadata"]["name"]
+        variables = pod["spec"]["containers"][0].get("env", [])
+        life = next((each["value"] for each in variables if each["name"] == LIFE), "")
+        if life == "stubborn":
+            self.stubborn.add(name)
+        await asyncio.sleep(3)
+        if self.get("pods", name) is not pod:
+            return
+        if life == "report":
+            self.report(name, ERROR)
+        elif life == "exit":
+            self.logs[name] = OUTPUT.format(name=name)
+            self.exit(name, code=3)
+        elif life == "memory":
+            self.run_out_of_memory(name)
 
     def _secret_of(self, pod: dict) -> str:
         volumes = pod["spec"].get("volumes", [])

@@ -1,190 +1,37 @@
-"""A launcher on a cluster in memory, and what a test asks of both."""
+"""A launcher on a cluster in memory, in virtual time."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 from contextlib import asynccontextmanager
 
 from kubernetes.aio.client import ApiClient, Configuration
 
-from gateway.workers.epoch import Epoch
-from gateway.workers.launchers.kubernetes.api import Api
-from gateway.workers.launchers.kubernetes.launcher import KubernetesLauncher
-from gateway.workers.launchers.kubernetes.objects import (
-    CONTAINER,
-    EPOCH,
-    GROUP,
-    GROUP_SPEC,
-    INSTANCE,
-    SPEC_KEY,
-    WORKER,
-    WORKER_ID,
-    WorkerObjects,
-)
-from tandem.cluster_settings import KubernetesSettings
-from tandem.worker import WorkerHandle, WorkerSpec
-from tests.support.kubernetes.cluster import FakeCluster
+from tandem.worker import WorkerHandle
+from tests.support.kubernetes import gateway
+from tests.support.kubernetes.cluster import FakeCluster, Image
+from tests.support.kubernetes.gateway import spec, until
 from tests.support.kubernetes.server import Session
 from tests.support.virtual_time import run_in_virtual_time
 
-SETTINGS = {
-    "namespace": FakeCluster.namespace,
-    "pending_timeout": 60,
-    "pull_timeout": 300,
-    "pending_poll": 5,
-    "resync": 60,
-    "node_lost": 30,
-    "api_timeout": 10,
-}
+__all__ = ["FakeStage", "Gateway", "on_cluster", "running_cluster", "spec", "until"]
 
 
-class PlainMaker:
-    """Makes the least that a worker needs; a group is a claim, as long as `claims`."""
+class Gateway(gateway.Gateway):
+    """A worker whose id is in `not_serving` never serves. When it dies, what it has sent last may
+    have reached the server all the same (`session`)."""
 
-    def __init__(self, *, epoch: int, claims: bool, nodes: int, idle: float) -> None:
-        self.epoch = epoch
-        self.claims = claims
-        self.nodes = nodes
-        self.idle = idle
-        self.owner = ""
-        self.selectors: list[str] = []
-        self.device_class = "gpu.example.com"
-        self.digest = "1"
-        self.memory = "1Gi"
-        self.image = "worker:1"
-
-    async def find_owner(self, api) -> None:
-        from gateway.workers.launchers.kubernetes.api import DEPLOYMENTS
-
-        self.owner = (await api.read(DEPLOYMENTS, "tandem"))["metadata"]["uid"]
-
-    async def make(self, spec: WorkerSpec) -> tuple[WorkerSpec, WorkerObjects]:
-        name = spec.worker_id
-        labels = {WORKER: name, GROUP: spec.group}
-        data = base64.b64encode(spec.model_dump_json().encode()).decode()
-        secret = {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": self._metadata(name, labels, {WORKER_ID: name}),
-            "data": {SPEC_KEY: data},
-        }
-        service = {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": self._metadata(name, labels, {WORKER_ID: name}),
-            "spec": {"clusterIP": "None"},
-        }
-        nodes = range(self.nodes)
-        names = [f"tandem-{spec.group}" + (f"-{n}" if self.nodes > 1 else "") for n in nodes]
-        return spec, WorkerObjects(
-            secret=secret,
-            service=service if self.nodes > 1 else None,
-            claims=tuple(self._claim(each, spec) for each in names) if self.claims else (),
-            pods=tuple(self._pod(spec, n, names[n], labels) for n in nodes),
-        )
-
-    def _claim(self, name: str, spec: WorkerSpec) -> dict:
-        asked = {
-            "deviceClassName": self.device_class,
-            "allocationMode": "ExactCount",
-            "count": 2,
-            "selectors": [{"cel": {"expression": each}} for each in self.selectors],
-        }
-        return {
-            "apiVersion": "resource.k8s.io/v1",
-            "kind": "ResourceClaim",
-            "metadata": self._metadata(name, {GROUP: spec.group}, {GROUP_SPEC: self.digest}),
-            "spec": {"devices": {"requests": [{"name": "devices", "exactly": asked}]}},
-        }
-
-    def _pod(self, spec: WorkerSpec, node: int, claim: str, labels: dict) -> dict:
-        name = spec.worker_id + (f"-{node}" if node else "")
-        resources: dict = {"requests": {"memory": self.memory}, "limits": {"memory": self.memory}}
-        pod: dict = {
-            "restartPolicy": "Never",
-            "containers": [{"name": CONTAINER, "image": self.image, "resources": resources}],
-            "volumes": [{"name": "spec", "secret": {"secretName": spec.worker_id}}],
-        }
-        if self.claims:
-            resources["claims"] = [{"name": "devices"}]
-            pod["resourceClaims"] = [{"name": "devices", "resourceClaimName": claim}]
-        return {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": self._metadata(name, labels, {WORKER_ID: spec.worker_id}),
-            "spec": pod,
-        }
-
-    def _metadata(self, name: str, labels: dict, annotations: dict) -> dict:
-        owner = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "tandem", "uid": self.owner}
-        return {
-            "name": name,
-            "labels": {INSTANCE: "tandem", **labels},
-            "annotations": {EPOCH: str(self.epoch), **annotations},
-            "ownerReferences": [owner],
-        }
-
-    def handle_of(self, spec: WorkerSpec, address: str) -> WorkerHandle:
-        return WorkerHandle.of(spec, address=f"{address}:7300", metrics_port=7301)
-
-    def nodes_of(self, _spec: WorkerSpec) -> int:
-        return self.nodes
-
-    def idle_seconds(self, _group: str) -> float:
-        return self.idle
-
-
-class Gateway:
-    """A launcher of an epoch, and what it heard. `answers` is what workers' health says; a worker
-    whose id is in `starting` never serves."""
-
-    def __init__(
-        self,
-        cluster: FakeCluster,
-        *,
-        epoch: int = 1,
-        claims: bool = True,
-        nodes: int = 1,
-        idle: float = 20.0,
-        **settings: float,
-    ) -> None:
+    def __init__(self, cluster: FakeCluster, **about: float) -> None:
         self.cluster = cluster
         self.session = Session(cluster)
-        client = ApiClient(Configuration(host="http://cluster"))
-        client.rest_client.pool_manager = self.session
+        self.not_serving: set[str] = set()
 
         async def connect() -> ApiClient:
+            client = ApiClient(Configuration(host="http://cluster"))
+            client.rest_client.pool_manager = self.session
             return client
 
-        self.maker = PlainMaker(epoch=epoch, claims=claims, nodes=nodes, idle=idle)
-        chosen = KubernetesSettings(**{**SETTINGS, **settings})
-        self.superseded = False
-        self.not_serving: set[str] = set()
-        self.exits: list[tuple[str, str]] = []
-        self.launcher = KubernetesLauncher(
-            Api(
-                connect,
-                namespace=chosen.namespace,
-                timeout=chosen.api_timeout,
-                patience=4 * chosen.api_timeout,
-            ),
-            self.maker,
-            settings=chosen,
-            stop_timeout=5.0,
-            epoch=Epoch(number=epoch, superseded=self._note_superseded),
-            serving=self._serving,
-        )
-        self._hearing: asyncio.Task | None = None
-
-    async def open(self) -> list[WorkerHandle]:
-        found = await self.launcher.list()
-        self._hearing = asyncio.create_task(self._hear())
-        return found
-
-    async def _hear(self) -> None:
-        async for exit_ in self.launcher.watch():
-            self.exits.append((exit_.worker_id, exit_.reason))
+        super().__init__(connect, namespace=cluster.namespace, serving=self._serving, **about)
 
     async def _serving(self, handle: WorkerHandle, *, timeout: float) -> str:
         pod = self.cluster.get("pods", handle.worker_id)
@@ -194,47 +41,26 @@ class Gateway:
         await asyncio.sleep(1)
         return ""
 
-    def _note_superseded(self) -> None:
-        self.superseded = True
-
-    async def run(self, worker_id: str, **about) -> WorkerHandle:
-        """Start a worker, and wait until it serves."""
-        handle = await self.launcher.start(spec(worker_id, **about))
-        await self.launcher.wait_ready(worker_id)
-        return handle
-
     async def die(self) -> None:
-        """The process is killed: nothing that it was about to do is done."""
         self.session.severed.set()
-        await self.launcher._reconciler.close()
-        if self._hearing is not None:
-            self._hearing.cancel()
-
-    async def close(self) -> None:
-        await self.launcher.close(leaving=True)
+        await super().die()
 
 
-def spec(worker_id: str, *, group: str = "train-0", **about) -> WorkerSpec:
-    about = {"kind": "trainer", "session_id": "s-1", "run_id": f"{worker_id}:run", **about}
-    return WorkerSpec(
-        worker_id=worker_id,
-        secret=f"secret of {worker_id}",
-        model_name="tiny",
-        model_path="models/tiny",
-        group=group,
-        start_timeout=100.0,
-        stop_timeout=5.0,
-        **about,
-    )
+class FakeStage:
+    """Implements `body.Stage`."""
 
+    def __init__(self, cluster: FakeCluster) -> None:
+        self.cluster = cluster
+        cluster.images["127.0.0.1:1/nothing:1"] = Image(error="connection refused")
 
-async def until(condition, *, seconds: float = 300.0) -> None:
-    """Wait in virtual time until something is so."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + seconds
-    while not condition():
-        assert loop.time() < end, "it does not come to be so"
-        await asyncio.sleep(0.05)
+    def gateway(self, **about: float) -> Gateway:
+        return Gateway(self.cluster, **about)
+
+    async def left(self) -> dict[str, list[str]]:
+        return self.cluster.owned()
+
+    async def delete_pod(self, name: str) -> None:
+        self.cluster.delete("pods", name)
 
 
 @asynccontextmanager

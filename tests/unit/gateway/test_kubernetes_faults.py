@@ -261,7 +261,8 @@ async def test_fifty_sessions_at_once_leave_no_doubt_no_double_and_nothing(clust
     for node in cluster.nodes.values():
         node.memory = 10 * 2**30  # 40 of the 50 fit
     cluster.images["worker:1"] = Image(pull=5)
-    gateway = Gateway(cluster, claims=True, idle=0)
+    gateway = Gateway(cluster, idle=0)
+    gateway.maker.memory = "1Gi"
     await gateway.open()
     names = [f"trainer-s-{number}-0" for number in range(50)]
     starts = {

@@ -1,0 +1,117 @@
+"""The launcher of pods on a real cluster, `make test-cluster`.
+
+`KUBECONFIG` says which one, `TANDEM_TEST_IMAGE` an image with Python that its nodes have or can
+pull, and `TANDEM_TEST_DEVICE_CLASS` a DeviceClass of which two nodes have four devices each. All is
+done in a namespace of its own, which is deleted at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tandem.worker import WorkerHandle
+from tests.support.kubernetes.body import BODY
+from tests.support.kubernetes.gateway import Gateway
+
+kubernetes = pytest.importorskip("kubernetes.aio")
+KUBECONFIG = os.environ.get("KUBECONFIG", "")
+IMAGE = os.environ.get("TANDEM_TEST_IMAGE", "python:3.11-slim")
+DEVICE_CLASS = os.environ.get("TANDEM_TEST_DEVICE_CLASS", "gpu.nvidia.com")
+LABEL = "tandem.dev/instance"
+
+pytestmark = pytest.mark.skipif(not KUBECONFIG, reason="KUBECONFIG names no cluster")
+
+
+class RealStage:
+    """Implements `body.Stage`."""
+
+    def __init__(self, client, namespace: str) -> None:
+        self._namespace = namespace
+        self._core = kubernetes.client.CoreV1Api(client)
+        self._claims = kubernetes.client.ResourceV1Api(client)
+
+    def gateway(self, **about) -> Gateway:
+        made = Gateway(connect, namespace=self._namespace, serving=serving, **about)
+        made.maker.image, made.maker.device_class = IMAGE, DEVICE_CLASS
+        return made
+
+    async def left(self) -> dict[str, list[str]]:
+        lists = {
+            "pods": self._core.list_namespaced_pod,
+            "secrets": self._core.list_namespaced_secret,
+            "services": self._core.list_namespaced_service,
+            "resourceclaims": self._claims.list_namespaced_resource_claim,
+        }
+        found = {
+            kind: (await each(self._namespace, label_selector=LABEL)).items
+            for kind, each in lists.items()
+        }
+        return {k: sorted(each.metadata.name for each in v) for k, v in found.items() if v}
+
+    async def delete_pod(self, name: str) -> None:
+        await self._core.delete_namespaced_pod(name, self._namespace)
+
+
+async def connect():
+    configuration = kubernetes.client.Configuration()
+    await kubernetes.config.load_kube_config(
+        config_file=KUBECONFIG, client_configuration=configuration
+    )
+    return kubernetes.client.ApiClient(configuration)
+
+
+async def serving(handle: WorkerHandle, *, timeout: float) -> str:
+    """The plain worker serves when its port is open."""
+    host, _, port = handle.address.rpartition(":")
+    try:
+        async with asyncio.timeout(timeout):
+            while True:
+                try:
+                    _, writer = await asyncio.open_connection(host, int(port))
+                    writer.close()
+                    return ""
+                except OSError:
+                    await asyncio.sleep(0.1)
+    except TimeoutError:
+        return "its port was closed"
+
+
+@asynccontextmanager
+async def stage_in_namespace_of_its_own():
+    async with await connect() as client:
+        core, apps = kubernetes.client.CoreV1Api(client), kubernetes.client.AppsV1Api(client)
+        namespace = f"tandem-test-{uuid.uuid4().hex[:8]}"
+        await core.create_namespace({"metadata": {"name": namespace}})
+        try:
+            labels = {"app": "tandem"}
+            await apps.create_namespaced_deployment(
+                namespace,
+                {
+                    "metadata": {"name": "tandem"},
+                    "spec": {
+                        "replicas": 0,
+                        "selector": {"matchLabels": labels},
+                        "template": {
+                            "metadata": {"labels": labels},
+                            "spec": {"containers": [{"name": "gateway", "image": IMAGE}]},
+                        },
+                    },
+                },
+            )
+            yield RealStage(client, namespace)
+        finally:
+            await core.delete_namespace(namespace)
+
+
+@pytest.mark.parametrize("each", BODY, ids=lambda each: each.__name__)
+def test_what_a_launcher_does_on_any_cluster(each):
+    async def test() -> None:
+        async with stage_in_namespace_of_its_own() as stage:
+            await each(stage)
+
+    asyncio.run(test())
