@@ -317,6 +317,8 @@ def test_a_long_poll_tells_place_and_age_and_a_pause_its_reason(gate):
         state, reason = waiting(2)
         assert state == "paused_capacity"
         assert reason.startswith("the sampler is starting (")
+        gate.launcher.waits_for = "its pod is not scheduled: 2 Insufficient memory"
+        assert "s): its pod is not scheduled: 2 Insufficient memory; 2 samples" in waiting(2)[1]
         assert "; 2 samples before this one, which has waited " in reason
         held = len(gate.launcher.servicers)
         gate.run(gate.launcher.start_gate.set)

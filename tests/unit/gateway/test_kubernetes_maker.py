@@ -1,0 +1,94 @@
+"""The launcher that the settings describe, with the objects that it really makes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from gateway.workers.epoch import Epoch
+from gateway.workers.launchers import make_launcher
+from tandem.authority import Authority
+from tandem.errors import InvalidRequest, WorkerStartFailed
+from tandem.settings import GatewaySettings
+from tests.support.kubernetes.world import Gateway, on_cluster, spec
+
+POOLS = [
+    {"name": "train", "roles": ["trainer"], "claims": 2, "device_class": "gpu.example.com"},
+    {"name": "cpu", "roles": ["sampler"], "claims": 1},
+]
+
+
+def settings(tmp_path, **about) -> GatewaySettings:
+    tls = tmp_path / "tls"
+    if not tls.exists():
+        Authority.create(tls)
+    cluster = {"namespace": "rl", "trainer_image": "trainer:1", "sampler_image": "sampler:1"}
+    return GatewaySettings(
+        data_dir=tmp_path,
+        tls_dir=tls,
+        launcher="kubernetes",
+        claim_pools=POOLS,
+        kubernetes={**cluster, "volume_path": "/data", **about},
+    )
+
+
+def launcher_of(chosen: GatewaySettings, cluster):
+    launcher = make_launcher(chosen, Epoch(number=1, superseded=lambda: None))
+    fake = Gateway(cluster, claims=False)
+    launcher._api._connect = fake.launcher._api._connect
+    launcher._serving = fake._serving
+    return launcher
+
+
+def test_pods_of_the_settings_are_accepted_run_and_leave_nothing(tmp_path):
+    @on_cluster()
+    async def test(cluster):
+        for node in cluster.nodes.values():
+            node.labels |= {"tandem.dev/role": "trainer"}
+        launcher = launcher_of(settings(tmp_path), cluster)
+        assert await launcher.list() == []
+        about = {"host_memory": 2**30, "group": "train-1"}
+        handle = await launcher.start(spec("trainer-s-1-0").model_copy(update=about))
+        await launcher.wait_ready("trainer-s-1-0")
+        assert handle.address == "10.0.0.1:7300" and handle.metrics_port == 7301
+        assert handle.authority == Authority.read(tmp_path / "tls").pem
+        assert cluster.owned()["resourceclaims"] == ["tandem-train-1"]
+        uid = cluster.get("deployments", "tandem")["metadata"]["uid"]
+        for kind in ("pods", "secrets", "resourceclaims"):
+            (made,) = cluster.all(kind)
+            assert [owner["uid"] for owner in made["metadata"]["ownerReferences"]] == [uid]
+        secret = "secret of trainer-s-1-0"
+        assert secret not in str(cluster.all("pods"))
+        await launcher.close(leaving=True)
+        again = launcher_of(settings(tmp_path), cluster)
+        assert await again.list() == [handle]
+        await again.stop("trainer-s-1-0")
+        assert set(cluster.owned()) == {"resourceclaims"}
+        await again.close()
+
+    test()
+
+
+def test_a_start_that_no_settings_allow_says_why(tmp_path):
+    @on_cluster()
+    async def test(cluster):
+        launcher = launcher_of(settings(tmp_path), cluster)
+        await launcher.list()
+        with pytest.raises(WorkerStartFailed, match=r"no pool .* has the device group 'old-0'"):
+            await launcher.start(spec("trainer-s-1-0", group="old-0"))
+        with pytest.raises(WorkerStartFailed, match=r"cannot be started: .*tiny"):
+            await launcher.start(spec("trainer-s-1-1"))
+        assert cluster.owned() == {}
+        await launcher.close()
+
+    test()
+
+
+def test_settings_without_an_authority_or_a_namespace_are_refused(tmp_path):
+    make = partial(make_launcher, epoch=Epoch(number=1, superseded=lambda: None))
+    chosen = settings(tmp_path)
+    with pytest.raises(InvalidRequest, match="TANDEM_TLS_DIR"):
+        make(chosen.model_copy(update={"tls_dir": None}))
+    with pytest.raises(InvalidRequest, match="TANDEM_KUBERNETES_NAMESPACE"):
+        make(settings(tmp_path, namespace=""))
