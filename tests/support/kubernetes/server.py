@@ -348,11 +348,11 @@ def _selected(body: dict, query: dict[str, str]) -> bool:
         key, equals, value = term.partition("=")
         if key not in labels or (equals and labels[key] != value):
             return False
-    about = body.get("involvedObject", {})
     for term in filter(None, query.get("fieldSelector", "").split(",")):
         key, _, value = term.partition("=")
-        assert key.startswith("involvedObject."), key
-        if about.get(key.removeprefix("involvedObject.")) != value:
+        part, _, name = key.partition(".")
+        assert part in ("metadata", "involvedObject"), key
+        if body.get(part, {}).get(name) != value:
             return False
     return True
 

@@ -130,6 +130,11 @@ class Api:
                 return None
             raise
 
+    async def find(self, resource: Resource, name: str) -> Object | None:
+        """As `read`, with the right to list, which is needed anyhow."""
+        listed = await self.list(resource, fields=f"metadata.name={name}")
+        return listed.items[0] if listed.items else None
+
     async def delete(
         self, resource: Resource, name: str, *, uid: str = "", grace: int | None = None
     ) -> bool:

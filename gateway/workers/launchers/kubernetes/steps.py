@@ -143,7 +143,7 @@ class Steps:
         """Return an object that is there already, if it is what was to be made: a creation whose
         answer was lost has made it. Return nothing otherwise."""
         name = name_of(body)
-        there = await self._api.read(resource, name)
+        there = await self._api.find(resource, name)
         if there is None:
             return {}
         found, wanted = Observed.model_validate(there), Observed.model_validate(body)
@@ -184,7 +184,7 @@ class Steps:
         return True
 
     async def _find_out(self, worker_id: str, key: Key, view: AnyView) -> None:
-        there = await self._api.read(view.resource, key[1])
+        there = await self._api.find(view.resource, key[1])
         if there is not None and Observed.model_validate(there).worker_id == worker_id:
             view.note(there)
         self._uncertain[worker_id].pop(key, None)
