@@ -103,6 +103,7 @@ class FakeServer:
         self.objects: dict[str, dict[str, dict]] = {plural: {} for plural in KINDS}
         self.calls: list[Call] = []
         self.logs: dict[str, str] = {}
+        self.latency = 0.0
         self.meddle: Callable[[Call], Answer | None] = lambda _call: None
         self.on_change: list[Callable[[str, str, dict], None]] = []
         self.version = 1
@@ -213,7 +214,7 @@ class FakeServer:
         number = sum(call.verb != "watch" for call in self.calls)
         call = Call(verb, plural, subresource, name, self.now, number)
         self.calls.append(call)
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.latency)
         lost: Lost | None = None
         try:
             if (answer := self.meddle(call)) is not None:

@@ -298,20 +298,27 @@ class Reconciler:
             self._wake.clear()
             if self._is_superseded:
                 continue
-            if (now := loop.time()) - ticked >= _TICK:
-                ticked = now
-                self._steps.forget_past()
-                self._dirty |= self._starting | self._endings.keys()
-                self._dirty |= {w.worker_id for w in self.workers.values() if w.says}
-                if self.sweeps:
-                    self._dirty |= self.unwanted()
-                    self._compare_claims()
-            dirty, self._dirty = self._dirty, set()
-            for worker_id in dirty:
-                try:
-                    self._compare_one(worker_id)
-                except Exception:  # noqa: BLE001 - the others must go on
-                    self._log.exception("worker_not_compared", worker_id=worker_id)
+            if loop.time() - ticked >= _TICK:
+                ticked = loop.time()
+                self._tick()
+            self._compare_changed()
+
+    def _tick(self) -> None:
+        """Look again at all that has a deadline, or is not as it should be."""
+        self._steps.forget_past()
+        self._dirty |= self._starting | self._endings.keys()
+        self._dirty |= {w.worker_id for w in self.workers.values() if w.says}
+        if self.sweeps:
+            self._dirty |= self.unwanted()
+            self._compare_claims()
+
+    def _compare_changed(self) -> None:
+        dirty, self._dirty = self._dirty, set()
+        for worker_id in dirty:
+            try:
+                self._compare_one(worker_id)
+            except Exception:  # noqa: BLE001 - the others must go on
+                self._log.exception("worker_not_compared", worker_id=worker_id)
 
     def _compare_one(self, worker_id: str) -> None:
         if (worker := self.workers.get(worker_id)) is not None:
