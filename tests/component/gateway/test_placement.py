@@ -13,6 +13,7 @@ from gateway.workers.epoch import Epoch
 from tandem.errors import InvalidRequest
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.running import running_gateway, settings_for
+from tests.support.model_files import write_weights
 from tests.support.waiting import wait_until
 
 GROUPS = [
@@ -242,3 +243,30 @@ def test_the_status_says_why_a_run_has_no_place_and_the_groups_who_has_one(start
         train, sample = shown["groups"]
         assert (train["name"], [each["worker"] for each in train["workers"]]) == ("train", [run])
         assert (sample["placed"], [each["worker"] for each in shown["queue"]]) == (1, [waiting])
+
+
+def test_the_places_of_pods_count_what_they_request_of_their_node(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_LAUNCHER", "kubernetes")
+    pool = {"name": "cpu", "roles": ["trainer", "sampler"], "claims": 2, "awake": 0}
+    gib = 2**30
+    pools = [pool | {"node_memory_bytes": 16 * gib}]
+    with start(groups=[], claim_pools=pools) as gate, gate.http() as client:
+        session = gate.session_id()
+        refused = create(client, session)
+        assert refused.status_code == 400
+        assert "has no safetensors" in refused.text
+        write_weights(tmp_path / "tiny", "weight", [1024, 1024])
+        gate.run_id(session)
+        (spec,) = gate.launcher.specs
+        place = gate.gateway.places.get(spec.run_id)
+        assert (spec.group, spec.devices) == ("cpu-0", ())
+        assert spec.host_memory == place.host_memory > 4 * 2**20 * 7
+        small = {"memory": "1GiB", "sampler_host_memory": "1GiB"}
+        large = create(client, session, 1, host_memory="15GiB", **small)
+        wait_until(lambda: len(gate.launcher.specs) == 2)
+        assert gate.launcher.specs[1].group == "cpu-1"  # there is no room for it on the first
+        assert gate.launcher.specs[1].host_memory == 15 * gib
+        assert large.is_success
+        refused = create(client, session, 2, host_memory="17GiB")
+        assert refused.status_code == 400
+        assert "it needs 17 GiB of its node's memory" in refused.text

@@ -18,6 +18,7 @@ from tandem.cluster_settings import ClaimPoolSettings
 from tandem.errors import InvalidRequest
 from tandem.settings import GatewaySettings, SamplerSettings, TrainerSettings
 from tandem.worker import LoraSpec, TrainingSpec, WorkerSpec
+from tests.support.model_files import write_weights
 
 GIB = 2**30
 LARGE = ModelSize(
@@ -107,11 +108,8 @@ def a_model(folder: Path, **tensors: list[int]) -> Path:
     (folder / "config.json").write_text(
         json.dumps({"vocab_size": 9, "hidden_size": 4, "num_hidden_layers": 2})
     )
-    for number, (name, shape) in enumerate(tensors.items()):
-        entry = {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}
-        header = json.dumps({"__metadata__": {"format": "pt"}, name: entry}).encode()
-        file = folder / f"model-{number}.safetensors"
-        file.write_bytes(len(header).to_bytes(8, "little") + header)
+    for name, shape in tensors.items():
+        write_weights(folder, name, shape)
     return folder
 
 
