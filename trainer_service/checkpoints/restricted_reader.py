@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Collection
+from enum import Enum
 from pathlib import Path
 
 import torch
@@ -48,9 +49,19 @@ class _LayoutUnpickler(pickle.Unpickler):
         module = _RENAMED.get(module, module)
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint's layout")
+
+
+def _member(kind: object, name: str) -> Enum:
+    """Return a member of an enumeration: Python 3.11.0 to 3.11.3 write one as `getattr` with its
+    class and its name, and others by its value."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError("builtins.getattr is allowed for members of enumerations only")
+    return kind[name]
 
 
 class CheckpointReader(FileSystemReader):  # type: ignore[misc]

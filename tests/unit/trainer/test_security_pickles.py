@@ -8,12 +8,14 @@ import os
 import pathlib
 import pickle
 import sys
+from enum import Enum
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from tandem.errors import CheckpointDamaged, LoadFailed
 from tandem.weights import Manifest, PartialVersion, checksum_file, open_version
@@ -158,6 +160,23 @@ def test_a_checkpoint_is_read_whichever_python_wrote_it(operations, saved, monke
     assert not load(operations, saved).HasField("failure")
 
 
+def test_a_checkpoint_of_an_early_python_3_11_is_read_which_names_members_of_enumerations(
+    operations, saved, monkeypatch
+):
+    layout = read_layout(saved, files={file.name for file in saved.iterdir()})
+
+    def as_written_by_3_11_2(member: Enum, _protocol: int) -> tuple[object, ...]:
+        return getattr, (type(member), member.name)
+
+    with monkeypatch.context() as python:
+        python.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", as_written_by_3_11_2)
+        written = pickle.dumps(layout)
+    assert b"getattr" in written
+    (saved / ".metadata").write_bytes(written)
+    recorded(saved)
+    assert not load(operations, saved).HasField("failure")
+
+
 def test_a_layout_that_calls_a_function_is_refused_and_the_function_not_called(
     operations, saved, tmp_path
 ):
@@ -175,6 +194,7 @@ def test_a_layout_that_calls_a_function_is_refused_and_the_function_not_called(
         b"cos\nsystem\n(S'true'\ntR.",
         b"cbuiltins\neval\n(S'1'\ntR.",
         b"cbuiltins\ngetattr\n(S'1'\nS'a'\ntR.",
+        b"cbuiltins\ngetattr\n(cpathlib\nPath\nS'home'\ntR.",
         b"ctorch\nload\n(S'x'\ntR.",
         b"ctorch.serialization\nload\n(S'x'\ntR.",
         b"\x80\x04\x8c\x05torch\x94\x8c\x0chub.load_state\x94\x93.",
