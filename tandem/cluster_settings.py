@@ -41,6 +41,12 @@ class KubernetesSettings(BaseSettings):
         description="The name of the gateway's Deployment, which owns all objects that are made; "
         "each Tandem of a namespace has another one.",
     )
+    pod: str = Field(
+        "",
+        max_length=253,
+        description="The gateway's own pod, which it labels when it serves, for its Service; "
+        "empty: it is in none.",
+    )
     kubeconfig: Path | None = Field(
         None, description="How to reach the cluster from outside; empty: from a pod of it."
     )

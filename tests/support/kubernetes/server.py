@@ -254,6 +254,11 @@ class FakeServer:
             return Answer(200, self.logs.get(name, ""))
         if call.verb == "get":
             return Answer(200, copy.deepcopy(one))
+        if call.verb == "patch":
+            labels = one["metadata"].get("labels", {}) | (body or {})["metadata"]["labels"]
+            one["metadata"]["labels"] = {key: value for key, value in labels.items() if value}
+            self.change(plural, one)
+            return Answer(200, copy.deepcopy(one))
         assert call.verb == "delete", call
         options = body or {}
         if (uid := options.get("preconditions", {}).get("uid")) and uid != one["metadata"]["uid"]:

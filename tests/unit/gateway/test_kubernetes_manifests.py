@@ -11,6 +11,7 @@ import yaml
 
 from gateway.placement.groups import groups_of
 from gateway.workers.launchers.kubernetes.objects import INSTANCE, METRICS_PORT, PORT
+from gateway.workers.launchers.kubernetes.serving import SERVING
 from gateway.workers.launchers.kubernetes.templates import read_templates
 from tandem.cluster_settings import KubernetesSettings
 from tandem.host import Host
@@ -135,7 +136,7 @@ def named(spec: dict) -> set[tuple[str, str]]:
         for source in container.get("envFrom", []):
             found.add(("ConfigMap", source["configMapRef"]["name"]))
         for each in container.get("env", []):
-            if "valueFrom" in each:
+            if "secretKeyRef" in each.get("valueFrom", {}):
                 found.add(("Secret", each["valueFrom"]["secretKeyRef"]["name"]))
     return found
 
@@ -212,7 +213,7 @@ def test_an_upgrade_starts_the_next_gateway_before_it_ends_one_and_leaves_time_t
 def test_requests_reach_the_gateway_that_serves(stack):
     (port,) = stack.one("Service", "tandem")["spec"]["ports"]
     selector = dict(stack.one("Service", "tandem")["spec"]["selector"])
-    assert selector.pop("tandem.dev/serving") == "true"
+    assert selector.pop(SERVING) == stack.settings["TANDEM_KUBERNETES_INSTANCE"]
     template = stack.one("Deployment", "tandem")["spec"]["template"]
     assert selector.items() <= template["metadata"]["labels"].items()
     assert port["targetPort"] == int(stack.settings["TANDEM_PORT"])
@@ -283,7 +284,7 @@ def test_the_monitors_select_the_pods_that_have_metrics(overlays):
         one["metadata"]["name"]: one["spec"]["selector"]
         for one in overlays["monitoring"].all("PodMonitor")
     }
-    serving = labels["gateway"] | {"tandem.dev/serving": "true"}
+    serving = labels["gateway"] | {SERVING: "tandem"}
     selected = {
         name: {
             component

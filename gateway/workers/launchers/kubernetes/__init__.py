@@ -4,5 +4,5 @@
 These three only compute, and `maker` calls them with the gateway's settings. `launcher` implements
 the seam: `reconcile` compares the workers that should run (`worker`) with what a `view` of each
 kind of object shows, and takes `steps` by the calls of `api`. `pods` says what the state of a pod
-means, and `observed` what is read of an object at all.
+means, and `observed` what is read of an object at all. `serving` labels the gateway's own pod.
 """

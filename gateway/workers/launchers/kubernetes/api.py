@@ -153,6 +153,17 @@ class Api:
             return False
         return True
 
+    async def label(self, resource: Resource, name: str, labels: Mapping[str, str | None]) -> None:
+        """Give an object labels; those that are None are taken away."""
+        request = _Request(
+            "PATCH",
+            resource.path + "/{name}",
+            name=name,
+            body={"metadata": {"labels": dict(labels)}},
+            content_type="application/merge-patch+json",
+        )
+        await self._call(request)
+
     async def list(self, resource: Resource, *, labels: str = "", fields: str = "") -> Listed:
         query = _selectors(labels=labels, fields=fields)
         answer = await self._call(_Request("GET", resource.path, query=query))
@@ -260,7 +271,7 @@ class Api:
             request.path,
             path_params={"namespace": self._namespace, "name": request.name},
             query_params=list(request.query.items()),
-            header_params={"Accept": "application/json", "Content-Type": "application/json"},
+            header_params={"Accept": "application/json", "Content-Type": request.content_type},
             body=request.body,
             auth_settings=["BearerToken"],
         )
@@ -278,6 +289,7 @@ class _Request:
     name: str = ""
     query: Mapping[str, str] = field(default_factory=dict)
     body: Object | None = None
+    content_type: str = "application/json"
 
 
 class _Again(Exception):

@@ -23,6 +23,7 @@ from gateway.workers.launchers.kubernetes.maker import WorkerMaker
 from gateway.workers.launchers.kubernetes.objects import SPEC_KEY, WORKER_ID, Home
 from gateway.workers.launchers.kubernetes.observed import Pod
 from gateway.workers.launchers.kubernetes.reconcile import AT_ONCE, Reconciler
+from gateway.workers.launchers.kubernetes.serving import ServingLabel
 from gateway.workers.launchers.kubernetes.worker import Deadlines, Worker
 from tandem.agent.worker_process import wait_until_serving
 from tandem.authority import Authority
@@ -84,6 +85,9 @@ class KubernetesLauncher:
             resync=settings.resync,
             ended=self._note_end,
             superseded=epoch.superseded,
+        )
+        self._label = ServingLabel(
+            api, instance=settings.instance, pod=settings.pod, period=settings.resync
         )
         self._watchers: list[asyncio.Queue[WorkerExit | None]] = []
         self._ended: OrderedDict[str, WorkerExit] = OrderedDict()
@@ -181,6 +185,7 @@ class KubernetesLauncher:
                 for view in reconciler.views:
                     await view.listed.wait()
             await self._maker.find_owner(self._api)
+            await self._label.put()
             specs = await self._read_specs()
         except (TimeoutError, ApiFault) as error:
             raise WorkerMayRun(
@@ -251,6 +256,7 @@ class KubernetesLauncher:
             for worker_id, fault in zip(workers, ends, strict=True):
                 if fault is not None:
                     self._log.error("worker_not_stopped", worker_id=worker_id, reason=str(fault))
+        await self._label.close()
         await self._reconciler.close()
         await self._api.close()
         for queue in self._watchers:
