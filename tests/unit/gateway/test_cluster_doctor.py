@@ -1,0 +1,265 @@
+"""What `tandem doctor --cluster` says of clusters, and `--volume` of volumes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+
+import pytest
+import yaml
+
+from gateway.cluster_doctor import RIGHTS, ClusterDoctor, Unreadable
+from gateway.doctor import Finding
+from gateway.volume_doctor import VolumeDoctor
+from tandem.settings import GatewaySettings
+from tests.support.kubernetes.manifests import K8S
+
+IN = "/namespaces/rl"
+NODES = "/api/v1/nodes"
+CLASSES, SLICES = (
+    f"/apis/resource.k8s.io/v1/{each}" for each in ("deviceclasses", "resourceslices")
+)
+CLAIM = f"/api/v1{IN}/persistentvolumeclaims/tandem-data"
+DEPLOYMENT = f"/apis/apps/v1{IN}/deployments/tandem"
+CONFIG = f"/api/v1{IN}/configmaps/tandem-settings-1"
+PODS = f"/api/v1{IN}/pods?labelSelector=tandem.dev/serving%3Dtandem"
+POLICIES = f"/apis/networking.k8s.io/v1{IN}/networkpolicies"
+POOLS = [{"name": "train", "roles": ["trainer"], "claims": 2, "device_class": "gpu", "devices": 4}]
+
+
+def named(name: str, **labels: str) -> dict:
+    return {"metadata": {"name": name, "labels": labels}}
+
+
+def a_slice(node: str, count: int) -> dict:
+    device = {"capacity": {"memory": {"value": "80Gi"}}}
+    return {"spec": {"driver": "gpu.test", "nodeName": node, "devices": [device] * count}}
+
+
+HEALTHY = {
+    "/version": {"major": "1", "minor": "36+"},
+    "/apis/resource.k8s.io/v1": {"resources": []},
+    CLASSES: {"items": [named("gpu")]},
+    SLICES: {"items": [a_slice("a", 4), a_slice("b", 4)]},
+    NODES: {
+        "items": [named("a", **{"tandem.dev/role": "trainer"}), named("b")],
+    },
+    "/api/v1/namespaces/rl": named("rl", **{"pod-security.kubernetes.io/enforce": "restricted"}),
+    CLAIM: {
+        "spec": {"accessModes": ["ReadWriteMany"], "storageClassName": "nfs"},
+        "status": {"phase": "Bound"},
+    },
+    DEPLOYMENT: {
+        "metadata": {"name": "tandem"},
+        "spec": {
+            "replicas": 2,
+            "template": {
+                "spec": {
+                    "serviceAccountName": "tandem-gateway",
+                    "containers": [{"envFrom": [{"configMapRef": {"name": "tandem-settings-1"}}]}],
+                }
+            },
+        },
+        "status": {"readyReplicas": 2},
+    },
+    CONFIG: {
+        "data": {
+            "TANDEM_CLAIM_POOLS": json.dumps(POOLS),
+            "TANDEM_KUBERNETES_TRAINER_IMAGE": "t:1",
+            "TANDEM_KUBERNETES_SAMPLER_IMAGE": "s:1",
+        }
+    },
+    PODS: {"items": [named("tandem-1")]},
+    POLICIES: {"items": [named("default-deny")]},
+}
+
+
+def examine(*, without: str = "", refused: tuple = (), **changes: object) -> dict[str, Finding]:
+    """What is found on a healthy cluster after changes: of answers, by their paths; one that is
+    not there; rights that the gateway lacks."""
+    answers = copy.deepcopy(HEALTHY) | changes
+    answers.pop(without, None)
+
+    def ask(path: str, body: dict | None = None) -> dict | None:
+        if body is not None:
+            asked = body["spec"]["resourceAttributes"]
+            resource = "/".join(filter(None, (asked["resource"], asked.get("subresource"))))
+            assert body["spec"]["user"] == "system:serviceaccount:rl:tandem-gateway"
+            return {"status": {"allowed": (asked["verb"], resource) not in refused}}
+        answer = answers.get(path)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    doctor = ClusterDoctor(ask, namespace="rl", own=GatewaySettings())
+    return {each.name: each for each in doctor.examine()}
+
+
+def problems(found: dict[str, Finding]) -> list[str]:
+    return [name for name, each in found.items() if each.level == "problem"]
+
+
+def settings(**changes: str) -> dict[str, object]:
+    return {CONFIG: {"data": HEALTHY[CONFIG]["data"] | changes}}
+
+
+def test_a_cluster_with_all_that_is_needed_has_no_problem():
+    found = examine()
+    assert problems(found) == []
+    assert found["driver gpu.test"].value == "a: 4, b: 4"
+    assert "80Gi" in found["driver gpu.test"].about
+    assert found["pool train"].value == "2 claims of 4 devices"
+    assert found["gateway"].value == "2 of 2 ready, 1 serving"
+
+
+CASES = {
+    "an old version": (
+        {"/version": {"major": "1", "minor": "33"}},
+        "Kubernetes",
+        "claims need 1.34 or newer",
+    ),
+    "no class": (
+        {CLASSES: {"items": [named("mig")]}},
+        "DeviceClass gpu",
+        "there are mig: install the driver, or correct the pool",
+    ),
+    "no devices": ({SLICES: {"items": []}}, "ResourceSlices", "no driver publishes devices"),
+    "small nodes": (
+        {SLICES: {"items": [a_slice("a", 2)]}},
+        "pool train",
+        "no node has 4 devices: 2 at most",
+    ),
+    "no label": (
+        {NODES: {"items": [named("a")]}},
+        "nodes for trainers",
+        "kubectl label node NODE tandem.dev/role=trainer",
+    ),
+    "a volume of one node": (
+        {CLAIM: HEALTHY[CLAIM] | {"spec": {"accessModes": ["ReadWriteOnce"]}}},
+        "volume tandem-data",
+        "take a class, or an export, for ReadWriteMany",
+    ),
+    "a volume that is lost": (
+        {CLAIM: HEALTHY[CLAIM] | {"status": {"phase": "Lost"}}},
+        "volume tandem-data",
+        "kubectl --namespace rl describe pvc tandem-data says why",
+    ),
+    "no gateway that serves": ({PODS: {"items": []}}, "gateway", "logs deployment/tandem"),
+    "no pools": (settings(TANDEM_CLAIM_POOLS="[]"), "pools", "name a pool"),
+    "no image": (
+        settings(TANDEM_KUBERNETES_TRAINER_IMAGE=""),
+        "image of trainers",
+        "set TANDEM_KUBERNETES_TRAINER_IMAGE",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_problem_is_named_with_what_to_do(case):
+    changes, name, about = CASES[case]
+    found = examine(**changes)
+    assert name in problems(found)
+    assert about in found[name].about
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/apis/resource.k8s.io/v1", "resource.k8s.io/v1"),
+        ("/api/v1/namespaces/rl", "namespace rl"),
+        (CLAIM, "volume tandem-data"),
+    ],
+)
+def test_what_is_not_there_is_a_problem(path, name):
+    assert name in problems(examine(without=path))
+
+
+def test_a_cluster_without_devices_serves_pools_without_claims():
+    pools = json.dumps([{"name": "cpu", "roles": ["trainer"]}])
+    found = examine(without="/apis/resource.k8s.io/v1", **settings(TANDEM_CLAIM_POOLS=pools))
+    assert problems(found) == []
+    assert found["resource.k8s.io/v1"].level == "absent"
+
+
+def test_one_node_needs_no_volume_for_many():
+    found = examine(
+        **{
+            NODES: {"items": [named("a", **{"tandem.dev/role": "trainer"})]},
+            CLAIM: HEALTHY[CLAIM] | {"spec": {"accessModes": ["ReadWriteOnce"]}},
+        }
+    )
+    assert problems(found) == []
+
+
+def test_rights_that_are_missing_are_named():
+    found = examine(refused=(("get", "pods/log"), ("create", "resourceclaims")))
+    assert problems(found) == ["rights of tandem-gateway"]
+    assert "get pods/log, create resourceclaims" in found["rights of tandem-gateway"].about
+
+
+def test_before_there_is_a_gateway_its_settings_are_those_of_the_environment(monkeypatch):
+    monkeypatch.setenv("TANDEM_CLAIM_POOLS", json.dumps(POOLS))
+    found = examine(without=DEPLOYMENT)
+    assert found["settings"].value == "of the environment"
+    assert found["gateway"].level == "absent"
+    assert found["pool train"].level == "ok"
+
+
+def test_what_the_administrator_may_not_read_is_not_known_and_no_problem():
+    found = examine(**{NODES: Unreadable("nodes is forbidden")})
+    assert problems(found) == []
+    assert "nodes is forbidden" in found["nodes"].about
+
+
+def test_the_rights_that_are_asked_for_are_those_of_the_role():
+    objects = yaml.safe_load_all((K8S / "base" / "rbac.yaml").read_text())
+    (role,) = (one for one in objects if one["kind"] == "Role")
+    had = {
+        (group, resource): tuple(rule["verbs"])
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    assert had == RIGHTS
+
+
+# --- Volumes ------------------------------------------------------------------------------------
+
+
+def levels(found: list[Finding]) -> dict[str, str]:
+    return {each.name: each.level for each in found}
+
+
+def test_a_volume_that_can_be_written_and_renamed_on_is_fine_and_nothing_is_left_on_it(tmp_path):
+    found = levels(VolumeDoctor(folder=tmp_path, name="one").examine())
+    assert found == {"volume": "ok", "locks": "ok", "rename": "ok"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_peers_see_each_others_files_and_leave_nothing(tmp_path):
+    found: dict[str, dict[str, str]] = {}
+
+    def examine(name: str) -> None:
+        doctor = VolumeDoctor(folder=tmp_path, name=name, peers=2, patience=60)
+        found[name] = levels(doctor.examine())
+
+    threads = [threading.Thread(target=examine, args=(name,)) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found.keys() == {"one", "two"}
+    assert {each["peers"] for each in found.values()} == {"ok"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_peer_that_is_never_seen_is_a_problem(tmp_path):
+    found = levels(VolumeDoctor(folder=tmp_path, name="one", peers=2, patience=0).examine())
+    assert found["peers"] == "problem"
+
+
+def test_a_folder_that_is_not_there_is_a_problem(tmp_path):
+    (found,) = VolumeDoctor(folder=tmp_path / "none", name="one").examine()
+    assert found.level == "problem"
+    assert "No such file" in found.about
