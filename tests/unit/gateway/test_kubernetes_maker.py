@@ -33,6 +33,14 @@ def settings(tmp_path, **about) -> GatewaySettings:
     )
 
 
+def test_a_template_of_which_no_pod_could_be_made_is_refused_at_the_start(tmp_path):
+    template = "apiVersion: v1\nkind: Pod\nspec: {restartPolicy: Always}\n"
+    (tmp_path / "trainer-pod.yaml").write_text(template)
+    chosen = settings(tmp_path, templates=str(tmp_path))
+    with pytest.raises(InvalidRequest, match="restartPolicy: the gateway sets it"):
+        make_launcher(chosen, Epoch(number=1, superseded=lambda: None))
+
+
 def launcher_of(chosen: GatewaySettings, cluster):
     launcher = make_launcher(chosen, Epoch(number=1, superseded=lambda: None))
     fake = Gateway(cluster, claims=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from gateway.workers.launchers.kubernetes.api import DEPLOYMENTS, Api
 from gateway.workers.launchers.kubernetes.objects import (
@@ -12,11 +11,12 @@ from gateway.workers.launchers.kubernetes.objects import (
     PORT,
     Home,
     WorkerObjects,
+    check_templates,
     nodes_of,
     render_worker,
     spec_of_pod,
 )
-from gateway.workers.launchers.kubernetes.resources import ModelSize, model_size, resources_of
+from gateway.workers.launchers.kubernetes.resources import model_size, resources_of
 from gateway.workers.launchers.kubernetes.templates import read_templates
 from tandem.authority import Authority
 from tandem.cluster_settings import ClaimPoolSettings
@@ -29,7 +29,7 @@ from tandem.worker import WorkerHandle, WorkerSpec
 @dataclass(eq=False)
 class WorkerMaker:
     """`authority` signs the workers' certificates; `home` is where their objects are, and who owns
-    them once that is known."""
+    them once that is known. Raises `InvalidRequest` for templates of which no pod could be made."""
 
     settings: GatewaySettings
     authority: Authority
@@ -37,7 +37,7 @@ class WorkerMaker:
 
     def __post_init__(self) -> None:
         self._templates = read_templates(self.settings.kubernetes)
-        self._sizes: dict[Path, ModelSize] = {}
+        check_templates(self._templates, pools=self.settings.claim_pools, home=self.home)
         self._log = get_log()
 
     async def find_owner(self, api: Api) -> None:
@@ -55,7 +55,7 @@ class WorkerMaker:
         pool = self._pool_of(spec.group)
         size = None
         if not spec.host_memory:
-            size = await asyncio.to_thread(self._size_of, self.settings.data_dir / spec.model_path)
+            size = await asyncio.to_thread(model_size, self.settings.data_dir / spec.model_path)
         resources = resources_of(spec, size, pool=pool, settings=self.settings)
         certificate = self.authority.issue(spec.worker_id)
         spec = spec_of_pod(spec, pool=pool, home=self.home, tls=certificate)
@@ -91,8 +91,3 @@ class WorkerMaker:
 
     def _pools(self) -> dict[str, ClaimPoolSettings]:
         return {each.name: each for each in self.settings.claim_pools}
-
-    def _size_of(self, path: Path) -> ModelSize:
-        if path not in self._sizes:
-            self._sizes[path] = model_size(path)
-        return self._sizes[path]

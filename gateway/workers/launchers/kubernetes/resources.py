@@ -85,6 +85,7 @@ class PodResources:
 # --- The model ------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=256)
 def model_size(path: Path) -> ModelSize:
     """Read the size of a model from the headers of its files. Raises `InvalidRequest`."""
     shapes: dict[str, list[int]] = {}
@@ -168,7 +169,7 @@ def most_memory(spec: WorkerSpec, settings: GatewaySettings, *, group: str = "")
     0 if there is none. Raises `InvalidRequest`."""
     if spec.host_memory:
         return spec.host_memory
-    model = _size_of(settings.data_dir / spec.model_path)
+    model = model_size(settings.data_dir / spec.model_path)
     ranks = (spec.trainer or settings.trainer).ranks if spec.kind == "trainer" else 1
     requested = (
         resources_of(spec, model, pool=pool, settings=settings).memory
@@ -178,11 +179,6 @@ def most_memory(spec: WorkerSpec, settings: GatewaySettings, *, group: str = "")
         and ranks <= pool.devices * pool.nodes
     )
     return max(requested, default=0)
-
-
-@lru_cache(maxsize=256)
-def _size_of(path: Path) -> ModelSize:
-    return model_size(path)
 
 
 def _known(model: ModelSize | None, spec: WorkerSpec) -> ModelSize:
