@@ -65,7 +65,7 @@ class Bench:
         started = time.perf_counter()
         with self.stack(self.model, ranks=1) as (stack, service):
             client = service.create_lora_training_client("bench/model:full").result()
-            wait_ready(stack)
+            wait_ready(stack.endpoint)
             ready = time.perf_counter() - started
             sampler = client.save_weights_and_get_sampling_client().result()
             gateway = sampling.through_gateway(sampler, rounds=self.rounds)
@@ -95,7 +95,7 @@ class Bench:
     def clients(self) -> None:
         with self.stack(self.model, ranks=1) as (stack, service):
             sampler = service.create_sampling_client(base_model="bench/model").result()
-            wait_ready(stack)
+            wait_ready(stack.endpoint)
             row = concurrency.many_clients(sampler, requests=4 * self.rounds)
         self.show("many clients", [row])
 
@@ -108,7 +108,7 @@ class Bench:
                 write_tiny_model(model, seed=0, shape=shape)
             with self.stack(model, ranks=1) as (stack, service):
                 client = service.create_lora_training_client("bench/model", rank=32).result()
-                wait_ready(stack)
+                wait_ready(stack.endpoint)
                 measured = publish.adapter_to_served(
                     client, weights=stack.data_dir / "weights", rounds=self.rounds
                 )
@@ -125,14 +125,14 @@ class Bench:
         ):
             with self.stack(self.model, ranks=ranks) as (stack, service):
                 client = service.create_lora_training_client(model).result()
-                wait_ready(stack)
+                wait_ready(stack.endpoint)
                 ours[name] = training.through_tandem(client, rounds=self.rounds)
         self.show("training", training.compare(floor, ours))
 
     def overhead(self) -> None:
         with self.stack(self.model, ranks=1) as (stack, service):
             client = service.create_lora_training_client("bench/model:full").result()
-            wait_ready(stack)
+            wait_ready(stack.endpoint)
             run_id = client.get_info().model_id
             rows = overhead.empty_operation(stack, run_id=run_id, rounds=100 * self.rounds)
         self.show("empty operation", [dict(rows)])
@@ -152,7 +152,7 @@ class Bench:
         for ranks in (1, 2):
             with self.stack(self.model, ranks=ranks) as (stack, service):
                 client = service.create_lora_training_client("bench/model:full").result()
-                wait_ready(stack)
+                wait_ready(stack.endpoint)
                 results, busy = rl_step.tandem_steps(stack, client, steps=steps)
             rows.append(_row(f"tandem, {ranks} rank(s)", rl_step.medians(results), floor, busy))
         self.show("rl step", rows)

@@ -34,7 +34,7 @@ SENTENCE = "tandem gateway: "
 
 _TAIL_BYTES = 16 * 1024
 _NO_CERTIFICATES = False
-"""The gateway speaks plain HTTP here, and reading the system's certificates takes 25 ms."""
+"""Of a gateway that speaks plain HTTP: reading the system's certificates takes 25 ms."""
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 60.0
 """For the end of agent or gateway, beside TANDEM_STOP_TIMEOUT; what lasts longer is killed."""
@@ -51,6 +51,15 @@ class Endpoint(BaseModel):
     url: str
     pid: int
     api_key: str = Field(repr=False)
+
+    def client(self, *, timeout: float = 60.0) -> httpx.Client:
+        """Return a client of the gateway's own API that sends the key."""
+        return httpx.Client(
+            base_url=f"{self.url}/api/tandem/v1/",
+            headers={"X-API-Key": self.api_key},
+            timeout=timeout,
+            verify=self.url.startswith("https:") or _NO_CERTIFICATES,
+        )
 
 
 def read_endpoint(data_dir: Path) -> Endpoint | None:
@@ -136,12 +145,7 @@ class Stack:
 
     def client(self, *, timeout: float = 60.0) -> httpx.Client:
         """Return a client of the gateway's own API that sends the key."""
-        return httpx.Client(
-            base_url=f"{self.endpoint.url}/api/tandem/v1/",
-            headers={"X-API-Key": self.endpoint.api_key},
-            timeout=timeout,
-            verify=_NO_CERTIFICATES,
-        )
+        return self.endpoint.client(timeout=timeout)
 
     def add_model(self, *, name: str, path: Path) -> None:
         """Register a base model with the gateway."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -11,6 +12,7 @@ import typer
 from tandem.cli.context import err, out
 from tandem.cli.up import interrupt
 from tandem.demo.configuration import DemoConfiguration, Reinforcement
+from tandem.stack import Endpoint
 
 LOSS_OF = {"reward": "importance_sampling", "grpo": "ppo"}
 """Negative advantages need the clipped ratio: without it, the 48 updates of a step push the
@@ -29,23 +31,38 @@ def demo(
     data_dir: Annotated[
         Path, typer.Option("--data-dir", help="Where models and the warm-up are kept.")
     ] = Path(".tandem/demo"),
+    base_url: Annotated[
+        str,
+        typer.Option(
+            help="A gateway that runs, instead of one that the demo starts. It needs the base "
+            "model, tandem/tiny-addition-SEED (`python -m tandem.demo.tiny_model` writes it), and "
+            "TINKER_API_KEY a key of it."
+        ),
+    ] = "",
 ) -> None:
     """Train a tiny policy by reinforcement learning and plot its reward."""
     from tandem.demo.run import default_out, run_demo
 
     if algorithm not in ("reward", "grpo"):
         raise typer.BadParameter(f"{algorithm!r} is neither reward nor grpo")
+    endpoint = None
+    if base_url:
+        key = os.environ.get("TINKER_API_KEY", "")
+        endpoint = Endpoint(url=base_url.rstrip("/"), pid=0, api_key=key)
     chosen = cast(Literal["reward", "grpo"], algorithm)
     configuration = DemoConfiguration(
         out=out_dir or default_out(Path("runs"), seed=seed),
         data_dir=data_dir,
         seed=seed,
         ranks=ranks,
+        endpoint=endpoint,
         reinforcement=Reinforcement(algorithm=chosen, loss=LOSS_OF[chosen]),
     )
     signal.signal(signal.SIGTERM, interrupt)
     try:
         run_demo(configuration, console=out)
     except KeyboardInterrupt:
-        err.print("\nInterrupted. Everything is stopped; a completed warm-up is kept.")
+        err.print(
+            "\nInterrupted. Everything that it started is stopped; a completed warm-up is kept."
+        )
         raise typer.Exit(130) from None

@@ -6,9 +6,10 @@ import hashlib
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from tandem import __version__
+from tandem.stack import Endpoint
 
 
 class WarmUp(BaseModel):
@@ -45,12 +46,15 @@ class Reinforcement(BaseModel):
 
 
 class DemoConfiguration(BaseModel):
-    """The resolved configuration, kept as `config.json` in the run directory."""
+    """The resolved configuration, kept as `config.json` in the run directory. `endpoint` is a
+    gateway that runs already, which has the base model and says how many ranks there are; without
+    one, the demo starts its own."""
 
     model_config = ConfigDict(frozen=True)
 
     out: Path
     data_dir: Path
+    endpoint: Endpoint | None = Field(None, exclude=True)
     seed: int = 0
     ranks: int = 2
     warm_up: WarmUp = WarmUp()

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+import httpx
 from rich.console import Console
 
 from tandem import __version__
@@ -22,12 +23,15 @@ from tandem.demo.report import LiveTable, RunDirectory, WarmUpProgress
 from tandem.demo.tiny_model import EOS, write_tiny_model
 from tandem.demo.warm_up import warm_up
 from tandem.errors import WorkerStartFailed
-from tandem.stack import Stack
+from tandem.stack import Endpoint, Stack
 
 if TYPE_CHECKING:
     import tinker
 
+Status = dict[str, list[dict[str, str]]]
+
 _WARM_UPS = "warm-ups.json"
+_PATIENCE = 120.0
 
 
 @dataclass
@@ -48,15 +52,10 @@ def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str,
     timing = Timing(started=time.monotonic())
     directory = RunDirectory(configuration.out)
     directory.write_configuration(configuration.model_dump(mode="json"))
-    write_tiny_model(configuration.model_path, seed=configuration.seed)
-    console.print(f"Base model [bold]{configuration.model_name}[/] written, starting the stack …")
-    settings = {"port": "0", "trainer_ranks": str(configuration.ranks)}
-    with Stack(data_dir=configuration.data_dir, settings=settings) as stack:
-        stack.add_model(name=configuration.model_name, path=configuration.model_path)
-        with _service(stack) as service:
-            loop, reused = _prepare(service, stack, configuration, timing=timing, console=console)
-            results = _train(loop, stack, configuration, directory=directory, console=console)
-            greedy = _evaluate(loop, directory=directory, console=console)
+    with _gateway(configuration, console=console) as endpoint, _service(endpoint) as service:
+        loop, reused = _prepare(service, endpoint, configuration, timing=timing, console=console)
+        results = _train(loop, endpoint, configuration, directory=directory, console=console)
+        greedy = _evaluate(loop, directory=directory, console=console)
     summary: dict[str, object] = {
         "reward_first": results[0].reward_mean,
         "reward_last": results[-1].reward_mean,
@@ -66,7 +65,7 @@ def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str,
         "seconds_warm_up": round(timing.warm_up, 2),
         "warm_up_reused": reused,
         "seed": configuration.seed,
-        "ranks": configuration.ranks,
+        "ranks": configuration.ranks if configuration.endpoint is None else None,
         "algorithm": configuration.reinforcement.algorithm,
         "versions": versions(),
     }
@@ -79,7 +78,7 @@ def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str,
     console.print(
         f"Mean reward {results[0].reward_mean:.3f} → [bold]{results[-1].reward_mean:.4f}[/], "
         f"greedy {greedy:.2f}, in {timing.since_start():.0f} s "
-        f"(stack ready after {timing.ready:.0f} s). Everything is stopped.\n"
+        f"(stack ready after {timing.ready:.0f} s). Everything that it started is stopped.\n"
         f"Chart, metrics and configuration: [bold]{configuration.out}[/]",
         soft_wrap=True,
     )
@@ -87,13 +86,29 @@ def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str,
 
 
 @contextmanager
-def _service(stack: Stack) -> Iterator[tinker.ServiceClient]:
-    """Connect the unmodified SDK to the stack's gateway; its session ends with the block."""
+def _gateway(configuration: DemoConfiguration, *, console: Console) -> Iterator[Endpoint]:
+    """Yield a gateway that has the base model: the one that runs elsewhere, if one is named, or
+    that of a stack which ends with the block."""
+    if configuration.endpoint is not None:
+        configuration.data_dir.mkdir(parents=True, exist_ok=True)
+        yield configuration.endpoint
+        return
+    write_tiny_model(configuration.model_path, seed=configuration.seed)
+    console.print(f"Base model [bold]{configuration.model_name}[/] written, starting the stack …")
+    settings = {"port": "0", "trainer_ranks": str(configuration.ranks)}
+    with Stack(data_dir=configuration.data_dir, settings=settings) as stack:
+        stack.add_model(name=configuration.model_name, path=configuration.model_path)
+        yield stack.endpoint
+
+
+@contextmanager
+def _service(endpoint: Endpoint) -> Iterator[tinker.ServiceClient]:
+    """Connect the unmodified SDK to the gateway; its session ends with the block."""
     import tinker
 
     with tinker.ServiceClient(
-        base_url=stack.endpoint.url,
-        api_key=stack.endpoint.api_key,
+        base_url=endpoint.url,
+        api_key=endpoint.api_key,
         user_metadata={"example": "tandem demo"},
     ) as service:
         yield service
@@ -101,7 +116,7 @@ def _service(stack: Stack) -> Iterator[tinker.ServiceClient]:
 
 def _prepare(
     service: tinker.ServiceClient,
-    stack: Stack,
+    endpoint: Endpoint,
     configuration: DemoConfiguration,
     *,
     timing: Timing,
@@ -115,12 +130,12 @@ def _prepare(
     client = _resume(service, configuration, console=console)
     reused = client is not None
     if client is None:
-        path = _warm_up(service, stack, configuration, timing=timing, console=console)
+        path = _warm_up(service, endpoint, configuration, timing=timing, console=console)
         client = service.create_training_client_from_state(path).result()
         _remember(configuration, path)
     else:
         console.print("Warm-up found: the policy of an earlier demo is used.")
-        _note_ready(stack, timing=timing, console=console)
+        _note_ready(endpoint, timing=timing, console=console)
     loop = Loop(
         client=client,
         tokenizer=client.get_tokenizer(),
@@ -130,20 +145,20 @@ def _prepare(
     return loop, reused
 
 
-def wait_ready(stack: Stack, *, timeout: float = 300) -> None:
+def wait_ready(endpoint: Endpoint, *, timeout: float = 300) -> None:
     """Wait until all workers are ready. Raises `WorkerStartFailed` after `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    with stack.client() as client:
+    with endpoint.client() as client:
         while time.monotonic() < deadline:
-            workers = client.get("status").json()["workers"]
+            workers = _status(client)["workers"]
             if workers and all(worker["state"] == "ready" for worker in workers):
                 return
             time.sleep(0.1)
     raise WorkerStartFailed(f"the workers were not ready within {timeout:.0f} s")
 
 
-def _note_ready(stack: Stack, *, timing: Timing, console: Console) -> None:
-    wait_ready(stack)
+def _note_ready(endpoint: Endpoint, *, timing: Timing, console: Console) -> None:
+    wait_ready(endpoint)
     timing.ready = timing.since_start()
     console.print(f"The trainer is ready after {timing.ready:.1f} s.")
 
@@ -168,7 +183,7 @@ def _resume(
 
 def _warm_up(
     service: tinker.ServiceClient,
-    stack: Stack,
+    endpoint: Endpoint,
     configuration: DemoConfiguration,
     *,
     timing: Timing,
@@ -176,7 +191,7 @@ def _warm_up(
 ) -> str:
     """Train the imperfect policy and save it; return its tinker:// path."""
     client = service.create_lora_training_client(f"{configuration.model_name}:full").result()
-    _note_ready(stack, timing=timing, console=console)
+    _note_ready(endpoint, timing=timing, console=console)
     tokenizer = client.get_tokenizer()
     started = time.monotonic()
     with WarmUpProgress(console=console, steps=configuration.warm_up.steps) as progress:
@@ -212,7 +227,7 @@ def _remember(configuration: DemoConfiguration, path: str) -> None:
 
 def _train(
     loop: Loop,
-    stack: Stack,
+    endpoint: Endpoint,
     configuration: DemoConfiguration,
     *,
     directory: RunDirectory,
@@ -221,20 +236,34 @@ def _train(
     job = configuration.reinforcement
     title = (
         f"Reinforcement learning: {job.algorithm} advantages, {job.loss}, "
-        f"{job.minibatches * job.epochs} updates a step, {configuration.ranks} rank(s)"
+        f"{job.minibatches * job.epochs} updates a step"
     )
     results = []
-    with LiveTable(console=console, title=title) as table, stack.client() as client:
-        sampled_from = newest_version(client.get("status").json())
+    with LiveTable(console=console, title=title) as table, endpoint.client() as client:
+        sampled_from = newest_version(_status(client))
         for result in loop.steps():
             table.add(result)
             directory.add_step(result, algorithm=job.algorithm, weight_version=sampled_from)
             results.append(result)
-            sampled_from = newest_version(client.get("status").json())
+            sampled_from = newest_version(_status(client))
     return results
 
 
-def newest_version(status: dict[str, list[dict[str, str]]]) -> str:
+def _status(client: httpx.Client) -> Status:
+    """Return what runs, also from a gateway that is started again meanwhile."""
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            answer = client.get("status")
+            if not answer.is_server_error or time.monotonic() > deadline:
+                return cast(Status, answer.raise_for_status().json())
+        except httpx.TransportError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.5)
+
+
+def newest_version(status: Status) -> str:
     """Return the weight version that the running training run published last."""
     versions_ = [run["weight_version"] for run in status["runs"] if run["state"] == "ready"]
     return versions_[-1] if versions_ else ""

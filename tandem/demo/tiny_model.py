@@ -1,4 +1,5 @@
-"""Write a tiny base model in the Hugging Face layout, from a seed, without torch.
+"""Write a tiny base model in the Hugging Face layout, from a seed, without torch:
+`python -m tandem.demo.tiny_model DIRECTORY [SEED]`.
 
 Architecture Qwen3; a character-level tokenizer that `AutoTokenizer` loads. The weights are
 drawn by numpy, so the same seed gives the same bytes on every machine.
@@ -7,6 +8,7 @@ drawn by numpy, so the same seed gives the same bytes on every machine.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,3 +142,7 @@ def _write_weights(path: Path, shape: TinyShape, seed: int) -> None:
         for name, size in tensor_shapes(shape).items()
     }
     save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    write_tiny_model(Path(sys.argv[1]), seed=int(sys.argv[2]) if len(sys.argv) > 2 else 0)
