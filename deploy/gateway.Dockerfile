@@ -19,6 +19,7 @@ RUN .venv/bin/uv pip install --python .venv/bin/python --no-deps --compile-bytec
 
 FROM ${BASE_IMAGE}
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp tandem \
+ && install --directory --owner=tandem --group=tandem --mode=0755 /etc/tandem/agent /etc/tandem/authority /etc/tandem/prometheus \
  && install --directory --owner=tandem --group=tandem --mode=0700 /var/lib/tandem
 COPY --from=build /opt/tandem/.venv /opt/tandem/.venv
 ARG TANDEM_VERSION=unversioned

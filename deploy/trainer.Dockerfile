@@ -30,4 +30,5 @@ ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 WORKDIR /var/lib/tandem
 EXPOSE 7400
-CMD ["tandem", "agent", "--listen", "0.0.0.0:7400"]
+CMD ["tandem", "agent", "--listen", "0.0.0.0:7400", "--tls", "/etc/tandem/agent", \
+     "--data-dir", "/tmp/agent", "--logs", "/var/lib/tandem/logs"]

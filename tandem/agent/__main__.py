@@ -1,5 +1,5 @@
 """`python -m tandem.agent --data-dir DATA`: the agent in the foreground, on a socket of the data
-directory; with `--listen HOST:PORT --advertise NAME --tls DIR` for the gateway of another host."""
+directory; with `--listen HOST:PORT` and what comes with it for the gateway of another host."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ if __name__ == "__main__":
     parser.add_argument("--listen", default="", metavar="HOST:PORT")
     parser.add_argument("--advertise", default="", metavar="NAME")
     parser.add_argument("--tls", type=Path, metavar="DIR")
+    parser.add_argument("--logs", type=Path, metavar="DIR")
     chosen = parser.parse_args()
     listening = None
     if chosen.listen:
         listening = Listening(
-            address=chosen.listen, advertised=chosen.advertise or gethostname(), tls=chosen.tls
+            address=chosen.listen,
+            advertised=chosen.advertise or gethostname(),
+            tls=chosen.tls,
+            logs=chosen.logs,
         )
     sys.exit(run(chosen.data_dir.resolve(), listening=listening))

@@ -44,9 +44,9 @@ class ProcessLauncher:
     left of its workers.
 
     `command` says what to run for a kind; `--report-fd N` is added to it. Output is appended to
-    `data_dir/logs/WORKER.log`. `pool`: how many processes to keep started for the next workers.
-    `suspender` suspends those that cannot sleep by themselves. `advertised` is the name of this
-    host for others, by which those workers are reached that listen to them.
+    `logs/WORKER.log`, by default in the data directory. `pool`: how many processes to keep started
+    for the next workers. `suspender` suspends those that cannot sleep by themselves. `advertised`
+    is the name of this host for others, by which those workers are reached that listen to them.
     """
 
     data_dir: Path
@@ -54,8 +54,10 @@ class ProcessLauncher:
     pool: Mapping[WorkerKind, int] = field(default_factory=dict)
     suspender: ProcessSuspender = field(default_factory=CudaCheckpoint)
     advertised: str = ""
+    logs: Path | None = None
 
     def __post_init__(self) -> None:
+        self._logs = self.logs or self.data_dir / "logs"
         self._workers: dict[str, WorkerProcess] = {}
         self._ended: deque[WorkerProcess] = deque(maxlen=_REMEMBERED)
         self._stopped: deque[str] = deque(maxlen=_REMEMBERED)
@@ -232,7 +234,7 @@ class ProcessLauncher:
                 f"the specification of {spec.worker_id} has {len(line)} bytes; at most "
                 f"{MAX_SPEC_BYTES} are allowed"
             )
-        log_path = self.data_dir / "logs" / f"{spec.worker_id}.log"
+        log_path = self._logs / f"{spec.worker_id}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:

@@ -44,11 +44,13 @@ _LONGEST_SOCKET_PATH = 100
 @dataclass(frozen=True)
 class Listening:
     """Where an agent listens to the gateway of another host: at `address`, with the certificate in
-    the folder `tls`. `advertised` is the name of its host, at which its workers are reached."""
+    the folder `tls`. `advertised` is the name of its host, at which its workers are reached, and
+    `logs` the folder for their logs, where the gateway finds them."""
 
     address: str
     advertised: str
     tls: Path
+    logs: Path | None = None
 
 
 class Switch(Protocol):
@@ -267,8 +269,12 @@ async def _serve_until_signalled(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, asked.set)
     heart = asyncio.create_task(send_heartbeats())
-    advertised = listening.advertised if listening is not None else ""
-    launcher = ProcessLauncher(data_dir=data_dir, pool=pool, advertised=advertised)
+    launcher = ProcessLauncher(
+        data_dir=data_dir,
+        pool=pool,
+        advertised=listening.advertised if listening is not None else "",
+        logs=listening.logs if listening is not None else None,
+    )
     async with serving(launcher, data_dir=data_dir, listening=listening):
         found = description()
         get_log().info(

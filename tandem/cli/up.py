@@ -81,6 +81,10 @@ def agent(
     tls: Annotated[
         Path | None, typer.Option(help="A folder with its certificate, of `tandem tls issue`.")
     ] = None,
+    logs: Annotated[
+        Path | None,
+        typer.Option(help="For the logs of workers: that of the gateway's data directory."),
+    ] = None,
 ) -> None:
     """Run the agent that starts workers on this machine, for a gateway of the same data directory
     that is started without `tandem up`, or, with --listen, for one of another host that names it in
@@ -88,10 +92,11 @@ def agent(
     command = [sys.executable, "-m", "tandem.agent", "--data-dir", str(resolve_data_dir(data_dir))]
     if listen and tls is None:
         raise typer.BadParameter("--listen needs --tls: an agent starts programs")
-    if not listen and (advertise or tls):
-        raise typer.BadParameter("--advertise and --tls are for --listen")
+    if not listen and (advertise or tls or logs):
+        raise typer.BadParameter("--advertise, --tls and --logs are for --listen")
     if listen:
         command += ["--listen", listen, "--advertise", advertise, "--tls", str(tls)]
+        command += ["--logs", str(logs)] if logs is not None else []
     os.execv(sys.executable, command)
 
 

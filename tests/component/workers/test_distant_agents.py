@@ -54,6 +54,7 @@ async def agents(authority, tmp_path):
                 data_dir=data_dir,
                 command=lambda _: [sys.executable, DUMMY, "serve"],
                 advertised="localhost",
+                logs=tmp_path / "gateway" / "logs",
             )
             listening = Listening(
                 address=addresses[kind], advertised="localhost", tls=tmp_path / "agent"
@@ -85,7 +86,7 @@ async def test_each_kind_of_worker_is_started_by_its_agent_and_called_by_tls(age
     for handle in handles:
         await launcher.wait_ready(handle.worker_id)
         assert handle.address.startswith("localhost:")
-        log = tmp_path / handle.kind / "logs" / f"{handle.worker_id}.log"
+        log = tmp_path / "gateway" / "logs" / f"{handle.worker_id}.log"
         assert log.exists() and handle.secret not in log.read_text()
         async with grpc.aio.insecure_channel(handle.address) as plain:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
