@@ -1,0 +1,11 @@
+# Debian's PostgreSQL with the interface of the official image, as far as docker-compose.yaml uses it.
+ARG BASE_IMAGE
+FROM ${BASE_IMAGE}
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends postgresql-15 \
+ && rm -rf /var/lib/apt/lists/* /var/lib/postgresql/* \
+ && install --directory --owner=postgres --group=postgres /var/lib/postgresql/data
+ENV PATH="/usr/lib/postgresql/15/bin:$PATH" PGDATA=/var/lib/postgresql/data
+COPY postgres.sh /
+CMD ["sh", "/postgres.sh"]
