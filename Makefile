@@ -2,7 +2,7 @@ ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_
 	restarted restored retention run_history search security_names sessions trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
-.PHONY: setup demo first-hour test test-cluster test-gpu test-postgresql conformance lint bench bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-recovery bench-shared bench-starts bench-timeslice bench-versus chaos fuzz nightly api-docs protos clean
+.PHONY: setup demo demo-compose first-hour test test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-recovery bench-shared bench-starts bench-timeslice bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -14,6 +14,9 @@ setup:           ## Makes .venv and installs Tandem into it; quick when nothing 
 demo: setup      ## Trains a small policy by reinforcement learning, on real parts. ARGS="--seed 1"
 	@.venv/bin/tandem demo $(ARGS)
 
+demo-compose: setup ## Does the demo against the containers of docker-compose.yaml, which must run.
+	@scripts/demo_compose.sh $(ARGS)
+
 first-hour:      ## Does what README says in a fresh clone, and times each step. PYTHON=python3.12
 	@python3 scripts/first_hour.py $(ARGS)
 
@@ -23,6 +26,9 @@ test: setup      ## Runs all the tests, in two processes (with a GPU, in one). J
 
 test-postgresql: setup ## Runs tests of whole gateways on PostgreSQL, which must be installed.
 	@TANDEM_TEST_DATABASE=postgresql .venv/bin/python -m pytest -n $(JOBS) $(addprefix tests/component/gateway/test_,$(addsuffix .py,$(ON_POSTGRESQL))) $(ARGS)
+
+test-compose: setup ## Builds and starts docker-compose.yaml, kills each container; see docs/deploy-compose.md.
+	@.venv/bin/python -m tests.compose $(ARGS)
 
 test-gpu: setup  ## Runs the tests that say something on an NVIDIA GPU. ARGS="-k trainer"
 	@.venv/bin/python -m tests.gpu $(ARGS)
