@@ -15,7 +15,7 @@ COPY README.md ./
 COPY tandem tandem
 COPY sampler_service sampler_service
 RUN .venv/bin/uv pip install --python .venv/bin/python --no-deps --compile-bytecode . \
- && .venv/bin/uv pip uninstall --python .venv/bin/python pip setuptools uv
+ && .venv/bin/uv pip uninstall --python .venv/bin/python pip uv
 
 FROM ${BASE_IMAGE}
 ARG TANDEM_BUILD=cpu

@@ -20,13 +20,14 @@ from tandem import __version__
 from tandem.demo.configuration import DemoConfiguration
 from tandem.demo.reinforcement import Loop, StepResult
 from tandem.demo.report import LiveTable, RunDirectory, WarmUpProgress
-from tandem.demo.tiny_model import EOS, write_tiny_model
+from tandem.demo.tiny_model import EOS, TinyShape, write_layout, write_tiny_model
 from tandem.demo.warm_up import warm_up
 from tandem.errors import WorkerStartFailed
 from tandem.stack import Endpoint, Stack
 
 if TYPE_CHECKING:
     import tinker
+    from transformers import PreTrainedTokenizerBase
 
 Status = dict[str, list[dict[str, str]]]
 
@@ -90,7 +91,6 @@ def _gateway(configuration: DemoConfiguration, *, console: Console) -> Iterator[
     """Yield a gateway that has the base model: the one that runs elsewhere, if one is named, or
     that of a stack which ends with the block."""
     if configuration.endpoint is not None:
-        configuration.data_dir.mkdir(parents=True, exist_ok=True)
         yield configuration.endpoint
         return
     write_tiny_model(configuration.model_path, seed=configuration.seed)
@@ -138,7 +138,7 @@ def _prepare(
         _note_ready(endpoint, timing=timing, console=console)
     loop = Loop(
         client=client,
-        tokenizer=client.get_tokenizer(),
+        tokenizer=_tokenizer(client, configuration),
         seed=configuration.seed,
         configuration=configuration.reinforcement,
     )
@@ -161,6 +161,18 @@ def _note_ready(endpoint: Endpoint, *, timing: Timing, console: Console) -> None
     wait_ready(endpoint)
     timing.ready = timing.since_start()
     console.print(f"The trainer is ready after {timing.ready:.1f} s.")
+
+
+def _tokenizer(
+    client: tinker.TrainingClient, configuration: DemoConfiguration
+) -> PreTrainedTokenizerBase:
+    """Return the base model's tokenizer. Where the gateway is elsewhere, so are its files."""
+    if configuration.endpoint is None:
+        return client.get_tokenizer()
+    from transformers import AutoTokenizer
+
+    write_layout(configuration.model_path, TinyShape())
+    return AutoTokenizer.from_pretrained(configuration.model_path)
 
 
 def _resume(
@@ -192,7 +204,7 @@ def _warm_up(
     """Train the imperfect policy and save it; return its tinker:// path."""
     client = service.create_lora_training_client(f"{configuration.model_name}:full").result()
     _note_ready(endpoint, timing=timing, console=console)
-    tokenizer = client.get_tokenizer()
+    tokenizer = _tokenizer(client, configuration)
     started = time.monotonic()
     with WarmUpProgress(console=console, steps=configuration.warm_up.steps) as progress:
         warm_up(
