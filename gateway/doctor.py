@@ -163,6 +163,8 @@ class Doctor:
             if group.pool:
                 count = sum(each.pool == group.pool for each in groups)
                 value = f"{count} claim{'' if count == 1 else 's'}: {group.describe()}"
+                bound = group.node_memory_bytes and _gib(group.node_memory_bytes)
+                turns += f", {bound or 'any amount'} of a node's memory (node_memory_bytes)"
             what = "pool" if group.pool else "group"
             yield Finding(f"{what} {group.family}", value, f"for {roles}: {places}, {turns}")
         if budget := host_memory_budget(self.settings, self.host):

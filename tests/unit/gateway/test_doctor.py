@@ -82,6 +82,17 @@ def test_libraries_for_cores_beside_a_gpu_are_a_problem(tmp_path):
     assert problems(findings(tmp_path, host, ON_CPU)) == ["torch", "vllm", "NCCL"]
 
 
+def test_a_pool_is_one_line_however_many_claims_it_may_have(tmp_path):
+    gpus = {"claims": 50, "device_class": "gpu.nvidia.com"}
+    train = gpus | {"name": "train", "roles": ["trainer"], "node_memory_bytes": 48 * GIB}
+    sample = gpus | {"name": "sample", "roles": ["sampler"]}
+    found = findings(tmp_path, HOST, ON_CPU, launcher="kubernetes", claim_pools=[train, sample])
+    assert found["pool train"].value == "50 claims: train (1 device)"
+    assert "48.0 GiB of a node's memory" in found["pool train"].about
+    assert "any amount of a node's memory (node_memory_bytes)" in found["pool sample"].about
+    assert "host memory budget" not in found
+
+
 def test_groups_that_the_machine_cannot_have_are_a_problem(tmp_path):
     groups = [{"name": "g", "devices": ["cpu:0-7"], "roles": ["trainer", "sampler"]}]
     found = findings(tmp_path, HOST, ON_CPU, groups=groups, database_url="postgresql://x/y")

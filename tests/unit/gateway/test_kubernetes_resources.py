@@ -100,6 +100,8 @@ def test_cores_are_for_each_rank_and_may_be_parts():
         return GatewaySettings(kubernetes={"cpus": cpus})
 
     assert requested(ranks=8, settings=of(4)).cpu == "32"
+    two_nodes = a_pool(roles=["trainer"], devices=4, nodes=2)
+    assert requested(ranks=6, settings=of(4), pool=two_nodes).cpu == "12"
     assert requested("sampler", settings=of(0.5)).cpu == "500m"
     assert requested("sampler", settings=of(0.0001)).cpu == "1m"
 

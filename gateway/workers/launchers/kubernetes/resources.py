@@ -133,8 +133,8 @@ def resources_of(
     said = spec.host_memory
     if spec.kind == "trainer":
         trainer = spec.trainer or settings.trainer
-        ranks = min(trainer.ranks, pool.devices)
         nodes = math.ceil(trainer.ranks / pool.devices)
+        ranks = trainer.ranks // nodes
         memory = (
             said
             or _Trainer(
