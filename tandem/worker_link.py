@@ -24,7 +24,7 @@ from typing import BinaryIO, Protocol
 
 from tandem.background import in_background
 from tandem.settings import PoolSettings
-from tandem.worker import MAX_SPEC_BYTES, WorkerReport, WorkerSpec
+from tandem.worker import MAX_SPEC_BYTES, WorkerReport, WorkerSpec, set_process_limits
 
 _LONGEST_REPORT = 3000
 """Characters of an error in a file: Kubernetes keeps 4096 bytes."""
@@ -139,7 +139,8 @@ class FileLink:
         self._report = report
 
     def preload(self, imports: Callable[[], None]) -> None:
-        """Its specification is there, as for a `PipeLink`."""
+        """Its specification is there, as for a `PipeLink`. No agent has set its limits."""
+        set_process_limits()
 
     def read_spec(self) -> WorkerSpec:
         return WorkerSpec.model_validate_json(self._spec.read_bytes())

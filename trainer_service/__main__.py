@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from prometheus_client import CollectorRegistry
 
@@ -43,7 +43,11 @@ def main() -> None:
     # sampler and each other. Every rank reads this when it imports torch.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     link.preload(import_libraries)
-    spec = link.read_spec()
+    serve(link.read_spec(), link)
+
+
+def serve(spec: WorkerSpec, link: LauncherLink) -> NoReturn:
+    """Be the worker of a specification until it ends, and the process with it."""
     link.hold_lifeline()
     faulthandler.enable()  # a crash in native code leaves its stacks in the log
     configure_logging(service="trainer", level=spec.log_level)

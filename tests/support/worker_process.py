@@ -31,6 +31,7 @@ class Started:
     process: subprocess.Popen[bytes]
     reports: Any
     report: WorkerReport
+    spec: WorkerSpec | None = None
 
     def next_report(self) -> WorkerReport:
         """The next line on the report descriptor. Blocks until there is one."""
@@ -45,7 +46,7 @@ class WorkerClient:
         self.process = started.process
         self.report = started.report
         self.next_report = started.next_report
-        self.channel = grpc.insecure_channel(started.report.address, options=GRPC_OPTIONS)
+        self.channel = _channel(started.report.address, started.spec)
         self.metadata: tuple[tuple[str, str], ...] = ((SECRET_METADATA_KEY, SECRET),)
 
     def __enter__(self) -> Self:
@@ -70,6 +71,14 @@ class WorkerClient:
                 return
 
 
+def _channel(address: str, spec: WorkerSpec | None) -> grpc.Channel:
+    if spec is None or spec.tls is None:
+        return grpc.insecure_channel(address, options=GRPC_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(spec.tls.authority.encode())
+    named = ("grpc.ssl_target_name_override", spec.worker_id)
+    return grpc.secure_channel(address, credentials, options=[*GRPC_OPTIONS, named])
+
+
 @contextmanager
 def worker_process(spec: WorkerSpec, *, prefix: Sequence[str] = ()) -> Iterator[Started]:
     """In a process group of its own, all of which is killed whatever happens. `prefix` starts the
@@ -88,7 +97,7 @@ def worker_process(spec: WorkerSpec, *, prefix: Sequence[str] = ()) -> Iterator[
         process.stdin.flush()
         with os.fdopen(read, "rb") as reports:
             report = WorkerReport.model_validate_json(reports.readline())
-            yield Started(process, reports, report)
+            yield Started(process, reports, report, spec)
     finally:
         kill_group(process.pid)
         process.wait(timeout=CALL_SECONDS)

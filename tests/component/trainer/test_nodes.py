@@ -20,6 +20,8 @@ import torch
 from safetensors.torch import load_file
 
 from tandem.agent.worker_process import group_members, kill_group
+from tandem.authority import Authority
+from tandem.certificate import Certificate
 from tandem.errors import WorkerStartFailed
 from tandem.settings import TrainerSettings
 from tandem.weights import open_version
@@ -38,6 +40,12 @@ PORT = 29500
 def hosts() -> Iterator[tuple[Host, Host]]:
     with two_hosts() as both:
         yield both
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory) -> Certificate:
+    folder = tmp_path_factory.mktemp("tls") / "authority"
+    return Authority.create(folder).issue("trainer-test")
 
 
 @dataclass
@@ -60,7 +68,9 @@ class TwoNodes:
         return report
 
 
-def specification(model: Path, host: Host, *, ranks: int, **settings: object) -> WorkerSpec:
+def specification(
+    model: Path, host: Host, tls: Certificate, *, ranks: int, **settings: object
+) -> WorkerSpec:
     return WorkerSpec(
         worker_id="trainer-test",
         kind="trainer",
@@ -72,6 +82,7 @@ def specification(model: Path, host: Host, *, ranks: int, **settings: object) ->
         nodes=2,
         rendezvous=f"{host.address}:{PORT}",
         host=host.from_test,
+        tls=tls,
         trainer=TrainerSettings(ranks=ranks, device="cpu", threads=1, **settings),
     )
 
@@ -80,8 +91,9 @@ def specification(model: Path, host: Host, *, ranks: int, **settings: object) ->
 def node_1(spec: WorkerSpec, host: Host, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     file = folder / "spec.json"
     file.write_text(spec.model_dump_json())
+    files = ["--spec-file", str(file), "--report-file", str(folder / "report")]
     process = subprocess.Popen(
-        [*host.prefix, sys.executable, "-m", "trainer_service.node", "--spec-file", str(file)],
+        [*host.prefix, sys.executable, "-m", "trainer_service.node", *files],
         env={**os.environ, "PET_NODE_RANK": "1", "PET_NNODES": "2"},
         start_new_session=True,
     )
@@ -94,10 +106,16 @@ def node_1(spec: WorkerSpec, host: Host, folder: Path) -> Iterator[subprocess.Po
 
 @contextmanager
 def two_nodes(
-    hosts: tuple[Host, Host], model: Path, folder: Path, *, ranks: int = 2, **settings: object
+    hosts: tuple[Host, Host],
+    model: Path,
+    tls: Certificate,
+    folder: Path,
+    *,
+    ranks: int = 2,
+    **settings: object,
 ) -> Iterator[TwoNodes]:
     here, there = hosts
-    spec = specification(model, here, ranks=ranks, **settings)
+    spec = specification(model, here, tls, ranks=ranks, **settings)
     with (
         worker_process(spec, prefix=here.prefix) as started,
         node_1(spec, there, folder) as member,
@@ -136,11 +154,11 @@ def published(client: TrainerClient, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_strangers_are_refused_and_two_nodes_compute_what_one_does_bit_for_bit(
-    hosts, model, tmp_path
+    hosts, model, tls, tmp_path
 ):
     here, there = hosts
     settings = {"ranks": 4, "shard_group_parameters": 1, "micro_batch_tokens": 40}
-    spec = specification(model, here, **settings)
+    spec = specification(model, here, tls, **settings)
     with worker_process(spec, prefix=here.prefix) as started, TrainerClient(started) as client:
         address = (here.from_test, PORT)
         silent = [socket.create_connection(address) for _ in range(8)]
@@ -184,38 +202,40 @@ def test_strangers_are_refused_and_two_nodes_compute_what_one_does_bit_for_bit(
     assert all(torch.equal(alone[name], final[name]) for name in alone)
 
 
-def test_a_killed_rank_of_another_node_is_named(hosts, model, tmp_path):
-    with two_nodes(hosts, model, tmp_path, ranks=4) as trainer:
+def test_a_killed_rank_of_another_node_is_named(hosts, model, tls, tmp_path):
+    with two_nodes(hosts, model, tls, tmp_path, ranks=4) as trainer:
         train(trainer.client, steps=range(1))
         os.kill(max(trainer.ranks_of_member()), signal.SIGKILL)
         report = trainer.last_report()
         assert report.error_type == "worker_died"
         assert report.error in [f"rank {r} on node 1 was killed by SIGKILL" for r in (2, 3)]
+        of_node_1 = WorkerReport.model_validate_json((tmp_path / "report").read_bytes())
+        assert of_node_1.error == f"node 0 ended: {report.error}"
 
 
-def test_a_killed_node_is_named(hosts, model, tmp_path):
-    with two_nodes(hosts, model, tmp_path) as trainer:
+def test_a_killed_node_is_named(hosts, model, tls, tmp_path):
+    with two_nodes(hosts, model, tls, tmp_path) as trainer:
         trainer.member.kill()
         assert trainer.last_report().error == ("node 1 (rank 1) is gone: its connection was closed")
 
 
-def test_a_node_that_is_told_to_end_says_so(hosts, model, tmp_path):
-    with two_nodes(hosts, model, tmp_path) as trainer:
+def test_a_node_that_is_told_to_end_says_so(hosts, model, tls, tmp_path):
+    with two_nodes(hosts, model, tls, tmp_path) as trainer:
         trainer.member.terminate()
         report = trainer.client.next_report()
         assert report.error == "node 1 (rank 1) ended: it was stopped by SIGTERM"
         assert trainer.member.wait(timeout=CALL_SECONDS) == 0
 
 
-def test_when_node_0_is_killed_the_other_node_ends_with_its_ranks(hosts, model, tmp_path):
-    with two_nodes(hosts, model, tmp_path) as trainer:
+def test_when_node_0_is_killed_the_other_node_ends_with_its_ranks(hosts, model, tls, tmp_path):
+    with two_nodes(hosts, model, tls, tmp_path) as trainer:
         trainer.client.process.kill()
         assert trainer.member.wait(timeout=CALL_SECONDS) == 1
         wait_until(lambda: not group_members(trainer.member.pid))
 
 
-def test_a_stopped_node_is_told_though_there_is_nothing_to_do(hosts, model, tmp_path):
-    with two_nodes(hosts, model, tmp_path, collective_timeout=20.0) as trainer:
+def test_a_stopped_node_is_told_though_there_is_nothing_to_do(hosts, model, tls, tmp_path):
+    with two_nodes(hosts, model, tls, tmp_path, collective_timeout=20.0) as trainer:
         os.killpg(trainer.member.pid, signal.SIGSTOP)
         report = trainer.client.next_report()
         assert report.error.startswith("node 1 (rank 1) was not heard of for 10 s")
@@ -225,9 +245,9 @@ def test_a_stopped_node_is_told_though_there_is_nothing_to_do(hosts, model, tmp_
 
 
 def test_a_stopped_rank_of_another_node_ends_the_operation_at_the_collective_timeout(
-    hosts, model, tmp_path
+    hosts, model, tls, tmp_path
 ):
-    with two_nodes(hosts, model, tmp_path, collective_timeout=6.0) as trainer:
+    with two_nodes(hosts, model, tls, tmp_path, collective_timeout=6.0) as trainer:
         (rank_1,) = trainer.ranks_of_member()
         os.kill(rank_1, signal.SIGSTOP)
         with pytest.raises(grpc.RpcError, match="imed out"):
@@ -235,10 +255,10 @@ def test_a_stopped_rank_of_another_node_ends_the_operation_at_the_collective_tim
         assert trainer.last_report().error_type == "worker_died"
 
 
-def test_nodes_end_on_both_sides_of_a_network_that_is_down(model, tmp_path):
+def test_nodes_end_on_both_sides_of_a_network_that_is_down(model, tls, tmp_path):
     with (
         two_hosts() as hosts,
-        two_nodes(hosts, model, tmp_path, collective_timeout=20.0) as trainer,
+        two_nodes(hosts, model, tls, tmp_path, collective_timeout=20.0) as trainer,
     ):
         hosts[0].unplug()
         with pytest.raises(grpc.RpcError, match=r"node 1 \(rank 1\) was not heard of for 10 s"):
@@ -246,8 +266,8 @@ def test_nodes_end_on_both_sides_of_a_network_that_is_down(model, tmp_path):
         assert trainer.last_report().error_type == "worker_died"
 
 
-def test_a_node_that_does_not_come_is_named(hosts, model):
-    spec = specification(model, hosts[0], ranks=2).model_copy(update={"start_timeout": 2.0})
+def test_a_node_that_does_not_come_is_named(hosts, model, tls):
+    spec = specification(model, hosts[0], tls, ranks=2).model_copy(update={"start_timeout": 2.0})
     with worker_process(spec, prefix=hosts[0].prefix) as started:
         report = WorkerReport.model_validate_json(started.reports.readline())
         assert report.error_type == "worker_start_failed"
