@@ -39,7 +39,7 @@ _MOST_STRANGERS = 64
 """Connections that have not proved anything yet, at once; more are closed unheard."""
 _MOST_HELLO_BYTES = 1024
 _MOST_MESSAGE_BYTES = 2**20
-_RETRY_SECONDS = 0.5
+_RETRY_SECONDS = 0.2
 _LOG_SECONDS = 10.0
 """Between two log lines on strangers."""
 
@@ -142,6 +142,7 @@ class Listener:
         self._key = _key(secret)
         self._on_node = on_node
         self._strangers = threading.Semaphore(_MOST_STRANGERS)
+        self._closed = threading.Event()
         self._logged = -_LOG_SECONDS
         self._log = log
         both = socket.has_dualstack_ipv6()
@@ -160,16 +161,18 @@ class Listener:
         threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
 
     def close(self) -> None:
+        self._closed.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 connection, address = self._socket.accept()
-            except OSError:
-                return  # closed
+            except OSError:  # it was closed; or no more files may be open, or a stranger broke off
+                self._closed.wait(_RETRY_SECONDS)
+                continue
             if not self._strangers.acquire(blocking=False):
                 connection.close()
                 continue

@@ -161,7 +161,6 @@ def test_strangers_are_refused_and_two_nodes_compute_what_one_does_bit_for_bit(
     spec = specification(model, here, tls, **settings)
     with worker_process(spec, prefix=here.prefix) as started, TrainerClient(started) as client:
         address = (here.from_test, PORT)
-        silent = [socket.create_connection(address) for _ in range(8)]
         with closing(socket.create_connection(address)) as rude:
             rude.sendall(b"GET / HTTP/1.1\r\n\r\n" * 1000)
         as_node_1 = Hello(node=1, nodes=2, ranks=4, store_port=1, interface="lo")
@@ -172,6 +171,7 @@ def test_strangers_are_refused_and_two_nodes_compute_what_one_does_bit_for_bit(
         assert answer_to(as_node_1.model_copy(update={"nodes": 3}), address) == (
             "node 1 counts 3 nodes with 4 ranks in all, and node 0 2 with 4"
         )
+        silent = [socket.create_connection(address) for _ in range(100)]
         with node_1(spec, there, tmp_path) as member:
             client.wait_until_serving()
             assert answer_to(as_node_1, address) == "there is a node 1 already"

@@ -1,0 +1,50 @@
+"""Which death a process group is said to have broken by."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tandem.errors import OutOfMemory, TandemError
+from trainer_service.service.deaths import Death, Deaths, RankReport
+
+BROKEN = Death(rank=1, returncode=1, report=RankReport(error="RuntimeError: connection closed"))
+TOO_LARGE = Death(rank=2, returncode=1, report=RankReport(error="too large", out_of_memory_at=64))
+KILLED = Death(rank=3, returncode=-9)
+GONE = Death(node="node 1 (ranks 2, 3) is gone: its connection was closed")
+
+
+def cause(*deaths: Death, where: str = "") -> TandemError:
+    known = Deaths(on_first=lambda _: None, settle=0.0, where=lambda rank: where)
+    for death in deaths:
+        known.add(death)
+    found = known.cause(timeout=0.0)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("deaths", list(itertools.permutations([BROKEN, TOO_LARGE, KILLED, GONE])))
+def test_a_node_is_blamed_before_a_rank_that_was_killed_and_that_before_one_that_failed(deaths):
+    order = [GONE, KILLED, TOO_LARGE, BROKEN]
+    for index, worst in enumerate(order):
+        left = [death for death in deaths if death in order[index:]]
+        assert cause(*left).message == cause(worst).message
+
+
+def test_of_two_that_failed_the_first_is_blamed():
+    assert cause(BROKEN, Death(rank=2, returncode=1)).message == (
+        "rank 1 failed: RuntimeError: connection closed"
+    )
+
+
+def test_a_rank_on_another_node_is_named_with_it():
+    error = cause(KILLED, where=" on node 1")
+    assert error.message == "rank 3 on node 1 was killed by SIGKILL"
+    error = cause(TOO_LARGE, where=" on node 1")
+    assert isinstance(error, OutOfMemory)
+    assert (error.tokens, error.message) == (64, "rank 2 on node 1 failed: too large")
+
+
+def test_while_nothing_died_there_is_no_cause():
+    assert Deaths(on_first=lambda _: None, settle=0.0, where=str).cause(timeout=0.0) is None
