@@ -118,10 +118,11 @@ def inside(service: str, *command: str) -> str:
 
 
 def is_scraped() -> bool:
-    """Whether Prometheus has metrics of the gateway."""
-    query = {"query": "tandem_gateway_operations_total"}
+    """Whether Prometheus has had metrics of the gateway, of a trainer and of a sampler."""
+    query = {"query": "max by (job, kind) (max_over_time(up[1h])) == 1"}
     url = f"http://127.0.0.1:{PROMETHEUS_PORT}/api/v1/query"
-    return bool(httpx.get(url, params=query, verify=False).json()["data"]["result"])
+    found = httpx.get(url, params=query, verify=False).json()["data"]["result"]
+    return {"", "trainer", "sampler"} <= {each["metric"].get("kind", "") for each in found}
 
 
 def wait_until(condition: Callable[[], object]) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,14 @@ async def test_closing_ends_idle_processes_and_those_that_get_ready(tmp_path):
 
 def test_sizes_are_those_of_the_settings_and_none_is_no_kind():
     assert pool_sizes(PoolSettings(trainers=2, samplers=0)) == {"trainer": 2}
+
+
+def test_there_are_no_idle_processes_of_a_service_that_is_not_installed(monkeypatch):
+    def found(name: str) -> object:
+        return None if name == "trainer_service" else find_spec(name)
+
+    monkeypatch.setattr(pools, "find_spec", found)
+    assert pool_sizes(PoolSettings(trainers=1, samplers=1)) == {"sampler": 1}
 
 
 AGENT = """

@@ -16,6 +16,7 @@ from tandem.demo.configuration import DemoConfiguration
 from tandem.demo.data import Rollout, policy_datum, supervised_datum
 from tandem.demo.report import WarmUpProgress
 from tandem.demo.tiny_model import EOS, write_tiny_model
+from tandem.stack import Endpoint
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +105,9 @@ def test_without_a_terminal_the_warm_up_says_now_and_then_how_far_it_is(steps: i
     assert len(lines) == min(steps, 10)
     assert f"{steps} of {steps} steps, loss 1.500" in lines[-1]
     assert "\x1b" not in said.getvalue()
+
+
+def test_the_key_of_a_gateway_that_runs_elsewhere_is_kept_nowhere(tmp_path: Path) -> None:
+    endpoint = Endpoint(url="http://gateway.example", pid=0, api_key="tml-secret")
+    configuration = DemoConfiguration(out=tmp_path, data_dir=tmp_path, endpoint=endpoint)
+    assert "tml-secret" not in configuration.model_dump_json() + repr(configuration)
