@@ -53,7 +53,7 @@ from gateway.storage.data_directory import write_private
 from gateway.storage.database import is_postgresql
 from gateway.storage.lease import Lease
 from gateway.workers.epoch import Epoch, epoch_without_lease
-from gateway.workers.launchers import Launcher, make_launcher
+from gateway.workers.launchers import Launcher, load_launcher, make_launcher
 from tandem.errors import StorageFailed, TandemError
 from tandem.heartbeat import send_heartbeats
 from tandem.settings import GatewaySettings
@@ -139,7 +139,9 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
-            read_bootstrap_key(settings)  # a standby that could not take over does not start
+            # A standby that could not take over does not start.
+            read_bootstrap_key(settings)
+            load_launcher(settings)
             if is_postgresql(settings.database_url):
                 async with _serving_with_lease(
                     app, settings, serving=partial(serving, app), opened=opened, end=end

@@ -8,6 +8,8 @@ give it a name in `make_launcher`: `TANDEM_LAUNCHER` selects it by that name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.agent import AgentLauncher
 from gateway.workers.launchers.agents import AgentsLauncher
@@ -16,10 +18,21 @@ from tandem.authority import Authority
 from tandem.errors import InvalidRequest
 from tandem.settings import GatewaySettings
 
-__all__ = ["Launcher", "make_launcher"]
+__all__ = ["Launcher", "load_launcher", "make_launcher"]
 
 _CALL_SECONDS = 60.0
 """Of a call to the agent, beyond what a worker may take to start or to stop."""
+
+
+def load_launcher(settings: GatewaySettings) -> None:
+    """Import what the launcher is made of, which takes seconds for a cluster's: to be done before
+    the gateway has its lease, whose beat would stand still meanwhile. Raises `InvalidRequest` where
+    it cannot be imported, and for templates with which no pod could be made."""
+    if settings.launcher == "kubernetes":
+        _kubernetes()
+        from gateway.workers.launchers.kubernetes.templates import read_templates
+
+        read_templates(settings.kubernetes)
 
 
 def make_launcher(settings: GatewaySettings, epoch: Epoch) -> Launcher:
@@ -31,19 +44,19 @@ def make_launcher(settings: GatewaySettings, epoch: Epoch) -> Launcher:
         case "agent":
             return _agents(settings, epoch)
         case "kubernetes":
-            return _kubernetes(settings, epoch)
+            return _kubernetes()(settings, epoch)
         case unknown:
             raise InvalidRequest(f"unknown TANDEM_LAUNCHER {unknown!r}; known: agent, kubernetes")
 
 
-def _kubernetes(settings: GatewaySettings, epoch: Epoch) -> Launcher:
+def _kubernetes() -> Callable[[GatewaySettings, Epoch], Launcher]:
     try:
         from gateway.workers.launchers.kubernetes.launcher import kubernetes_launcher
     except ModuleNotFoundError as error:
         raise InvalidRequest(
             f"TANDEM_LAUNCHER=kubernetes needs the package {error.name}: install tandem[kubernetes]"
         ) from error
-    return kubernetes_launcher(settings, epoch)
+    return kubernetes_launcher
 
 
 def _agents(settings: GatewaySettings, epoch: Epoch) -> Launcher:

@@ -1,0 +1,35 @@
+"""What a gateway does about its launcher before it has its lease."""
+
+from __future__ import annotations
+
+import kubernetes.aio.client  # noqa: F401 - binds a port at its import, to see what there is
+import pytest
+
+from gateway.app import create_app
+from gateway.workers.launchers import load_launcher
+from tandem.cluster_settings import KubernetesSettings
+from tandem.errors import InvalidRequest
+from tandem.settings import GatewaySettings
+
+
+def a_gateway(tmp_path, template: str) -> GatewaySettings:
+    (tmp_path / "trainer-pod.yaml").write_text(template)
+    return GatewaySettings(
+        data_dir=tmp_path / "data",
+        launcher="kubernetes",
+        database_url="postgresql://nowhere.invalid/none",
+        kubernetes=KubernetesSettings(templates=tmp_path),
+    )
+
+
+async def test_a_standby_with_templates_of_which_no_pod_could_be_made_does_not_start(tmp_path):
+    app = create_app(a_gateway(tmp_path, "kind: Service"))
+    with pytest.raises(InvalidRequest, match="a template is a Pod of v1"):
+        async with app.router.lifespan_context(app):
+            pass
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_launcher_that_can_be_made_is_loaded(tmp_path):
+    load_launcher(a_gateway(tmp_path, "apiVersion: v1\nkind: Pod\nspec: {}"))
+    load_launcher(GatewaySettings(data_dir=tmp_path))
