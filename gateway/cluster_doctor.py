@@ -215,16 +215,13 @@ class ClusterDoctor:
             about = "there is none: apply an overlay of k8s/, or name another with --namespace"
             yield Finding(f"namespace {self._namespace}", "absent", about, level="problem")
             return
-        level = found["metadata"].get("labels", {}).get(_ENFORCE, "")
-        yield Finding(
-            "Pod Security",
-            level or "not enforced",
-            "all pods of Tandem pass it"
-            if level
-            else f"whoever may make pods here may make any: kubectl label namespace "
-            f"{self._namespace} {_ENFORCE}=restricted",
-            level="ok" if level else "absent",
-        )
+        level = found["metadata"].get("labels", {}).get(_ENFORCE, "privileged")
+        if level != "privileged":
+            yield Finding("Pod Security", level, "all pods of Tandem pass it")
+            return
+        label = f"kubectl label --overwrite namespace {self._namespace} {_ENFORCE}=restricted"
+        about = f"whoever may make pods here may make any: {label}"
+        yield Finding("Pod Security", "not enforced", about, level="absent")
 
     def _volume(self, chosen: Chosen) -> Iterator[Finding]:
         name = chosen.cluster.volume_claim
