@@ -13,6 +13,7 @@ from gateway.runs.journal import Journal
 from gateway.runs.operations import Body
 from gateway.runs.replay import ReplayLog, SentCall, Snapshot
 from gateway.runs.snapshots import SnapshotStore
+from gateway.runs.trainer_host import DevicesLost, TrainerHost
 from gateway.runs.training_run import TrainingRun
 from gateway.usage.meter import TrainerReply
 from gateway.workers.clients import Method, TrainerClient
@@ -53,6 +54,7 @@ class Restoration:
         self,
         *,
         run: TrainingRun,
+        host: TrainerHost,
         log: ReplayLog | None,
         journal: Journal,
         snapshots: SnapshotStore,
@@ -60,6 +62,7 @@ class Restoration:
         data_dir: Path,
     ) -> None:
         self._run = run
+        self._host = host
         self._replay_log = log
         self._journal = journal
         self._snapshots = snapshots
@@ -67,7 +70,7 @@ class Restoration:
         self._data_dir = data_dir
         self.doing = ""
         self.at: SentCall | None = None
-        """The call that is replayed."""
+        """The call that the trainer is at, which is replayed."""
         self._deaths: Counter[int] = Counter()
         self._too_large: dict[int, int] = {}
         self._unusable: set[str] = set()
@@ -115,7 +118,8 @@ class Restoration:
 
     async def bring_back(self, client: TrainerClient, log: ReplayLog) -> int:
         """Bring a trainer that has just started to where the lost one was; return how many
-        operations were replayed. Raises `GiveUp`, or what this trainer ended with."""
+        operations were replayed. It has its devices for one call at a time, so that others get
+        theirs in between. Raises `GiveUp`, or what this trainer ended with."""
         run = self._run
         run.about = await client.describe()
         snapshot = await self._load_newest(client, log)
@@ -125,7 +129,6 @@ class Restoration:
                 f"the trainer is being restored from step {snapshot.step}: {done} of {len(calls)} "
                 "operations are replayed"
             )
-            self.at = call
             failure = await self._replay(client, call, previous)
             if call.answered and failure != call.failure:
                 raise GiveUp(
@@ -135,12 +138,13 @@ class Restoration:
                     )
                 )
             previous = call.seq_id
-        self.at = None
-        reply = await client.restore(
-            trainer_pb2.RestoreRequest(
-                seq_id=log.answered_up_to(snapshot) + 1, weight_version=run.parent
+        async with self._host.lease.use():
+            self._check(client)
+            reply = await client.restore(
+                trainer_pb2.RestoreRequest(
+                    seq_id=log.answered_up_to(snapshot) + 1, weight_version=run.parent
+                )
             )
-        )
         run.step = reply.step
         await self._remove_unusable(log)
         return len(calls)
@@ -148,13 +152,18 @@ class Restoration:
     async def _replay(self, client: TrainerClient, call: SentCall, previous: int) -> str:
         """Send a call again, after the one of the `seq_id` `previous`; return the type of its
         failure, "" for none."""
+        run = self._run
 
         async def send(method: Method[Request, Reply], request: Request) -> str:
             request.MergeFromString(call.request)
             if isinstance(request, trainer_pb2.LoadCheckpointRequest):
                 request.path = str(self._data_dir / request.path)
             request.header.previous_seq_id = previous + 1
-            reply = await client.replay(method, request)
+            async with self._host.turn(run.id, call.kind):
+                self._check(client)
+                self.at = call
+                reply = await client.replay(method, request)
+                self.at = None
             self.note_plan(call.seq_id, reply)
             return reply.failure.type
 
@@ -163,7 +172,7 @@ class Restoration:
                 return await send(client.stub.OptimStep, trainer_pb2.OptimStepRequest())
             case "load_weights":
                 return await send(client.stub.LoadCheckpoint, trainer_pb2.LoadCheckpointRequest())
-        payload = await self._journal.read_payload(self._run.id, call.seq_id)
+        payload = await self._journal.read_payload(run.id, call.seq_id)
         definition = await self._definition_of(call.body)
         return await send(
             client.forward_backward(payload),
@@ -171,6 +180,11 @@ class Restoration:
                 loss_definition=definition, out_of_memory_at=self.too_large(call.seq_id)
             ),
         )
+
+    def _check(self, client: TrainerClient) -> None:
+        """Raise `DevicesLost` if the trainer has ended while its devices were waited for."""
+        if self._host.worker is not client.worker:
+            raise DevicesLost("it ended while it waited for its devices")
 
     async def _load_newest(self, client: TrainerClient, log: ReplayLog) -> Snapshot:
         """Let the trainer load the newest snapshot that is whole; return it."""
@@ -182,10 +196,12 @@ class Restoration:
             if snapshot.folder in self._unusable:
                 continue
             self.doing = f"the trainer is being restored: it loads step {snapshot.step}"
-            self._unusable.add(snapshot.folder)  # if the trainer dies of it, the next is tried
-            reply = await client.restore(
-                trainer_pb2.RestoreRequest(path=snapshot.folder, seq_id=snapshot.seq_id + 1)
-            )
+            async with self._host.lease.use():
+                self._check(client)
+                self._unusable.add(snapshot.folder)  # if the trainer dies of it, the next is tried
+                reply = await client.restore(
+                    trainer_pb2.RestoreRequest(path=snapshot.folder, seq_id=snapshot.seq_id + 1)
+                )
             if not reply.HasField("failure"):
                 self._unusable.discard(snapshot.folder)
                 return snapshot

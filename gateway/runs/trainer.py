@@ -29,7 +29,7 @@ from gateway.runs.restoration import (
 from gateway.runs.resumption import Unfinished
 from gateway.runs.snapshot_taker import SnapshotTaker
 from gateway.runs.snapshots import SnapshotStore
-from gateway.runs.trainer_host import TrainerHost
+from gateway.runs.trainer_host import DevicesLost, TrainerHost
 from gateway.runs.training_run import TrainingRun
 from gateway.storage.data_directory import relative_path
 from gateway.usage.meter import TrainerReply
@@ -86,6 +86,7 @@ class RunTrainer:
         self.log = journal.open_log(run.id, run.recovery) if run.recovery.enabled else None
         self.restoration = Restoration(
             run=run,
+            host=host,
             log=self.log,
             journal=journal,
             snapshots=snapshots,
@@ -231,9 +232,7 @@ class RunTrainer:
         Operations get theirs in the order of their numbers, whatever they waited for before: at the
         trainer, each waits for the one before it, which must not wait for its devices then.
         """
-        seq_id, run_id = operation.seq_id, self._run.id
-        begins = operation.kind == "forward_backward"
-        ends = operation.kind in ("optim_step", "load_weights")
+        seq_id = operation.seq_id
         self._without_turn[seq_id] = None
         try:
             while True:
@@ -243,9 +242,7 @@ class RunTrainer:
                     self._without_turn[first] = before
                     await before.wait()
                     continue
-                async with self.host.lease.use(
-                    begins_step=run_id if begins else "", ends_step=run_id if ends else ""
-                ):
+                async with self.host.turn(self._run.id, operation.kind):
                     if self.serves:  # it may have died while its devices were waited for
                         self._let_next_go(seq_id)
                         yield self._serving.result()
@@ -399,12 +396,15 @@ class RunTrainer:
                 await asyncio.sleep(wait)
                 restoration.at = lost = None
                 try:
-                    async with self.host.lease.use(), self.host.restoring:
-                        client = lost = await self._join()
+                    async with self.host.restoring:
+                        async with self.host.lease.use():
+                            client = lost = await self._join()
                         replayed = await restoration.bring_back(client, log)
                 except (WorkerUnavailable, TandemError) as failure:
                     of_another = self.host.is_at_another(self._run.id)
                     error = await self._why(failure)
+                    if isinstance(failure, DevicesLost):  # it is none of its failures
+                        continue
                     if of_another:
                         restoration.blame_no_snapshot()
                         if isinstance(error, OperationTimedOut):

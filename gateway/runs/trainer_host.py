@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 from gateway.placement.lease import Lease, Switched
@@ -21,6 +21,7 @@ from gateway.placement.leases import Leases
 from gateway.placement.memory import SleepPlan
 from gateway.placement.places import Places
 from gateway.placement.room import Ask, Place
+from gateway.runs.operations import Kind
 from gateway.workers.clients import CallOrder, TrainerClient, WorkerUnavailable
 from gateway.workers.fleet import Fleet, Worker
 from tandem.errors import CannotSleep, TandemError, WorkerDied, from_failure
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from gateway.runs.training_run import TrainingRun
 
 
+class DevicesLost(WorkerUnavailable):
+    """The process ended while its devices were waited for."""
+
+
 class TrainerHost:
     """`key` names its place and its lease: it is the id of the run that it was made for. `runs` are
     the ids of those that share it. `worker` is the process, while there is one, and `hosted` the
@@ -40,7 +45,7 @@ class TrainerHost:
     keep none.
 
     `restoring` is held by the one run that is being brought back: what goes wrong meanwhile is that
-    run's.
+    run's. It is taken before a use of the lease, never within one.
     """
 
     def __init__(
@@ -132,6 +137,15 @@ class TrainerHost:
             host_memory=place.host_memory,
             tenant=self,
             present=self._fleet.has_left(self.key),
+        )
+
+    # --- Its devices --------------------------------------------------------------------------
+
+    def turn(self, run_id: str, kind: Kind) -> AbstractAsyncContextManager[int]:
+        """Have the devices while the block runs, for an operation of a run."""
+        begins, ends = kind == "forward_backward", kind in ("optim_step", "load_weights")
+        return self.lease.use(
+            begins_step=run_id if begins else "", ends_step=run_id if ends else ""
         )
 
     # --- Its runs -----------------------------------------------------------------------------
@@ -248,6 +262,8 @@ class TrainerHost:
 
     async def _remove(self, run_id: str, reason: str) -> None:
         """Free what the process has of a run. The last one is not removed: the process ends."""
+        if self._lease is not None:
+            self._lease.in_step.discard(run_id)
         if self.worker is None or run_id not in self.hosted:
             return
         if self.hosted == {run_id}:
@@ -261,7 +277,6 @@ class TrainerHost:
                 await self._end("it did not let go of a run that had ended", at_once=True)
         else:
             self.hosted.discard(run_id)
-            self.lease.in_step.discard(run_id)
             self._calls.forget(run_id)
 
     async def _adopt(self) -> None:

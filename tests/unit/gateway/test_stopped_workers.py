@@ -21,7 +21,9 @@ from gateway.placement.groups import groups_of
 from gateway.placement.lease import Lease
 from gateway.placement.lease_records import LeaseRecord
 from gateway.placement.places import Place
-from gateway.runs.trainer_host import TrainerHost
+from gateway.runs.replay import SentCall, Snapshot
+from gateway.runs.restoration import Restoration
+from gateway.runs.trainer_host import DevicesLost, TrainerHost
 from gateway.workers.epoch import Epoch
 from gateway.workers.fleet import Fleet
 from gateway.workers.launchers.agent import AgentLauncher
@@ -163,6 +165,7 @@ class Trainer:
     """The process of one run, which keeps its place until it is released."""
 
     def __init__(self, world: World, name: str) -> None:
+        self.world = world
         self.released: list[str] = []
         self.run: Any = SimpleNamespace(
             id=name,
@@ -170,6 +173,7 @@ class Trainer:
             session_id="s",
             model=world.model,
             training=None,
+            parent="",
             asks=default_asks(world.settings),
         )
         leases: Any = SimpleNamespace(of=lambda _name: world.leases.group)
@@ -192,6 +196,48 @@ class Trainer:
 
     async def start(self) -> None:
         self.client = await self.host.join(self.run, on_exit=lambda _reason: None)
+
+    async def bring_back(self, calls: int) -> int:
+        """Replay so many calls, with a process that can sleep; before each, the journal is read for
+        5 s."""
+
+        async def moves(_request) -> common_pb2.SwitchReply:
+            return common_pb2.SwitchReply()
+
+        (process,) = self.world.host.workers.values()
+        process.Sleep = process.Wake = moves
+
+        class Journal:
+            async def read_payload(self, _run_id: str, _seq_id: int) -> bytes:
+                await asyncio.sleep(5)
+                return b"a batch"
+
+        async def no_definition(_body) -> bytes:
+            return b""
+
+        nothing: Any = None
+        journal: Any = Journal()
+        log: Any = SimpleNamespace(
+            complete=True,
+            snapshots=[Snapshot()],
+            calls_after=lambda _snapshot: [self.sent(seq_id) for seq_id in range(calls)],
+            answered_up_to=lambda _snapshot: calls - 1,
+        )
+        self.restoration = Restoration(
+            run=self.run,
+            host=self.host,
+            log=None,
+            journal=journal,
+            snapshots=nothing,
+            definition_of=no_definition,
+            data_dir=nothing,
+        )
+        return await self.restoration.bring_back(self.client, log)
+
+    def sent(self, seq_id: int) -> SentCall:
+        header = common_pb2.OperationHeader(run_id=self.run.id, seq_id=seq_id + 1)
+        request = trainer_pb2.ForwardBackwardRequest(header=header).SerializeToString()
+        return SentCall(seq_id=seq_id, kind="forward", changes_state=False, request=request)
 
     async def end(self) -> None:
         await self.host.leave(self.run.id, "its session has ended")
@@ -380,6 +426,30 @@ async def test_a_stop_that_nobody_waits_for_any_more_gives_the_devices_free_all_
         assert a.host.worker is None
     async with a.lease.use():
         await a.start()
+
+
+@in_virtual_time
+async def test_a_trainer_that_is_brought_back_leaves_others_the_devices_between_its_calls(world):
+    a, b = await world.started("a"), world.trainer("b")
+    bringing_back = asyncio.create_task(a.bring_back(calls=5))
+    for _ in range(3):
+        async with asyncio.timeout(10), b.lease.use():
+            await asyncio.sleep(1)
+    assert not bringing_back.done()
+    assert await bringing_back == 5
+
+
+@in_virtual_time
+async def test_a_trainer_that_ends_while_it_waits_for_its_devices_did_not_die_of_its_call(world):
+    a, b = await world.started("a"), world.trainer("b")
+    (process,) = world.host.workers.values()
+    bringing_back = asyncio.create_task(a.bring_back(calls=5))
+    async with b.lease.use():
+        await asyncio.sleep(10)
+        process.kill()
+    with pytest.raises(DevicesLost):
+        await bringing_back
+    assert a.restoration.at is None
 
 
 @in_virtual_time
