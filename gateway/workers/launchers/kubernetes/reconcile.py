@@ -48,6 +48,8 @@ AT_ONCE = 1
 """Seconds of grace for what is killed: with none, it would be forgotten before it is known to have
 ended."""
 _TICK = 1.0
+_SWEEP = 5.0
+"""Seconds after which all objects are looked at for what nobody wants, though none has changed."""
 _TOGETHER = 0.02
 """Seconds within which changes are looked at together."""
 _LOG_LINES = 5
@@ -289,7 +291,7 @@ class Reconciler:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        ticked = loop.time()
+        ticked = swept = loop.time()
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_TICK):
@@ -301,6 +303,9 @@ class Reconciler:
             if loop.time() - ticked >= _TICK:
                 ticked = loop.time()
                 self._tick()
+            if self.sweeps and loop.time() - swept >= _SWEEP:
+                swept = loop.time()
+                self._sweep()
             self._compare_changed()
 
     def _tick(self) -> None:
@@ -308,9 +313,10 @@ class Reconciler:
         self._steps.forget_past()
         self._dirty |= self._starting | self._endings.keys()
         self._dirty |= {w.worker_id for w in self.workers.values() if w.says}
-        if self.sweeps:
-            self._dirty |= self.unwanted()
-            self._compare_claims()
+
+    def _sweep(self) -> None:
+        self._dirty |= self.unwanted()
+        self._compare_claims()
 
     def _compare_changed(self) -> None:
         dirty, self._dirty = self._dirty, set()
