@@ -6,5 +6,5 @@ RUN apt-get update \
  && apt-get install --yes --no-install-recommends prometheus wget \
  && rm -rf /var/lib/apt/lists/* \
  && install --directory --owner=nobody --group=nogroup /prometheus
-USER nobody
+USER 65534:65534
 ENTRYPOINT ["prometheus"]
