@@ -193,6 +193,25 @@ async def test_while_the_api_server_is_away_nothing_is_reported_and_few_calls_ar
 
 
 @on_cluster()
+async def test_an_api_server_that_hangs_is_told_after_the_time_of_one_request(cluster):
+    def hang(_call):
+        raise Hangs(after=False)
+
+    gateway = Gateway(cluster, pending_timeout=600)
+    await gateway.open()
+    cluster.meddle = hang
+    start = asyncio.create_task(gateway.run(NAME))
+    await asyncio.sleep(11)
+    assert not gateway.launcher.reports
+    said = "the API server does not answer (TimeoutError)"
+    assert gateway.launcher.explain(NAME) == said
+    cluster.meddle = lambda _call: None
+    await start
+    assert gateway.launcher.reports
+    await gateway.close()
+
+
+@on_cluster()
 async def test_an_end_that_happened_while_the_api_server_was_away_is_told_afterwards(cluster):
     gateway = Gateway(cluster)
     await gateway.open()

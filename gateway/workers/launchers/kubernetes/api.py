@@ -116,6 +116,11 @@ class Api:
         self._said = "too many calls wait"
         self._resume_at = 0.0
 
+    @property
+    def trouble(self) -> str:
+        """Say that the last call was not answered; "" if it was."""
+        return f"the API server does not answer ({self._said})" if self._failures else ""
+
     async def create(self, resource: Resource, body: Object) -> Object:
         """Unknown fields are refused, which would be dropped silently otherwise."""
         query = {"fieldValidation": "Strict"}

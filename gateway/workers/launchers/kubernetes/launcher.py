@@ -96,7 +96,7 @@ class KubernetesLauncher:
 
     @property
     def reports(self) -> bool:
-        return self._reconciler.current
+        return self._reconciler.current and not self._api.trouble
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         if self._closed:
@@ -225,7 +225,7 @@ class KubernetesLauncher:
 
     def explain(self, worker_id: str) -> str:
         worker = self._reconciler.workers.get(worker_id)
-        return worker.says if worker is not None else ""
+        return self._api.trouble or worker.says if worker is not None else ""
 
     def watch(self) -> AsyncIterator[WorkerExit]:
         self._open()
