@@ -172,6 +172,11 @@ class ClaimPoolSettings(_DeviceChoice):
         le=_MOST_DEVICES,
         description="Of each node: devices, or, where workers use the CPU, ranks.",
     )
+    compute: Literal["gpu", "cpu"] = Field(
+        "gpu",
+        description="What the devices of a claim are: NVIDIA devices, or something else, such as "
+        "the cores of a driver for CPUs, beside which workers compute on the CPU.",
+    )
     nodes: int = Field(
         1, ge=1, le=64, description="Pods of a trainer, each with a claim of its own."
     )
@@ -200,6 +205,10 @@ class ClaimPoolSettings(_DeviceChoice):
     @property
     def has_claims(self) -> bool:
         return bool(self.device_class or self.alternatives)
+
+    @property
+    def has_gpus(self) -> bool:
+        return self.has_claims and self.compute == "gpu"
 
     @field_validator("name")
     @classmethod

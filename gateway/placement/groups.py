@@ -163,7 +163,7 @@ def _claim(pool: ClaimPoolSettings, number: int) -> DeviceGroup:
     return DeviceGroup(
         name=f"{pool.name}-{number}",
         roles=frozenset(pool.roles),
-        devices=tuple(numbered) if pool.has_claims else (),
+        devices=tuple(numbered) if pool.has_gpus else (),
         awake=pool.awake,
         workers=pool.workers,
         memory_bytes=pool.memory_bytes,

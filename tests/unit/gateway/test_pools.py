@@ -65,6 +65,12 @@ def test_a_pool_without_claims_has_leases_all_the_same():
     assert not group.has_devices_for(3)
 
 
+def test_workers_beside_claims_of_something_else_than_gpus_compute_on_the_cpu():
+    (group,) = groups(GPUS | {"device_class": "cpu.example.com", "compute": "cpu", "devices": 2})
+    assert (group.devices, group.leased) == ((), True)
+    assert group.has_devices_for(2)
+
+
 def test_ranks_are_divided_equally_among_the_nodes_that_they_need():
     (group,) = [g for g in groups(TRAIN | {"devices": 4, "nodes": 3}, CPUS) if g.pool == "train"]
     possible = [ranks for ranks in range(1, 16) if group.has_devices_for(ranks)]

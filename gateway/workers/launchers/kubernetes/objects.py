@@ -149,7 +149,7 @@ def spec_of_pod(
     if (nodes := nodes_of(spec, pool)) > 1:
         name = object_name(spec.worker_id)
         update |= {"nodes": nodes, "rendezvous": f"{name}.{home.namespace}.svc:{RENDEZVOUS_PORT}"}
-    if not pool.has_claims and spec.trainer is not None and not spec.trainer.threads:
+    if not pool.has_gpus and spec.trainer is not None and not spec.trainer.threads:
         threads = max(1, int(home.settings.cpus))  # it sees all cores of its node
         update["trainer"] = spec.trainer.model_copy(update={"threads": threads})
     return spec.model_copy(update=update)

@@ -141,7 +141,7 @@ def resources_of(
                 model=_known(model, spec),
                 trainer=trainer,
                 training=spec.training or TrainingSpec(),
-                gpu=pool.has_claims,
+                gpu=pool.has_gpus,
                 ranks=ranks,
                 nodes=nodes,
                 sleeps=pool.awake > 0,
@@ -153,14 +153,14 @@ def resources_of(
         ranks = 1
         sampler = spec.sampler or settings.sampler
         memory = said or _engine_memory(
-            _known(model, spec), sampler, gpu=pool.has_claims, sleeps=pool.awake > 0
+            _known(model, spec), sampler, gpu=pool.has_gpus, sleeps=pool.awake > 0
         )
     shared = _SHARED + (_SHARED_OF_RANK * ranks if ranks > 1 else 0)
     return PodResources(
         cpu=_cores(settings.kubernetes.cpus * ranks),
         memory=memory if said else memory + shared,
         shared_memory=min(shared, memory),
-        ephemeral=_GPU_FILES if pool.has_claims else _CPU_FILES,
+        ephemeral=_GPU_FILES if pool.has_gpus else _CPU_FILES,
     )
 
 
