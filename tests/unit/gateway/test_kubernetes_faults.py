@@ -108,6 +108,22 @@ async def test_what_a_superseded_gateway_makes_late_is_deleted_and_it_touches_no
 
 
 @on_cluster()
+async def test_what_an_earlier_gateway_made_late_is_not_taken_for_the_own(cluster):
+    first, second = Gateway(cluster, epoch=1), Gateway(cluster, epoch=2)
+    await second.open()
+    _, late = await first.maker.make(spec(NAME))
+    second.launcher._reconciler.sweeps = False
+    for plural, body in (("secrets", late.secret), ("pods", late.pods[0])):
+        cluster.put(plural, {**body, "status": {"phase": "Pending"}})
+    uids = {cluster.get(plural, NAME)["metadata"]["uid"] for plural in ("secrets", "pods")}
+    await asyncio.sleep(1)
+    await second.run(NAME)
+    assert cluster.pod(NAME)["metadata"]["uid"] not in uids
+    assert cluster.get("secrets", NAME)["metadata"]["uid"] not in uids
+    await second.close()
+
+
+@on_cluster()
 async def test_objects_of_others_are_never_touched_and_never_taken(cluster):
     gateway = Gateway(cluster, idle=0)
     other = {"metadata": {"name": "trainer-s-1-0", "labels": {"tandem.dev/instance": "other"}}}
