@@ -51,8 +51,7 @@ def main() -> int:
 
 def run(folder: Path) -> None:
     with timed("start"):
-        compose("up", "--detach", "--no-build")
-        wait_until(lambda: all(state(name)["Health"]["Status"] == "healthy" for name in SERVICES))
+        start()
     inside("trainer", "python", "-m", "tandem.demo.tiny_model", MODEL)
     inside("gateway", "tandem", "models", "add", "tandem/tiny-addition-0", MODEL)
     made = inside("gateway", "tandem", "keys", "create", "--owner", "ann", "--json")
@@ -71,8 +70,13 @@ def run(folder: Path) -> None:
     codes = {name: state(name)["ExitCode"] for name in SERVICES}
     assert set(codes.values()) == {0}, codes
     with timed("second start"):
-        compose("up", "--detach", "--no-build")
+        start()
     assert "tandem/tiny-addition-0" in inside("gateway", "tandem", "models", "list")
+
+
+def start() -> None:
+    compose("up", "--detach", "--no-build")
+    wait_until(lambda: all(state(name)["Health"]["Status"] == "healthy" for name in SERVICES))
 
 
 def start_demo(folder: Path, name: str) -> subprocess.Popen[bytes]:
