@@ -27,6 +27,8 @@ LABEL org.opencontainers.image.title="tandem-gateway" \
       org.opencontainers.image.version="$TANDEM_VERSION" \
       org.opencontainers.image.licenses="Apache-2.0"
 ENV PATH="/opt/tandem/.venv/bin:$PATH" HOME=/tmp TANDEM_IMAGE_VERSION="$TANDEM_VERSION"
+# For sslrootcert=system in the database's URL: the client that is built in looks in a folder of its own.
+ENV SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt
 ENV TANDEM_HOST=0.0.0.0 TANDEM_DATA_DIR=/var/lib/tandem
 USER 10001:10001
 WORKDIR /var/lib/tandem

@@ -168,6 +168,14 @@ def test_what_the_settings_name_is_mounted_there(stack, monkeypatch):
     assert settings.kubernetes.user == spec["securityContext"]["runAsUser"]
 
 
+def test_an_authority_of_the_database_is_mounted_where_there_is_one_and_its_password_is_not(stack):
+    spec = stack.one("Deployment", "tandem")["spec"]["template"]["spec"]
+    (volume,) = (each["secret"] for each in spec["volumes"] if each["name"] == "database")
+    assert volume["secretName"] == stack.one("Secret", "tandem-database-url")["metadata"]["name"]
+    assert volume["optional"] is True
+    assert [each["key"] for each in volume["items"]] == ["ca.crt"]
+
+
 def test_the_workers_are_owned_by_the_deployment_that_the_gateway_may_read(stack, monkeypatch):
     instance = stack.gateway_settings(monkeypatch).kubernetes.instance
     assert stack.one("Deployment", instance)
