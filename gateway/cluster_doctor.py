@@ -86,7 +86,7 @@ class ClusterDoctor:
         )
         chosen = self._settings(deployment)
         parts = {
-            "version": self._version(chosen),
+            "version": self._version(),
             "devices": self._devices(chosen),
             "nodes": self._nodes(chosen),
             "namespace": self._namespaced(),
@@ -132,29 +132,24 @@ class ClusterDoctor:
 
     # --- The cluster --------------------------------------------------------------------------
 
-    def _version(self, chosen: Chosen) -> Iterator[Finding]:
+    def _version(self) -> Iterator[Finding]:
         found = self._must("/version")
         version = f"{found['major']}.{found['minor']}"
         minor = int(re.sub(r"\D.*", "", found["minor"]) or 0)
         if minor >= NEEDS_MINOR:
             yield Finding("Kubernetes", version, "has ResourceClaims of resource.k8s.io/v1")
         else:
-            yield Finding(
-                "Kubernetes",
-                version,
-                f"claims need 1.{NEEDS_MINOR} or newer: upgrade, or use pools without device_class",
-                level="problem" if chosen.classes else "absent",
-            )
+            about = f"the gateway watches claims, even if it makes none: 1.{NEEDS_MINOR} has them"
+            yield Finding("Kubernetes", version, f"{about}; upgrade", level="problem")
 
     def _devices(self, chosen: Chosen) -> Iterator[Finding]:
         if not chosen.pools:
             about = "TANDEM_CLAIM_POOLS is empty, so that no worker can be placed: name a pool"
             yield Finding("pools", "none", about, level="problem")
             return
-        missing: Level = "problem" if chosen.classes else "absent"
         if self._read(_DRA) is None:
             about = "the API server does not serve it: turn DynamicResourceAllocation on"
-            yield Finding("resource.k8s.io/v1", "absent", about, level=missing)
+            yield Finding("resource.k8s.io/v1", "absent", about, level="problem")
             return
         there = {each["metadata"]["name"] for each in self._list(f"{_DRA}/deviceclasses")}
         for name in sorted(chosen.classes - there):
@@ -171,7 +166,8 @@ class ClusterDoctor:
             yield Finding(f"driver {driver}", value, about)
         if not by_node:
             about = "no driver publishes devices: see whether its pods run on the nodes with GPUs"
-            yield Finding("ResourceSlices", "none", about, level=missing)
+            level: Level = "problem" if chosen.classes else "absent"
+            yield Finding("ResourceSlices", "none", about, level=level)
         most = max(
             (len(found) for nodes in by_node.values() for found in nodes.values()), default=0
         )

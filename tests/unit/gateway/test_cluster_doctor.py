@@ -117,7 +117,7 @@ CASES = {
     "an old version": (
         {"/version": {"major": "1", "minor": "33"}},
         "Kubernetes",
-        "claims need 1.34 or newer",
+        "1.34 has them; upgrade",
     ),
     "no class": (
         {CLASSES: {"items": [named("mig")]}},
@@ -177,9 +177,11 @@ def test_what_is_not_there_is_a_problem(path, name):
 
 def test_a_cluster_without_devices_serves_pools_without_claims():
     pools = json.dumps([{"name": "cpu", "roles": ["trainer"]}])
-    found = examine(without="/apis/resource.k8s.io/v1", **settings(TANDEM_CLAIM_POOLS=pools))
+    found = examine(without=SLICES, **settings(TANDEM_CLAIM_POOLS=pools))
     assert problems(found) == []
-    assert found["resource.k8s.io/v1"].level == "absent"
+    assert found["ResourceSlices"].level == "absent"
+    found = examine(without="/apis/resource.k8s.io/v1", **settings(TANDEM_CLAIM_POOLS=pools))
+    assert problems(found) == ["resource.k8s.io/v1"]  # which the gateway watches all the same
 
 
 def test_one_node_needs_no_volume_for_many():
