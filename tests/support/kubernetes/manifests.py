@@ -15,7 +15,7 @@ from gateway.workers.launchers.kubernetes.resources import PodResources
 from gateway.workers.launchers.kubernetes.templates import read_templates
 from tandem.cluster_settings import ClaimPoolSettings, KubernetesSettings
 from tandem.settings import GatewaySettings, TrainerSettings
-from tandem.worker import WorkerSpec
+from tandem.worker import WorkerKind, WorkerSpec
 
 K8S = Path(__file__).parents[3] / "k8s"
 OVERLAYS = ("cpu-dev", "gpu-nfs", "monitoring")
@@ -55,8 +55,9 @@ class Rendered:
         if not selector.get("matchLabels", {}).items() <= labels.items():
             return False
         for term in selector.get("matchExpressions", []):
-            assert term["operator"] == "In", term
-            if labels.get(term["key"]) not in term["values"]:
+            assert term["operator"] in ("In", "Exists"), term
+            there = labels.get(term["key"])
+            if there is None or there not in term.get("values", [there]):
                 return False
         return True
 
@@ -97,8 +98,8 @@ def pods_of(objects: list[dict]) -> dict[str, dict]:
 
 
 def worker_pods(settings: dict[str, str]) -> dict[str, dict]:
-    """Pods of a trainer on two nodes and of a sampler, as a gateway with these settings makes
-    them."""
+    """Pods of a trainer on two nodes, of one on a single node (`trainer-alone`) and of a sampler,
+    as a gateway with these settings makes them."""
     prefix = "TANDEM_KUBERNETES_"
     chosen = {
         key.removeprefix(prefix).lower(): value
@@ -110,16 +111,21 @@ def worker_pods(settings: dict[str, str]) -> dict[str, dict]:
     home = Home(settings=kubernetes, namespace="tandem", volume=Path("/data"), epoch=1)
     resources = PodResources(cpu="1", memory=2**30, shared_memory=2**28, ephemeral=2**30)
     pods: dict[str, dict] = {}
-    for kind, ranks, nodes in (("trainer", 2, 2), ("sampler", 1, 1)):
+    kinds: tuple[tuple[str, WorkerKind, int], ...] = (
+        ("trainer-s-ab12-0", "trainer", 2),
+        ("trainer-alone", "trainer", 1),
+        ("sampler-s-ab12-0", "sampler", 1),
+    )
+    for worker_id, kind, nodes in kinds:
         spec = WorkerSpec(
-            worker_id=f"{kind}-s-ab12-0",
+            worker_id=worker_id,
             kind=kind,
             secret="hidden",
             model_name="tiny",
             model_path="/data/models/tiny",
             session_id="s-ab12",
             group="some-0",
-            trainer=TrainerSettings(ranks=ranks) if kind == "trainer" else None,
+            trainer=TrainerSettings(ranks=nodes) if kind == "trainer" else None,
         )
         pool = ClaimPoolSettings(
             name="some", roles=[kind], device_class="gpu.nvidia.com", nodes=nodes

@@ -229,9 +229,10 @@ def test_requests_reach_the_gateway_that_serves(stack):
 
 # --- Who reaches whom -----------------------------------------------------------------------------
 
-HOLDERS = ("gateway", "trainer", "sampler", "database", "models", "somebody")
+HOLDERS = ("gateway", "trainer", "trainer-alone", "sampler", "database", "models", "somebody")
 ALLOWED = {
     ("gateway", "trainer", PORT),
+    ("gateway", "trainer-alone", PORT),
     ("gateway", "sampler", PORT),
     ("gateway", "database", 5432),
     ("trainer", "trainer", PORT),
@@ -239,7 +240,7 @@ ALLOWED = {
     ("trainer", "trainer", 5432),
     ("trainer", "trainer", 8000),
 }
-"""Ranks on several nodes choose their ports among themselves."""
+"""Ranks on several nodes choose their ports among themselves; `trainer-alone` has one node."""
 
 
 def labels_of(stack: Rendered) -> dict[str, dict[str, str]]:
@@ -251,8 +252,9 @@ def labels_of(stack: Rendered) -> dict[str, dict[str, str]]:
         "gateway": pods["tandem"],
         "database": pods["tandem-database"],
         "models": next(iter(jobs.values())),
-        "trainer": next(pod for name, pod in workers.items() if name.startswith("trainer")),
-        "sampler": next(pod for name, pod in workers.items() if name.startswith("sampler")),
+        "trainer": workers["trainer-s-ab12-0"],
+        "trainer-alone": workers["trainer-alone"],
+        "sampler": workers["sampler-s-ab12-0"],
         "somebody": {"metadata": {"labels": {"app": "else"}}},
     }
     return {name: pod["metadata"]["labels"] for name, pod in by_component.items()}
@@ -276,7 +278,7 @@ def test_prometheus_reaches_the_metrics_of_workers_with_its_overlay_alone(overla
         [each for name in names for each in overlays[name].all("NetworkPolicy")]
         for names in (["cpu-dev"], ["cpu-dev", "monitoring"])
     )
-    for kind in ("trainer", "sampler"):
+    for kind in ("trainer", "trainer-alone", "sampler"):
         worker = labels_of(overlays["cpu-dev"])[kind]
         for policies, port, may in (
             (plain, METRICS_PORT, False),
@@ -301,4 +303,7 @@ def test_the_monitors_select_the_pods_that_have_metrics(overlays):
         }
         for name, selector in monitors.items()
     }
-    assert selected == {"tandem-gateway": {"serving"}, "tandem-workers": {"trainer", "sampler"}}
+    assert selected == {
+        "tandem-gateway": {"serving"},
+        "tandem-workers": {"trainer", "trainer-alone", "sampler"},
+    }

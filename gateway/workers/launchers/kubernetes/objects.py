@@ -30,8 +30,8 @@ from tandem.worker import WorkerKind, WorkerSpec
 CONTAINER = "worker"
 """The name of the worker's container; others in its pod are an administrator's."""
 PART_OF, COMPONENT = "app.kubernetes.io/part-of", "app.kubernetes.io/component"
-INSTANCE, WORKER, SESSION, GROUP, NODE = (
-    f"tandem.dev/{name}" for name in ("instance", "worker", "session", "group", "node")
+INSTANCE, WORKER, SESSION, GROUP, NODE, NODES = (
+    f"tandem.dev/{name}" for name in ("instance", "worker", "session", "group", "node", "nodes")
 )
 EPOCH, GROUP_SPEC = "tandem.dev/epoch", "tandem.dev/group-spec"
 WORKER_ID, SESSION_ID = "tandem.dev/worker-id", "tandem.dev/session-id"
@@ -208,6 +208,8 @@ def render_worker(
             },
         }
     claims = render_claims(spec.group, pool=pool, home=home)[:nodes]
+    # By `NODES` a network policy lets those reach each other that have somebody to reach.
+    several: Object = {NODES: str(nodes)} if nodes > 1 else {}
     pods = []
     for node in range(nodes):
         pod: Object = {
@@ -215,7 +217,7 @@ def render_worker(
             "kind": "Pod",
             "metadata": home.metadata(
                 pod_name(spec.worker_id, node),
-                labels=labels | {NODE: str(node)},
+                labels=labels | several | {NODE: str(node)},
                 annotations=annotations,
             ),
             "spec": _pod_spec(spec, node=node, pool=pool, resources=resources, home=home),
