@@ -106,15 +106,21 @@ def disturbed(folder: Path) -> list[dict[str, float]]:
         wait_until(
             lambda reached=2 * number + 1: demo.poll() is not None or len(steps(out)) >= reached
         )
-        killed = container(name)
-        output("docker", "kill", killed)
-        output("docker", "start", killed)
+        kill(name)
         print(f"killed {name} after step {len(steps(out))}", flush=True)
     wait_until(lambda: demo.poll() is not None or len(steps(out)) >= 9)
     subprocess.run(
         ["docker", "exec", container("gateway"), "sh", "-c", "kill -KILL -1"], check=False
     )
+    kill("prometheus")  # asked afterwards for what it has scraped
     return finish(demo, out)
+
+
+def kill(name: str) -> None:
+    """Kill a container, and start it again."""
+    killed = container(name)
+    output("docker", "kill", killed)
+    output("docker", "start", killed)
 
 
 def inside(service: str, *command: str) -> str:

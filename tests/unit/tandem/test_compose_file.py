@@ -42,6 +42,7 @@ def test_no_container_has_more_rights_than_it_needs(name: str):
     assert not any("docker.sock" in volume for volume in service["volumes"])
     if name != "postgres":  # whose image begins as root, to give its files to its user
         assert service["read_only"] and service["cap_drop"] == ["ALL"]
+        assert all(",size=" in each for each in service["tmpfs"])  # it is memory
 
 
 @pytest.mark.parametrize("name", LASTING)
