@@ -1,7 +1,8 @@
 """What a Kubernetes cluster has of what workers need, for `tandem doctor --cluster`: run in a
 process of its own by an administrator, whose kubeconfig says more than the gateway may see.
 
-The settings are those of the gateway's Deployment; before there is one, those of the environment.
+The settings are those of a file, such as the settings.env of an overlay; else those of the
+gateway's Deployment; before there is one, those of the environment.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import orjson
@@ -73,12 +75,21 @@ class Chosen:
 
 
 class ClusterDoctor:
-    """`ask` asks the API server. `own` are the settings of the environment."""
+    """`ask` asks the API server. `own` are the settings of the environment, `file` those of a
+    file, if there is one."""
 
-    def __init__(self, ask: Ask, *, namespace: str, own: GatewaySettings) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        *,
+        namespace: str,
+        own: GatewaySettings,
+        file: Mapping[str, str] | None = None,
+    ) -> None:
         self._ask = ask
         self._namespace = namespace
         self._own = own
+        self._file = file
 
     def examine(self) -> list[Finding]:
         deployment = self._read(
@@ -90,11 +101,14 @@ class ClusterDoctor:
             "devices": self._devices(chosen),
             "nodes": self._nodes(chosen),
             "namespace": self._namespaced(),
-            "volume": self._volume(chosen),
             "gateway": self._gateway(deployment, chosen),
-            "rights": self._rights(deployment),
-            "network": self._network(),
         }
+        if deployment is not None:  # what an overlay makes with it
+            parts |= {
+                "volume": self._volume(chosen),
+                "rights": self._rights(deployment),
+                "network": self._network(),
+            }
         findings = [Finding("settings", chosen.source)]
         for name, part in parts.items():
             try:
@@ -107,6 +121,8 @@ class ClusterDoctor:
     # --- Settings -----------------------------------------------------------------------------
 
     def _settings(self, deployment: Object | None) -> Chosen:
+        if self._file is not None:
+            return _chosen(self._file, "of the file")
         if deployment is None:
             return Chosen(self._own.kubernetes, self._own.claim_pools, "of the environment")
         pod = deployment["spec"]["template"]["spec"]
@@ -118,17 +134,7 @@ class ClusterDoctor:
         for each in pod["containers"][0].get("env", []):
             if "value" in each:
                 values[each["name"]] = each["value"]
-        try:
-            prefix = "TANDEM_KUBERNETES_"
-            own = {k.removeprefix(prefix).lower(): v for k, v in values.items() if prefix in k}
-            known = KubernetesSettings.model_fields.keys() & own.keys()
-            cluster = KubernetesSettings(**{key: own[key] for key in known})  # type: ignore[arg-type]
-            pools = TypeAdapter(list[ClaimPoolSettings]).validate_json(
-                values.get("TANDEM_CLAIM_POOLS", "[]")
-            )
-        except ValidationError as error:
-            raise InvalidRequest(f"the settings of the gateway are refused: {error}") from error
-        return Chosen(cluster, pools, f"of the Deployment {deployment['metadata']['name']}")
+        return _chosen(values, f"of the Deployment {deployment['metadata']['name']}")
 
     # --- The cluster --------------------------------------------------------------------------
 
@@ -208,8 +214,8 @@ class ClusterDoctor:
     def _namespaced(self) -> Iterator[Finding]:
         found = self._read(f"/api/v1/namespaces/{self._namespace}")
         if found is None:
-            about = "there is none: apply an overlay of k8s/, or name another with --namespace"
-            yield Finding(f"namespace {self._namespace}", "absent", about, level="problem")
+            about = "there is none yet: apply an overlay of k8s/, or name another with --namespace"
+            yield Finding(f"namespace {self._namespace}", "absent", about, level="absent")
             return
         level = found["metadata"].get("labels", {}).get(_ENFORCE, "privileged")
         if level != "privileged":
@@ -263,11 +269,8 @@ class ClusterDoctor:
         fine = ready and len(serving) == 1
         yield Finding("gateway", value, "" if fine else about, "ok" if fine else "problem")
 
-    def _rights(self, deployment: Object | None) -> Iterator[Finding]:
-        account = "tandem-gateway"
-        if deployment is not None:
-            pod = deployment["spec"]["template"]["spec"]
-            account = pod.get("serviceAccountName", "default")
+    def _rights(self, deployment: Object) -> Iterator[Finding]:
+        account = deployment["spec"]["template"]["spec"].get("serviceAccountName", "default")
         refused = [
             f"{verb} {resource}"
             for (group, resource), verbs in RIGHTS.items()
@@ -334,6 +337,31 @@ class ClusterDoctor:
         return found
 
 
+def _chosen(values: Mapping[str, str], source: str) -> Chosen:
+    try:
+        prefix = "TANDEM_KUBERNETES_"
+        own = {k.removeprefix(prefix).lower(): v for k, v in values.items() if prefix in k}
+        known = KubernetesSettings.model_fields.keys() & own.keys()
+        cluster = KubernetesSettings(**{key: own[key] for key in known})  # type: ignore[arg-type]
+        pools = TypeAdapter(list[ClaimPoolSettings]).validate_json(
+            values.get("TANDEM_CLAIM_POOLS", "[]")
+        )
+    except ValidationError as error:
+        raise InvalidRequest(f"the settings of the gateway are refused: {error}") from error
+    return Chosen(cluster, pools, source)
+
+
+def read_settings(file: Path) -> dict[str, str]:
+    """Return the variables of a file with lines NAME=VALUE, as kustomize reads it. Raises
+    `InvalidRequest`."""
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise InvalidRequest(f"the settings cannot be read: {error}") from error
+    pairs = (line.partition("=") for line in lines if line and not line.startswith("#"))
+    return {name: value for name, _, value in pairs}
+
+
 def _pool(pool: ClaimPoolSettings, most: int) -> Finding:
     name = f"pool {pool.name}"
     if not pool.has_claims:
@@ -392,7 +420,8 @@ def main() -> int:
     try:
         own = GatewaySettings()
         namespace = request["namespace"] or own.kubernetes.namespace or "tandem"
-        doctor = ClusterDoctor(_asker(), namespace=namespace, own=own)
+        file = read_settings(Path(request["settings"])) if request["settings"] else None
+        doctor = ClusterDoctor(_asker(), namespace=namespace, own=own, file=file)
         answer: Object = {"findings": [asdict(each) for each in doctor.examine()]}
     except Unreadable as error:
         answer = {"error": str(error)}

@@ -24,6 +24,10 @@ def doctor(
     namespace: Annotated[
         str, typer.Option(help="Of the cluster, where Tandem is.", show_default="tandem")
     ] = "",
+    settings: Annotated[
+        Path | None,
+        typer.Option(help="Of the cluster: an overlay's settings.env, before it is applied."),
+    ] = None,
     volume: Annotated[
         Path | None,
         typer.Option(help="Examine a folder instead that several hosts mount, from one of them."),
@@ -43,7 +47,8 @@ def doctor(
         raise UserError("--cluster and --volume are two questions: ask one")
     module, request = "gateway.doctor", dict[str, object]()
     if cluster:
-        module, request = "gateway.cluster_doctor", {"namespace": namespace}
+        module = "gateway.cluster_doctor"
+        request = {"namespace": namespace, "settings": str(settings) if settings else ""}
     elif volume is not None:
         module = "gateway.volume_doctor"
         request = {"volume": str(volume), "peers": peers, "meeting": meeting}

@@ -9,7 +9,7 @@ import threading
 import pytest
 import yaml
 
-from gateway.cluster_doctor import RIGHTS, ClusterDoctor, Unreadable
+from gateway.cluster_doctor import RIGHTS, ClusterDoctor, Unreadable, read_settings
 from gateway.doctor import Finding
 from gateway.volume_doctor import VolumeDoctor
 from tandem.settings import GatewaySettings
@@ -167,7 +167,6 @@ def test_each_problem_is_named_with_what_to_do(case):
     ("path", "name"),
     [
         ("/apis/resource.k8s.io/v1", "resource.k8s.io/v1"),
-        ("/api/v1/namespaces/rl", "namespace rl"),
         (CLAIM, "volume tandem-data"),
     ],
 )
@@ -206,6 +205,23 @@ def test_before_there_is_a_gateway_its_settings_are_those_of_the_environment(mon
     assert found["settings"].value == "of the environment"
     assert found["gateway"].level == "absent"
     assert found["pool train"].level == "ok"
+
+
+def test_before_the_first_apply_nothing_that_it_makes_is_missed(tmp_path):
+    file = tmp_path / "settings.env"
+    lines = [f"{name}={value}" for name, value in HEALTHY[CONFIG]["data"].items()]
+    file.write_text("\n".join(["# of an overlay", *lines, ""]))
+    only = ("/version", "/apis/resource.k8s.io/v1", CLASSES, SLICES, NODES)
+    doctor = ClusterDoctor(
+        {path: HEALTHY[path] for path in only}.get,
+        namespace="rl",
+        own=GatewaySettings(),
+        file=read_settings(file),
+    )
+    found = {each.name: each for each in doctor.examine()}
+    assert problems(found) == []
+    assert found["pool train"].value == "2 claims of 4 devices"
+    assert found["namespace rl"].level == found["gateway"].level == "absent"
 
 
 def test_what_the_administrator_may_not_read_is_not_known_and_no_problem():
