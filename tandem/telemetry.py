@@ -8,6 +8,7 @@ prefix `tandem_`, base units and no label whose values are unbounded.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -58,7 +59,8 @@ class _LossyStream:
 
 
 def configure_logging(*, service: str, level: str = "info", stream: TextIO | None = None) -> None:
-    """Send our logs, and the warnings and errors of libraries, to `stream` as JSON lines."""
+    """Send our logs, and the warnings and errors of libraries, to `stream` as JSON lines; in a
+    container with the version of its image, since workers may have another one than the gateway."""
     stream = cast(TextIO, _LossyStream(stream if stream is not None else sys.stderr))
     number = logging.getLevelNamesMapping()[level.upper()]
     shared: list[structlog.typing.Processor] = [
@@ -77,6 +79,8 @@ def configure_logging(*, service: str, level: str = "info", stream: TextIO | Non
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service)
+    if image := os.environ.get("TANDEM_IMAGE_VERSION"):
+        structlog.contextvars.bind_contextvars(image=image)
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

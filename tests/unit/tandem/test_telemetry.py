@@ -49,6 +49,14 @@ def test_every_log_line_is_one_object_with_its_ids():
     assert "run_id" not in library
 
 
+def test_a_log_line_of_a_container_says_of_which_image_it_is(monkeypatch):
+    monkeypatch.setenv("TANDEM_IMAGE_VERSION", "0.1.0")
+    stream = StringIO()
+    configure_logging(service="trainer", stream=stream)
+    write_some_lines()
+    assert {json.loads(line)["image"] for line in stream.getvalue().splitlines()} == {"0.1.0"}
+
+
 class FullDisk(StringIO):
     def write(self, text: str) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
