@@ -82,7 +82,9 @@ class KubernetesSettings(BaseSettings):
         "worker mounts; empty: the templates have it.",
     )
     volume_path: Path | None = Field(
-        None, description="Where workers mount it; empty: at the data directory's path."
+        None,
+        description="Where workers mount all of it; empty: at the data directory's path, and only "
+        "what they need: models, weights, checkpoints, snapshots and spill.",
     )
     cpus: float = Field(
         4.0, gt=0, description="Cores that each rank of a trainer, and each sampler, requests."

@@ -41,6 +41,15 @@ def test_a_template_of_which_no_pod_could_be_made_is_refused_at_the_start(tmp_pa
         make_launcher(chosen, Epoch(number=1, superseded=lambda: None))
 
 
+def test_what_workers_mount_is_there_before_they_are(tmp_path):
+    chosen = settings(tmp_path, volume_path=None)
+    for _ in range(2):
+        make_launcher(chosen, Epoch(number=1, superseded=lambda: None))
+    made = {each.name: each.stat().st_mode & 0o777 for each in tmp_path.iterdir()}
+    assert made.pop("tls")
+    assert made == dict.fromkeys(("checkpoints", "models", "snapshots", "spill", "weights"), 0o700)
+
+
 def launcher_of(chosen: GatewaySettings, cluster):
     launcher = make_launcher(chosen, Epoch(number=1, superseded=lambda: None))
     fake = Gateway(cluster, claims=False)

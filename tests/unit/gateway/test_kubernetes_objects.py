@@ -209,6 +209,26 @@ def test_everything_that_is_mounted_is_there(spec, pool):
         assert container(pod)["terminationMessagePath"] == container(pod)["args"][3]
 
 
+def test_a_worker_has_of_the_volume_what_it_needs_and_no_keys():
+    def mounted(kind: str, **settings: object) -> dict[str, object]:
+        pool = a_pool(roles=["trainer", "sampler"])
+        (pod,) = rendered(a_spec(kind), pool, **settings).pods
+        of_volume = [m for m in container(pod)["volumeMounts"] if m["name"] == "tandem-data"]
+        for each in of_volume:
+            assert each["mountPath"] == str(Path("/data", each.get("subPath", "")))
+        return {each["mountPath"]: each.get("readOnly", False) for each in of_volume}
+
+    assert mounted("sampler") == {"/data/models": True, "/data/weights": True}
+    assert mounted("trainer") == {
+        "/data/models": True,
+        "/data/weights": False,
+        "/data/checkpoints": False,
+        "/data/snapshots": False,
+        "/data/spill": False,
+    }
+    assert mounted("trainer", volume_path="/data") == {"/data": False}
+
+
 def test_the_memory_is_a_limit_and_has_what_is_written_to_shared_memory():
     (pod,) = rendered(a_spec(), a_pool()).pods
     resources = container(pod)["resources"]
@@ -327,11 +347,9 @@ def test_in_shared_placement_no_role_has_nodes_of_its_own():
     assert shared["nodeSelector"] == {}
 
 
-def test_the_volume_is_mounted_where_the_data_directory_is_unless_templates_have_it():
+def test_the_volume_is_the_claim_of_the_settings_unless_templates_have_it():
     (pod,) = rendered(a_spec(), a_pool(), volume_claim="nfs").pods
     (volume,) = [e for e in pod["spec"]["volumes"] if "persistentVolumeClaim" in e]
     assert volume["persistentVolumeClaim"] == {"claimName": "nfs"}
-    paths = {e["name"]: e["mountPath"] for e in container(pod)["volumeMounts"]}
-    assert paths[volume["name"]] == "/data"
     (pod,) = rendered(a_spec(), a_pool(), volume_claim="").pods
     assert not [e for e in pod["spec"]["volumes"] if "persistentVolumeClaim" in e]

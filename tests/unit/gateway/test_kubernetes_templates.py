@@ -108,7 +108,7 @@ def test_a_pod_has_what_its_template_says_beside_what_is_the_worker_s(tmp_path):
         "memory": str(2**30),
         "ephemeral-storage": str(2**30),
     }
-    assert {"/corpus", "/data"} <= {each["mountPath"] for each in worker["volumeMounts"]}
+    assert {"/corpus", "/data/models"} <= {each["mountPath"] for each in worker["volumeMounts"]}
 
 
 def test_the_worker_comes_first_where_the_template_does_not_name_it(tmp_path):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from gateway.workers.launchers.kubernetes.api import DEPLOYMENTS, Api
 from gateway.workers.launchers.kubernetes.objects import (
+    FOLDERS,
     METRICS_PORT,
     PORT,
     Home,
@@ -22,14 +23,17 @@ from tandem.authority import Authority
 from tandem.cluster_settings import ClaimPoolSettings
 from tandem.errors import WorkerStartFailed
 from tandem.settings import GatewaySettings
+from tandem.stack import unusable
 from tandem.telemetry import get_log
+from tandem.weights.store import make_folder
 from tandem.worker import WorkerHandle, WorkerSpec
 
 
 @dataclass(eq=False)
 class WorkerMaker:
     """`authority` signs the workers' certificates; `home` is where their objects are, and who owns
-    them once that is known. Raises `InvalidRequest` for templates of which no pod could be made."""
+    them once that is known. Raises `InvalidRequest` for templates of which no pod could be made,
+    and for a data directory in which nothing can be."""
 
     settings: GatewaySettings
     authority: Authority
@@ -38,6 +42,9 @@ class WorkerMaker:
     def __post_init__(self) -> None:
         self._templates = read_templates(self.settings.kubernetes)
         check_templates(self._templates, pools=self.settings.claim_pools, home=self.home)
+        cluster = self.settings.kubernetes
+        if cluster.volume_claim and cluster.volume_path is None:
+            self._make_folders()
         self._log = get_log()
 
     async def find_owner(self, api: Api) -> None:
@@ -80,6 +87,18 @@ class WorkerMaker:
         more is not."""
         pool = self._pools().get(group.rpartition("-")[0])
         return pool.idle if pool is not None else 0.0
+
+    def _make_folders(self) -> None:
+        """Make what workers mount of the data directory: else the node would, for its own user."""
+        for name in {name for folders in FOLDERS.values() for name in folders}:
+            folder = self.settings.data_dir / name
+            try:
+                if not folder.is_dir():
+                    make_folder(folder, mode=0o700)
+            except FileExistsError:  # another gateway starts, too
+                continue
+            except OSError as error:
+                raise unusable(self.settings.data_dir, error) from error
 
     def _pool_of(self, group: str) -> ClaimPoolSettings:
         try:

@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from gateway.workers.launchers.kubernetes.resources import PodResources
 from gateway.workers.launchers.kubernetes.templates import Object, Template, merged
@@ -39,6 +40,19 @@ SPEC_KEY = "spec.json"
 
 PORT, METRICS_PORT, RENDEZVOUS_PORT = 7300, 7301, 7302
 """Each pod has an address of its own, so that all may have the same ports."""
+
+FOLDERS: Mapping[WorkerKind, Mapping[str, Literal["read", "write"]]] = {
+    "trainer": {
+        "models": "read",
+        "weights": "write",
+        "checkpoints": "write",
+        "snapshots": "write",
+        "spill": "write",
+    },
+    "sampler": {"models": "read", "weights": "read"},
+}
+"""Of the data directory, what a worker mounts, and what for. The rest of it, such as the keys, is
+the gateway's alone."""
 
 _ROLE = "tandem.dev/role"
 _SPEC_FOLDER = "/run/tandem/spec"
@@ -346,7 +360,7 @@ def _pod_spec(
     if settings.volume_claim:
         claim = {"claimName": settings.volume_claim}
         volumes.append({"name": "tandem-data", "persistentVolumeClaim": claim})
-        mounts.append({"name": "tandem-data", "mountPath": str(home.volume)})
+        mounts += _mounts_of_volume(spec.kind, home)
     module = _MODULES[spec.kind] + (".node" if node else "")
     # The user has no name in the image, and torch asks for one.
     environment = {"HOME": _SCRATCH, "TMPDIR": _SCRATCH, "USER": "tandem"}
@@ -404,3 +418,17 @@ def _pod_spec(
         pod["resourceClaims"] = [{"name": _DEVICES, "resourceClaimName": name}]
         container["resources"] |= {"claims": [{"name": _DEVICES}]}
     return pod
+
+
+def _mounts_of_volume(kind: WorkerKind, home: Home) -> list[Object]:
+    if home.settings.volume_path is not None:
+        return [{"name": "tandem-data", "mountPath": str(home.volume)}]
+    return [
+        {
+            "name": "tandem-data",
+            "mountPath": str(home.volume / folder),
+            "subPath": folder,
+            "readOnly": use == "read",
+        }
+        for folder, use in FOLDERS[kind].items()
+    ]
