@@ -283,6 +283,29 @@ async def test_a_change_that_no_watch_tells_is_found_when_all_is_listed_again(cl
 
 
 @on_cluster()
+async def test_a_list_that_comes_late_does_not_take_away_what_was_made_since(cluster):
+    gateway = Gateway(cluster)
+    await gateway.open()
+    answer, lists = cluster.handle, 0
+
+    async def late(method, url, body):
+        nonlocal lists
+        answered = await answer(method, url, body)
+        if method == "GET" and "/pods?" in url and "watch=" not in url:
+            lists += 1
+            await asyncio.sleep(5)
+        return answered
+
+    cluster.handle, cluster.latency = late, 0.3
+    await until(lambda: lists)
+    await gateway.run(NAME)
+    assert lists == 1
+    await asyncio.sleep(100)
+    assert gateway.exits == []
+    await gateway.close()
+
+
+@on_cluster()
 async def test_a_cluster_that_is_not_reached_is_said_at_the_gateways_start(cluster):
     cluster.meddle = lambda _call: refusal(500, "InternalError", "away")
     gateway = Gateway(cluster)

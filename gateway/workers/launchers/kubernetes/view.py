@@ -40,6 +40,8 @@ class View(Generic[Kind]):
         self._model = model
         self.labels = labels
         self._indexed: defaultdict[str, dict[str, Kind]] = defaultdict(dict)
+        self._noted: set[str] = set()
+        """Names of what was made since the list was asked for, which may not have it."""
         self._resync = resync
         self._changed = changed
         self._log = get_log(resource=resource.plural)
@@ -53,6 +55,7 @@ class View(Generic[Kind]):
         seen = self._model.model_validate(made)
         if seen.name not in self.objects:
             self._put(seen)
+            self._noted.add(seen.name)
 
     def forget(self, name: str, *, uid: str) -> None:
         """Take it that an object is gone, which the API server has said."""
@@ -72,9 +75,10 @@ class View(Generic[Kind]):
     async def _follow_once(self) -> None:
         """List, and watch until it is time to list again."""
         loop = asyncio.get_running_loop()
+        self._noted.clear()
         listed = await self._api.list(self.resource, labels=self.labels)
         seen = [self._model.model_validate(each) for each in listed.items]
-        for name in self.objects.keys() - {each.name for each in seen}:
+        for name in self.objects.keys() - {each.name for each in seen} - self._noted:
             self._remove(name)
         for each in seen:
             self._put(each)
