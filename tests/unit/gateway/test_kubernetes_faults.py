@@ -8,7 +8,7 @@ import pytest
 
 from tandem.errors import WorkerMayRun, WorkerStartFailed
 from tests.support.kubernetes.cluster import Image
-from tests.support.kubernetes.server import Hangs, Lost, refusal
+from tests.support.kubernetes.server import Answer, Hangs, Lost, refusal
 from tests.support.kubernetes.world import Gateway, on_cluster, running_cluster, spec, until
 from tests.support.virtual_time import run_in_virtual_time
 
@@ -303,6 +303,25 @@ async def test_a_list_that_comes_late_does_not_take_away_what_was_made_since(clu
     await asyncio.sleep(100)
     assert gateway.exits == []
     await gateway.close()
+
+
+@pytest.mark.parametrize("body", ["a page of a proxy", "[]", '{"items": [{}], "metadata": {}}'])
+def test_an_answer_that_cannot_be_read_is_asked_for_again(body):
+    @on_cluster()
+    async def test(cluster):
+        gateway = Gateway(cluster)
+        await gateway.open()
+        await gateway.run(NAME)
+        wrong = Answer(200, body)
+        cluster.meddle = lambda call: wrong if call.verb in ("list", "create") else None
+        await until(lambda: not gateway.launcher.reports)
+        cluster.meddle = lambda _call: None
+        await until(lambda: gateway.launcher.reports)
+        cluster.run_out_of_memory(NAME)
+        await until(lambda: gateway.exits)
+        await gateway.close()
+
+    test()
 
 
 @on_cluster()

@@ -212,7 +212,11 @@ class Api:
             await self._client.close()
 
     async def _call(self, request: _Request) -> Object:
-        answer: Object = orjson.loads(await self._send(request))
+        content = await self._send(request)
+        try:
+            answer: Object = orjson.loads(content)
+        except orjson.JSONDecodeError as error:  # of a proxy, perhaps: what was done is not known
+            raise Unanswered(f"the API server's answer cannot be read: {error}") from error
         return answer
 
     async def _send(self, request: _Request) -> bytes:

@@ -300,12 +300,15 @@ class Reconciler:
             self._wake.clear()
             if self._is_superseded:
                 continue
-            if loop.time() - ticked >= _TICK:
-                ticked = loop.time()
-                self._tick()
-            if self.sweeps and loop.time() - swept >= _SWEEP:
-                swept = loop.time()
-                self._sweep()
+            try:
+                if loop.time() - ticked >= _TICK:
+                    ticked = loop.time()
+                    self._tick()
+                if self.sweeps and loop.time() - swept >= _SWEEP:
+                    swept = loop.time()
+                    self._sweep()
+            except Exception:  # noqa: BLE001 - the comparison must go on
+                self._log.exception("cluster_not_compared")
             self._compare_changed()
 
     def _tick(self) -> None:

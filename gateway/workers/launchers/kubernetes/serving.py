@@ -57,3 +57,5 @@ class ServingLabel:
                 await self._move()
             except ApiFault as error:
                 self._log.warning("serving_label_not_kept", reason=str(error))
+            except Exception:  # noqa: BLE001 - it is kept with the next try
+                self._log.exception("serving_label_not_kept")

@@ -66,11 +66,15 @@ class View(Generic[Kind]):
         while True:
             try:
                 await self._follow_once()
+                continue
             except ApiFault as error:
                 if not (isinstance(error, Refused) and error.status == 410):  # too old: list anew
                     self._log.warning("cluster_not_seen", reason=str(error))
                     self.current = False
-                await asyncio.sleep(_PAUSE)
+            except Exception:  # noqa: BLE001 - whatever was answered, it is asked again
+                self._log.exception("cluster_not_seen")
+                self.current = False
+            await asyncio.sleep(_PAUSE)
 
     async def _follow_once(self) -> None:
         """List, and watch until it is time to list again."""
