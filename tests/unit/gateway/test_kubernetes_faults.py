@@ -325,6 +325,26 @@ def test_an_answer_that_cannot_be_read_is_asked_for_again(body):
 
 
 @on_cluster()
+async def test_a_watch_that_brings_nothing_and_does_not_end_is_found_out(cluster):
+    gateway = Gateway(cluster)
+    await gateway.open()
+    await gateway.run(NAME)
+    cluster._watch = silent
+    cluster.close_watches()
+    await asyncio.sleep(2)
+    before = cluster.now
+    cluster.run_out_of_memory(NAME)
+    await until(lambda: gateway.exits)
+    assert cluster.now - before < 70
+    await gateway.close()
+
+
+async def silent(_plural, _query):
+    await asyncio.Event().wait()
+    yield
+
+
+@on_cluster()
 async def test_a_cluster_that_is_not_reached_is_said_at_the_gateways_start(cluster):
     cluster.meddle = lambda _call: refusal(500, "InternalError", "away")
     gateway = Gateway(cluster)

@@ -28,8 +28,6 @@ _FIRST_PAUSE = 0.25
 _LONGEST_PAUSE = 15.0
 _JITTER = 0.3
 _AT_ONCE = 16
-_SILENCE = 150.0
-"""Seconds after which a watch that brings nothing, not even a bookmark, is begun again."""
 
 
 @dataclass(frozen=True)
@@ -183,16 +181,16 @@ class Api:
     async def watch(
         self, resource: Resource, *, version: str, labels: str, seconds: float
     ) -> AsyncIterator[WatchEvent]:
-        """Yield what becomes of the objects after a version, for so many seconds or until the
-        connection ends. Raises `Unanswered`, and `Refused` with status 410 when the version is too
-        old."""
+        """Yield what becomes of the objects after a version, until the server ends it, as it should
+        after so many seconds. Raises `Unanswered`, and `Refused` with status 410 when the version
+        is too old."""
         query = _selectors(labels=labels) | {
             "watch": "true",
             "resourceVersion": version,
             "allowWatchBookmarks": "true",
             "timeoutSeconds": str(int(seconds)),
         }
-        patient = aiohttp.ClientTimeout(sock_connect=self._timeout, sock_read=_SILENCE)
+        patient = aiohttp.ClientTimeout(sock_connect=self._timeout)
         request = _Request("GET", resource.path, query=query)
         try:
             async with self._answer(request, patient) as answer:

@@ -7,7 +7,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from gateway.workers.launchers.kubernetes.api import Api, ApiFault, Refused, Resource
+from gateway.workers.launchers.kubernetes.api import (
+    Api,
+    ApiFault,
+    Refused,
+    Resource,
+    Unanswered,
+    WatchEvent,
+)
 from gateway.workers.launchers.kubernetes.observed import Observed
 from gateway.workers.launchers.kubernetes.templates import Object
 from tandem.telemetry import get_log
@@ -15,6 +22,8 @@ from tandem.telemetry import get_log
 Kind = TypeVar("Kind", bound=Observed)
 
 _PAUSE = 1.0
+_LATE = 5.0
+"""Seconds by which the end of a watch may be late: one that brings nothing may be cut off."""
 
 
 class View(Generic[Kind]):
@@ -94,17 +103,24 @@ class View(Generic[Kind]):
             events = self._api.watch(
                 self.resource, version=version, labels=self.labels, seconds=left
             )
-            async for event in events:
-                version = event.object["metadata"]["resourceVersion"]
-                if event.type == "BOOKMARK":
-                    continue
-                one = self._model.model_validate(event.object)
-                if event.type == "DELETED":
-                    self._remove(one.name, uid=one.metadata.uid)
-                else:
-                    self._put(one)
+            try:
+                async with asyncio.timeout(left + _LATE):
+                    async for event in events:
+                        version = event.object["metadata"]["resourceVersion"]
+                        self._note_event(event)
+            except TimeoutError:
+                raise Unanswered("a watch does not end") from None
             if loop.time() - began < _PAUSE:  # a server that closes every watch is asked no faster
                 await asyncio.sleep(_PAUSE)
+
+    def _note_event(self, event: WatchEvent) -> None:
+        if event.type == "BOOKMARK":
+            return
+        one = self._model.model_validate(event.object)
+        if event.type == "DELETED":
+            self._remove(one.name, uid=one.metadata.uid)
+        else:
+            self._put(one)
 
     def _put(self, one: Kind) -> None:
         before = self.objects.get(one.name)
