@@ -90,6 +90,27 @@ async def test_the_next_gateway_adopts_a_worker_and_hears_of_its_end(cluster):
     await second.close()
 
 
+@pytest.mark.parametrize("pull", [0, 1000])
+def test_a_pod_that_ends_on_a_lost_node_keeps_no_gateway_from_its_start(pull):
+    @on_cluster()
+    async def test(cluster):
+        cluster.images["worker:1"] = Image(pull=pull)
+        first = Gateway(cluster, epoch=1)
+        await first.open()
+        start = asyncio.create_task(first.launcher.start(spec(NAME)))
+        await asyncio.sleep(10)
+        start.cancel()
+        await first.die()
+        cluster.lose_node(cluster.pod(NAME)["spec"]["nodeName"])
+        cluster.delete("pods", NAME)
+        second = Gateway(cluster, epoch=2, node_lost=100)
+        assert await second.open() == []
+        assert "pods" not in cluster.owned()
+        await second.close()
+
+    test()
+
+
 @on_cluster()
 async def test_what_a_superseded_gateway_makes_late_is_deleted_and_it_touches_nothing(cluster):
     first, second = Gateway(cluster, epoch=1), Gateway(cluster, epoch=2)

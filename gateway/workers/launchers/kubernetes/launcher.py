@@ -69,6 +69,7 @@ class KubernetesLauncher:
         self._api = api
         self._maker = maker
         self._stop_timeout = stop_timeout
+        self._node_lost = settings.node_lost
         self._serving = serving
         self._reconciler = Reconciler(
             api,
@@ -157,12 +158,13 @@ class KubernetesLauncher:
         self._reconciler.end(worker_id, grace=grace)
         await self._await_end(worker_id)
 
-    async def _await_end(self, worker_id: str) -> None:
-        """Return when nothing of a worker that ends is left. Raises `WorkerMayRun`."""
+    async def _await_end(self, worker_id: str, *, beyond: float = 0.0) -> None:
+        """Return when nothing of a worker that ends is left. Raises `WorkerMayRun`, so many seconds
+        later than is usual."""
         gone = self._reconciler.gone(worker_id)
         if gone is None:
             return
-        await asyncio.wait({gone}, timeout=2 * self._stop_timeout + _BEYOND_STOP)
+        await asyncio.wait({gone}, timeout=2 * self._stop_timeout + _BEYOND_STOP + beyond)
         if not gone.done():
             raise WorkerMayRun(self._reconciler.why_left(worker_id))
 
@@ -201,7 +203,10 @@ class KubernetesLauncher:
         others = {*reconciler.unwanted(), *(each.worker_id for each in starting)}
         for worker_id in others:
             reconciler.end(worker_id, grace=AT_ONCE)
-        await asyncio.gather(*(self._await_end(each) for each in others))
+        # What is on a lost node must not keep each gateway from its start: it is waited until it is
+        # forgotten, which takes so long anew in each process.
+        ends = (self._await_end(each, beyond=self._node_lost) for each in others)
+        await asyncio.gather(*ends)
         return [each.running.result() for each in reconciler.workers.values()]
 
     async def _read_specs(self) -> dict[str, WorkerSpec]:
