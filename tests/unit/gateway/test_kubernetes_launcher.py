@@ -259,6 +259,29 @@ async def test_what_is_not_known_to_be_gone_may_run(cluster):
 
 
 @on_cluster()
+async def test_a_worker_that_cannot_be_killed_on_a_node_that_answers_is_never_forgotten(cluster):
+    gateway = Gateway(cluster)
+    await gateway.open()
+    await gateway.run("trainer-s-1-0")
+    ends = asyncio.Event()
+    terminate = cluster._terminate
+
+    async def stuck(pod, grace):
+        await ends.wait()
+        await terminate(pod, grace)
+
+    cluster._terminate = stuck
+    with pytest.raises(WorkerMayRun, match="its node node-0 has not said that it has ended"):
+        await gateway.launcher.stop("trainer-s-1-0")
+    await asyncio.sleep(1000)
+    assert "pods" in cluster.owned()
+    ends.set()
+    await gateway.launcher.stop("trainer-s-1-0")
+    assert "pods" not in cluster.owned()
+    await gateway.close()
+
+
+@on_cluster()
 async def test_a_worker_that_is_stopped_while_it_starts_leaves_nothing(cluster):
     cluster.images["worker:1"] = Image(pull=100)
     gateway = Gateway(cluster, idle=0)

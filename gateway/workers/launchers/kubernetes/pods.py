@@ -94,6 +94,11 @@ def node_is_lost(pod: Pod) -> bool:
     )
 
 
+def runs(pod: Pod) -> bool:
+    """Whether a container of it runs, as far as its node has said."""
+    return any(each.state.running is not None for each in pod.status.container_statuses)
+
+
 def why_lost(pod: Pod) -> str:
     return f"its node {pod.spec.node_name} does not answer the control plane"
 

@@ -34,7 +34,7 @@ from gateway.workers.launchers.kubernetes.objects import (
     WorkerObjects,
 )
 from gateway.workers.launchers.kubernetes.observed import Claim, Event, Observed, Pod
-from gateway.workers.launchers.kubernetes.pods import node_is_lost, told_by_events, why_lost
+from gateway.workers.launchers.kubernetes.pods import node_is_lost, runs, told_by_events, why_lost
 from gateway.workers.launchers.kubernetes.steps import Key, Steps, name_of
 from gateway.workers.launchers.kubernetes.templates import Object
 from gateway.workers.launchers.kubernetes.turns import Turns
@@ -214,9 +214,12 @@ class Reconciler:
         if not self.current:
             return "the API server does not answer"
         pods = self.pods.of(worker_id)
-        lost = next((why_lost(pod) for pod in pods if node_is_lost(pod)), "")
+        why = next((why_lost(pod) for pod in pods if node_is_lost(pod)), "")
+        if not why:
+            silent = (pod.spec.node_name for pod in pods if pod.deleted and runs(pod))
+            why = next((f"its node {name} has not said that it has ended" for name in silent), "")
         names = ", ".join(pod.name for pod in pods) or "its Secret"
-        return f"not gone yet: {names}" + (f"; {lost}" if lost else "")
+        return f"not gone yet: {names}" + (f"; {why}" if why else "")
 
     def unwanted(self) -> set[str]:
         """Return the ids of the workers that nobody wants, and of which something is left."""
@@ -457,13 +460,14 @@ class Reconciler:
             self._steps.delete(self.pods, pod, worker=worker_id, grace=grace)
 
     def _is_forgettable(self, pod: Pod, given: int) -> bool:
-        """Whether its node has had its time to say that the pod has ended."""
+        """Whether its node is lost, or has had its time to say that a pod has ended of which no
+        container runs. One that runs on a node that answers has the devices."""
         now, most = asyncio.get_running_loop().time(), self._deadlines.node_lost
-        lost_since = self._lost_since.get(pod.metadata.uid, now)
-        deleted_since = self._deleted_since.get(pod.metadata.uid, now)
-        return (
-            node_is_lost(pod) and now - lost_since >= most
-        ) or now - deleted_since >= given + most
+        if node_is_lost(pod):
+            return now - self._lost_since.get(pod.metadata.uid, now) >= most
+        return not runs(pod) and (
+            now - self._deleted_since.get(pod.metadata.uid, now) >= given + most
+        )
 
     # --- Claims -----------------------------------------------------------------------------------
 
