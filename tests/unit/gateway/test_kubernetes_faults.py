@@ -249,6 +249,25 @@ async def test_an_api_server_that_hangs_is_told_after_the_time_of_one_request(cl
 
 
 @on_cluster()
+async def test_a_node_that_came_back_while_the_api_server_was_away_has_lost_nothing(cluster):
+    gateway = Gateway(cluster, node_lost=30)
+    await gateway.open()
+    await gateway.run(NAME)
+    cluster.lose_node("node-0")
+    await until(lambda: "does not answer" in gateway.launcher.explain(NAME))
+    cluster.meddle = lambda _call: refusal(500, "InternalError", "away")
+    cluster.close_watches(broken=True)
+    await asyncio.sleep(50)
+    cluster._condition(cluster.pod(NAME), "Ready", True)
+    await asyncio.sleep(50)
+    cluster.meddle = lambda _call: None
+    await until(lambda: gateway.launcher.reports)
+    await asyncio.sleep(50)
+    assert gateway.exits == [] and "deletionTimestamp" not in cluster.pod(NAME)["metadata"]
+    await gateway.close()
+
+
+@on_cluster()
 async def test_an_end_that_happened_while_the_api_server_was_away_is_told_afterwards(cluster):
     gateway = Gateway(cluster)
     await gateway.open()

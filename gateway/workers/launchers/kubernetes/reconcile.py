@@ -105,7 +105,8 @@ class Reconciler:
         self._idle_since: dict[str, float] = {}
         self._deleted_since: dict[str, float] = {}
         self._lost_since: dict[str, float] = {}
-        """By the uid of a pod: since when it is to end, and since when its node is lost."""
+        """By the uid of a pod: since when it is to end, and since when its node is lost;
+        no longer than the cluster has been seen without a gap."""
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._log = get_log()
@@ -317,6 +318,10 @@ class Reconciler:
     def _tick(self) -> None:
         """Look again at all that has a deadline, or is not as it should be."""
         self._steps.forget_past()
+        if not self.current:  # a node may answer that is not seen
+            now = asyncio.get_running_loop().time()
+            self._lost_since = dict.fromkeys(self._lost_since, now)
+            self._deleted_since = dict.fromkeys(self._deleted_since, now)
         self._dirty |= self._starting | self._endings.keys()
         self._dirty |= {w.worker_id for w in self.workers.values() if w.says}
 
