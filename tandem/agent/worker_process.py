@@ -45,6 +45,9 @@ _NATIVE_CRASHES = frozenset(
 )
 
 _RETRY_SECONDS = 0.1
+_WATCH_SECONDS = 60.0
+"""How long one call waits for a worker's health: one that loads for long is called again and again,
+as its lifeline may be no more than the calls of a gateway."""
 _FINAL_CODES = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED,
@@ -290,13 +293,18 @@ async def wait_until_serving(handle: WorkerHandle, *, timeout: float) -> str:
             while True:
                 try:
                     async for reply in watch(
-                        health_pb2.HealthCheckRequest(), metadata=metadata, wait_for_ready=True
+                        health_pb2.HealthCheckRequest(),
+                        metadata=metadata,
+                        timeout=_WATCH_SECONDS,
+                        wait_for_ready=True,
                     ):
                         if reply.status == health_pb2.HealthCheckResponse.SERVING:
                             return ""
                         status = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
                         last = f"its health was {status}"
                 except grpc.aio.AioRpcError as error:
+                    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                        continue
                     last = f"its health service answered {error.code().name}: {error.details()}"
                     if error.code() in _FINAL_CODES:
                         break
