@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
@@ -71,11 +71,15 @@ class Claim(Observed):
 
 
 class Event(Seen):
-    type: str = ""
     reason: str = ""
     message: str = ""
     last_timestamp: datetime | None = None
     event_time: datetime | None = None
+
+    @property
+    def at(self) -> datetime:
+        """When it was told last."""
+        return self.last_timestamp or self.event_time or datetime.min.replace(tzinfo=UTC)
 
 
 # --- Pod ----------------------------------------------------------------------------------------

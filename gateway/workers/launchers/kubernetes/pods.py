@@ -44,6 +44,7 @@ _TOLD = (
     "FailedCreatePodSandBox",
     "FailedToRetrieveImagePullSecret",
 )
+_WENT_ON = ("Pulling", "Pulled", "Created", "Started")
 _LONGEST = 600
 
 
@@ -114,9 +115,13 @@ def why_deleted(pod: Pod, *, kind: WorkerKind) -> str:
 
 
 def told_by_events(events: Sequence[Event]) -> str:
-    """Return the newest warning about a pod that is made ready; "" if there is none."""
-    told = [each for each in events if each.type == "Warning" and each.reason in _TOLD]
-    return _joined(told[-1].reason, told[-1].message) if told else ""
+    """Return the newest warning about a pod that is made ready; "" if there is none, or if it went
+    on after that: the cluster keeps what it told once for an hour."""
+    told = [each for each in events if each.reason in (*_TOLD, *_WENT_ON)]
+    newest = max(told, key=lambda each: (each.at, each.reason in _WENT_ON), default=None)
+    if newest is None or newest.reason in _WENT_ON:
+        return ""
+    return _joined(newest.reason, newest.message)
 
 
 def _unscheduled(pod: Pod) -> PodState:
