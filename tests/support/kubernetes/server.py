@@ -261,9 +261,10 @@ class FakeServer:
             return Answer(200, copy.deepcopy(one))
         assert call.verb == "delete", call
         options = body or {}
-        if (uid := options.get("preconditions", {}).get("uid")) and uid != one["metadata"]["uid"]:
-            said = f"Precondition failed: UID in precondition: {uid}, UID in object meta: another"
-            raise Refusal(refusal(409, "Conflict", said))
+        for field, wanted in options.get("preconditions", {}).items():
+            if one["metadata"][field] != wanted:
+                said = f"Precondition failed: {field} in precondition: {wanted}, in object: another"
+                raise Refusal(refusal(409, "Conflict", said))
         left = self.delete(plural, name, grace=options.get("gracePeriodSeconds"))
         return Answer(200, copy.deepcopy(left or {}))
 

@@ -183,6 +183,48 @@ async def test_a_claim_is_kept_while_it_is_used_and_for_its_idle_time(cluster):
 
 
 @on_cluster()
+async def test_a_claim_that_comes_into_use_while_it_is_deleted_stays(cluster):
+    gateway = Gateway(cluster, idle=0)
+    await gateway.open()
+    claim = None
+
+    def meddle(call):
+        nonlocal claim
+        if call.rule == ("delete", "resourceclaims") and claim is None:
+            claim = cluster.get("resourceclaims", "tandem-train-0")
+            claim["metadata"]["finalizers"] = ["resource.kubernetes.io/delete-protection"]
+            claim["status"] = {"reservedFor": [{"name": "other", "uid": "1"}]}
+            cluster.change("resourceclaims", claim)
+
+    cluster.meddle = meddle
+    await gateway.run("trainer-s-1-0")
+    await gateway.launcher.stop("trainer-s-1-0")
+    await until(lambda: claim is not None)
+    await asyncio.sleep(30)
+    assert cluster.get("resourceclaims", "tandem-train-0") is claim
+    assert "deletionTimestamp" not in claim["metadata"]
+    claim["status"] = {}
+    cluster.change("resourceclaims", claim)
+    await until(lambda: "deletionTimestamp" in claim["metadata"])
+    await gateway.close()
+
+
+@on_cluster()
+async def test_a_worker_that_comes_while_its_claim_is_deleted_gets_one(cluster):
+    gateway = Gateway(cluster, idle=0)
+    await gateway.open()
+    await gateway.run("trainer-s-1-0")
+    await gateway.launcher.stop("trainer-s-1-0")
+    cluster.latency = 2.0
+    await until(lambda: cluster.calls[-1].rule == ("delete", "resourceclaims"))
+    await gateway.run("trainer-s-2-0")
+    claims = [call.rule for call in cluster.calls if call.resource == "resourceclaims"]
+    assert claims.count(("create", "resourceclaims")) == 2
+    assert gateway.exits == []
+    await gateway.close()
+
+
+@on_cluster()
 async def test_a_claim_of_other_settings_is_replaced_when_nobody_uses_it(cluster):
     gateway = Gateway(cluster)
     await gateway.open()

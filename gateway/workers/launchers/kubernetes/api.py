@@ -139,21 +139,29 @@ class Api:
         return listed.items[0] if listed.items else None
 
     async def delete(
-        self, resource: Resource, name: str, *, uid: str = "", grace: int | None = None
+        self,
+        resource: Resource,
+        name: str,
+        *,
+        uid: str,
+        version: str = "",
+        grace: int | None = None,
     ) -> bool:
-        """Return whether there was one: that with the `uid`. `grace`: how many seconds a pod may
-        take to end; 0 forgets it though its node has not said that it has."""
-        body: Object = {"kind": "DeleteOptions", "apiVersion": "v1"}
-        if uid:
-            body["preconditions"] = {"uid": uid}
+        """Return whether there was one: that with the `uid`. With a `version`, nothing is done if
+        it has another by now. `grace`: how many seconds a pod may take to end; 0 forgets it though
+        its node has not said that it has."""
+        body: Object = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
+        if version:
+            body["preconditions"]["resourceVersion"] = version
         if grace is not None:
             body["gracePeriodSeconds"] = grace
         try:
             await self._call(_Request("DELETE", resource.path + "/{name}", name=name, body=body))
         except Refused as error:
-            if error.status != 404 and not (uid and error.status == 409):
+            if error.status not in (404, 409):
                 raise
-            return False
+            there = await self.find(resource, name) if error.status == 409 else None
+            return there is not None and there["metadata"]["uid"] == uid
         return True
 
     async def label(self, resource: Resource, name: str, labels: Mapping[str, str | None]) -> None:

@@ -19,9 +19,9 @@ class Seen(BaseModel):
 class Metadata(Seen):
     name: str
     uid: str = ""
+    resource_version: str = ""
     labels: dict[str, str] = Field(default_factory=dict)
     annotations: dict[str, str] = Field(default_factory=dict)
-    creation_timestamp: datetime | None = None
     deletion_timestamp: datetime | None = None
     deletion_grace_period_seconds: int | None = None
 

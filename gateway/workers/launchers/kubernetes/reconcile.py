@@ -425,6 +425,9 @@ class Reconciler:
         claim = self.claims.objects.get(name_of(body))
         if claim is None or claim.deleted:
             return self._steps.make(worker, self.claims, body)
+        if self._steps.deletes(self.claims, claim.name):
+            worker.says = f"its claim {claim.name} is made anew"
+            return False
         digest = body["metadata"].get("annotations", {}).get(GROUP_SPEC, "")
         if claim.metadata.annotations.get(GROUP_SPEC, "") == digest or claim.status.reserved_for:
             return True
@@ -481,7 +484,8 @@ class Reconciler:
         now = asyncio.get_running_loop().time()
         held = {claim for pod in self.pods.objects.values() for claim in pod.claims}
         for name, claim in self.claims.objects.items():
-            if claim.deleted or name in held or self._uses.get(name):
+            used = name in held or self._uses.get(name) or claim.status.reserved_for
+            if claim.deleted or used:
                 self._idle_since.pop(name, None)
                 continue
             since = self._idle_since.setdefault(name, now)

@@ -160,15 +160,24 @@ class Steps:
 
     # --- Deleting -----------------------------------------------------------------------------
 
+    def deletes(self, view: AnyView, name: str) -> bool:
+        """Whether an object is being deleted, or was just now, and the view has not told of it."""
+        key = (view.resource.plural, name)
+        return key in self._under_way or key in self._not_before
+
     def delete(
         self, view: AnyView, one: Observed, *, worker: Worker | str, grace: int | None = None
     ) -> None:
-        """Begin to delete an object; not again before the view can have told of it."""
+        """Begin to delete an object; not again before the view can have told of it. A claim is
+        left alone if it has changed: it may have come into use."""
         key = (view.resource.plural, one.name)
 
         async def delete() -> None:
             uid = one.metadata.uid
-            if not await self._api.delete(view.resource, one.name, uid=uid, grace=grace):
+            version = one.metadata.resource_version if view.resource is CLAIMS else ""
+            if not await self._api.delete(
+                view.resource, one.name, uid=uid, version=version, grace=grace
+            ):
                 view.forget(one.name, uid=uid)
             self.put_off(key, _AGAIN)
 
