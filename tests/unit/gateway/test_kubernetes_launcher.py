@@ -110,6 +110,21 @@ async def test_an_image_that_cannot_be_pulled_is_told_and_has_time_of_its_own(cl
 
 
 @on_cluster()
+async def test_a_pod_that_is_deleted_before_it_runs_fails_at_once(cluster):
+    cluster.images["worker:1"] = Image(pull=250)
+    gateway = Gateway(cluster)
+    await gateway.open()
+    start = await started(gateway)
+    await until(lambda: "is made ready" in waits_for(gateway))
+    cluster.lose_node(cluster.pod("trainer-s-1-0")["spec"]["nodeName"])
+    cluster.delete("pods", "trainer-s-1-0")
+    with pytest.raises(WorkerStartFailed, match="the trainer's pod was deleted, not by"):
+        await start
+    assert cluster.now < 100
+    await gateway.close()
+
+
+@on_cluster()
 async def test_a_slow_image_costs_a_start_nothing_of_its_time(cluster):
     cluster.images["worker:1"] = Image(pull=250)
     gateway = Gateway(cluster)

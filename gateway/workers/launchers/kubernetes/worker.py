@@ -92,6 +92,8 @@ class Worker:
         for pod, state in zip(self.seen.values(), states, strict=True):
             if state.stage == "ended":
                 return self._ended(pod, state)
+            if pod.deleted and state.stage != "running":  # it never will
+                return Failure(why_deleted(pod, kind=self.spec.kind))
             if state.hopeless:
                 return Failure(f"the {self.spec.kind} cannot start: {state.says}")
         for pod in self.seen.values():
