@@ -47,6 +47,7 @@ from gateway.storage.data_directory import relative_path
 from gateway.storage.database import Database
 from gateway.storage.tables import runs, sessions
 from gateway.workers.fleet import Fleet
+from gateway.workers.launchers.kubernetes.resources import read_ahead
 from tandem.errors import (
     GatewayRestarted,
     InternalError,
@@ -216,6 +217,7 @@ class RunRegistry:
                 await self.journal.has(run_id=run_id, seq_id=0, digest=digest)
                 await self.database.sync()
                 return request_id
+            await read_ahead(model.path, self.settings, anew=True)
             # Nothing is awaited from here to where the run is registered.
             session = self.sessions.require(session_id)
             used = (run.session_id for run in self._runs.values() if run.state != "ended")

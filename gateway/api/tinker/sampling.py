@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import chain
 from typing import Annotated, Literal
 
@@ -36,6 +37,7 @@ from gateway.futures.table import Future, digest_of
 from gateway.identifiers import request_id_of
 from gateway.sampling.sampler import Sampler
 from gateway.sampling.sessions import SamplingSession
+from gateway.workers.launchers.kubernetes.resources import read_ahead
 from tandem.errors import (
     EmptyBatch,
     InvalidRequest,
@@ -190,6 +192,8 @@ async def asample(request: BoundedRequest) -> Response:
     body, message, digest = await request.read(read)
     session, seq_id = await _session_and_seq_id(access, body)
     request_id = request_id_of(owner=session.id, seq_id=seq_id)
+    with suppress(UnknownModel):  # its sampler may run all the same
+        await read_ahead(gateway.models.get(session.base_model).path, gateway.settings)
     if (accepted := gateway.futures.get(request_id)) is not None:
         if accepted.digest != digest:
             raise SequenceTaken(

@@ -11,6 +11,7 @@ from gateway.placement.asks import Asks, with_pod_memory
 from gateway.workers.launchers.kubernetes.resources import (
     ModelSize,
     model_size,
+    read_ahead,
     resources_of,
     table,
 )
@@ -128,6 +129,18 @@ def test_a_model_whose_size_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not json")
     with pytest.raises(InvalidRequest, match=r"the size of the model .* cannot be read"):
         model_size(tmp_path)
+
+
+async def test_the_size_of_a_model_that_was_replaced_is_read_before_the_next_run(tmp_path):
+    settings = GatewaySettings(launcher="kubernetes")
+    path = a_model(tmp_path, weight=[3, 5])
+    assert model_size(path).parameters == 15
+    a_model(tmp_path, weight=[3, 7])
+    await read_ahead(str(path), settings)
+    assert model_size(path).parameters == 15  # known, as for each sample
+    await read_ahead(str(path), settings, anew=True)
+    assert model_size(path).parameters == 21
+    await read_ahead(str(tmp_path / "none"), settings)
 
 
 def pods(*pools: dict[str, object], **settings: object) -> GatewaySettings:

@@ -17,7 +17,7 @@ from gateway.workers.launchers.kubernetes.objects import (
     render_worker,
     spec_of_pod,
 )
-from gateway.workers.launchers.kubernetes.resources import model_size, resources_of
+from gateway.workers.launchers.kubernetes.resources import read_size, resources_of
 from gateway.workers.launchers.kubernetes.templates import read_templates
 from tandem.authority import Authority
 from tandem.cluster_settings import ClaimPoolSettings
@@ -62,7 +62,7 @@ class WorkerMaker:
         pool = self._pool_of(spec.group)
         size = None
         if not spec.host_memory:
-            size = await asyncio.to_thread(model_size, self.settings.data_dir / spec.model_path)
+            size = await asyncio.to_thread(read_size, self.settings.data_dir / spec.model_path)
         resources = resources_of(spec, size, pool=pool, settings=self.settings)
         certificate = self.authority.issue(spec.worker_id)
         spec = spec_of_pod(spec, pool=pool, home=self.home, tls=certificate)

@@ -21,12 +21,14 @@ for an engine without weights and cache); with a GPU it was not.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 
 from tandem.cluster_settings import ClaimPoolSettings
@@ -85,8 +87,24 @@ class PodResources:
 # --- The model ------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=256)
+_known_sizes: dict[Path, ModelSize] = {}
+
+
 def model_size(path: Path) -> ModelSize:
+    """Return the size of a model as it was read last, or read it. Raises `InvalidRequest`."""
+    return _known_sizes.get(path) or read_size(path)
+
+
+async def read_ahead(model_path: str, settings: GatewaySettings, *, anew: bool = False) -> None:
+    """Read the size of a model whose workers will be pods, if it is not known, or `anew`: in a
+    thread, as the volume may hang. What cannot be read is said when it is needed."""
+    path = settings.data_dir / model_path
+    if settings.launcher == "kubernetes" and (anew or path not in _known_sizes):
+        with suppress(InvalidRequest):
+            await asyncio.to_thread(read_size, path)
+
+
+def read_size(path: Path) -> ModelSize:
     """Read the size of a model from the headers of its files. Raises `InvalidRequest`."""
     shapes: dict[str, list[int]] = {}
     try:
@@ -100,13 +118,14 @@ def model_size(path: Path) -> ModelSize:
     if not shapes:
         raise InvalidRequest(f"{path.name} has no safetensors, so that its size is not known")
     matrices = [shape for shape in shapes.values() if len(shape) >= 2]
-    return ModelSize(
+    size = _known_sizes[path] = ModelSize(
         parameters=sum(math.prod(shape) for shape in shapes.values()),
         adapter_width=sum(math.prod(s[:-2]) * (s[-2] + s[-1]) for s in matrices),
         vocabulary=_number(config, "vocab_size"),
         hidden=_number(config, "hidden_size"),
         layers=_number(config, "num_hidden_layers"),
     )
+    return size
 
 
 def _shapes(file: Path) -> Iterator[tuple[str, list[int]]]:
