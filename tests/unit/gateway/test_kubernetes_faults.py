@@ -312,6 +312,22 @@ async def test_a_server_that_closes_every_watch_is_asked_about_once_a_second(clu
 
 
 @on_cluster()
+async def test_a_server_that_lists_and_refuses_every_watch_is_asked_less_and_less(cluster):
+    gateway = Gateway(cluster)
+    await gateway.open()
+    refused = refusal(403, "Forbidden", "no watch")
+    cluster.meddle = lambda call: refused if call.verb == "watch" else None
+    cluster.close_watches()
+    await asyncio.sleep(30)
+    before = len(cluster.calls)
+    await asyncio.sleep(60)
+    assert len(cluster.calls) - before <= 4 * 2 * 5  # of four kinds a list and a watch each
+    cluster.meddle = lambda _call: None
+    await until(lambda: gateway.launcher.reports, seconds=20)
+    await gateway.close()
+
+
+@on_cluster()
 async def test_a_change_that_no_watch_tells_is_found_when_all_is_listed_again(cluster):
     gateway = Gateway(cluster)
     await gateway.open()

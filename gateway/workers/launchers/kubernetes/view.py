@@ -22,6 +22,8 @@ from tandem.telemetry import get_log
 Kind = TypeVar("Kind", bound=Observed)
 
 _PAUSE = 1.0
+_LONGEST_PAUSE = 15.0
+"""Between lists, while no watch lasts as long as that."""
 _LATE = 5.0
 """Seconds by which the end of a watch may be late: one that brings nothing may be cut off."""
 
@@ -53,6 +55,7 @@ class View(Generic[Kind]):
         """Names of what was made since the list was asked for, which may not have it."""
         self._resync = resync
         self._changed = changed
+        self._pause = _PAUSE
         self._log = get_log(resource=resource.plural)
 
     def of(self, worker_id: str) -> list[Kind]:
@@ -83,7 +86,8 @@ class View(Generic[Kind]):
             except Exception:  # noqa: BLE001 - whatever was answered, it is asked again
                 self._log.exception("cluster_not_seen")
                 self.current = False
-            await asyncio.sleep(_PAUSE)
+            await asyncio.sleep(self._pause)
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     async def _follow_once(self) -> None:
         """List, and watch until it is time to list again."""
@@ -110,6 +114,9 @@ class View(Generic[Kind]):
                         self._note_event(event)
             except TimeoutError:
                 raise Unanswered("a watch does not end") from None
+            finally:
+                if loop.time() - began >= _LONGEST_PAUSE:
+                    self._pause = _PAUSE
             if loop.time() - began < _PAUSE:  # a server that closes every watch is asked no faster
                 await asyncio.sleep(_PAUSE)
 
