@@ -401,6 +401,30 @@ async def silent(_plural, _query):
 
 
 @on_cluster()
+async def test_a_token_that_has_expired_is_renewed(cluster):
+    gateway = Gateway(cluster)
+    await gateway.open()
+    await gateway.run(NAME)
+    api, renewed = gateway.launcher._api, False
+    connect = api._connect
+
+    async def again():
+        nonlocal renewed
+        renewed = True
+        client = await connect()
+        client.configuration.api_key = {"BearerToken": "new"}
+        return client
+
+    api._connect = again
+    cluster.meddle = lambda _call: None if renewed else refusal(401, "Unauthorized", "expired")
+    cluster.close_watches()
+    await gateway.launcher.stop(NAME)
+    assert renewed and api._client.configuration.api_key == {"BearerToken": "new"}
+    await until(lambda: gateway.launcher.reports)
+    await gateway.close()
+
+
+@on_cluster()
 async def test_a_cluster_that_is_not_reached_is_said_at_the_gateways_start(cluster):
     cluster.meddle = lambda _call: refusal(500, "InternalError", "away")
     gateway = Gateway(cluster)

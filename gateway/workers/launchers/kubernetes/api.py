@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -260,6 +260,8 @@ class Api:
                 status, asked = answer.status, answer.headers.get("Retry-After", "")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._failed(_said(error), 0.0) from error
+        if status == 401:
+            await self._renew_token()
         if status in (401, 429) or status >= 500:
             said = f"{status} {_refused(status, content)}"
             raise self._failed(said, float(asked) if asked.isdecimal() else 0.0)
@@ -267,6 +269,14 @@ class Api:
         if status >= 400:
             raise _refused(status, content)
         return content
+
+    async def _renew_token(self) -> None:
+        """Take a token as the first was got: that of a plugin expires."""
+        with suppress(ApiFault):
+            fresh = await self._connect()
+            assert self._client is not None
+            self._client.configuration.api_key = fresh.configuration.api_key
+            await fresh.close()
 
     def _failed(self, why: str, asked: float) -> _Again:
         self._failures += 1
