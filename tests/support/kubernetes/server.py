@@ -255,8 +255,9 @@ class FakeServer:
         if call.verb == "get":
             return Answer(200, copy.deepcopy(one))
         if call.verb == "patch":
-            labels = one["metadata"].get("labels", {}) | (body or {})["metadata"]["labels"]
-            one["metadata"]["labels"] = {key: value for key, value in labels.items() if value}
+            for field, changes in (body or {})["metadata"].items():
+                merged = one["metadata"].get(field, {}) | changes
+                one["metadata"][field] = {key: value for key, value in merged.items() if value}
             self.change(plural, one)
             return Answer(200, copy.deepcopy(one))
         assert call.verb == "delete", call

@@ -145,6 +145,20 @@ async def test_what_an_earlier_gateway_made_late_is_not_taken_for_the_own(cluste
 
 
 @on_cluster()
+async def test_a_gateway_whose_worker_was_adopted_learns_that_it_was_superseded(cluster):
+    first, second = Gateway(cluster, epoch=1), Gateway(cluster, epoch=2)
+    await first.open()
+    handle = await first.run(NAME)
+    assert await second.open() == [handle]
+    await until(lambda: first.superseded, seconds=5)
+    assert not second.superseded
+    await first.die()
+    await second.launcher.stop(NAME)
+    assert second.exits == []
+    await second.close()
+
+
+@on_cluster()
 async def test_objects_of_others_are_never_touched_and_never_taken(cluster):
     gateway = Gateway(cluster, idle=0)
     other = {"metadata": {"name": "trainer-s-1-0", "labels": {"tandem.dev/instance": "other"}}}

@@ -166,11 +166,17 @@ class Api:
 
     async def label(self, resource: Resource, name: str, labels: Mapping[str, str | None]) -> None:
         """Give an object labels; those that are None are taken away."""
+        await self._patch(resource, name, {"labels": dict(labels)})
+
+    async def annotate(self, resource: Resource, name: str, annotations: Mapping[str, str]) -> None:
+        await self._patch(resource, name, {"annotations": dict(annotations)})
+
+    async def _patch(self, resource: Resource, name: str, metadata: Object) -> None:
         request = _Request(
             "PATCH",
             resource.path + "/{name}",
             name=name,
-            body={"metadata": {"labels": dict(labels)}},
+            body={"metadata": metadata},
             content_type="application/merge-patch+json",
         )
         await self._call(request)

@@ -18,9 +18,9 @@ from kubernetes.aio.client import ApiClient, Configuration
 from pydantic import ValidationError
 
 from gateway.workers.epoch import Epoch
-from gateway.workers.launchers.kubernetes.api import SECRETS, Api, ApiFault, Refused
+from gateway.workers.launchers.kubernetes.api import PODS, SECRETS, Api, ApiFault, Refused
 from gateway.workers.launchers.kubernetes.maker import WorkerMaker
-from gateway.workers.launchers.kubernetes.objects import SPEC_KEY, WORKER_ID, Home
+from gateway.workers.launchers.kubernetes.objects import EPOCH, SPEC_KEY, WORKER_ID, Home
 from gateway.workers.launchers.kubernetes.observed import Pod
 from gateway.workers.launchers.kubernetes.reconcile import AT_ONCE, Reconciler
 from gateway.workers.launchers.kubernetes.serving import ServingLabel
@@ -69,6 +69,7 @@ class KubernetesLauncher:
         self._api = api
         self._maker = maker
         self._stop_timeout = stop_timeout
+        self._epoch = epoch.number
         self._node_lost = settings.node_lost
         self._serving = serving
         self._reconciler = Reconciler(
@@ -198,6 +199,7 @@ class KubernetesLauncher:
                 continue
             if _all_run(reconciler.pods.of(worker_id), nodes=self._maker.nodes_of(spec)):
                 reconciler.adopt(spec)
+        await self._supersede()
         reconciler.sweeps = True
         starting = [each for each in reconciler.workers.values() if not each.running.done()]
         others = {*reconciler.unwanted(), *(each.worker_id for each in starting)}
@@ -208,6 +210,19 @@ class KubernetesLauncher:
         ends = (self._await_end(each, beyond=self._node_lost) for each in others)
         await asyncio.gather(*ends)
         return [each.running.result() for each in reconciler.workers.values()]
+
+    async def _supersede(self) -> None:
+        """Have an earlier gateway see the newer epoch on a pod, if any was adopted, before it sees
+        that others are deleted. Raises `WorkerMayRun`."""
+        adopted = [pod for each in self._reconciler.workers.values() for pod in each.pods]
+        for pod in adopted:
+            try:
+                await self._api.annotate(PODS, pod, {EPOCH: str(self._epoch)})
+            except ApiFault as error:
+                if isinstance(error, Refused) and error.status == 404:
+                    continue
+                raise WorkerMayRun(f"the cluster cannot be told who adopts: {error}") from error
+            return
 
     async def _read_specs(self) -> dict[str, WorkerSpec]:
         listed = await self._api.list(SECRETS, labels=self._reconciler.secrets.labels)
