@@ -316,6 +316,19 @@ async def test_what_is_not_known_to_be_gone_may_run(cluster):
 
 
 @on_cluster()
+async def test_what_ends_while_the_launcher_is_closed_may_run(cluster):
+    gateway = Gateway(cluster)
+    await gateway.open()
+    await gateway.run("trainer-s-1-0")
+    cluster.stubborn.add("trainer-s-1-0")
+    stop = asyncio.create_task(gateway.launcher.stop("trainer-s-1-0"))
+    await asyncio.sleep(1)
+    await gateway.close()
+    with pytest.raises(WorkerMayRun):
+        await stop
+
+
+@on_cluster()
 async def test_a_worker_that_cannot_be_killed_on_a_node_that_answers_is_never_forgotten(cluster):
     gateway = Gateway(cluster)
     await gateway.open()

@@ -166,7 +166,7 @@ class KubernetesLauncher:
         if gone is None:
             return
         await asyncio.wait({gone}, timeout=2 * self._stop_timeout + _BEYOND_STOP + beyond)
-        if not gone.done():
+        if not gone.done() or gone.cancelled():  # as `close` does
             raise WorkerMayRun(self._reconciler.why_left(worker_id))
 
     async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
