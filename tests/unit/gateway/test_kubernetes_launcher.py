@@ -275,6 +275,19 @@ async def test_a_trainer_of_several_nodes_has_a_pod_and_a_claim_on_each(cluster)
 
 
 @on_cluster()
+async def test_a_reason_from_the_log_has_a_bound(cluster):
+    gateway = Gateway(cluster)
+    await gateway.open()
+    await gateway.run("trainer-s-1-0")
+    cluster.logs["trainer-s-1-0"] = "\r".join(f"{step} {'x' * 1500}" for step in range(1000))
+    cluster.exit("trainer-s-1-0", code=3)
+    await until(lambda: gateway.exits)
+    reason = gateway.exits[0][1]
+    assert "| 999 x" in reason and "| 990 x" not in reason and len(reason) < 5000
+    await gateway.close()
+
+
+@on_cluster()
 async def test_a_worker_that_does_not_end_is_killed_when_its_grace_is_over(cluster):
     gateway = Gateway(cluster)
     await gateway.open()

@@ -28,6 +28,7 @@ _FIRST_PAUSE = 0.25
 _LONGEST_PAUSE = 15.0
 _JITTER = 0.3
 _AT_ONCE = 16
+_LOG_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class Api:
 
     async def log(self, pod: str, *, container: str, lines: int) -> str:
         """Return the last lines of what a container has written."""
-        query = {"container": container, "tailLines": str(lines)}
+        query = {"container": container, "tailLines": str(lines), "limitBytes": str(_LOG_BYTES)}
         request = _Request("GET", PODS.path + "/{name}/log", name=pod, query=query)
         return (await self._send(request)).decode(errors="replace")
 

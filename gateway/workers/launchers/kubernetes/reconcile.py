@@ -53,6 +53,7 @@ _SWEEP = 5.0
 _TOGETHER = 0.02
 """Seconds within which changes are looked at together."""
 _LOG_LINES = 5
+_LONGEST_TAIL = 4096
 
 
 @dataclass(eq=False)
@@ -383,7 +384,8 @@ class Reconciler:
         with suppress(Refused):
             text = await self._api.log(failure.log_of, container=CONTAINER, lines=_LOG_LINES)
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        tail = without_paths(" | ".join(lines).replace(worker.spec.secret, "(secret)"))
+        tail = " | ".join(lines[-_LOG_LINES:]).replace(worker.spec.secret, "(secret)")
+        tail = without_paths(tail)[-_LONGEST_TAIL:]
         self.fail(
             worker,
             f"{failure.reason}; the last lines of its log: {tail}" if tail else failure.reason,
