@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from gateway.workers.launchers.kubernetes.observed import Event
+from gateway.workers.launchers.kubernetes.observed import Event, Pod
 from gateway.workers.launchers.kubernetes.pods import told_by_events
 
 
 def event(reason: str, second: int, message: str = "") -> Event:
     at = datetime(2026, 1, 1, 0, 0, second, tzinfo=UTC)
     return Event(reason=reason, message=message, last_timestamp=at)
+
+
+def test_a_claim_that_is_made_for_a_pod_alone_is_shared_with_nobody():
+    claims = [{"name": "a", "resourceClaimName": "train-0"}, {"name": "b"}]
+    pod = {"metadata": {"name": "p"}, "spec": {"resourceClaims": claims}}
+    assert Pod.model_validate(pod).claims == ["train-0"]
 
 
 def test_the_newest_warning_counts_in_whatever_order_they_are_listed():

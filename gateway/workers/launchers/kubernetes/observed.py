@@ -159,8 +159,9 @@ class Pod(Observed):
 
     @property
     def claims(self) -> list[str]:
-        """The names of the claims that it holds."""
-        return [each.resource_claim_name for each in self.spec.resource_claims]
+        """The names of the claims that it holds, without those that are made for it alone."""
+        names = (each.resource_claim_name for each in self.spec.resource_claims)
+        return [name for name in names if name]
 
     @property
     def scheduled(self) -> bool:

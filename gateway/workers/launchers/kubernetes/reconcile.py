@@ -415,8 +415,7 @@ class Reconciler:
             name = name_of(pod)
             if name in worker.seen:
                 continue
-            entries = pod["spec"].get("resourceClaims", ())
-            claims = [each.get("resourceClaimName", "") for each in entries]
+            claims = Pod.model_validate(pod).claims
             if before := self._turns.take(name, claims, worker_id=worker.worker_id):
                 worker.says = f"{before}, which shares its claim, is to be scheduled first"
                 return
