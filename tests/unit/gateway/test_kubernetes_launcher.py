@@ -288,6 +288,18 @@ async def test_a_reason_from_the_log_has_a_bound(cluster):
 
 
 @on_cluster()
+async def test_of_pods_that_end_together_that_is_told_which_did_not_end_by_itself(cluster):
+    gateway = Gateway(cluster, nodes=2)
+    await gateway.open()
+    await gateway.run("trainer-s-1-0")
+    cluster.report("trainer-s-1-0", "rank 1 was lost")
+    cluster.run_out_of_memory("trainer-s-1-0-1")
+    await until(lambda: gateway.exits)
+    assert "needed more than" in gateway.exits[0][1]
+    await gateway.close()
+
+
+@on_cluster()
 async def test_a_worker_that_does_not_end_is_killed_when_its_grace_is_over(cluster):
     gateway = Gateway(cluster)
     await gateway.open()

@@ -57,6 +57,9 @@ class PodState:
     hopeless: bool = False
     crashed: bool = False
     """A fault in native code ended it."""
+    from_outside: bool = False
+    """The node or the control plane ended it, or a signal: of several pods that ended together, it
+    is such a one that the others speak of."""
     explained: bool = True
     """Whether `says` has the cause; otherwise the log may have it."""
 
@@ -69,7 +72,7 @@ def state_of(pod: Pod, *, kind: WorkerKind, container: str) -> PodState:
     if worker is not None and (end := worker.state.terminated) is not None:
         return _ended(pod, end, kind, container)
     if status.phase in ("Failed", "Succeeded"):
-        return PodState("ended", _why_failed(pod, kind))
+        return PodState("ended", _why_failed(pod, kind), from_outside=True)
     if not pod.scheduled:
         return _unscheduled(pod)
     if worker is not None and worker.state.running is not None:
@@ -159,13 +162,13 @@ def _ended(pod: Pod, end: Terminated, kind: WorkerKind, container: str) -> PodSt
     if reported := _reported(end.message):
         return PodState("ended", reported)
     if end.reason == "OOMKilled":
-        return PodState("ended", _out_of_memory(pod, kind, container))
+        return PodState("ended", _out_of_memory(pod, kind, container), from_outside=True)
     if pod.status.reason or pod.condition("DisruptionTarget") is not None:
-        return PodState("ended", _why_failed(pod, kind))
+        return PodState("ended", _why_failed(pod, kind), from_outside=True)
     number = end.signal or (end.exit_code - 128 if end.exit_code > 128 else 0)
     if number in _SIGNALS:
         said = f"the {kind} was killed by {_SIGNALS[number]}"
-        return PodState("ended", said, crashed=number in _CRASHES)
+        return PodState("ended", said, crashed=number in _CRASHES, from_outside=True)
     if end.reason in _NOT_STARTED:
         return PodState("ended", f"the {kind} did not start: {_joined(end.reason, end.message)}")
     return PodState("ended", f"the {kind} exited with status {end.exit_code}", explained=False)

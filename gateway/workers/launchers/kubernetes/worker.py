@@ -89,9 +89,10 @@ class Worker:
             elif name in self.seen:
                 return self._ended(self.seen[name], self._state_of(self.seen[name]))
         states = [self._state_of(pod) for pod in self.seen.values()]
-        for pod, state in zip(self.seen.values(), states, strict=True):
-            if state.stage == "ended":
-                return self._ended(pod, state)
+        both = [*zip(self.seen.values(), states, strict=True)]
+        if ended := [each for each in both if each[1].stage == "ended"]:
+            return self._ended(*max(ended, key=lambda each: each[1].from_outside))
+        for pod, state in both:
             if pod.deleted and state.stage != "running":  # it never will
                 return Failure(why_deleted(pod, kind=self.spec.kind))
             if state.hopeless:
