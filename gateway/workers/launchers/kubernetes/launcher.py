@@ -22,7 +22,7 @@ from gateway.workers.launchers.kubernetes.api import PODS, SECRETS, Api, ApiFaul
 from gateway.workers.launchers.kubernetes.maker import WorkerMaker
 from gateway.workers.launchers.kubernetes.objects import EPOCH, SPEC_KEY, WORKER_ID, Home
 from gateway.workers.launchers.kubernetes.observed import Pod
-from gateway.workers.launchers.kubernetes.reconcile import AT_ONCE, Reconciler
+from gateway.workers.launchers.kubernetes.reconcile import KILL_GRACE, Reconciler
 from gateway.workers.launchers.kubernetes.serving import ServingLabel
 from gateway.workers.launchers.kubernetes.worker import Deadlines, Worker
 from tandem.agent.worker_process import wait_until_serving
@@ -155,7 +155,7 @@ class KubernetesLauncher:
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         self._open()
-        grace = AT_ONCE if at_once else max(AT_ONCE, round(self._stop_timeout))
+        grace = KILL_GRACE if at_once else max(KILL_GRACE, round(self._stop_timeout))
         self._reconciler.end(worker_id, grace=grace)
         await self._await_end(worker_id)
 
@@ -204,7 +204,7 @@ class KubernetesLauncher:
         starting = [each for each in reconciler.workers.values() if not each.running.done()]
         others = {*reconciler.unwanted(), *(each.worker_id for each in starting)}
         for worker_id in others:
-            reconciler.end(worker_id, grace=AT_ONCE)
+            reconciler.end(worker_id, grace=KILL_GRACE)
         # What is on a lost node must not keep each gateway from its start: it is waited until it is
         # forgotten, which takes so long anew in each process.
         ends = (self._await_end(each, beyond=self._node_lost) for each in others)

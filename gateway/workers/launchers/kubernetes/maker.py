@@ -45,6 +45,7 @@ class WorkerMaker:
         cluster = self.settings.kubernetes
         if cluster.volume_claim and cluster.volume_path is None:
             self._make_folders()
+        self._pools = {each.name: each for each in self.settings.claim_pools}
         self._log = get_log()
 
     async def find_owner(self, api: Api) -> None:
@@ -79,13 +80,13 @@ class WorkerMaker:
 
     def nodes_of(self, spec: WorkerSpec) -> int:
         """Return how many pods a worker has; 0 for one whose pool there is no more."""
-        pool = self._pools().get(spec.group.rpartition("-")[0])
+        pool = self._pools.get(spec.group.rpartition("-")[0])
         return nodes_of(spec, pool) if pool is not None else 0
 
     def idle_seconds(self, group: str) -> float:
         """Return how long a group's claim is kept that nobody uses; one whose pool there is no
         more is not."""
-        pool = self._pools().get(group.rpartition("-")[0])
+        pool = self._pools.get(group.rpartition("-")[0])
         return pool.idle if pool is not None else 0.0
 
     def _make_folders(self) -> None:
@@ -102,11 +103,8 @@ class WorkerMaker:
 
     def _pool_of(self, group: str) -> ClaimPoolSettings:
         try:
-            return self._pools()[group.rpartition("-")[0]]
+            return self._pools[group.rpartition("-")[0]]
         except KeyError:
             raise WorkerStartFailed(
                 f"no pool of TANDEM_CLAIM_POOLS has the device group {group!r}"
             ) from None
-
-    def _pools(self) -> dict[str, ClaimPoolSettings]:
-        return {each.name: each for each in self.settings.claim_pools}

@@ -118,7 +118,7 @@ class Waiting(Seen):
 
 
 class Running(Seen):
-    started_at: datetime | None = None
+    pass
 
 
 class Terminated(Seen):

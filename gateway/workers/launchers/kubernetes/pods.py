@@ -32,7 +32,7 @@ _PULLS = (
     "ImageInspectError",
     "SignatureValidationFailed",
 )
-_REFUSED = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+_NOT_MADE = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV"}
 _SIGNALS |= {15: "SIGTERM"}
 _CRASHES = (4, 6, 7, 8, 11)
@@ -130,7 +130,7 @@ def told_by_events(events: Sequence[Event]) -> str:
 def _unscheduled(pod: Pod) -> PodState:
     condition = pod.condition("PodScheduled")
     if condition is None:  # the caller knows whether its claim is there
-        return PodState("unscheduled", "the scheduler has not looked at it yet", explained=False)
+        return PodState("unscheduled", "the scheduler has not looked at it yet")
     said = _joined(condition.reason, condition.message)
     if condition.reason == "SchedulerError":
         # Also said of pods that came to one claim at once, of which the scheduler tries each again.
@@ -149,7 +149,7 @@ def _waiting(container: Container) -> PodState | None:
         backs_off = waiting.reason == "ImagePullBackOff"  # says no more than that
         said = f"the image {container.image}: {said}"
         return PodState("pulling", said, hopeless=never, explained=not backs_off)
-    if waiting.reason in _REFUSED:
+    if waiting.reason in _NOT_MADE:
         return PodState("preparing", said)
     if waiting.reason == "CrashLoopBackOff":
         return PodState(

@@ -44,7 +44,7 @@ from tandem.errors import WorkerCrashed, WorkerStartFailed, without_paths
 from tandem.telemetry import get_log
 from tandem.worker import WorkerHandle, WorkerSpec
 
-AT_ONCE = 1
+KILL_GRACE = 1
 """Seconds of grace for what is killed: with none, it would be forgotten before it is known to have
 ended."""
 _TICK = 1.0
@@ -204,7 +204,7 @@ class Reconciler:
         worker.failure = (WorkerCrashed if crashed else WorkerStartFailed)(reason)
         worker.lost.set_result(None)
         self._unwant(worker.worker_id)
-        self._begin_end(worker.worker_id, grace=AT_ONCE).worker = worker
+        self._begin_end(worker.worker_id, grace=KILL_GRACE).worker = worker
 
     def gone(self, worker_id: str) -> asyncio.Future[None] | None:
         """Return what is done when nothing of a worker is left; None if it does not end."""
@@ -350,7 +350,7 @@ class Reconciler:
         pods = {pod.name: pod for pod in self.pods.of(worker.worker_id)}
         if worker.objects is not None:
             for pod in [each for each in pods.values() if each.epoch != self._epoch]:
-                self._delete_pod(pods.pop(pod.name), AT_ONCE)  # of an earlier gateway, made late
+                self._delete_pod(pods.pop(pod.name), KILL_GRACE)  # of an earlier gateway, made late
         failure = worker.look(pods, self.claims.objects, self._lost_since, self._deadlines)
         if failure is not None:
             self._fail(worker, failure)
@@ -440,7 +440,7 @@ class Reconciler:
     def _remove(self, worker_id: str) -> None:
         """Delete what is left: its pods first, so that none starts without its specification."""
         ending = self._endings.get(worker_id)
-        grace = ending.grace if ending is not None else AT_ONCE
+        grace = ending.grace if ending is not None else KILL_GRACE
         certain = self._steps.is_certain(worker_id)
         pods = self.pods.of(worker_id)
         for pod in pods:
