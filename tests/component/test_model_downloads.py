@@ -30,6 +30,8 @@ def hub(monkeypatch):
     with running_hub() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # which tests of other folders set
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         hub.add(NAME, shards())
         yield hub
 

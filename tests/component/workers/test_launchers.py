@@ -348,6 +348,8 @@ async def test_the_default_command_runs_the_service_of_its_kind():
 
 async def test_the_settings_name_the_launcher(monkeypatch, tmp_path):
     assert isinstance(make_launcher(GatewaySettings(data_dir=tmp_path), EPOCH), AgentLauncher)
-    monkeypatch.setenv("TANDEM_LAUNCHER", "kubernetes")
-    with pytest.raises(InvalidRequest, match=r"unknown TANDEM_LAUNCHER 'kubernetes'.* agent"):
+    monkeypatch.setenv("TANDEM_LAUNCHER", "slurm")
+    with pytest.raises(
+        InvalidRequest, match=r"unknown TANDEM_LAUNCHER 'slurm'.* agent, kubernetes"
+    ):
         make_launcher(GatewaySettings(data_dir=tmp_path), EPOCH)
