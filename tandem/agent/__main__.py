@@ -25,6 +25,8 @@ if __name__ == "__main__":
     parser.add_argument("--tls", type=Path, metavar="DIR")
     parser.add_argument("--logs", type=Path, metavar="DIR")
     chosen = parser.parse_args()
+    if chosen.listen and chosen.tls is None:
+        parser.error("--listen needs --tls: an agent starts programs")
     listening = None
     if chosen.listen:
         listening = Listening(

@@ -67,11 +67,11 @@ class AgentLauncher:
     certificate of the `authority`, and whose workers get one each. It may start after the gateway,
     and once more while the gateway runs.
 
-    What is known of a worker, the agent has said: that nothing is left of it, or,
-    being another agent than the one that started it, that it does not know it, since an agent
-    answers only when nothing is left of the workers of the one before. A connection that breaks
-    says nothing. A call may take `timeout` seconds, and longer for a worker that may take longer to
-    start; `stop_timeout` is how long workers may take to end.
+    What is known of a worker, the agent has said: that nothing is left of it, or, being another
+    agent than the one that started it, that it does not know it, since an agent answers only when
+    nothing is left of the workers of the one before. A connection that breaks says nothing. A call
+    may take `timeout` seconds, and longer for a worker that may take longer to start;
+    `stop_timeout` is how long workers may take to end.
     """
 
     data_dir: Path
