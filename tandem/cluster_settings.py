@@ -62,11 +62,14 @@ class KubernetesSettings(BaseSettings):
     )
     trainer_image: str = Field("", description="The image of trainers; without it none starts.")
     sampler_image: str = Field("", description="The image of samplers; without it none starts.")
-    service_account: str = Field(
-        "tandem-worker",
+    trainer_service_account: str = Field(
+        "tandem-trainer",
         max_length=253,
         pattern=_SUBDOMAIN,
-        description="That of the workers, whose token they do not get.",
+        description="That of the trainers, whose token they do not get.",
+    )
+    sampler_service_account: str = Field(
+        "tandem-sampler", max_length=253, pattern=_SUBDOMAIN, description="The same of samplers."
     )
     user: int = Field(
         10001,

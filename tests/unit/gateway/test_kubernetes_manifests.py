@@ -94,11 +94,22 @@ def containers(pod: dict) -> list[dict]:
     return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
 
 
-def test_the_gateway_alone_has_a_token_and_no_pod_the_default_account(stack):
+def test_the_gateway_alone_has_a_token(stack):
     for name, pod in all_pods(stack).items():
         assert pod["spec"]["automountServiceAccountToken"] is (name == "tandem"), name
-        assert pod["spec"]["serviceAccountName"].startswith("tandem-"), name
         assert pod["spec"]["enableServiceLinks"] is False, name  # TANDEM_PORT is a setting
+
+
+def test_each_component_has_an_account_of_its_own_and_the_gateways_alone_has_rights(stack):
+    accounts = {
+        pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod["spec"]["serviceAccountName"]
+        for pod in all_pods(stack).values()
+    }
+    assert accounts == {component: f"tandem-{component}" for component in accounts}
+    assert accounts.keys() >= {"gateway", "trainer", "sampler", "models", "volume-check"}
+    bound = [each for one in stack.all("RoleBinding") for each in one["subjects"]]
+    assert [each["name"] for each in bound] == ["tandem-gateway"]
+    assert all(one["automountServiceAccountToken"] is False for one in stack.all("ServiceAccount"))
 
 
 def test_every_container_says_what_it_needs_and_what_it_may_have(stack):

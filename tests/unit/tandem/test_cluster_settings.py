@@ -55,7 +55,16 @@ def test_a_pool_that_cannot_be_is_refused_with_what_is_wrong(monkeypatch, change
     assert fault in settings_fault(raised.value)
 
 
-@pytest.mark.parametrize("name", ["NAMESPACE", "INSTANCE", "SERVICE_ACCOUNT", "VOLUME_CLAIM"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NAMESPACE",
+        "INSTANCE",
+        "TRAINER_SERVICE_ACCOUNT",
+        "SAMPLER_SERVICE_ACCOUNT",
+        "VOLUME_CLAIM",
+    ],
+)
 def test_what_is_no_name_in_kubernetes_is_refused(monkeypatch, name):
     monkeypatch.setenv(f"TANDEM_KUBERNETES_{name}", "No_Name")
     with pytest.raises(ValidationError) as raised:

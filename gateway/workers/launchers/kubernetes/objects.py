@@ -323,6 +323,12 @@ def _image(kind: WorkerKind, settings: KubernetesSettings) -> str:
     return settings.trainer_image if kind == "trainer" else settings.sampler_image
 
 
+def _service_account(kind: WorkerKind, settings: KubernetesSettings) -> str:
+    if kind == "trainer":
+        return settings.trainer_service_account
+    return settings.sampler_service_account
+
+
 def _for_placement(template: Template, settings: KubernetesSettings) -> Template:
     """Return a template without the choice of a role's nodes, where all roles share theirs."""
     spec = template.body["spec"]
@@ -408,7 +414,7 @@ def _pod_spec(
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "serviceAccountName": settings.service_account,
+        "serviceAccountName": _service_account(spec.kind, settings),
         "terminationGracePeriodSeconds": math.ceil(spec.stop_timeout),
         "containers": [container],
         "volumes": volumes,
