@@ -334,7 +334,7 @@ class OperationRunner:
                 all_weights=run.training.lora is None,
                 kept=run.sampler,
             )
-            sampler.start_engine()
+            sampler.engine.start()
         else:
             path = await self._free_path(
                 "sampler_weights", body.path, size=lambda: run.expected_version_bytes, what=what
@@ -345,10 +345,11 @@ class OperationRunner:
                 await self._put_checkpoint(path, body, version=version)
                 return json_result(type="save_weights_for_sampler", path=str(path))
             assert body.sampling_session_seq_id is not None
+            engine = sampler.engine
             call.explain = lambda: (
                 "the sampler is loading the new weights"
-                if sampler.state == "ready" and not sampler.silence
-                else sampler.explain()
+                if engine.state == "ready" and not engine.silence
+                else engine.explain()
             )
             await sampler.load(version)
             session = await self._tools.sampling.create_ephemeral(

@@ -15,6 +15,7 @@ from gateway.metrics import Metrics
 from gateway.placement.asks import asks_of, with_pod_memory
 from gateway.placement.leases import Leases
 from gateway.placement.places import Places
+from gateway.sampling.engine import SamplerEngine
 from gateway.sampling.sampler import Sample, Sampler, SamplerKey
 from gateway.sessions.registry import SessionRegistry
 from gateway.usage.meter import SampleMeter
@@ -64,7 +65,7 @@ class SamplerRouter:
                 ends.append(self.fleet.stop_left_worker(handle, "its session has no client"))
             elif model is None:
                 ends.append(self.fleet.stop_left_worker(handle, "its model is not registered"))
-            elif sampler is not None and sampler.state != "idle":
+            elif sampler is not None and sampler.engine.state != "idle":
                 ends.append(self.fleet.stop_left_worker(handle, "its sampler has another engine"))
             else:
                 try:
@@ -72,10 +73,10 @@ class SamplerRouter:
                 except InvalidRequest as error:  # of groups that are others now
                     ends.append(self.fleet.stop_left_worker(handle, error.message))
                     continue
-                if (slot := self.places.adopt(sampler)) is None:
+                if (slot := self.places.adopt(sampler.engine)) is None:
                     ends.append(self.fleet.stop_left_worker(handle, "its place is gone"))
                 else:
-                    adoptions.append(sampler.adopt(handle, slot))
+                    adoptions.append(sampler.engine.adopt(handle, slot))
         await asyncio.gather(*ends)
         if adoptions:
             await asyncio.wait(adoptions, timeout=_ADOPTION_PATIENCE)
@@ -100,10 +101,12 @@ class SamplerRouter:
             for sampler in self._samplers.values()
             if session_id in sampler.users
             and sampler.model.name == model_name
-            and sampler.max_lora_rank >= rank
+            and sampler.key.max_lora_rank >= rank
             and not (all_weights and len(sampler.users) > 1)
         ]
-        return min(found, key=lambda each: (each.key != kept, each.max_lora_rank), default=None)
+        return min(
+            found, key=lambda each: (str(each.key) != kept, each.key.max_lora_rank), default=None
+        )
 
     def key_for(self, *, session_id: str, model_name: str, rank: int) -> str:
         """Return the key of the place of the sampler that would serve a new run of `rank` (0: of
@@ -112,7 +115,7 @@ class SamplerRouter:
             session_id=session_id, model_name=model_name, rank=rank, all_weights=rank == 0
         )
         if sampler is not None:
-            return sampler.key
+            return str(sampler.key)
         return str(SamplerKey(session_id, model_name, self._largest_rank(rank)))
 
     def ensure(
@@ -154,7 +157,7 @@ class SamplerRouter:
         """Whether adapters of other sessions' runs, of a `rank`, can be loaded into a sampler: it
         has room for them, and has no other weights than the base model's."""
         sampler, parsed = self._samplers.get(key), SamplerKey.parse(key)
-        has_base = sampler is None or sampler.weights == f"base/{parsed.model_name}"
+        has_base = sampler is None or sampler.engine.weights == f"base/{parsed.model_name}"
         return parsed.max_lora_rank >= rank and has_base
 
     def submit(
@@ -211,17 +214,14 @@ class SamplerRouter:
     def _add(self, key: SamplerKey, model: BaseModelEntry, *, user: str) -> Sampler:
         """Make a sampler. Its session has ended, or uses it, as `user` does."""
         session = self.sessions.get(key.session_id) or self.sessions.require(user)
-        sampler = self._samplers[str(key)] = Sampler(
+        engine = SamplerEngine(
+            key=str(key),
             session_id=key.session_id,
-            users={session.id, user},
             owner=session.owner,
             model=model,
             max_lora_rank=key.max_lora_rank,
             settings=self.settings.sampler,
             sharing=self.settings.sharing,
-            fleet=self.fleet,
-            places=self.places,
-            leases=self.leases,
             asks=with_pod_memory(
                 asks_of(
                     None,
@@ -236,6 +236,17 @@ class SamplerRouter:
                 settings=self.settings,
                 max_lora_rank=key.max_lora_rank,
             ),
+            fleet=self.fleet,
+            places=self.places,
+            leases=self.leases,
+            pins=self.pins,
+        )
+        sampler = self._samplers[str(key)] = Sampler(
+            key=key,
+            users={session.id, user},
+            owner=session.owner,
+            model=model,
+            engine=engine,
             metrics=self.metrics,
             meter=self.meter,
             pins=self.pins,

@@ -189,7 +189,7 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
         return worker.worker_id if seen(worker.handle.session_id) else worker.handle.kind
 
     of_mine = [run.worker for run in gateway.runs.all() if run.session_id in mine]
-    of_mine += [sampler.worker for sampler in gateway.samplers.all() if sampler.users & mine]
+    of_mine += [sampler.engine.worker for sampler in gateway.samplers.all() if sampler.users & mine]
     shared = {worker.worker_id for worker in of_mine if worker is not None}
     return Status(
         gateway=GatewayStatus(
@@ -226,22 +226,24 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
         ],
         samplers=[
             SamplerStatus.of(
-                sampler,
-                base_model=sampler.model.name,
-                reason=sampler.explain()
-                if sampler.state == "queued"
-                else sampler.silence or sampler.reason,
-                session_id=sampler.session_id if seen(sampler.session_id) else "",
-                worker=name_of(sampler.worker),
-                weight_version=sampler.weights,
+                engine,
+                base_model=engine.model.name,
+                reason=engine.explain()
+                if engine.state == "queued"
+                else engine.silence or engine.reason,
+                session_id=engine.session_id if seen(engine.session_id) else "",
+                worker=name_of(engine.worker),
+                weight_version=engine.weights,
                 adapters=sorted(
                     name
-                    for name in sampler.loaded - {sampler.weights}
+                    for name in engine.loaded - {engine.weights}
                     if sampler.users <= mine or seen(name.partition(":")[0])
                 ),
+                waiting=sampler.waiting,
             )
             for sampler in gateway.samplers.all()
             if sampler.users & mine
+            for engine in [sampler.engine]
         ],
         sampling_sessions=[
             SamplingSessionStatus.of(session, weight_version=session.version.name)

@@ -292,7 +292,7 @@ def test_every_load_asks_the_engine_whatever_was_loaded_before(tmp_path):
             )
             gate.run(sampler.load(adapter))
         assert gate.worker("sampler")[1].loaded == names
-        assert sampler.loaded == {"base/tiny", names[0]}
+        assert sampler.engine.loaded == {"base/tiny", names[0]}
 
 
 def test_a_value_that_the_database_cannot_take_fails_its_own_write_alone(gate):

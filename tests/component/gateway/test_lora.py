@@ -173,10 +173,10 @@ def test_versions_of_a_lora_run_are_adapters_and_older_ones_stay_servable(gate):
             client.sample(PROMPT, 1, PARAMS).result()
         assert all(r.version.adapter for r in sampler.requests)
         assert [r.version.step for r in sampler.requests] == [1, 3, 2]
-        engine = gate.gateway.samplers.get(
+        found = gate.gateway.samplers.get(
             session_id=session_of(training), model_name="tiny", rank=4
         )
-        assert engine.loaded == {"base/tiny", *sampler.loaded}
+        assert found.engine.loaded == {"base/tiny", *sampler.loaded}
         with gate.http() as http:
             status = http.get("/api/tandem/v1/status").json()["samplers"]
         mine = next(s for s in status if s["session_id"] == session_of(training))

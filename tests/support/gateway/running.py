@@ -67,8 +67,8 @@ class Gate:
         """Start the engines of sampling sessions, as their first samples would."""
         mine = [s for s in self.gateway.sampling.all() if s.id.startswith(session_id)]
         for session in mine[-newest:]:
-            engine = self.run(lambda session=session: sampler_of(self.gateway, session))
-            self.run(engine.start_engine)
+            engine = self.run(lambda session=session: sampler_of(self.gateway, session)).engine
+            self.run(engine.start)
             wait_until(lambda engine=engine: engine.state in ("ready", "failed", "stopped"))
 
     def worker(self, kind: str, index: int = -1):

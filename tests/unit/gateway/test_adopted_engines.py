@@ -194,8 +194,8 @@ def test_an_engine_is_adopted_with_what_it_has_and_answers_as_before(world):
         engine.version, engine.adapters = world.version("v1"), ["s-1:train:1/v2"]
         await world.open()
         sampler = world.sampler()
-        assert (sampler.state, sampler.weights) == ("ready", "s-1:train:0/v1")
-        assert sampler.loaded == {"s-1:train:0/v1", "s-1:train:1/v2"}
+        assert (sampler.engine.state, sampler.engine.weights) == ("ready", "s-1:train:0/v1")
+        assert sampler.engine.loaded == {"s-1:train:0/v1", "s-1:train:1/v2"}
         assert "weights/s-1_train_0/v1" in world.pins.folders()
         assert await world.sample("v1") == await engine_alone(world, "v1")
         assert world.running() == ["sampler-s-1-0"]
@@ -217,7 +217,7 @@ def test_an_engine_that_has_another_version_changes_to_the_one_that_is_asked_for
         world.left().version = world.version("v1")
         await world.open()
         assert await world.sample("v2") == await engine_alone(world, "v2")
-        assert world.sampler().weights == "s-1:train:0/v2"
+        assert world.sampler().engine.weights == "s-1:train:0/v2"
         assert world.running() == ["sampler-s-1-0"]
 
     world.run(scenario())
@@ -230,7 +230,7 @@ def test_a_load_that_was_under_way_is_awaited_and_samples_wait_for_it(world):
         engine.state = sampler_pb2.SAMPLER_STATE_LOADING
         await world.open()
         assert now() < 5, "the gateway opens meanwhile"
-        assert world.sampler().state == "starting"
+        assert world.sampler().engine.state == "starting"
         assert "weights/s-1_train_0/v1" in world.pins.folders(), "it goes back to it if it fails"
         sample = asyncio.create_task(world.sample("v3"))
         await asyncio.sleep(LOAD_TIMEOUT / 2)
@@ -248,12 +248,13 @@ def test_an_engine_that_sleeps_is_adopted_asleep_and_woken_by_its_next_use(world
         engine = world.left()
         engine.version, engine.state = world.version("v1"), sampler_pb2.SAMPLER_STATE_ASLEEP
         await world.open()
-        assert (world.sampler().state, world.sampler().weights) == ("ready", "s-1:train:0/v1")
-        assert world.sampler().lease.state == "free"
+        sampled = world.sampler().engine
+        assert (sampled.state, sampled.weights) == ("ready", "s-1:train:0/v1")
+        assert sampled.lease.state == "free"
         await asyncio.sleep(100)
         assert engine.state == sampler_pb2.SAMPLER_STATE_ASLEEP, "nobody needs it"
         assert await world.sample("v1") == await engine_alone(world, "v1")
-        assert world.sampler().lease.state == "held"
+        assert world.sampler().engine.lease.state == "held"
         assert world.running() == ["sampler-s-1-0"]
 
     world.run(scenario())
@@ -278,7 +279,7 @@ def test_a_wake_that_was_under_way_is_awaited_and_the_engine_adopted(world):
         engine = world.left()
         engine.state = sampler_pb2.SAMPLER_STATE_WAKING
         await world.open()
-        assert world.sampler().state == "starting"
+        assert world.sampler().engine.state == "starting"
         await asyncio.sleep(100)
         engine.state = sampler_pb2.SAMPLER_STATE_AWAKE
         assert await world.sample("v1") == await engine_alone(world, "v1")
@@ -294,7 +295,7 @@ def test_a_run_uses_the_engine_that_is_kept_for_it_where_its_session_has_others(
         own = router.ensure(**any_rank, rank=8)
         router.lend("s-2/tiny/64", "s-1", world.model)
         assert router.ensure(**any_rank, rank=8) is own
-        assert router.ensure(**any_rank, rank=8, kept="s-2/tiny/64").key == "s-2/tiny/64"
+        assert str(router.ensure(**any_rank, rank=8, kept="s-2/tiny/64").key) == "s-2/tiny/64"
         assert router.ensure(**any_rank, rank=8, kept="s-1/tiny/128") is own, "it was not made"
 
     world.run(scenario())
@@ -356,7 +357,7 @@ def test_an_engine_of_no_use_that_nobody_needs_is_killed_and_no_other_is_started
         freeze(world, world.left())
         await world.open()
         await asyncio.sleep(2 * DESCRIBE_TIMEOUT)
-        assert world.sampler().state == "idle"
+        assert world.sampler().engine.state == "idle"
         assert world.running() == []
 
     world.run(scenario())
@@ -441,7 +442,7 @@ def test_each_sampler_of_a_session_gets_its_own_engine_again(world):
         world.left("sampler-s-2-0", session_id="s-2")
         await world.open()
         engines = {
-            (sampler.session_id, sampler.max_lora_rank): sampler.worker.worker_id
+            (sampler.key.session_id, sampler.key.max_lora_rank): sampler.engine.worker.worker_id
             for sampler in world.router.all()
         }
         assert engines == {
@@ -449,7 +450,7 @@ def test_each_sampler_of_a_session_gets_its_own_engine_again(world):
             ("s-1", 8): "sampler-s-1-1",
             ("s-2", 0): "sampler-s-2-0",
         }
-        assert world.sampler(rank=4).max_lora_rank == 8
+        assert world.sampler(rank=4).key.max_lora_rank == 8
 
     world.run(scenario())
 
@@ -459,7 +460,7 @@ def test_of_two_engines_for_one_sampler_one_is_stopped(world):
         world.left("sampler-s-1-0")
         world.left("sampler-s-1-1")
         await world.open()
-        assert world.running() == [world.sampler().worker.worker_id]
+        assert world.running() == [world.sampler().engine.worker.worker_id]
 
     world.run(scenario())
 
@@ -474,11 +475,11 @@ def test_adopted_engines_count_for_the_places_and_make_room_when_they_are_idle(n
         other = asyncio.create_task(world.sample(session_id="s-2"))
         await asyncio.sleep(100)
         assert world.running() == ["sampler-s-1-0"]
-        assert "1 engines run on this machine" in world.sampler("s-2").explain()
+        assert "1 engines run on this machine" in world.sampler("s-2").engine.explain()
         engine.state = sampler_pb2.SAMPLER_STATE_AWAKE
         await other
         assert world.running() == ["sampler-s-2-0"]
-        assert world.sampler("s-1").state == "idle"
+        assert world.sampler("s-1").engine.state == "idle"
 
     world.run(scenario())
 

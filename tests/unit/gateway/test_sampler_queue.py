@@ -14,7 +14,8 @@ from gateway.futures.table import Future, Result
 from gateway.metrics import Metrics
 from gateway.placement.asks import Asks
 from gateway.placement.places import Places
-from gateway.sampling.sampler import Sample, Sampler
+from gateway.sampling.engine import SamplerEngine
+from gateway.sampling.sampler import Sample, Sampler, SamplerKey
 from gateway.workers.fleet import Worker
 from tandem.errors import SessionFinished
 from tandem.settings import SamplerSettings, SharingSettings
@@ -38,21 +39,31 @@ class NoFleet:
 
 
 def make_sampler(session_id: str, *, fleet, places: Places) -> Sampler:
-    return Sampler(
+    model, pins = BaseModelEntry(name="tiny", path="/tiny", max_length=None), Pins()
+    key = SamplerKey(session_id, model.name, 0)
+    engine = SamplerEngine(
+        key=str(key),
         session_id=session_id,
-        users={session_id},
         owner="ann",
-        model=BaseModelEntry(name="tiny", path="/tiny", max_length=None),
+        model=model,
         max_lora_rank=0,
         settings=SamplerSettings(),
+        sharing=SharingSettings(),
+        asks=Asks(),
         fleet=fleet,
+        places=places,
+        leases=not_leased_groups(),
+        pins=pins,
+    )
+    return Sampler(
+        key=key,
+        users={session_id},
+        owner="ann",
+        model=model,
+        engine=engine,
         metrics=Metrics(),
         meter=None,
-        pins=Pins(),
-        places=places,
-        sharing=SharingSettings(),
-        leases=not_leased_groups(),
-        asks=Asks(),
+        pins=pins,
     )
 
 
@@ -112,8 +123,8 @@ async def two_on_one_place():
     """The engine of the first serves and is idle; that of the second has not been asked for."""
     fleet, places = EnginesThatStopSlowly(), await one_place()
     first, second = (make_sampler(f"s-{n}", fleet=fleet, places=places) for n in (1, 2))
-    first.start_engine()
-    await until(lambda: first.idle)
+    first.engine.start()
+    await until(lambda: first.engine.idle)
     yield first, second, fleet
     fleet.may_stop.set()
     for sampler in (first, second):
@@ -128,25 +139,25 @@ async def all_that_can_happen() -> None:
 
 async def test_the_end_of_a_sampler_waits_for_its_engine_that_makes_room(two_on_one_place):
     first, second, fleet = two_on_one_place
-    second.start_engine()
-    await until(lambda: not first.idle)
+    second.engine.start()
+    await until(lambda: not first.engine.idle)
     end = asyncio.create_task(first.stop(SessionFinished("over")))
     await all_that_can_happen()
     assert not end.done()
     fleet.may_stop.set()
     await end
     assert "s-1 stopped" in fleet.events
-    assert first.state == "stopped"
+    assert first.engine.state == "stopped"
 
 
 async def test_an_engine_that_is_being_stopped_keeps_its_place_until_it_has(two_on_one_place):
     first, second, fleet = two_on_one_place
     end = asyncio.create_task(first.stop(SessionFinished("over")))
     await all_that_can_happen()
-    second.start_engine()
+    second.engine.start()
     await all_that_can_happen()
     fleet.may_stop.set()
     await end
-    await until(lambda: second.idle)
+    await until(lambda: second.engine.idle)
     assert fleet.events == ["s-1 started", "s-1 stopped", "s-2 started"]
-    assert first.state == "stopped"
+    assert first.engine.state == "stopped"
