@@ -34,6 +34,7 @@ from gateway.api.request_body import (
     BoundedRequest,
 )
 from gateway.auth.identity import Caller
+from gateway.auth.keys import Role as KeyRole
 from gateway.auth.keys import is_loopback
 from gateway.core import Gateway
 from gateway.limits import Reservation
@@ -50,11 +51,16 @@ from tandem.errors import (
     Unauthenticated,
 )
 
-Role = Literal["none", "local", "signature", "reader", "member", "admin"]
+Role = Literal["none", "local", "signature", "metrics", "reader", "member", "admin"]
 """What a request needs: no key; no key from this machine, any key from elsewhere; a signed
-address; or a key of at least this role."""
+address; or a key with this role or one that includes it."""
 OPEN_ROLES = frozenset({"none", "local", "signature"})
-_RANKS: tuple[Role, ...] = ("reader", "member", "admin")
+_INCLUDES: Mapping[KeyRole, frozenset[Role]] = {
+    "metrics": frozenset({"metrics"}),
+    "reader": frozenset({"reader"}),
+    "member": frozenset({"reader", "member"}),
+    "admin": frozenset({"metrics", "reader", "member", "admin"}),
+}
 
 ROLE, AUDIT, RULES = "x-tandem-role", "x-tandem-audit", "x-tandem-rules"
 _RAW, _BODY_LIMIT, _MOST_VALUES = "x-tandem-raw", "x-tandem-body-limit", "x-tandem-most-values"
@@ -296,7 +302,7 @@ def _credential(scope: Scope) -> bytes:
 
 def check_role(caller: Caller, role: Role) -> None:
     """Raise `PermissionDenied`, which names the role that is needed."""
-    if _RANKS.index(caller.role) < _RANKS.index(role):
+    if role not in _INCLUDES[caller.role]:
         raise PermissionDenied(
             f"this needs a key with the role {role}; {caller.key_id} is a key with the "
             f"role {caller.role} (an admin makes keys with `tandem keys create`)"
@@ -344,8 +350,9 @@ def _schema(model: type[BaseModel]) -> tuple[dict[str, str], dict[str, object]]:
 def _common_errors(role: Role) -> Iterable[type[TandemError]]:
     if role not in OPEN_ROLES:
         yield from (Unauthenticated, TokenRefused, Overloaded)
+        yield PermissionDenied
     if role in ("member", "admin"):
-        yield from (PermissionDenied, LimitExceeded)
+        yield LimitExceeded
 
 
 def _is_class(hint: object, of: type) -> bool:

@@ -48,11 +48,11 @@ class Caller:
 
     @property
     def may_change(self) -> bool:
-        return self.role != "reader"
+        return self.role in ("admin", "member")
 
     def may_see(self, owner: str) -> bool:
         """Return whether the caller may see what `owner` owns, and change it if its role may."""
-        return owner == self.owner or self.role == "admin"
+        return self.role == "admin" or (owner == self.owner and self.role != "metrics")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from gateway.storage.tables import keys
 from tandem.errors import InvalidRequest, UnknownKey
 from tandem.settings import GatewaySettings
 
-Role = Literal["admin", "member", "reader"]
+Role = Literal["admin", "member", "reader", "metrics"]
+"""The last is for what scrapes metrics, and sees nothing that anybody owns."""
 
 LOCAL_OWNER = "local"
 BOOTSTRAP_NAME = "bootstrap-key"

@@ -59,7 +59,7 @@ keys = Table(
     Column("id", String(32), primary_key=True),  # k-<12 hex>, the beginning of `digest`
     Column("digest", LargeBinary, nullable=False),  # SHA-256 of the key
     Column("owner", String(100), nullable=False),
-    Column("role", String(16), nullable=False),  # admin, member, reader
+    Column("role", String(16), nullable=False),  # admin, member, reader, metrics
     Column("name", String(100), nullable=False, default=""),
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float),

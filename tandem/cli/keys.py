@@ -45,6 +45,7 @@ class RoleName(StrEnum):
     admin = "admin"
     member = "member"
     reader = "reader"
+    metrics = "metrics"
 
 
 @app.command("create")
@@ -52,7 +53,10 @@ def create(
     owner: Annotated[str, typer.Option(help="Who owns it, such as a person or a team.")],
     role: Annotated[
         RoleName,
-        typer.Option(help="admin: everything; member: everything of its owner; reader: read only."),
+        typer.Option(
+            help="admin: everything; member: everything of its owner; reader: read only; "
+            "metrics: where the metrics are, and them, for Prometheus."
+        ),
     ] = RoleName.member,
     name: Annotated[str, typer.Option(help="What it is for.")] = "",
     expires: Annotated[

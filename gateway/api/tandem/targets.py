@@ -16,13 +16,14 @@ router = Router("/api/tandem/v1", tag="Tandem")
 class TargetGroup(Answer):
     """`targets` are addresses, HOST:PORT, which answer GET /metrics. The labels are `worker`,
     `kind`, `__meta_tandem_session_id` and `__meta_tandem_run_id`; Prometheus drops those that begin
-    with `__meta_`, unless it is told to keep them."""
+    with `__meta_`, unless it is told to keep them. The name of a worker begins with its kind and
+    its session's id: who reads the metrics sees which sessions there are, and not whose."""
 
     targets: list[str]
     labels: dict[str, str]
 
 
-@router.operation("GET", "/metrics/targets", role="admin")
+@router.operation("GET", "/metrics/targets", role="metrics")
 async def metrics_targets(gateway: GatewayDep) -> list[TargetGroup]:
     """Return the addresses of the workers' metrics, as Prometheus' HTTP service discovery asks for
     them. The gateway's own are at /metrics."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import jwt
 import pytest
 
-from gateway.auth.identity import Identity
+from gateway.auth.identity import Caller, Identity, Readers
 from gateway.auth.keys import KeyStore, digest_of, id_of
 from gateway.storage.database import Database
 from tandem.errors import TokenRefused, Unauthenticated
@@ -112,3 +112,11 @@ def test_a_token_does_not_outlive_its_key():
     token = known.issue(known.identify(KEY.encode()))
     claims = jwt.decode(token, SIGNING_KEY, algorithms=["HS256"])
     assert claims["exp"] == int(ends)
+
+
+def test_a_key_for_metrics_sees_nothing_of_its_own_owner_and_lends_nothing():
+    scraper = Caller(owner="ann", key_id="k-1", role="metrics")
+    assert not scraper.may_see("ann")
+    assert not scraper.may_change
+    assert not Readers((scraper,)).may_read(owner="ann", public=False)
+    assert Caller(owner="ann", key_id="k-2", role="reader").may_see("ann")
