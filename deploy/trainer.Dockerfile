@@ -1,5 +1,5 @@
 # The image of trainers, and of an agent that starts them: docker build -f deploy/trainer.Dockerfile .
-ARG BASE_IMAGE=python:3.11-slim-bookworm
+ARG BASE_IMAGE=python:3.11.16-slim-bookworm@sha256:528257d48c1da0dcecc2e725d1ae34498d60c965f1241e39cd6a85a8859bdf84
 
 FROM ${BASE_IMAGE} AS build
 ARG TANDEM_BUILD=cpu

@@ -18,6 +18,7 @@ FILE: Mapping[str, Any] = yaml.safe_load(TEXT)
 SERVICES: Mapping[str, Any] = FILE["services"]
 LASTING = {name: service for name, service in SERVICES.items() if name != "setup"}
 OURS = {name: service for name, service in SERVICES.items() if "build" in service}
+PINNED = re.compile(r"([a-z][a-z0-9/]*:v?\d+\.\d+[a-z0-9.-]*)@(sha256:[0-9a-f]{64})")
 DOCKERFILES = sorted((ROOT / "deploy").glob("*.Dockerfile"))
 
 
@@ -92,6 +93,20 @@ def test_images_are_of_this_version_and_of_the_build_of_their_profile():
         assert (ROOT / build["dockerfile"]) in DOCKERFILES
         wanted = "gpu" if name.endswith("-gpu") and "gateway" not in name else "cpu"
         assert build["args"]["TANDEM_BUILD"] == wanted
+
+
+def test_the_images_of_others_are_of_one_patch_version_by_digest_and_the_same_everywhere():
+    database = (ROOT / "k8s" / "components" / "database" / "database.yaml").read_text()
+    texts = [TEXT, database, *(file.read_text() for file in DOCKERFILES)]
+    pinned = [PINNED.findall(text) for text in texts]
+    assert [len(found) for found in pinned] == [3, 1] + [1] * len(DOCKERFILES)
+    digests = {image: digest for found in pinned for image, digest in found}
+    assert {(image, digest) for found in pinned for image, digest in found} == set(digests.items())
+    assert {image.partition(":")[0] for image in digests} == {
+        "python",
+        "postgres",
+        "prom/prometheus",
+    }
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
