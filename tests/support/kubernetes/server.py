@@ -367,16 +367,20 @@ def _selected(body: dict, query: dict[str, str]) -> bool:
 
 class Session:
     """Stands for the connections of one client. One that is `severed` reaches nobody, as that of a
-    gateway that was killed: from request `sever_at` on, which is still carried out or not."""
+    gateway that was killed: from request `sever_at` on, which is still carried out or not. One that
+    is not `awake` is that of a machine that is paused: what it sends and is told waits."""
 
     def __init__(self, server: FakeServer) -> None:
         self.server = server
         self.severed = asyncio.Event()
+        self.awake = asyncio.Event()
+        self.awake.set()
         self.sever_at: int | None = None
         self.sever_after = False
         self.requests = 0
 
     async def request(self, *, method: str, url: str, data: str | None = None, **_others: object):
+        await self.awake.wait()
         if "watch=true" not in url:
             if self.requests == self.sever_at:
                 if self.sever_after:
@@ -388,16 +392,16 @@ class Session:
         answer = await self.server.handle(method, url, data)
         if isinstance(answer, Answer):
             return _Response(answer.status, dict(answer.headers), answer.body)
-        return _Response(200, {}, "", content=_lines(answer, self.severed))
+        return _Response(200, {}, "", content=self._lines(answer))
+
+    async def _lines(self, events: AsyncIterator[dict]) -> AsyncIterator[bytes]:
+        async for event in events:
+            await self.awake.wait()
+            if self.severed.is_set():
+                await asyncio.Event().wait()
+            yield json.dumps(event).encode() + b"\n"
 
     async def close(self) -> None: ...
-
-
-async def _lines(events: AsyncIterator[dict], severed: asyncio.Event) -> AsyncIterator[bytes]:
-    async for event in events:
-        if severed.is_set():
-            await asyncio.Event().wait()
-        yield json.dumps(event).encode() + b"\n"
 
 
 class _Response(SimpleNamespace):

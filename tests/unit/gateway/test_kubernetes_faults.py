@@ -1,188 +1,19 @@
-"""A gateway that dies between any two calls, and an API server that does not answer well."""
+"""An API server that does not answer well."""
 
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 
-from tandem.errors import WorkerMayRun, WorkerStartFailed
+from gateway.workers.launchers.kubernetes.api import PODS
+from tandem.errors import WorkerMayRun
 from tests.support.kubernetes.cluster import Image
 from tests.support.kubernetes.server import Answer, Hangs, Lost, refusal
-from tests.support.kubernetes.world import Gateway, on_cluster, running_cluster, spec, until
-from tests.support.virtual_time import run_in_virtual_time
+from tests.support.kubernetes.world import Gateway, on_cluster, spec, until
 
-NODES = 2
 NAME = "trainer-s-1-0"
-
-
-async def live(gateway: Gateway) -> None:
-    """Start a worker of two pods, let it serve, and stop it."""
-    await gateway.open()
-    await gateway.run(NAME)
-    await gateway.launcher.stop(NAME)
-    await until(lambda: not gateway.cluster.owned())
-
-
-def requests_of_a_life() -> int:
-    async def count() -> int:
-        async with running_cluster() as cluster:
-            gateway = Gateway(cluster, nodes=NODES, idle=1)
-            await live(gateway)
-            await gateway.close()
-            return gateway.session.requests
-
-    return run_in_virtual_time(count())
-
-
-def test_a_gateway_that_is_killed_between_any_two_calls_leaves_nothing_and_adopts_what_runs():
-    adopted, removed = 0, 0
-    for cut in range(requests_of_a_life()):
-        for carried_out in (False, True):
-            number = run_in_virtual_time(killed_at(cut, carried_out=carried_out))
-            adopted, removed = adopted + number, removed + (1 - number)
-    assert adopted >= 2  # it served, and nobody had asked it to end
-    assert removed > 10
-
-
-async def killed_at(cut: int, *, carried_out: bool) -> int:
-    """Return how many workers the next gateway adopts; nothing else is left, and nothing at all
-    once that is stopped."""
-    async with running_cluster() as cluster:
-        first = Gateway(cluster, nodes=NODES, idle=1, epoch=1)
-        first.session.sever_at, first.session.sever_after = cut, carried_out
-        life = asyncio.create_task(live(first))
-        await until(lambda: life.done() or first.session.severed.is_set())
-        life.cancel()
-        await first.die()
-        await asyncio.sleep(3)  # a node may be about to run a pod
-        running = sorted(
-            pod["metadata"]["name"]
-            for pod in cluster.all("pods")
-            if pod["status"]["phase"] == "Running" and "deletionTimestamp" not in pod["metadata"]
-        )
-        second = Gateway(cluster, nodes=NODES, idle=1, epoch=2)
-        found = await second.open()
-        assert len(found) == (len(running) == NODES), (cut, carried_out)
-        if found:
-            assert found[0].secret == f"secret of {NAME}"
-            await second.launcher.wait_ready(NAME)
-        assert cluster.owned().get("pods", []) == (running if found else [])
-        await second.launcher.stop(NAME)
-        await until(lambda: not cluster.owned())
-        await second.close()
-        return len(found)
-
-
-@on_cluster()
-async def test_the_next_gateway_adopts_a_worker_and_hears_of_its_end(cluster):
-    first, second = Gateway(cluster, epoch=1), Gateway(cluster, epoch=2)
-    await first.open()
-    handle = await first.run("trainer-s-1-0")
-    await first.close()
-    pod = cluster.pod("trainer-s-1-0")["metadata"]["uid"]
-    assert await second.open() == [handle]
-    await second.launcher.wait_ready("trainer-s-1-0")
-    await asyncio.sleep(100)
-    assert cluster.pod("trainer-s-1-0")["metadata"]["uid"] == pod
-    cluster.exit("trainer-s-1-0", code=3)
-    await until(lambda: second.exits)
-    await second.close()
-
-
-@pytest.mark.parametrize("pull", [0, 1000])
-def test_a_pod_that_ends_on_a_lost_node_keeps_no_gateway_from_its_start(pull):
-    @on_cluster()
-    async def test(cluster):
-        cluster.images["worker:1"] = Image(pull=pull)
-        first = Gateway(cluster, epoch=1)
-        await first.open()
-        start = asyncio.create_task(first.launcher.start(spec(NAME)))
-        await asyncio.sleep(10)
-        start.cancel()
-        await first.die()
-        cluster.lose_node(cluster.pod(NAME)["spec"]["nodeName"])
-        cluster.delete("pods", NAME)
-        second = Gateway(cluster, epoch=2, node_lost=100)
-        assert await second.open() == []
-        assert "pods" not in cluster.owned()
-        await second.close()
-
-    test()
-
-
-@on_cluster()
-async def test_what_a_superseded_gateway_makes_late_is_deleted_and_it_touches_nothing(cluster):
-    first, second = Gateway(cluster, epoch=1), Gateway(cluster, epoch=2)
-    await first.open()
-    await second.open()
-    await second.run("trainer-s-2-0")
-    await until(lambda: first.superseded)
-    _, late = await first.maker.make(spec("trainer-s-1-0"))
-    cluster.put("secrets", late.secret)
-    cluster.put("pods", {**late.pods[0], "status": {"phase": "Pending"}})
-    await until(lambda: cluster.owned()["pods"] == ["trainer-s-2-0"])
-    await until(lambda: cluster.owned()["secrets"] == ["trainer-s-2-0"])
-    assert second.exits == []
-    await first.die()
-    await second.close()
-
-
-@on_cluster()
-async def test_what_an_earlier_gateway_made_late_is_not_taken_for_the_own(cluster):
-    first, second = Gateway(cluster, epoch=1), Gateway(cluster, epoch=2)
-    await second.open()
-    _, late = await first.maker.make(spec(NAME))
-    second.launcher._reconciler.sweeps = False
-    for plural, body in (("secrets", late.secret), ("pods", late.pods[0])):
-        cluster.put(plural, {**body, "status": {"phase": "Pending"}})
-    uids = {cluster.get(plural, NAME)["metadata"]["uid"] for plural in ("secrets", "pods")}
-    await asyncio.sleep(1)
-    await second.run(NAME)
-    assert cluster.pod(NAME)["metadata"]["uid"] not in uids
-    assert cluster.get("secrets", NAME)["metadata"]["uid"] not in uids
-    await second.close()
-
-
-@on_cluster()
-async def test_a_gateway_whose_worker_was_adopted_learns_that_it_was_superseded(cluster):
-    first, second = Gateway(cluster, epoch=1), Gateway(cluster, epoch=2)
-    await first.open()
-    handle = await first.run(NAME)
-    assert await second.open() == [handle]
-    await until(lambda: first.superseded, seconds=5)
-    assert not second.superseded
-    await first.die()
-    await second.launcher.stop(NAME)
-    assert second.exits == []
-    await second.close()
-
-
-@on_cluster()
-async def test_objects_of_others_are_never_touched_and_never_taken(cluster):
-    gateway = Gateway(cluster, idle=0)
-    other = {"metadata": {"name": "trainer-s-1-0", "labels": {"tandem.dev/instance": "other"}}}
-    cluster.put("secrets", other)
-    await gateway.open()
-    with pytest.raises(WorkerStartFailed, match="there is a Secret trainer-s-1-0 that is not"):
-        await gateway.launcher.start(spec("trainer-s-1-0"))
-    await gateway.launcher.stop("trainer-s-1-0")
-    await asyncio.sleep(100)
-    assert cluster.owned() == {"secrets": ["trainer-s-1-0"]}
-    await gateway.close()
-
-
-@on_cluster()
-async def test_the_end_of_the_deployment_ends_its_workers(cluster):
-    gateway = Gateway(cluster)
-    await gateway.open()
-    await gateway.run("trainer-s-1-0")
-    cluster.collect(cluster.get("deployments", "tandem")["metadata"]["uid"])
-    await until(lambda: not cluster.owned())
-    await gateway.close()
-
-
-# --- The API server --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("verb", ["create", "delete", "get", "list"])
@@ -215,6 +46,36 @@ def test_each_call_may_fail_once_and_the_worker_comes_and_goes_all_the_same(verb
         await gateway.close()
 
     test()
+
+
+@on_cluster()
+async def test_a_worker_is_not_gone_before_it_is_known_what_a_lost_creation_has_made(cluster):
+    gateway = Gateway(cluster, api_timeout=20)
+    await gateway.open()
+    cluster._watch = silent
+    cluster.close_watches()
+    await asyncio.sleep(2)
+    lost = False
+
+    def meddle(call):
+        nonlocal lost
+        if call.rule != ("create", "pods"):
+            return None
+        if lost:
+            return refusal(503, "ServiceUnavailable", "away")
+        lost = True
+        raise Lost(after=True)
+
+    cluster.meddle = meddle
+    start = asyncio.create_task(gateway.launcher.start(spec(NAME)))
+    await until(lambda: cluster.all("pods"))
+    with pytest.raises(WorkerMayRun, match="not gone yet"):
+        await gateway.launcher.stop(NAME)
+    assert cluster.all("pods")
+    await until(lambda: not cluster.all("pods"))
+    await gateway.launcher.stop(NAME)
+    await asyncio.gather(start, return_exceptions=True)
+    await gateway.close()
 
 
 @on_cluster()
@@ -294,6 +155,53 @@ async def test_an_end_that_happened_while_the_api_server_was_away_is_told_afterw
     assert gateway.exits == []
     cluster.meddle = lambda _call: None
     await until(lambda: gateway.exits)
+    await gateway.close()
+
+
+@on_cluster()
+async def test_a_watch_that_breaks_goes_on_where_it_was_and_misses_nothing(cluster):
+    gateway = Gateway(cluster, resync=1000)
+    await gateway.open()
+    await gateway.run(NAME)
+    before = len(cluster.calls)
+    cluster.close_watches(broken=True)
+    cluster.run_out_of_memory(NAME)
+    await until(lambda: gateway.exits)
+    await until(lambda: gateway.launcher.reports)
+    assert "list" not in {call.verb for call in cluster.calls[before:]}
+    await gateway.close()
+
+
+@on_cluster()
+async def test_a_watch_that_is_refused_for_some_time_is_asked_for_after_it_and_goes_on(cluster):
+    gateway = Gateway(cluster, resync=1000)
+    await gateway.open()
+    await gateway.run(NAME)
+    asked: list[float] = []
+
+    def meddle(call):
+        if call.rule != ("watch", "pods"):
+            return None
+        asked.append(call.at)
+        return refusal(429, "TooManyRequests", "", retry_after=40) if len(asked) < 3 else None
+
+    cluster.meddle = meddle
+    before = len(cluster.calls)
+    cluster.latency = 3.0
+    other = asyncio.create_task(gateway.launcher._api.read(PODS, NAME))
+    await asyncio.sleep(0.1)
+    cluster.latency = 0.0
+    cluster.close_watches(broken=True)
+    await until(lambda: len(asked) == 1)
+    await other  # is answered, which does not say that watches are
+    await until(lambda: len(asked) == 2)
+    assert not gateway.launcher.reports
+    cluster.run_out_of_memory(NAME)
+    await until(lambda: gateway.exits)
+    assert len(asked) == 3
+    assert [round(later - earlier) for earlier, later in pairwise(asked)] == [40, 40]
+    assert "list" not in {call.verb for call in cluster.calls[before:]}
+    await until(lambda: gateway.launcher.reports)
     await gateway.close()
 
 

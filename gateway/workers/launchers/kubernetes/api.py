@@ -6,7 +6,8 @@ read of an answer is said in `observed`.
 
 A call that the server does not answer, or answers with 429 or 5xx, is made again with growing
 pauses, at least as long as the server asks for, until its time is over. While the server does not
-answer, one call at a time asks whether it does again: fifty that wait are no storm.
+answer, one call at a time asks whether it does again, and so do watches that broke: fifty that wait
+are no storm.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -63,7 +64,12 @@ class ApiFault(Exception):
 
 
 class Unanswered(ApiFault):
-    """It is not known whether the call was carried out."""
+    """It is not known whether the call was carried out. `retry_after`: the seconds for which the
+    server wants to be left alone."""
+
+    def __init__(self, message: str, *, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class Refused(ApiFault):
@@ -140,30 +146,17 @@ class Api:
         return listed.items[0] if listed.items else None
 
     async def delete(
-        self,
-        resource: Resource,
-        name: str,
-        *,
-        uid: str,
-        version: str = "",
-        grace: int | None = None,
-    ) -> bool:
-        """Return whether there was one: that with the `uid`. With a `version`, nothing is done if
-        it has another by now. `grace`: how many seconds a pod may take to end; 0 forgets it though
-        its node has not said that it has."""
-        body: Object = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
-        if version:
-            body["preconditions"]["resourceVersion"] = version
+        self, resource: Resource, name: str, *, uid: str, version: str, grace: int | None = None
+    ) -> None:
+        """Delete an object as it was seen: with this uid, and this version, for pods and claims of
+        which others write the state; "": any. Raises `Refused` with status 404 when it is gone,
+        and 409 when there is another, or it has changed. `grace`: how many seconds a pod may take
+        to end; 0 forgets it though its node has not said that it has."""
+        seen = {"uid": uid} | ({"resourceVersion": version} if version else {})
+        body: Object = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": seen}
         if grace is not None:
             body["gracePeriodSeconds"] = grace
-        try:
-            await self._call(_Request("DELETE", resource.path + "/{name}", name=name, body=body))
-        except Refused as error:
-            if error.status not in (404, 409):
-                raise
-            there = await self.find(resource, name) if error.status == 409 else None
-            return there is not None and there["metadata"]["uid"] == uid
-        return True
+        await self._call(_Request("DELETE", resource.path + "/{name}", name=name, body=body))
 
     async def label(self, resource: Resource, name: str, labels: Mapping[str, str | None]) -> None:
         """Give an object labels; those that are None are taken away."""
@@ -197,28 +190,36 @@ class Api:
         self, resource: Resource, *, version: str, labels: str, seconds: float
     ) -> AsyncIterator[WatchEvent]:
         """Yield what becomes of the objects after a version, until the server ends it, as it should
-        after so many seconds. Raises `Unanswered`, and `Refused` with status 410 when the version
-        is too old."""
+        after so many seconds; first a BOOKMARK, as soon as the server has agreed. Raises
+        `Unanswered`, and `Refused` with status 410 when the version is too old."""
         query = _selectors(labels=labels) | {
             "watch": "true",
             "resourceVersion": version,
             "allowWatchBookmarks": "true",
-            "timeoutSeconds": str(int(seconds)),
+            "timeoutSeconds": str(max(1, int(seconds))),
         }
         patient = aiohttp.ClientTimeout(sock_connect=self._timeout)
         request = _Request("GET", resource.path, query=query)
-        try:
-            async with self._answer(request, patient) as answer:
-                if answer.status != 200:
-                    raise _refused(answer.status, await answer.read())
+        async with AsyncExitStack() as opened:
+            async with self._turn():
+                try:
+                    async with asyncio.timeout(self._timeout):
+                        answer = await opened.enter_async_context(self._answer(request, patient))
+                        refusal = b"" if answer.status == 200 else await answer.read()
+                except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                    raise self._failed(_said(error)) from error
+                await self._judge(answer, refusal)
+            yield WatchEvent("BOOKMARK", {"metadata": {"resourceVersion": version}})
+            try:
                 async for line in answer.response.content:
                     event = orjson.loads(line)
                     if event["type"] == "ERROR":
                         status = event["object"]
                         raise _refused(status.get("code", 500), orjson.dumps(status))
                     yield WatchEvent(event["type"], event["object"])
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise Unanswered(f"a watch of {resource.plural} broke: {_said(error)}") from error
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                said = f"a watch of {resource.plural} broke: {_said(error)}"
+                raise Unanswered(said) from error
 
     async def close(self) -> None:
         if self._client is not None:
@@ -239,24 +240,27 @@ class Api:
             async with asyncio.timeout(self._patience):
                 while True:
                     try:
-                        return await self._send_in_turn(request)
-                    except _Again as again:
-                        await asyncio.sleep(max(again.pause, _jittered(pause)))
+                        async with self._slots, self._turn():
+                            return await self._exchange(request)
+                    except Unanswered as error:
+                        await asyncio.sleep(max(error.retry_after, jittered(pause)))
                         pause = min(2 * pause, _LONGEST_PAUSE)
         except TimeoutError:
             raise Unanswered(f"the API server does not answer ({self._said})") from None
 
-    async def _send_in_turn(self, request: _Request) -> bytes:
-        async with self._slots:
-            if not self._failures:
-                return await self._exchange(request)
-            async with self._asking:
-                if (wait := self._resume_at - asyncio.get_running_loop().time()) > 0:
-                    await asyncio.sleep(wait)
-                return await self._exchange(request)
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Wait, while the server does not answer, until it may be asked whether it does again."""
+        if not self._failures:
+            yield
+            return
+        async with self._asking:
+            if (wait := self._resume_at - asyncio.get_running_loop().time()) > 0:
+                await asyncio.sleep(wait)
+            yield
 
     async def _exchange(self, request: _Request) -> bytes:
-        """Send one request. Raises `_Again` when it is to be repeated."""
+        """Send one request. Raises `Unanswered` when it is to be repeated."""
         bound = aiohttp.ClientTimeout(total=self._timeout)
         try:
             async with (
@@ -264,18 +268,22 @@ class Api:
                 self._answer(request, bound) as answer,
             ):
                 content: bytes = await answer.read()
-                status, asked = answer.status, answer.headers.get("Retry-After", "")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._failed(_said(error), 0.0) from error
+            raise self._failed(_said(error)) from error
+        await self._judge(answer, content)
+        return content
+
+    async def _judge(self, answer: RESTResponse, content: bytes) -> None:
+        """Raise `Unanswered` or `Refused`, unless the server has done what it was asked."""
+        status, asked = answer.status, answer.headers.get("Retry-After", "")
         if status == 401:
             await self._renew_token()
         if status in (401, 429) or status >= 500:
             said = f"{status} {_refused(status, content)}"
-            raise self._failed(said, float(asked) if asked.isdecimal() else 0.0)
+            raise self._failed(said, retry_after=float(asked) if asked.isdecimal() else 0.0)
         self._failures = 0
         if status >= 400:
             raise _refused(status, content)
-        return content
 
     async def _renew_token(self) -> None:
         """Take a token as the first was got: that of a plugin expires."""
@@ -285,12 +293,12 @@ class Api:
             self._client.configuration.api_key = fresh.configuration.api_key
             await fresh.close()
 
-    def _failed(self, why: str, asked: float) -> _Again:
+    def _failed(self, why: str, *, retry_after: float = 0.0) -> Unanswered:
         self._failures += 1
         self._said = why
         pause = min(_FIRST_PAUSE * 2.0 ** min(self._failures, 16), _LONGEST_PAUSE)
-        self._resume_at = asyncio.get_running_loop().time() + max(asked, _jittered(pause))
-        return _Again(pause=asked)
+        self._resume_at = asyncio.get_running_loop().time() + max(retry_after, jittered(pause))
+        return Unanswered(f"the API server does not answer ({why})", retry_after=retry_after)
 
     @asynccontextmanager
     async def _answer(
@@ -324,14 +332,6 @@ class _Request:
     content_type: str = "application/json"
 
 
-class _Again(Exception):
-    """The request is to be repeated, not before `pause` seconds."""
-
-    def __init__(self, *, pause: float) -> None:
-        super().__init__()
-        self.pause = pause
-
-
 def _selectors(*, labels: str = "", fields: str = "") -> dict[str, str]:
     chosen = {"labelSelector": labels, "fieldSelector": fields}
     return {key: value for key, value in chosen.items() if value}
@@ -351,5 +351,6 @@ def _said(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _jittered(pause: float) -> float:
+def jittered(pause: float) -> float:
+    """Return a pause by which callers that wait at once do not ask at once."""
     return pause * (1 + _JITTER * random.random())

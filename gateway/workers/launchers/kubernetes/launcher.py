@@ -212,17 +212,21 @@ class KubernetesLauncher:
         return [each.running.result() for each in reconciler.workers.values()]
 
     async def _supersede(self) -> None:
-        """Have an earlier gateway see the newer epoch on a pod, if any was adopted, before it sees
-        that others are deleted. Raises `WorkerMayRun`."""
+        """Put the own epoch on each pod that was adopted, before others are deleted: an earlier
+        gateway that sees one knows that it was superseded, and what it was about to delete is no
+        more as it saw it. Raises `WorkerMayRun`."""
         adopted = [pod for each in self._reconciler.workers.values() for pod in each.pods]
-        for pod in adopted:
-            try:
-                await self._api.annotate(PODS, pod, {EPOCH: str(self._epoch)})
-            except ApiFault as error:
-                if isinstance(error, Refused) and error.status == 404:
-                    continue
-                raise WorkerMayRun(f"the cluster cannot be told who adopts: {error}") from error
-            return
+        try:
+            await asyncio.gather(*(self._take_over(pod) for pod in adopted))
+        except ApiFault as error:
+            raise WorkerMayRun(f"the cluster cannot be told who adopts: {error}") from error
+
+    async def _take_over(self, pod: str) -> None:
+        try:
+            await self._api.annotate(PODS, pod, {EPOCH: str(self._epoch)})
+        except Refused as error:
+            if error.status != 404:
+                raise
 
     async def _read_specs(self) -> dict[str, WorkerSpec]:
         listed = await self._api.list(SECRETS, labels=self._reconciler.secrets.labels)

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from gateway.workers.launchers.kubernetes.api import (
     CLAIMS,
+    PODS,
     Api,
     Refused,
     Resource,
@@ -168,18 +169,27 @@ class Steps:
     def delete(
         self, view: AnyView, one: Observed, *, worker: Worker | str, grace: int | None = None
     ) -> None:
-        """Begin to delete an object; not again before the view can have told of it. A claim is
-        left alone if it has changed: it may have come into use."""
+        """Begin to delete an object; not again before the view can have told of it. A pod or a
+        claim is left alone if it has changed, and judged anew: a newer gateway may have taken the
+        pod over, or the claim may have come into use."""
         key = (view.resource.plural, one.name)
 
         async def delete() -> None:
-            uid = one.metadata.uid
-            version = one.metadata.resource_version if view.resource is CLAIMS else ""
-            if not await self._api.delete(
-                view.resource, one.name, uid=uid, version=version, grace=grace
-            ):
-                view.forget(one.name, uid=uid)
-            self.put_off(key, _AGAIN)
+            resource, seen = view.resource, one.metadata
+            version = seen.resource_version if resource in (PODS, CLAIMS) else ""
+            try:
+                await self._api.delete(
+                    resource, one.name, uid=seen.uid, version=version, grace=grace
+                )
+            except Refused as error:
+                if error.status not in (404, 409):
+                    raise
+                found = await self._api.find(resource, one.name)
+                if found is not None and Observed.model_validate(found).metadata == seen:
+                    raise  # something else is in the way
+                view.correct(one, found)
+            else:
+                self.put_off(key, _AGAIN)
 
         self.begin(key, delete, worker=worker)
 

@@ -1,8 +1,14 @@
-"""The gateway's objects of one kind, as list and watch show them."""
+"""The gateway's objects of one kind, as list and watch show them.
+
+A watch that ends or breaks is gone on with where it was; all is listed anew only when that version
+is too old, and now and then anyhow. While the server refuses watches, or does not answer, it is
+asked less and less often, as it wants to be.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -14,6 +20,7 @@ from gateway.workers.launchers.kubernetes.api import (
     Resource,
     Unanswered,
     WatchEvent,
+    jittered,
 )
 from gateway.workers.launchers.kubernetes.observed import Observed
 from gateway.workers.launchers.kubernetes.templates import Object
@@ -23,7 +30,7 @@ Kind = TypeVar("Kind", bound=Observed)
 
 _PAUSE = 1.0
 _LONGEST_PAUSE = 15.0
-"""Between lists, while no watch lasts as long as that."""
+"""Between calls, while no watch lasts as long as that."""
 _LATE = 5.0
 """Seconds by which the end of a watch may be late: one that brings nothing may be cut off."""
 
@@ -56,6 +63,9 @@ class View(Generic[Kind]):
         self._resync = resync
         self._changed = changed
         self._pause = _PAUSE
+        self._version = ""
+        """From which a watch goes on; "": all is to be listed first."""
+        self._list_at = 0.0
         self._log = get_log(resource=resource.plural)
 
     def of(self, worker_id: str) -> list[Kind]:
@@ -69,9 +79,16 @@ class View(Generic[Kind]):
             self._put(seen)
             self._noted.add(seen.name)
 
-    def forget(self, name: str, *, uid: str) -> None:
-        """Take it that an object is gone, which the API server has said."""
-        self._remove(name, uid=uid)
+    def correct(self, judged: Observed, found: Object | None) -> None:
+        """Take what was found of an object instead of what it was judged by, unless a watch has
+        told of it since; None: it is gone."""
+        if self.objects.get(judged.name) is not judged:
+            return
+        if found is None:
+            self._remove(judged.name)
+        else:
+            self._put(self._model.model_validate(found))
+            self._noted.add(judged.name)
 
     async def follow(self) -> None:
         """Follow for ever."""
@@ -80,18 +97,43 @@ class View(Generic[Kind]):
                 await self._follow_once()
                 continue
             except ApiFault as error:
-                if not (isinstance(error, Refused) and error.status == 410):  # too old: list anew
+                asked = error.retry_after if isinstance(error, Unanswered) else 0.0
+                if isinstance(error, Refused) and error.status == 410:  # too old: list anew
+                    self._version = ""
+                else:
                     self._log.warning("cluster_not_seen", reason=str(error))
-                    self.current = False
             except Exception:  # noqa: BLE001 - whatever was answered, it is asked again
                 self._log.exception("cluster_not_seen")
-                self.current = False
-            await asyncio.sleep(self._pause)
+                asked, self._version = 0.0, ""
+            self.current = False
+            await asyncio.sleep(max(asked, jittered(self._pause)))
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     async def _follow_once(self) -> None:
-        """List, and watch until it is time to list again."""
+        """Watch from where it was told of last, until it is time to list; list first if it is."""
         loop = asyncio.get_running_loop()
+        if not self._version or self._list_at - loop.time() <= 1:
+            await self._list()
+        left, opened = self._list_at - loop.time(), math.inf
+        events = self._api.watch(
+            self.resource, version=self._version, labels=self.labels, seconds=left
+        )
+        try:
+            async with asyncio.timeout(left + _LATE):
+                async for event in events:
+                    opened = min(opened, loop.time())
+                    self.current = True
+                    self._note_event(event)
+                    self._version = event.object["metadata"]["resourceVersion"]
+        except TimeoutError:
+            raise Unanswered("a watch does not end") from None
+        finally:
+            if loop.time() - opened >= _LONGEST_PAUSE:
+                self._pause = _PAUSE
+        if loop.time() - opened < _PAUSE:  # a server that closes every watch is asked no faster
+            await asyncio.sleep(_PAUSE)
+
+    async def _list(self) -> None:
         self._noted.clear()
         listed = await self._api.list(self.resource, labels=self.labels)
         seen = [self._model.model_validate(each) for each in listed.items]
@@ -101,24 +143,8 @@ class View(Generic[Kind]):
             self._put(each)
         self.current = True
         self.listed.set()
-        version, until = listed.version, loop.time() + self._resync
-        while (left := until - loop.time()) > 1:
-            began = loop.time()
-            events = self._api.watch(
-                self.resource, version=version, labels=self.labels, seconds=left
-            )
-            try:
-                async with asyncio.timeout(left + _LATE):
-                    async for event in events:
-                        version = event.object["metadata"]["resourceVersion"]
-                        self._note_event(event)
-            except TimeoutError:
-                raise Unanswered("a watch does not end") from None
-            finally:
-                if loop.time() - began >= _LONGEST_PAUSE:
-                    self._pause = _PAUSE
-            if loop.time() - began < _PAUSE:  # a server that closes every watch is asked no faster
-                await asyncio.sleep(_PAUSE)
+        self._version = listed.version
+        self._list_at = asyncio.get_running_loop().time() + self._resync
 
     def _note_event(self, event: WatchEvent) -> None:
         if event.type == "BOOKMARK":
