@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import cast
 
-import orjson
 import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -56,8 +55,9 @@ from gateway.workers.epoch import Epoch, epoch_without_lease
 from gateway.workers.launchers import Launcher, load_launcher, make_launcher
 from tandem.errors import StorageFailed, TandemError
 from tandem.heartbeat import send_heartbeats
+from tandem.process_birth import born
 from tandem.settings import GatewaySettings
-from tandem.stack import ENDPOINT_NAME, SENTENCE
+from tandem.stack import ENDPOINT_NAME, SENTENCE, Endpoint
 from tandem.telemetry import configure_logging, get_log
 from tandem.worker import set_process_limits
 
@@ -255,8 +255,9 @@ class GatewayServer(uvicorn.Server):
             self._heart = asyncio.create_task(send_heartbeats())
 
     def _announce(self) -> None:
-        endpoint = {"url": self.url, "pid": os.getpid(), "api_key": self.gateway.api_key}
-        write_private(self._announcement, orjson.dumps(endpoint))
+        pid = os.getpid()
+        endpoint = Endpoint(url=self.url, pid=pid, born=born(pid), api_key=self.gateway.api_key)
+        write_private(self._announcement, endpoint.model_dump_json().encode())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle SIGTERM and SIGINT, also those that come before the server serves or after it."""

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tandem.errors import InvalidRequest, ServerError, WorkerStartFailed
 from tandem.heartbeat import HEARTBEAT_FD, Heartbeats
+from tandem.process_birth import born
 from tandem.settings import GatewaySettings
 from tandem.worker import die_with_parent, without_secrets
 
@@ -44,12 +45,14 @@ _MOST_ENDS_WITHIN = 60.0
 
 
 class Endpoint(BaseModel):
-    """Where a gateway listens: the content of `DATA/gateway.json` (mode 0600)."""
+    """Where a gateway listens: the content of `DATA/gateway.json` (mode 0600). `born` tells its
+    process from another one with its `pid`."""
 
     model_config = ConfigDict(frozen=True)
 
     url: str
     pid: int
+    born: str = ""
     api_key: str = Field(repr=False)
 
     def client(self, *, timeout: float = 60.0) -> httpx.Client:
@@ -63,13 +66,13 @@ class Endpoint(BaseModel):
 
 
 def read_endpoint(data_dir: Path) -> Endpoint | None:
-    """Return the endpoint that a running gateway has announced in this data directory, if any."""
+    """Return the endpoint that a gateway has announced in this data directory, if that one runs,
+    and here: in another host or container, it has a loopback of its own."""
     try:
         endpoint = Endpoint.model_validate_json((data_dir / ENDPOINT_NAME).read_bytes())
-        os.kill(endpoint.pid, 0)
     except (OSError, ValidationError):
         return None
-    return endpoint
+    return endpoint if endpoint.born and endpoint.born == born(endpoint.pid) else None
 
 
 class Stack:

@@ -11,14 +11,12 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import sys
 import time
 from pathlib import Path
 
-import psutil
-
 from tandem.agent.worker_process import group_members, kill_group
 from tandem.errors import WorkerStartFailed
+from tandem.process_birth import born, namespace
 from tandem.telemetry import get_log
 
 FILE_NAME = "agent.groups"
@@ -30,7 +28,6 @@ start."""
 _PATIENCE = 60.0
 _POLL_SECONDS = 0.05
 _GROUP = re.compile(r"(\d+) (\S.*?) *", re.ASCII)
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class ProcessGroups:
@@ -46,7 +43,7 @@ class ProcessGroups:
         `WorkerStartFailed` when something stays."""
         earlier, size = self._read()
         deadline = time.monotonic() + _PATIENCE
-        while left := [pgid for pgid, born in earlier.items() if _is_left(pgid, born)]:
+        while left := [pgid for pgid, since in earlier.items() if _is_left(pgid, since)]:
             if time.monotonic() > deadline:
                 raise WorkerStartFailed(
                     f"processes of an earlier agent's workers do not end: {_members(left)}"
@@ -64,7 +61,7 @@ class ProcessGroups:
         if 0 not in self._lines:
             self._lines.append(0)
         number = self._lines.index(0)
-        self._write(number, f"{pgid} {_born(pgid)}")
+        self._write(number, f"{pgid} {born(pgid)}")
         self._lines[number] = pgid
 
     def remove(self, pgid: int) -> None:
@@ -80,7 +77,7 @@ class ProcessGroups:
             return {}, 0
         lines = self._path.read_text(errors="replace").splitlines()
         whole = [found.groups() for line in lines if (found := _GROUP.fullmatch(line))]
-        return {int(pgid): born for pgid, born in whole}, len(lines)
+        return {int(pgid): since for pgid, since in whole}, len(lines)
 
     def _write(self, first: int, *texts: str) -> None:
         try:
@@ -95,12 +92,12 @@ def _line(text: str) -> bytes:
     return text.encode().ljust(_LINE_BYTES - 1) + b"\n"
 
 
-def _is_left(pgid: int, born: str) -> bool:
+def _is_left(pgid: int, since: str) -> bool:
     """Whether processes of this very group run. Its number is not given to another process while
     there is one of it, also when the first one has ended; but then only that those who have it are
     a session of their own, as workers are, tells them from the group of a later program."""
-    first = _born(pgid)
-    same = first in ("", born) and born.startswith(_namespace())
+    first = born(pgid)
+    same = first in ("", since) and since.startswith(namespace())
     return same and any(_session(pid) == pgid for pid in group_members(pgid))
 
 
@@ -113,28 +110,3 @@ def _session(pid: int) -> int:
         return os.getsid(pid)
     except ProcessLookupError:  # it has just ended
         return 0
-
-
-def _born(pid: int) -> str:
-    """Return since when a process runs; "" if there is none."""
-    if sys.platform != "linux":
-        try:
-            return str(psutil.Process(pid).create_time())
-        except psutil.NoSuchProcess:
-            return ""
-    ticks = _ticks(pid)
-    return ticks and f"{_namespace()}{ticks}"
-
-
-def _namespace() -> str:
-    """Return what the numbers of processes are of: this boot of the machine and, as an agent in a
-    container sees only the processes there, which end with it, the first process of these."""
-    return f"{_BOOT_ID.read_text().strip()} {_ticks(1)} " if sys.platform == "linux" else ""
-
-
-def _ticks(pid: int) -> str:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return status.rpartition(")")[2].split()[19]  # not psutil's time: it moves with the clock

@@ -69,7 +69,8 @@ def running_gateway(data_dir: Path | None) -> Endpoint:
     endpoint = read_endpoint(directory)
     if endpoint is None:
         raise ServerError(
-            f"no gateway runs on {directory}; start one with `tandem up`, or name its --data-dir"
+            f"no gateway of this host or container runs on {directory}; start one with "
+            "`tandem up`, or name its --data-dir"
         )
     return endpoint
 

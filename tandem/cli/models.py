@@ -30,7 +30,7 @@ from tandem.cli.hub import Added, Show, Wanted, add_model
 from tandem.cli.tables import Column, byte_size, show_table
 from tandem.errors import UserError
 from tandem.settings import GatewaySettings
-from tandem.stack import answers, read_endpoint
+from tandem.stack import read_endpoint
 
 app = typer.Typer(help="Base models: add, remove and list.", no_args_is_help=True)
 
@@ -98,9 +98,7 @@ def _download(
     with _interruptible(), _progress() as show:
         added = add_model(wanted, say=say_aside, show=show)
     notes = list(added.notes)
-    # That of a gateway in another container can name a process that is here another one's.
-    registered = (endpoint := read_endpoint(data_dir)) is not None and answers(endpoint)
-    if registered:
+    if registered := read_endpoint(data_dir) is not None:
         answer = _register(data_dir, wanted.name, added.folder)
         notes += [str(answer["note"])] if answer["note"] else []
     if as_json:

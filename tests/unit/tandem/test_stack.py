@@ -3,11 +3,14 @@ process is started here."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from tandem.stack import Stack, _Supervised
+from tandem import process_birth
+from tandem.process_birth import born
+from tandem.stack import ENDPOINT_NAME, Endpoint, Stack, _Supervised, read_endpoint
 
 
 @pytest.fixture
@@ -84,3 +87,27 @@ def test_a_stack_that_ended_leaves_no_descriptors(tmp_path, monkeypatch):
     monkeypatch.setattr(stack, "_supervise", lambda: None)
     stack._run()
     assert set(Path("/proc/self/fd").iterdir()) <= before
+
+
+def announce(folder: Path, *, pid: int, since: str) -> Endpoint:
+    endpoint = Endpoint(url="http://127.0.0.1:9", pid=pid, born=since, api_key="tml-x")
+    (folder / ENDPOINT_NAME).write_text(endpoint.model_dump_json())
+    return endpoint
+
+
+def test_a_gateway_runs_where_its_own_process_does(tmp_path, monkeypatch):
+    me = os.getpid()
+    assert read_endpoint(tmp_path) is None
+    announced = announce(tmp_path, pid=me, since=born(me))
+    assert read_endpoint(tmp_path) == announced
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(process_birth, "namespace", lambda: "another container ")
+        announce(tmp_path, pid=me, since=born(me))
+    assert read_endpoint(tmp_path) is None, "its number is that of a process here"
+
+
+def test_a_gateway_whose_number_another_process_has_now_does_not_run(tmp_path):
+    announce(tmp_path, pid=os.getppid(), since=born(os.getpid()))
+    assert read_endpoint(tmp_path) is None
+    announce(tmp_path, pid=2**22 + 1, since="")
+    assert read_endpoint(tmp_path) is None, "there is no such process"
