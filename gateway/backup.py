@@ -139,11 +139,8 @@ async def restore(folder: Path | None, settings: GatewaySettings) -> Restored:
         epoch, replaced = 0, ""
         if folder is None:
             lease = await stack.enter_async_context(Lease.open(url=url, ttl=settings.lease_ttl))
-            try:  # a dump has the lease of the gateway that ran then, which nobody holds now
-                async with asyncio.timeout(2 * settings.lease_ttl):
-                    await lease.wait()
-            except TimeoutError as error:
-                raise InvalidRequest("a gateway uses the database; stop it first") from error
+            if not await lease.take_unless_used():
+                raise InvalidRequest("a gateway uses the database; stop it first")
             epoch = lease.epoch
         else:
             replaced = await asyncio.to_thread(_replace_sqlite, folder, settings)

@@ -43,9 +43,10 @@ async def answer(request: Request, settings: GatewaySettings) -> dict[str, objec
         epoch = 0
         if is_postgresql(url):
             lease = await stack.enter_async_context(Lease.open(url=url, ttl=settings.lease_ttl))
-            if not await lease.take():
+            if not await lease.take_unless_used():
                 raise InvalidRequest(
-                    "a gateway uses the database; ask that one (it is another data directory's)"
+                    "a gateway uses the database; ask that one (it is another data directory's, or "
+                    "runs in another container or on another host: run `tandem keys` there)"
                 )
             epoch = lease.epoch
         database = Database(url=url, data_dir=settings.data_dir, epoch=epoch)

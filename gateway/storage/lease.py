@@ -87,6 +87,17 @@ class Lease:
                 self._seen = None
             await asyncio.sleep(_POLL)
 
+    async def take_unless_used(self) -> bool:
+        """Take the lease, also from a holder that is no more, as that in a dump is: for that it has
+        to be watched for `ttl` seconds. Return False as soon as it has counted a beat. Raises
+        `StorageFailed`."""
+        taken = await self.take()
+        seen = self._seen
+        while not taken and self._seen == seen:
+            await asyncio.sleep(_POLL)
+            taken = await self.take()
+        return taken
+
     async def lost(self) -> None:
         """Count the beats, and return when another gateway has the lease. A database that cannot be
         reached is an outage of the storage, and no loss."""
