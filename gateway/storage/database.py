@@ -63,6 +63,7 @@ from tandem.errors import InvalidRequest, StorageFailed, StorageFull
 from tandem.telemetry import get_log
 
 if TYPE_CHECKING:
+    import psycopg
     from _typeshed import DataclassInstance
 
 _READERS = 4
@@ -92,6 +93,7 @@ _TIMEOUTS = "-c lock_timeout=10000 -c idle_in_transaction_session_timeout=5000"
 """Milliseconds. The latter is for a gateway that is frozen, and must not hold its lease's row."""
 _POSTGRESQL = {
     "fallback_application_name": "tandem",
+    "client_encoding": "utf8",
     "connect_timeout": 10,
     "tcp_user_timeout": 20_000,  # of a server that no longer acknowledges what was sent
     "keepalives_idle": 10,
@@ -644,9 +646,11 @@ def make_engine(url: str) -> Engine:
                 {"options": f"{given.query.get('options', '')} {_TIMEOUTS}"}
             )
             try:
-                return create_engine(
+                engine = create_engine(
                     given, connect_args=_POSTGRESQL, pool_pre_ping=True, json_serializer=_to_json
                 )
+                event.listen(engine, "connect", _check_postgresql, insert=True)
+                return engine
             except ModuleNotFoundError as error:
                 raise InvalidRequest(
                     "TANDEM_DATABASE_URL names PostgreSQL, whose driver is not installed; "
@@ -654,6 +658,18 @@ def make_engine(url: str) -> Engine:
                 ) from error
         case other:
             raise InvalidRequest(f"TANDEM_DATABASE_URL names a database {other!r}; {wanted}")
+
+
+def _check_postgresql(connection: DBAPIConnection, _record: object) -> None:
+    """Raise `InvalidRequest` for a database that cannot have all texts. Of SQL_ASCII the driver
+    gives bytes, so this comes before SQLAlchemy's own first queries."""
+    encoding = cast("psycopg.Connection", connection).info.parameter_status("server_encoding")
+    if encoding != "UTF8":
+        connection.close()
+        raise InvalidRequest(
+            f"the database of TANDEM_DATABASE_URL has the encoding {encoding}, and must have UTF8: "
+            "name one that was made with `createdb --encoding=UTF8 --template=template0`"
+        )
 
 
 def _prepare_sqlite(connection: DBAPIConnection, _record: object) -> None:

@@ -185,6 +185,21 @@ def test_a_url_of_no_such_database_is_refused_in_a_sentence(url, tmp_path):
         Database(url=url, data_dir=tmp_path)
 
 
+@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
+async def test_a_database_that_cannot_have_all_texts_is_refused_in_a_sentence(
+    server, tmp_path, encoding
+):
+    with psycopg.connect(server.url(), autocommit=True) as connection:
+        connection.execute(
+            f"CREATE DATABASE {encoding} ENCODING '{encoding}' TEMPLATE template0 "
+            "LOCALE_PROVIDER libc LOCALE 'C'"
+        )
+    database = Database(url=server.url(encoding.lower()), data_dir=tmp_path)
+    with pytest.raises(InvalidRequest, match=f"encoding {encoding}.*createdb --encoding=UTF8"):
+        await database.open()
+    await database.close()
+
+
 def test_a_gateway_outlives_a_restart_of_its_database(server, tmp_path):
     with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
         run = gate.run_id(gate.session_id())
