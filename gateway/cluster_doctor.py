@@ -106,6 +106,7 @@ class ClusterDoctor:
         if deployment is not None:  # what an overlay makes with it
             parts |= {
                 "volume": self._volume(chosen),
+                "accounts": self._accounts(chosen),
                 "rights": self._rights(deployment),
                 "network": self._network(),
             }
@@ -252,10 +253,13 @@ class ClusterDoctor:
             yield Finding(f"volume {name}", value, about, level="problem")
 
     def _gateway(self, deployment: Object | None, chosen: Chosen) -> Iterator[Finding]:
-        for role in ("trainer", "sampler"):
-            if not getattr(chosen.cluster, f"{role}_image"):
-                about = f"set TANDEM_KUBERNETES_{role.upper()}_IMAGE; without it none starts"
-                yield Finding(f"image of {role}s", "not set", about, level="problem")
+        images = {
+            "trainers": chosen.cluster.trainer_image,
+            "samplers": chosen.cluster.sampler_image,
+        }
+        own = "" if deployment is None else _containers(deployment)[0].get("image", "")
+        for role, image in images.items():
+            yield _image(role, image, own)
         if deployment is None:
             about = "there is no Deployment of this name (TANDEM_KUBERNETES_INSTANCE) yet"
             yield Finding("gateway", "absent", about, level="absent")
@@ -268,6 +272,20 @@ class ClusterDoctor:
         about = f"kubectl --namespace {self._namespace} logs deployment/{name} says more"
         fine = ready and len(serving) == 1
         yield Finding("gateway", value, "" if fine else about, "ok" if fine else "problem")
+
+    def _accounts(self, chosen: Chosen) -> Iterator[Finding]:
+        """Kubernetes makes no pod for an account that is not there."""
+        accounts = {
+            "trainers": chosen.cluster.trainer_service_account,
+            "samplers": chosen.cluster.sampler_service_account,
+        }
+        for role, account in accounts.items():
+            name = f"account of {role}"
+            if self._read(f"{self._in('v1')}/serviceaccounts/{account}") is not None:
+                yield Finding(name, account)
+                continue
+            about = "there is none, so that none starts: apply k8s/base/service-accounts.yaml"
+            yield Finding(name, f"{account}, absent", about, level="problem")
 
     def _rights(self, deployment: Object) -> Iterator[Finding]:
         account = deployment["spec"]["template"]["spec"].get("serviceAccountName", "default")
@@ -371,6 +389,28 @@ def _pool(pool: ClaimPoolSettings, most: int) -> Finding:
         about = f"no node has {pool.devices} devices: {most} at most; its pods would wait for ever"
         return Finding(name, value, about, level="problem")
     return Finding(name, value, f"for {' and '.join(f'{role}s' for role in pool.roles)}")
+
+
+def _image(role: str, image: str, own: str) -> Finding:
+    """`own` is the gateway's image, "" where it is not known."""
+    name = f"image of {role}"
+    if not image:
+        about = f"set TANDEM_KUBERNETES_{role[:-1].upper()}_IMAGE; without it none starts"
+        return Finding(name, "not set", about, level="problem")
+    if _tag(own) and _tag(image) and _tag(own) != _tag(image):
+        about = f"the gateway's has the tag {_tag(own)}: all three must be of one version"
+        return Finding(name, image, about, level="absent")
+    return Finding(name, image)
+
+
+def _tag(image: str) -> str:
+    """Return an image's tag; "" for one that is named by its digest alone, or not at all."""
+    return image.partition("@")[0].rpartition("/")[2].partition(":")[2]
+
+
+def _containers(deployment: Object) -> list[Object]:
+    found: list[Object] = deployment["spec"]["template"]["spec"]["containers"]
+    return found
 
 
 def _many(count: int, what: str) -> str:

@@ -31,6 +31,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tandem import __version__
 from tandem.certificate import Certificate
 from tandem.settings import SamplerSettings, TrainerSettings
 
@@ -38,6 +39,13 @@ WorkerKind = Literal["trainer", "sampler"]
 
 SECRET_METADATA_KEY = "x-tandem-worker-secret"
 """The gRPC metadata key under which every call carries the worker's secret."""
+
+PROTOCOL = 1
+"""Of what gateway and workers say to each other: raised by a change of calls or of the
+specification that the other side of before would misunderstand. They refuse one with another."""
+
+PROTOCOL_METADATA_KEY, VERSION_METADATA_KEY = "tandem-protocol", "tandem-version"
+"""The trailing metadata of a worker's health: its protocol, and its `own_version`."""
 
 OUT_OF_MEMORY_METADATA_KEY = "tandem-out-of-memory-at"
 """The trailing metadata of RESOURCE_EXHAUSTED: how many tokens of a micro-batch were too many for
@@ -118,6 +126,7 @@ class WorkerSpec(BaseModel):
     # An error must not quote its input: the secret would be in the log.
     model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
 
+    protocol: int = PROTOCOL
     worker_id: str
     kind: WorkerKind
     secret: str = Field(repr=False)
@@ -232,6 +241,13 @@ _SECRET_VARIABLES = re.compile(
     re.IGNORECASE,
 )
 _LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def own_version() -> str:
+    """Return the version of Tandem in this process, and the tag that its image was built with where
+    that is another. Literal example: "0.1.0 (image 2026-11-23)"."""
+    image = os.environ.get("TANDEM_IMAGE_VERSION", "")
+    return __version__ if image in ("", __version__) else f"{__version__} (image {image})"
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:

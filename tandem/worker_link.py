@@ -22,9 +22,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from pydantic import BaseModel, ConfigDict
+
 from tandem.background import in_background
+from tandem.errors import WorkerStartFailed
 from tandem.settings import PoolSettings
-from tandem.worker import MAX_SPEC_BYTES, WorkerReport, WorkerSpec, set_process_limits
+from tandem.worker import (
+    MAX_SPEC_BYTES,
+    PROTOCOL,
+    WorkerReport,
+    WorkerSpec,
+    own_version,
+    set_process_limits,
+)
 
 _LONGEST_REPORT = 3000
 """Characters of an error in a file: Kubernetes keeps 4096 bytes."""
@@ -80,7 +90,7 @@ class PipeLink:
         """Its specification is there: what is to be imported is so when it is known where."""
 
     def read_spec(self) -> WorkerSpec:
-        return WorkerSpec.model_validate_json(self._stdin.readline())
+        return _parse(self._stdin.readline(), self)
 
     def hold_lifeline(self) -> None:
         hold_lifeline(self._stdin.fileno())
@@ -125,7 +135,7 @@ class PooledLink(PipeLink):
         os.close(descriptors[0])
         self._spec.send(b".")
         self._spec.close()
-        return WorkerSpec.model_validate_json(line)
+        return _parse(line, self)
 
     def hold_lifeline(self) -> None:
         """It is held since `preload`."""
@@ -143,7 +153,7 @@ class FileLink:
         set_process_limits()
 
     def read_spec(self) -> WorkerSpec:
-        return WorkerSpec.model_validate_json(self._spec.read_bytes())
+        return _parse(self._spec.read_bytes(), self)
 
     def hold_lifeline(self) -> None:
         """It is the calls of gateways: `WorkerServer` holds it."""
@@ -153,6 +163,27 @@ class FileLink:
         if self._report is not None and report.error:
             short = report.model_copy(update={"error": report.error[:_LONGEST_REPORT]})
             self._report.write_text(short.model_dump_json())
+
+
+class _Protocol(BaseModel):
+    """What of a specification is understood first."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)
+    protocol: int = PROTOCOL
+
+
+def _parse(line: bytes, link: LauncherLink) -> WorkerSpec:
+    """Return the specification. Of a gateway with another protocol nothing else is read: then the
+    process ends, with the reason."""
+    protocol = _Protocol.model_validate_json(line).protocol
+    if protocol == PROTOCOL:
+        return WorkerSpec.model_validate_json(line)
+    reason = (
+        f"this worker has Tandem {own_version()}, whose protocol is {PROTOCOL}, and that of its "
+        f"gateway is {protocol}: the images of gateway and workers must be of one version"
+    )
+    link.report(WorkerReport(error_type=WorkerStartFailed.type, error=reason))
+    raise SystemExit(reason)
 
 
 def hold_lifeline(fd: int = 0) -> None:

@@ -19,7 +19,16 @@ from prometheus_client import CollectorRegistry
 from tandem.channels import server_credentials
 from tandem.epoch import EpochInterceptor
 from tandem.telemetry import get_log, serve_metrics
-from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerReport, WorkerSpec
+from tandem.worker import (
+    GRPC_OPTIONS,
+    PROTOCOL,
+    PROTOCOL_METADATA_KEY,
+    SECRET_METADATA_KEY,
+    VERSION_METADATA_KEY,
+    WorkerReport,
+    WorkerSpec,
+    own_version,
+)
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -33,7 +42,7 @@ class WorkerServer:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        self._health = health.aio.HealthServicer()
+        self._health = _Health()
         self._secret = SecretInterceptor(spec.secret)
         self.grpc = grpc.aio.server(
             options=GRPC_OPTIONS, interceptors=[self._secret, EpochInterceptor()]
@@ -81,6 +90,22 @@ class WorkerServer:
         """Take no more calls; cancel those that have not ended after `grace` seconds."""
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace)
+
+
+class _Health(health.aio.HealthServicer):  # type: ignore[misc] # grpcio-health has no types
+    """Says with each answer of which version the worker is."""
+
+    _about = ((PROTOCOL_METADATA_KEY, str(PROTOCOL)), (VERSION_METADATA_KEY, own_version()))
+
+    async def Check(
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: grpc.aio.ServicerContext[
+            health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
+        ],
+    ) -> health_pb2.HealthCheckResponse:
+        context.set_trailing_metadata(self._about)
+        return await super().Check(request, context)
 
 
 class SecretInterceptor(grpc.aio.ServerInterceptor):

@@ -35,13 +35,17 @@ from tandem.fencing import LEASE_METADATA_KEY
 from tandem.settings import GatewaySettings, SamplerSettings, TrainerSettings
 from tandem.telemetry import get_log
 from tandem.worker import (
+    PROTOCOL,
+    PROTOCOL_METADATA_KEY,
     SECRET_METADATA_KEY,
+    VERSION_METADATA_KEY,
     TrainingSpec,
     WorkerDetails,
     WorkerExit,
     WorkerHandle,
     WorkerKind,
     WorkerSpec,
+    own_version,
 )
 
 _FIRST_WAIT = 0.5
@@ -91,7 +95,8 @@ class WorkerRecord:
     """What the gateway knows of a worker that starts or serves.
 
     `state` is "starting", "ready" or, while it does not answer its heartbeat, "unresponsive";
-    `worker` and `details` are set when it is ready. `reason` says why it ended before that.
+    `worker` and `details` are set when it is ready, and `version` when it has answered its first
+    heartbeat. `reason` says why it ended before that.
     """
 
     worker_id: str
@@ -104,6 +109,7 @@ class WorkerRecord:
     reason: str = ""
     worker: Worker | None = None
     details: WorkerDetails = field(default_factory=WorkerDetails)
+    version: str = ""
 
 
 @dataclass
@@ -560,7 +566,7 @@ class Fleet:
     async def _ask_for_heartbeat(self, record: WorkerRecord, worker: Worker) -> None:
         asked_at, answers = time.monotonic(), True
         try:
-            await self._check_health(worker)
+            self._note_version(record, worker, await self._check_health(worker))
         except grpc.aio.AioRpcError as error:  # any other error than this is an answer, or its end
             answers = error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
         if not answers and worker.silent_since is not None:
@@ -580,16 +586,54 @@ class Fleet:
             run_id=record.run_id,
         )
 
-    async def _check_health(self, worker: Worker) -> None:
+    async def _check_health(self, worker: Worker) -> dict[str, str]:
+        """Return what a worker that answers says of itself."""
+        call = health_pb2_grpc.HealthStub(worker.channel).Check(
+            health_pb2.HealthCheckRequest(),
+            metadata=worker.metadata,
+            timeout=2 * self.settings.worker_heartbeat,
+        )
         try:
-            await health_pb2_grpc.HealthStub(worker.channel).Check(
-                health_pb2.HealthCheckRequest(),
-                metadata=worker.metadata,
-                timeout=2 * self.settings.worker_heartbeat,
-            )
+            await call
         except grpc.aio.AioRpcError as error:
             self.epoch.check(error)
             raise
+        return {key: str(value) for key, value in await call.trailing_metadata() or ()}
+
+    def _note_version(self, record: WorkerRecord, worker: Worker, about: dict[str, str]) -> None:
+        """Tell once of a worker of another version, such as that of the gateway before, and give up
+        one that speaks another protocol: it is replaced by one of today's image."""
+        if record.version or VERSION_METADATA_KEY not in about:
+            return
+        record.version = about[VERSION_METADATA_KEY]
+        protocol = about[PROTOCOL_METADATA_KEY]
+        if record.version != own_version():
+            self._log.warning(
+                "worker_of_another_version",
+                worker_id=record.worker_id,
+                version=record.version,
+                protocol=protocol,
+                own_version=own_version(),
+            )
+        if protocol != str(PROTOCOL):
+            self.give_up(
+                worker,
+                reason=f"the {record.kind} has Tandem {record.version}, whose protocol is "
+                f"{protocol}, and that of the gateway is {PROTOCOL}",
+            )
+
+    def warnings(self) -> list[str]:
+        """Return what an operator should know of the workers' versions, in sentences."""
+        others: defaultdict[str, list[str]] = defaultdict(list)
+        for record in self._records.values():
+            if record.version not in ("", own_version()):
+                others[record.version].append(record.worker_id)
+        return [
+            f"the gateway has Tandem {own_version()}, and {version} have: {', '.join(those)}; "
+            "workers of an earlier image go on until their session ends, others need an image of "
+            "the gateway's version"
+            for version, those in others.items()
+        ]
 
     def _write_end(self, worker_id: str, reason: str) -> None:
         self.database.write_soon(

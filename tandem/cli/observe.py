@@ -53,6 +53,7 @@ _TABLES: dict[str, tuple[Column, ...]] = {
         Column("id"),
         Column("kind"),
         Column("state"),
+        Column("version"),
         Column("pid", right=True),
         Column("age_seconds", right=True),
     ),

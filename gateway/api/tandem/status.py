@@ -120,13 +120,15 @@ class SamplingSessionStatus(Answer):
 
 class WorkerStatus(Answer):
     """One that was made for a session that the caller does not see, and is shared, is called by its
-    kind."""
+    kind. `version` is that of Tandem in it, and the tag of its image where that is another; ""
+    until it has answered its first heartbeat."""
 
     id: str
     kind: str
     session_id: str
     run_id: str | None
     state: str
+    version: str
     pid: int
     address: str
     metrics_port: int
@@ -198,7 +200,7 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
             started_at=gateway.started_at,
             data_dir=str(gateway.settings.data_dir) if admin else "",
         ),
-        warnings=await gateway.collector.warnings() if admin else [],
+        warnings=[*await gateway.collector.warnings(), *gateway.fleet.warnings()] if admin else [],
         sessions=[
             SessionStatus.of(session, idle_seconds=round(time.monotonic() - session.seen_at, 1))
             for session in gateway.sessions.all()

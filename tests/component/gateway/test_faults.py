@@ -12,7 +12,8 @@ from tinker import types
 from gateway.workers.clients import TrainerClient
 from tandem.errors import LoadFailed, PublishFailed
 from tandem.settings import SamplerSettings
-from tests.support.gateway.fake_launcher import FakeLauncher
+from tandem.worker import PROTOCOL, own_version
+from tests.support.gateway.fake_launcher import FakeLauncher, of_version
 from tests.support.gateway.requests import asample, create_sampler, optim_step
 from tests.support.gateway.running import running_gateway
 from tests.support.sdk import supervised
@@ -232,6 +233,50 @@ def test_a_worker_that_does_not_answer_its_heartbeat_is_shown_as_such(tmp_path, 
         assert all(gate.retrieve(request).is_success for request in requests)
     log = "".join(capfd.readouterr())
     assert min(log.count("worker_unresponsive"), log.count("worker_answers_again")) >= 2
+
+
+def test_a_worker_of_another_version_is_told_of_and_works_on(tmp_path, capfd):
+    with (
+        running_gateway(tmp_path, session_ttl=600, worker_heartbeat=0.05) as gate,
+        gate.http() as client,
+    ):
+        gate.launcher.health.about = of_version("0.0.9")
+        run_id = gate.run_id(gate.session_id())
+        worker_id, _ = gate.worker("trainer")
+
+        def status() -> dict:
+            return client.get("/api/tandem/v1/status").json()
+
+        wait_until(lambda: status()["workers"][0]["version"] == "0.0.9")
+        (warning,) = status()["warnings"]
+        assert f"the gateway has Tandem {own_version()}, and 0.0.9 have: {worker_id};" in warning
+        assert gate.retrieve(optim_step(client, run_id, 1).json()["request_id"]).is_success
+    assert "".join(capfd.readouterr()).count("worker_of_another_version") == 1
+
+
+class OldUntilKilled(FakeLauncher):
+    """Its workers are of today when one of them was killed."""
+
+    async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
+        await super().stop(worker_id, at_once=at_once)
+        self.health.about = of_version(own_version())
+
+
+def test_a_worker_that_speaks_another_protocol_is_replaced(tmp_path):
+    launcher = OldUntilKilled()
+    launcher.health.about = of_version("0.0.9", protocol=PROTOCOL - 1)
+    with (
+        running_gateway(
+            tmp_path, launcher=launcher, session_ttl=600, worker_heartbeat=0.05
+        ) as gate,
+        gate.http() as client,
+    ):
+        run_id = gate.run_id(gate.session_id())
+        first, _ = gate.worker("trainer")
+        wait_until(lambda: launcher.stopped == [first])
+        assert gate.retrieve(optim_step(client, run_id, 1).json()["request_id"]).is_success
+        assert [spec.kind for spec in launcher.specs] == ["trainer", "trainer"]
+        assert client.get("/api/tandem/v1/status").json()["warnings"] == []
 
 
 class FrozenUntilKilled(FakeLauncher):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -16,9 +17,17 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import ValidationError
 
+from tandem import __version__
 from tandem.agent.worker_process import group_members
 from tandem.settings import SamplerSettings
-from tandem.worker import SECRET_METADATA_KEY, WorkerReport, WorkerSpec
+from tandem.worker import (
+    PROTOCOL,
+    PROTOCOL_METADATA_KEY,
+    SECRET_METADATA_KEY,
+    VERSION_METADATA_KEY,
+    WorkerReport,
+    WorkerSpec,
+)
 from tandem.worker_link import FileLink, PipeLink
 from tests.support.waiting import wait_until
 
@@ -209,6 +218,34 @@ def test_a_worker_in_a_container_leaves_the_reason_of_its_end_in_a_file(tmp_path
     assert ends(in_a_container(tmp_path, "refuse")) == 1
     report = WorkerReport.model_validate_json((tmp_path / "report").read_bytes())
     assert (report.error_type, report.error) == ("worker_died", "rank 1 was killed by SIGKILL")
+
+
+def test_a_gateway_with_another_protocol_is_told_before_anything_else_of_it_is_understood(tmp_path):
+    link = FileLink(spec=tmp_path / "spec.json", report=tmp_path / "report")
+    (tmp_path / "spec.json").write_text(json.dumps({"protocol": PROTOCOL + 1, "kind": "judge"}))
+    with pytest.raises(SystemExit) as ended:
+        link.read_spec()
+    report = WorkerReport.model_validate_json((tmp_path / "report").read_bytes())
+    assert report.error_type == "worker_start_failed"
+    assert report.error == ended.value.code
+    assert f"and that of its gateway is {PROTOCOL + 1}: the images of gateway" in report.error
+
+
+def test_a_worker_says_of_which_version_it_is(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    worker = in_a_container(tmp_path, "serve", port=port, lifeline=60.0)
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        _, call = health_pb2_grpc.HealthStub(channel).Check.with_call(
+            health_pb2.HealthCheckRequest(),
+            metadata=((SECRET_METADATA_KEY, "s3cret"),),
+            timeout=60,
+            wait_for_ready=True,
+        )
+    told = dict(call.trailing_metadata())
+    assert (told[PROTOCOL_METADATA_KEY], told[VERSION_METADATA_KEY]) == (str(PROTOCOL), __version__)
+    worker.kill()
+    worker.wait()
 
 
 def test_a_long_reason_fits_into_what_kubernetes_keeps(tmp_path):

@@ -14,22 +14,38 @@ from tandem.epoch import EpochInterceptor
 from tandem.errors import SuspendFailed, WorkerCrashed, WorkerStartFailed
 from tandem.host import Host
 from tandem.v1 import sampler_pb2_grpc, trainer_pb2_grpc
-from tandem.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerSpec
+from tandem.worker import (
+    PROTOCOL,
+    PROTOCOL_METADATA_KEY,
+    VERSION_METADATA_KEY,
+    WorkerDetails,
+    WorkerExit,
+    WorkerHandle,
+    WorkerSpec,
+    own_version,
+)
 from tests.support.gateway.fake_sampler import FakeSampler
 from tests.support.gateway.fake_trainer import FakeTrainer
 
 HOST = Host("host", cores=(0, 1, 2, 3), memory_bytes=48 * 2**30)
 
 
+def of_version(version: str, *, protocol: int = PROTOCOL) -> tuple[tuple[str, str], ...]:
+    return ((PROTOCOL_METADATA_KEY, str(protocol)), (VERSION_METADATA_KEY, version))
+
+
 class FakeHealth(health_pb2_grpc.HealthServicer):
-    """Answers while `answering` is set; a frozen process does not."""
+    """Answers while `answering` is set; a frozen process does not. `about` is what it says of
+    itself, as `WorkerServer` does."""
 
     def __init__(self) -> None:
         self.answering = asyncio.Event()
         self.answering.set()
+        self.about = of_version(own_version())
 
     async def Check(self, request, context):
         await self.answering.wait()
+        context.set_trailing_metadata(self.about)
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import random
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -462,6 +462,19 @@ class ModelRun:
         return trainer_pb2.LoadCheckpointReply(step=found.step)
 
 
+class ModelCall:
+    """What a `grpc.aio.UnaryUnaryCall` is to the clients."""
+
+    def __init__(self, answer: Coroutine[Any, Any, Any]) -> None:
+        self._answer = answer
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._answer.__await__()
+
+    async def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+
 class ModelChannel:
     """What a `grpc.aio.Channel` is to the clients, with a network that takes its time."""
 
@@ -480,7 +493,7 @@ class ModelChannel:
     def unary_stream(self, *_args, **_more) -> None:
         """No sample is streamed."""
 
-    def unary_unary(self, method: str, *_args, **_more) -> Callable[..., Awaitable[Any]]:
+    def unary_unary(self, method: str, *_args, **_more) -> Callable[..., ModelCall]:
         name = method.rpartition("/")[2]
 
         async def call(request, *, metadata, timeout=None):
@@ -493,7 +506,7 @@ class ModelChannel:
             except TimeoutError:
                 raise _broken(grpc.StatusCode.DEADLINE_EXCEEDED) from None
 
-        return call
+        return lambda *args, **more: ModelCall(call(*args, **more))
 
     async def _call(self, worker: ModelWorker, name: str, request: Any) -> Any:
         if isinstance(request, bytes):

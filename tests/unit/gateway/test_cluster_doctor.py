@@ -24,6 +24,7 @@ CLAIM = f"/api/v1{IN}/persistentvolumeclaims/tandem-data"
 DEPLOYMENT = f"/apis/apps/v1{IN}/deployments/tandem"
 CONFIG = f"/api/v1{IN}/configmaps/tandem-settings-1"
 PODS = f"/api/v1{IN}/pods?labelSelector=tandem.dev/serving%3Dtandem"
+ACCOUNTS = [f"/api/v1{IN}/serviceaccounts/tandem-{role}" for role in ("trainer", "sampler")]
 POLICIES = f"/apis/networking.k8s.io/v1{IN}/networkpolicies"
 POOLS = [{"name": "train", "roles": ["trainer"], "claims": 2, "device_class": "gpu", "devices": 4}]
 
@@ -57,7 +58,12 @@ HEALTHY = {
             "template": {
                 "spec": {
                     "serviceAccountName": "tandem-gateway",
-                    "containers": [{"envFrom": [{"configMapRef": {"name": "tandem-settings-1"}}]}],
+                    "containers": [
+                        {
+                            "image": "registry.test:5000/g:1",
+                            "envFrom": [{"configMapRef": {"name": "tandem-settings-1"}}],
+                        }
+                    ],
                 }
             },
         },
@@ -71,6 +77,7 @@ HEALTHY = {
         }
     },
     PODS: {"items": [named("tandem-1")]},
+    **{account: named(account.rpartition("/")[2]) for account in ACCOUNTS},
     POLICIES: {"items": [named("default-deny")]},
 }
 
@@ -168,6 +175,7 @@ def test_each_problem_is_named_with_what_to_do(case):
     [
         ("/apis/resource.k8s.io/v1", "resource.k8s.io/v1"),
         (CLAIM, "volume tandem-data"),
+        (ACCOUNTS[0], "account of trainers"),
     ],
 )
 def test_what_is_not_there_is_a_problem(path, name):
@@ -191,6 +199,21 @@ def test_one_node_needs_no_volume_for_many():
         }
     )
     assert problems(found) == []
+
+
+@pytest.mark.parametrize(
+    ("image", "told"),
+    [
+        ("registry.test:5000/t:2", True),
+        ("t:1@sha256:00", False),
+        ("registry.test:5000/t@sha256:00", False),  # which version that is, nobody can see
+    ],
+)
+def test_an_image_of_another_tag_than_the_gateways_is_told_and_no_problem(image, told):
+    found = examine(**settings(TANDEM_KUBERNETES_TRAINER_IMAGE=image))
+    assert problems(found) == []
+    assert found["image of trainers"].value == image
+    assert ("the gateway's has the tag 1" in found["image of trainers"].about) is told
 
 
 def test_rights_that_are_missing_are_named():

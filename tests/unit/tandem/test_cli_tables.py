@@ -32,7 +32,14 @@ KEY = {
     "last_used_at": "2026-07-14T10:00:00Z",
 }
 WORKERS = [
-    {"id": f"{kind}-s-0123456789ab-0", "kind": kind, "state": "ready", "pid": 1, "age_seconds": 5.0}
+    {
+        "id": f"{kind}-s-0123456789ab-0",
+        "kind": kind,
+        "state": "ready",
+        "version": "0.1.0 (image 2026-11-23)",
+        "pid": 1,
+        "age_seconds": 5.0,
+    }
     for kind in ("trainer", "sampler")
 ]
 USED = {

@@ -8,7 +8,9 @@ from io import StringIO
 import pytest
 import structlog
 
+from tandem import __version__
 from tandem.telemetry import configure_logging, get_log, log_context
+from tandem.worker import own_version
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +71,12 @@ def test_a_full_disk_costs_log_lines_and_nothing_else(capsys):
     configure_logging(service="trainer", stream=FullDisk())
     write_some_lines()
     assert "Logging error" not in capsys.readouterr().err
+
+
+def test_the_tag_of_an_image_is_said_where_it_is_not_its_version(monkeypatch):
+    monkeypatch.delenv("TANDEM_IMAGE_VERSION", raising=False)
+    assert own_version() == __version__
+    monkeypatch.setenv("TANDEM_IMAGE_VERSION", __version__)
+    assert own_version() == __version__
+    monkeypatch.setenv("TANDEM_IMAGE_VERSION", "nightly")
+    assert own_version() == f"{__version__} (image nightly)"
