@@ -112,7 +112,10 @@ class KubernetesSettings(BaseSettings):
         description="A worker whose node has not been reached for so long is given up.",
     )
     lifeline: float = Field(
-        600.0, gt=0, description="A worker that no gateway has called for so long ends itself."
+        600.0,
+        gt=0,
+        description="A worker that no gateway has called for so long ends itself: more than the "
+        "takeover of a gateway may take, whose bound is told if it is less.",
     )
     api_timeout: float = Field(
         30.0, gt=0, description="One request to the API server, beyond which it is repeated."

@@ -323,6 +323,7 @@ def kubernetes_launcher(settings: GatewaySettings, epoch: Epoch) -> KubernetesLa
             "TANDEM_LAUNCHER=kubernetes needs TANDEM_TLS_DIR, the certificate authority that signs "
             "the workers' certificates; `tandem tls create` makes one"
         )
+    _check_lifeline(settings)
     home = Home(
         settings=cluster,
         namespace=cluster.namespace or _own_namespace(),
@@ -342,6 +343,21 @@ def kubernetes_launcher(settings: GatewaySettings, epoch: Epoch) -> KubernetesLa
         stop_timeout=settings.worker_stop_timeout,
         epoch=epoch,
     )
+
+
+def _check_lifeline(settings: GatewaySettings) -> None:
+    """Raise `InvalidRequest` if workers would end themselves while a gateway takes over, which
+    calls none before `list` has returned."""
+    cluster = settings.kubernetes
+    ends = 2 * settings.worker_stop_timeout + _BEYOND_STOP + cluster.node_lost
+    most = settings.lease_ttl + _FIRST_LIST + ends
+    if cluster.lifeline <= most:
+        raise InvalidRequest(
+            f"TANDEM_KUBERNETES_LIFELINE is {cluster.lifeline:g}: workers would end themselves "
+            f"while a gateway takes over from another, for which it may take {most:g} s with "
+            "TANDEM_LEASE_TTL, TANDEM_WORKER_STOP_TIMEOUT and TANDEM_KUBERNETES_NODE_LOST as they "
+            "are; set it to more than that"
+        )
 
 
 def _own_namespace() -> str:
