@@ -125,6 +125,38 @@ def asks_of(
     return asks
 
 
+def settled_asks(
+    run: Mapping[str, object] | None,
+    session: Mapping[str, object] | None,
+    *,
+    model: str,
+    model_path: str,
+    settings: GatewaySettings,
+    groups: Sequence[DeviceGroup],
+    admin: bool,
+    training: TrainingSpec | None = None,
+    max_lora_rank: int = 0,
+) -> Asks:
+    """Return what a run asks for, or, without `training`, a sampler alone: as `asks_of`, with what
+    its pods will request. The size of the model was read (`read_ahead`)."""
+    asks = asks_of(
+        run,
+        session,
+        model=model,
+        settings=settings,
+        groups=groups,
+        admin=admin,
+        trains=training is not None,
+    )
+    return with_pod_memory(
+        asks,
+        model_path=model_path,
+        settings=settings,
+        training=training,
+        max_lora_rank=max_lora_rank,
+    )
+
+
 def with_pod_memory(
     asks: Asks,
     *,

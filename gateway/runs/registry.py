@@ -29,7 +29,7 @@ from gateway.identifiers import (
     run_id_of,
 )
 from gateway.limits import Quotas, overloaded
-from gateway.placement.asks import Asks, asks_of, default_asks, with_pod_memory
+from gateway.placement.asks import Asks, default_asks, settled_asks
 from gateway.placement.places import Places
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.journal import Journal
@@ -145,6 +145,7 @@ class RunRegistry:
             asks=Asks(**row["asks"]) if row["asks"] else default_asks(self.settings),
             recovery=recovery_of(row["user_metadata"], self.settings.recovery),
         )
+        await read_ahead(run.model.path, self.settings)
         host = self.hosts.for_left(run, key=row["host"] or run.id)
         run.trainer = self._trainer_of(run, host)
         left = await self._resumption.resume(run, row)
@@ -199,7 +200,7 @@ class RunRegistry:
         of the run: it ends when the trainer is ready and has loaded the checkpoint, if any.
 
         `user_metadata` may say how the run is restored (`recovery_of`), and with that of its
-        session what it asks for (`asks_of`), for an `admin` or another caller.
+        session what it asks for (`settled_asks`), for an `admin` or another caller.
 
         Idempotent: a repeated `model_seq_id` with the same request returns the original
         request_id. Raises `SequenceTaken` for another request, `LimitExceeded` if the owner may
@@ -228,17 +229,14 @@ class RunRegistry:
                 owner=session.owner,
                 model=model,
                 training=training,
-                asks=with_pod_memory(
-                    asks_of(
-                        user_metadata,
-                        session.user_metadata,
-                        model=model.name,
-                        settings=self.settings,
-                        groups=self.places.groups,
-                        admin=admin,
-                    ),
+                asks=settled_asks(
+                    user_metadata,
+                    session.user_metadata,
+                    model=model.name,
                     model_path=model.path,
                     settings=self.settings,
+                    groups=self.places.groups,
+                    admin=admin,
                     training=training,
                     max_lora_rank=training.rank,
                 ),

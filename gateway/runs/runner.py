@@ -54,6 +54,7 @@ from gateway.workers.clients import (
     TrainerClient,
     WorkerUnavailable,
 )
+from gateway.workers.launchers.kubernetes.resources import read_ahead
 from tandem.errors import (
     InternalError,
     NameTaken,
@@ -326,6 +327,7 @@ class OperationRunner:
             return json_result(type="save_weights_for_sampler", path=str(done.path))
         if body.path is None:
             await self._versions.check_space(expected_bytes=run.expected_version_bytes, what=what)
+            await read_ahead(run.model.path, self._tools.samplers.settings)
             # An engine that does not run yet starts while the trainer publishes.
             sampler = self._tools.samplers.ensure(
                 session_id=run.session_id,

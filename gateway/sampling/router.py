@@ -12,7 +12,7 @@ from gateway.fair_queue import FairStarter
 from gateway.futures.table import Future
 from gateway.limits import Quotas, overloaded
 from gateway.metrics import Metrics
-from gateway.placement.asks import asks_of, with_pod_memory
+from gateway.placement.asks import settled_asks
 from gateway.placement.leases import Leases
 from gateway.placement.places import Places
 from gateway.sampling.engine import SamplerEngine
@@ -21,6 +21,7 @@ from gateway.sessions.registry import SessionRegistry
 from gateway.usage.meter import SampleMeter
 from gateway.workers.clients import Tell
 from gateway.workers.fleet import Fleet
+from gateway.workers.launchers.kubernetes.resources import read_ahead
 from tandem.errors import InvalidRequest, SampleCancelled, TandemError
 from tandem.settings import GatewaySettings
 from tandem.v1 import sampler_pb2
@@ -59,6 +60,8 @@ class SamplerRouter:
         adoptions, ends = [], []
         for handle in self.fleet.take_engines():
             session, model = self.sessions.get(handle.session_id), self._model_of(handle)
+            if model is not None:
+                await read_ahead(model.path, self.settings)
             key = SamplerKey(handle.session_id, handle.model_name, handle.max_lora_rank)
             sampler = self._samplers.get(str(key))  # runs share it
             if sampler is None and (session is None or not session.sdk_version):
@@ -129,7 +132,7 @@ class SamplerRouter:
     ) -> Sampler:
         """As `get`, but make a new sampler if there is none; its engine starts when it is needed.
         Raises `LimitExceeded` if the owner may not have another one, `SessionFinished`, and as
-        `asks_of` for what its session asks for."""
+        `settled_asks` for what its session asks for."""
         sampler = self.get(
             session_id=session_id,
             model_name=model.name,
@@ -222,18 +225,14 @@ class SamplerRouter:
             max_lora_rank=key.max_lora_rank,
             settings=self.settings.sampler,
             sharing=self.settings.sharing,
-            asks=with_pod_memory(
-                asks_of(
-                    None,
-                    session.user_metadata,
-                    model=model.name,
-                    settings=self.settings,
-                    groups=self.places.groups,
-                    admin=True,  # it was checked when the session was created
-                    trains=False,
-                ),
+            asks=settled_asks(
+                None,
+                session.user_metadata,
+                model=model.name,
                 model_path=model.path,
                 settings=self.settings,
+                groups=self.places.groups,
+                admin=True,  # it was checked when the session was created
                 max_lora_rank=key.max_lora_rank,
             ),
             fleet=self.fleet,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from gateway.sessions.registry import Session
 from gateway.usage.meter import SampleMeter
 from gateway.workers.epoch import Epoch
 from gateway.workers.fleet import Fleet
+from gateway.workers.launchers.kubernetes import resources
 from tandem.errors import SessionFinished
 from tandem.settings import GatewaySettings, SamplerSettings
 from tandem.v1 import common_pb2, sampler_pb2
@@ -34,6 +36,7 @@ from tests.support.gateway.leased_workers import World as Leases
 from tests.support.gateway.leased_workers import not_leased
 from tests.support.gateway.model_workers import Misfortune, ModelHost, ModelLauncher, ModelSampler
 from tests.support.gateway.placement import WHOLE_MACHINE, open_on, places_for
+from tests.support.model_files import write_weights
 from tests.support.virtual_time import run_in_virtual_time
 
 DESCRIBE_TIMEOUT = 30.0
@@ -524,5 +527,30 @@ def test_more_engines_may_be_adopted_than_may_run_and_none_starts_until_there_ar
         assert len(world.running()) == 2
         await asyncio.gather(*(world.sample(session_id=name) for name in ("s-1", "s-2")))
         assert len(world.running()) == 2
+
+    world.run(scenario())
+
+
+def test_the_files_of_a_model_whose_engine_is_a_pod_are_read_beside_the_event_loop(
+    new_world, monkeypatch
+):
+    world = new_world(launcher="kubernetes", claim_pools=[{"name": "cpu", "roles": ["sampler"]}])
+    folder = Path(world.model.path)
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    write_weights(folder, "weight", [64, 64])
+    readers, read = [], resources.text_config
+
+    def noted(path: Path) -> object:
+        readers.append(threading.current_thread())
+        return read(path)
+
+    monkeypatch.setattr(resources, "text_config", noted)
+
+    async def scenario():
+        world.left()
+        await world.open()
+        assert world.sampler().engine.state == "ready"
+        assert readers and threading.main_thread() not in readers
 
     world.run(scenario())

@@ -10,8 +10,9 @@ import pytest
 from gateway.placement.asks import Asks, with_pod_memory
 from gateway.workers.launchers.kubernetes.resources import (
     ModelSize,
-    model_size,
+    known_size,
     read_ahead,
+    read_size,
     resources_of,
     table,
 )
@@ -117,7 +118,7 @@ def a_model(folder: Path, **tensors: list[int]) -> Path:
 
 
 def test_the_size_of_a_model_is_read_from_the_headers_of_its_files(tmp_path):
-    size = model_size(a_model(tmp_path, weight=[3, 5], experts=[2, 3, 5], norm=[7]))
+    size = read_size(a_model(tmp_path, weight=[3, 5], experts=[2, 3, 5], norm=[7]))
     assert size == ModelSize(
         parameters=15 + 30 + 7, adapter_width=8 + 2 * 8, vocabulary=9, hidden=4, layers=2
     )
@@ -125,22 +126,29 @@ def test_the_size_of_a_model_is_read_from_the_headers_of_its_files(tmp_path):
 
 def test_a_model_whose_size_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(InvalidRequest, match="has no safetensors"):
-        model_size(tmp_path)
+        read_size(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not json")
     with pytest.raises(InvalidRequest, match=r"the size of the model .* cannot be read"):
-        model_size(tmp_path)
+        read_size(tmp_path)
 
 
 async def test_the_size_of_a_model_that_was_replaced_is_read_before_the_next_run(tmp_path):
     settings = GatewaySettings(launcher="kubernetes")
     path = a_model(tmp_path, weight=[3, 5])
-    assert model_size(path).parameters == 15
+    await read_ahead(str(path), settings)
+    assert known_size(path).parameters == 15
     a_model(tmp_path, weight=[3, 7])
     await read_ahead(str(path), settings)
-    assert model_size(path).parameters == 15  # known, as for each sample
+    assert known_size(path).parameters == 15  # known, as for each sample
     await read_ahead(str(path), settings, anew=True)
-    assert model_size(path).parameters == 21
-    await read_ahead(str(tmp_path / "none"), settings)
+    assert known_size(path).parameters == 21
+    (path / "model-weight.safetensors").unlink()
+    await read_ahead(str(path), settings, anew=True)
+    with pytest.raises(InvalidRequest, match="has no safetensors"):
+        known_size(path)
+    a_model(tmp_path, weight=[3, 7])
+    await read_ahead(str(path), settings)
+    assert known_size(path).parameters == 21
 
 
 def pods(*pools: dict[str, object], **settings: object) -> GatewaySettings:
@@ -153,6 +161,7 @@ def test_what_nobody_said_of_a_run_is_what_its_pods_will_request(tmp_path):
     gpus = cpus | {"name": "gpu", "device_class": "gpu.nvidia.com"}
     settings = pods(cpus, gpus)
     about = {"model_path": path, "settings": settings, "training": TrainingSpec()}
+    read_size(Path(path))
     any_pool = with_pod_memory(Asks(), **about)
     on_cpus = with_pod_memory(Asks(group="cpu-0", sampler_group="cpu"), **about)
     assert any_pool.host_memory > on_cpus.host_memory > 0

@@ -87,25 +87,39 @@ class PodResources:
 # --- The model ------------------------------------------------------------------------------------
 
 
-_known_sizes: dict[Path, ModelSize] = {}
+_read: dict[Path, ModelSize | str] = {}
+"""What was read of each model last: its size, or why that cannot be read."""
 
 
-def model_size(path: Path) -> ModelSize:
-    """Return the size of a model as it was read last, or read it. Raises `InvalidRequest`."""
-    return _known_sizes.get(path) or read_size(path)
+def known_size(path: Path) -> ModelSize:
+    """Return the size of a model as `read_ahead` has found it. Raises `InvalidRequest`."""
+    known = _read[path]
+    if isinstance(known, str):
+        raise InvalidRequest(known)
+    return known
 
 
 async def read_ahead(model_path: str, settings: GatewaySettings, *, anew: bool = False) -> None:
     """Read the size of a model whose workers will be pods, if it is not known, or `anew`: in a
     thread, as the volume may hang. What cannot be read is said when it is needed."""
     path = settings.data_dir / model_path
-    if settings.launcher == "kubernetes" and (anew or path not in _known_sizes):
+    known = isinstance(_read.get(path), ModelSize)
+    if settings.launcher == "kubernetes" and (anew or not known):
         with suppress(InvalidRequest):
             await asyncio.to_thread(read_size, path)
 
 
 def read_size(path: Path) -> ModelSize:
     """Read the size of a model from the headers of its files. Raises `InvalidRequest`."""
+    try:
+        size = _read[path] = _size_of(path)
+    except InvalidRequest as error:
+        _read[path] = error.message
+        raise
+    return size
+
+
+def _size_of(path: Path) -> ModelSize:
     shapes: dict[str, list[int]] = {}
     try:
         for file in sorted(path.glob("*.safetensors")):
@@ -118,14 +132,13 @@ def read_size(path: Path) -> ModelSize:
     if not shapes:
         raise InvalidRequest(f"{path.name} has no safetensors, so that its size is not known")
     matrices = [shape for shape in shapes.values() if len(shape) >= 2]
-    size = _known_sizes[path] = ModelSize(
+    return ModelSize(
         parameters=sum(math.prod(shape) for shape in shapes.values()),
         adapter_width=sum(math.prod(s[:-2]) * (s[-2] + s[-1]) for s in matrices),
         vocabulary=_number(config, "vocab_size"),
         hidden=_number(config, "hidden_size"),
         layers=_number(config, "num_hidden_layers"),
     )
-    return size
 
 
 def _shapes(file: Path) -> Iterator[tuple[str, list[int]]]:
@@ -185,10 +198,10 @@ def resources_of(
 
 def most_memory(spec: WorkerSpec, settings: GatewaySettings, *, group: str = "") -> int:
     """Return what a pod of a worker requests at most on the pools, or the pool, that it may be on;
-    0 if there is none. Raises `InvalidRequest`."""
+    0 if there is none. The size of its model was read (`read_ahead`). Raises `InvalidRequest`."""
     if spec.host_memory:
         return spec.host_memory
-    model = model_size(settings.data_dir / spec.model_path)
+    model = known_size(settings.data_dir / spec.model_path)
     ranks = (spec.trainer or settings.trainer).ranks if spec.kind == "trainer" else 1
     requested = (
         resources_of(spec, model, pool=pool, settings=settings).memory
@@ -295,7 +308,7 @@ def _rounded(size: float) -> int:
 def table(path: Path, settings: GatewaySettings) -> list[dict[str, object]]:
     """Return what pods of a model request in each pool, for workers that ask for nothing; without
     pools, in one that has no devices. Raises `InvalidRequest`."""
-    model = model_size(path)
+    model = read_size(path)
     rows: list[dict[str, object]] = []
     default = ClaimPoolSettings(name="cpu", roles=["trainer", "sampler"])
     for pool in settings.claim_pools or [default]:
