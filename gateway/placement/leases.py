@@ -404,7 +404,8 @@ class GroupLeases:
                 return
         lease.granted_at = lease.idle_since = self._loop.time()
         lease.wake_seconds = lease.granted_at - began
-        self._metrics.lease_wait_seconds.labels(self.name).observe(began - lease.since)
+        if lease.since:  # else an earlier gateway has granted it
+            self._metrics.lease_wait_seconds.labels(self.name).observe(began - lease.since)
         lease.since = 0.0
         self._admit(lease)
 
@@ -458,12 +459,13 @@ class GroupLeases:
         overdue = self._loop.time() - lease.since >= self._settings.max_wait
         others = sorted(self.leases, key=lambda each: each.served_at)
         others.remove(lease)
-        for other in others:
-            if self._is_in_the_way(other, of=lease):
+        for other in sorted(others, key=lambda each: each.residence.freed_all):
+            if self._is_in_the_way(other, of=lease) and (overdue or not other.residence.freed_all):
                 other.state = "sleeping"
-                await self._carry_out(other, self._sleep_again(other, other.residence.ways))
-                if self._is_in_the_way(other, of=lease):
-                    return False
+                await self._carry_out(other, self._leave_devices(other))
+        if any(self._is_in_the_way(other, of=lease) for other in others):
+            lease.why_not = "another worker has left some of its state on the devices"
+            return False
         for other in others:
             if memory.reserve_to_wake(residence):
                 return True
@@ -489,7 +491,19 @@ class GroupLeases:
         if not other.residence.left_on_device:
             return False
         others = [each.residence for each in self.leases if each is not of]
-        return room_on_device(of.residence, others) < 0
+        room = room_on_device(of.residence, others)
+        if room is None:  # it gets what can be freed
+            return not other.residence.freed_all
+        return room < 0
+
+    async def _leave_devices(self, lease: Lease) -> None:
+        """Let a worker that sleeps free all of the devices that it can; end one that has done so
+        already."""
+        if not lease.residence.freed_all:
+            await self._sleep_again(lease, lease.residence.ways)
+            return
+        await self.switches.end(lease, "another one needs what it has left on the devices")
+        self._note_free(lease)
 
     async def _leave_host(self, lease: Lease, *, overdue: bool) -> None:
         """Wake a worker that sleeps in the host's memory, and put it to sleep without it. Where

@@ -69,7 +69,8 @@ class Residence:
     that it needs of the host at most, which counts until it was measured, and `said_of_device` what
     of each of its devices; 0: nothing was said.
     `awake` is what it had on its devices when it was awake last. `slept` is how it sleeps, None
-    while it is awake. `reserved` and `reserved_on_disk` have what it may take
+    while it is awake, and `freed_all` whether that left on its devices only what cannot leave them.
+    `reserved` and `reserved_on_disk` have what it may take
     in a switch that is under way, or when it is started again.
     """
 
@@ -86,6 +87,7 @@ class Residence:
     disk: int = 0
     awake: int = 0
     slept: Way | None = None
+    freed_all: bool = False
     reserved: int = 0
     reserved_on_disk: int = 0
 
@@ -123,9 +125,9 @@ class Residence:
         self.present = True
         self.measured = not self.on_host  # it has nothing of the host's memory yet
 
-    def fell_asleep(self, way: Way, switched: Switched) -> None:
+    def fell_asleep(self, way: Way, switched: Switched, *, freed_all: bool = False) -> None:
         kept = 0 if way != "host" or self.on_host else self.host  # pinned memory stays
-        self.measured, self.slept = True, way
+        self.measured, self.slept, self.freed_all = True, way, freed_all
         self.device, self.disk = switched.device_bytes, switched.disk_bytes
         self.host = max(kept, switched.host_bytes)
 
@@ -255,11 +257,11 @@ def _grant(free: int, expected: int) -> int:
     return expected + (free - expected) // 2 if expected <= free else 0
 
 
-def room_on_device(residence: Residence, others: Sequence[Residence]) -> int:
+def room_on_device(residence: Residence, others: Sequence[Residence]) -> int | None:
     """Return what of each device of a group is left beside a worker that is awake there and all
-    others, which sleep; below 0, it does not fit, or it is not known what it needs."""
+    others, which sleep; below 0, it does not fit. None: it is not known what it needs."""
     if not residence.said_of_device or not residence.device_memory:
-        return -1
+        return None
     left = sum(_LEFT_ON_DEVICE + each.left_on_device // each.ranks for each in others)
     return residence.device_memory - residence.said_of_device - _LEFT_ON_DEVICE - left
 
@@ -268,7 +270,7 @@ def enough_bytes(leaving: Residence, following: Residence, others: Sequence[Resi
     """Return how much a trainer needs to free for the next worker of its group, which is among the
     others; 0: all."""
     room = room_on_device(following, [leaving, *(each for each in others if each is not following)])
-    if leaving.kind != "trainer" or not leaving.device or room <= 0:
+    if leaving.kind != "trainer" or not leaving.device or room is None or room <= 0:
         return 0
     return max(1, leaving.device // leaving.ranks - room) * leaving.ranks
 

@@ -93,7 +93,7 @@ class Switches:
             finally:
                 self._memory.release(lease.residence)
             if switched is not None and lease.present:
-                lease.residence.fell_asleep(way, switched)
+                lease.residence.fell_asleep(way, switched, freed_all=not plan.enough_bytes)
             return ""
         return "; ".join(why) if lease.present else ""
 

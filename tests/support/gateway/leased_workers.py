@@ -63,7 +63,8 @@ class MemoryRecords:
 class Process:
     """`delay` is how long a call takes to arrive, `work` how long a switch takes. `fails` has the
     directions that end in an error. A `frozen` one does nothing until it is killed. It has `host`
-    bytes of the host's memory, a file of `disk` bytes, and while it sleeps `left` on its device."""
+    bytes of the host's memory, a file of `disk` bytes, and while it sleeps `left` on its device, of
+    which `stuck` never leave it."""
 
     devices: Devices
     newest: int
@@ -71,6 +72,7 @@ class Process:
     host: int = 0
     disk: int = 0
     left: int = 0
+    stuck: int = 0
     epoch: int = 0
     delay: float = 0.001
     work: float = 0.05
@@ -110,7 +112,7 @@ class Process:
                 says.set_exception(refusal)
             return
         self.awake = awake
-        moves = min(self.size, plan.enough_bytes or self.size)
+        moves = min(self.size - self.stuck, plan.enough_bytes or self.size)
         self.left = 0 if awake else self.size - moves
         if awake:
             self.host, self.disk = max(self.host, self.devices.on_host * self.size), 0
@@ -275,6 +277,7 @@ class World:
             spill_folder=Path("/spill"), least_free=0, free_on_disk=self._free_on_disk
         )
         self.memory.budget = self.budget
+        self.metrics = Metrics()
         self.group = GroupLeases(
             name="g",
             awake=self.awake,
@@ -283,7 +286,7 @@ class World:
             memory=self.memory,
             settings=self.settings,
             records=self.records,  # type: ignore[arg-type]
-            metrics=Metrics(),
+            metrics=self.metrics,
             next_token=lambda: next(self.tokens),
         )
         for worker in self.workers.values():

@@ -430,6 +430,56 @@ async def test_who_sleeps_in_part_sleeps_wholly_before_one_wakes_that_needs_more
 
 
 @in_virtual_time
+async def test_who_says_nothing_wakes_beside_what_of_a_sleeper_cannot_leave_the_devices():
+    world = World(device_memory=10, processes=2)
+    a, b = world.worker("a", size=8, says=9), world.worker("b", size=4)
+    await a.compute(0.1)
+    a.process.stuck = 2
+    await b.compute(0.1)
+    assert (a.process.left, a.log) == (2, ["sleep"])
+
+
+@in_virtual_time
+async def test_a_sleeper_that_can_leave_no_more_of_the_devices_is_ended_when_that_is_overdue():
+    world = World(device_memory=10, processes=2, settings=SharingSettings(quantum=0.5, max_wait=60))
+    a, b = world.worker("a", size=8, says=9), world.worker("b", size=9, says=10)
+    await a.compute(0.1)
+    sleeper, a.process.stuck = a.process, 2
+    waiting = asyncio.create_task(b.compute(0.1))
+    await asyncio.sleep(50)
+    assert "has left some of its state on the devices" in b.lease.explain()
+    assert (a.log, sleeper.alive) == (["sleep"], True), "it is not woken again and again"
+    await waiting
+    assert 60 <= now() < 70
+    assert not sleeper.alive
+    await a.compute(0.1)
+
+
+@in_virtual_time
+async def test_a_lease_that_an_earlier_gateway_has_granted_counts_as_no_wait():
+    world = World()
+    a, b = world.worker("a"), world.worker("b")
+    await asyncio.sleep(1000)
+    await a.compute(0.1)
+    await world.restart()
+    await a.compute(0.1)
+    assert waits(world) == [None, None]
+    await b.compute(1)
+    count, seconds = waits(world)
+    assert (count, seconds < 10) == (1, True)
+
+
+def waits(world: World) -> list[float | None]:
+    """How many waits the metrics have, and the seconds of all of them."""
+    return [
+        world.metrics.registry.get_sample_value(
+            f"tandem_gateway_lease_wait_seconds_{what}", {"group": "g"}
+        )
+        for what in ("count", "sum")
+    ]
+
+
+@in_virtual_time
 async def test_the_next_gateway_finds_out_where_those_are_that_sleep():
     world = World(budget=10, disk=100)
     a, b = (world.worker(key, size=6) for key in "ab")
