@@ -274,6 +274,49 @@ async def test_a_trainer_of_several_nodes_has_a_pod_and_a_claim_on_each(cluster)
     await gateway.close()
 
 
+@on_cluster(nodes=2)
+async def test_two_trainers_do_not_wait_for_the_nodes_that_the_other_has_got(cluster):
+    for node in cluster.nodes.values():
+        node.devices = 2
+    answer = cluster.handle
+
+    async def late(method, url, body):
+        if method == "POST" and '"name": "trainer-s-1-0-1"' in (body or ""):
+            await asyncio.sleep(2)
+        return await answer(method, url, body)
+
+    cluster.handle = late
+    gateway = Gateway(cluster, nodes=2, idle=0)
+    await gateway.open()
+    first = asyncio.create_task(gateway.run("trainer-s-1-0", group="train-0"))
+    await until(lambda: cluster.all("pods"))
+    second = asyncio.create_task(gateway.run("trainer-s-2-0", group="train-1"))
+    await until(lambda: "trainer-s-1-0, which has several" in waits_for(gateway, "trainer-s-2-0"))
+    await first
+    await gateway.launcher.stop("trainer-s-1-0")
+    await second
+    await gateway.close()
+
+
+@on_cluster(nodes=2)
+async def test_a_trainer_has_all_its_time_when_one_before_it_was_given_up(cluster):
+    gateway = Gateway(cluster, nodes=2)
+    await gateway.open()
+    gateway.maker.memory = "9Ti"
+    first = await started(gateway, "trainer-s-1-0", group="train-0")
+    gateway.maker.memory = "64Mi"
+    await until(lambda: cluster.all("pods"))
+    second = asyncio.create_task(gateway.run("trainer-s-2-0", group="train-1"))
+    await gateway.run("trainer-s-3-0", group="other-0")
+    gateway.maker.nodes = 1
+    await gateway.run("trainer-s-4-0", group="train-2")
+    assert not first.done() and not second.done()
+    with pytest.raises(WorkerStartFailed, match="was not scheduled within 60 s"):
+        await first
+    await second
+    await gateway.close()
+
+
 @on_cluster()
 async def test_a_reason_from_the_log_has_a_bound(cluster):
     gateway = Gateway(cluster)

@@ -14,6 +14,7 @@ from gateway.workers.launchers.kubernetes.objects import (
     WorkerObjects,
     check_templates,
     nodes_of,
+    pool_name,
     render_worker,
     spec_of_pod,
 )
@@ -80,13 +81,13 @@ class WorkerMaker:
 
     def nodes_of(self, spec: WorkerSpec) -> int:
         """Return how many pods a worker has; 0 for one whose pool there is no more."""
-        pool = self._pools.get(spec.group.rpartition("-")[0])
+        pool = self._pools.get(pool_name(spec.group))
         return nodes_of(spec, pool) if pool is not None else 0
 
     def idle_seconds(self, group: str) -> float:
         """Return how long a group's claim is kept that nobody uses; one whose pool there is no
         more is not."""
-        pool = self._pools.get(group.rpartition("-")[0])
+        pool = self._pools.get(pool_name(group))
         return pool.idle if pool is not None else 0.0
 
     def _make_folders(self) -> None:
@@ -103,7 +104,7 @@ class WorkerMaker:
 
     def _pool_of(self, group: str) -> ClaimPoolSettings:
         try:
-            return self._pools[group.rpartition("-")[0]]
+            return self._pools[pool_name(group)]
         except KeyError:
             raise WorkerStartFailed(
                 f"no pool of TANDEM_CLAIM_POOLS has the device group {group!r}"

@@ -146,6 +146,11 @@ def claim_name(group: str, *, pool: ClaimPoolSettings, node: int, instance: str)
     return name if pool.nodes == 1 else f"{name}-{node}"
 
 
+def pool_name(group: str) -> str:
+    """Return the name of the pool of a device group: `train` for `train-0`."""
+    return group.rpartition("-")[0]
+
+
 # --- What a worker in a pod is told ---------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ from gateway.workers.launchers.kubernetes.objects import (
     INSTANCE,
     WORKER,
     WorkerObjects,
+    pool_name,
 )
 from gateway.workers.launchers.kubernetes.observed import Claim, Event, Observed, Pod
 from gateway.workers.launchers.kubernetes.pods import node_is_lost, runs, told_by_events, why_lost
@@ -240,6 +241,7 @@ class Reconciler:
                 self._uses[claim].discard(worker_id)
             for pod in set(worker.pods).difference(worker.seen):
                 self._turns.give(pod)
+            self._turns.give_of_pool(worker_id, pool_name(worker.spec.group))
         return worker
 
     def _begin_end(self, worker_id: str, *, grace: int) -> Ending:
@@ -355,6 +357,8 @@ class Reconciler:
         if failure is not None:
             self._fail(worker, failure)
             return
+        if worker.is_scheduled:
+            self._turns.give_of_pool(worker.worker_id, pool_name(worker.spec.group))
         if worker.stage == "running":
             self._note_running(worker)
         elif worker.objects is not None:
@@ -415,6 +419,12 @@ class Reconciler:
             name = name_of(pod)
             if name in worker.seen:
                 continue
+            if len(worker.pods) > 1:
+                pool = pool_name(worker.spec.group)
+                if before := self._turns.take_of_pool(worker.worker_id, pool):
+                    said = f"{before}, which has several pods as it has, is to be scheduled first"
+                    worker.wait(said)
+                    return
             claims = Pod.model_validate(pod).claims
             if before := self._turns.take(name, claims, worker_id=worker.worker_id):
                 worker.says = f"{before}, which shares its claim, is to be scheduled first"

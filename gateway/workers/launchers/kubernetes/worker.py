@@ -111,6 +111,15 @@ class Worker:
             self._warned_at = asyncio.get_running_loop().time()
         self._warning = told
 
+    def wait(self, why: str) -> None:
+        """Note that it waits for other workers, which takes nothing of its time."""
+        self.says, self.since = why, asyncio.get_running_loop().time()
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether each of its pods has a node."""
+        return all(name in self.seen and self.seen[name].scheduled for name in self.pods)
+
     def prepares_for(self) -> float:
         """Return for how many seconds its pods have been scheduled and do not run."""
         if self.stage != "preparing":
