@@ -33,7 +33,7 @@ test-compose: setup ## Builds and starts docker-compose.yaml, kills each contain
 test-gpu: setup  ## Runs the tests that say something on an NVIDIA GPU. ARGS="-k trainer"
 	@.venv/bin/python -m tests.gpu $(ARGS)
 
-test-cluster: setup ## Runs the launcher of pods on a real cluster. KUBECONFIG=… TANDEM_TEST_IMAGE=…
+test-cluster: setup ## Runs launcher and stack on a real cluster. KUBECONFIG=…; see docs/deploy-kubernetes.md
 	@.venv/bin/python -m pytest -n0 tests/cluster $(ARGS)
 
 conformance: setup ## Holds every public method of the SDK to its meaning. SDK=0.27.2

@@ -1,27 +1,20 @@
-"""The launcher of pods on a real cluster, `make test-cluster`.
-
-`KUBECONFIG` says which one, `TANDEM_TEST_IMAGE` an image with Python that its nodes have or can
-pull, and `TANDEM_TEST_DEVICE_CLASS` a DeviceClass of which two nodes have four devices each. All is
-done in a namespace of its own, which is deleted at the end.
-"""
+"""The launcher of pods on a real cluster, with workers that do nothing; each test in a namespace of
+its own, which is deleted at the end."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import uuid
 from contextlib import asynccontextmanager
 
 import pytest
 
 from tandem.worker import WorkerHandle
+from tests.cluster.settings import DEVICE_CLASS, IMAGE, KUBECONFIG
 from tests.support.kubernetes.body import BODY
 from tests.support.kubernetes.gateway import Gateway
 
 kubernetes = pytest.importorskip("kubernetes.aio")
-KUBECONFIG = os.environ.get("KUBECONFIG", "")
-IMAGE = os.environ.get("TANDEM_TEST_IMAGE", "python:3.11-slim")
-DEVICE_CLASS = os.environ.get("TANDEM_TEST_DEVICE_CLASS", "gpu.nvidia.com")
 LABEL = "tandem.dev/instance"
 
 pytestmark = pytest.mark.skipif(not KUBECONFIG, reason="KUBECONFIG names no cluster")

@@ -1,8 +1,11 @@
-# Debian's PostgreSQL with the interface of the official image, as far as docker-compose.yaml uses it.
+# Debian's PostgreSQL with the interface of the official image, as far as docker-compose.yaml and
+# k8s/components/database use it.
 ARG BASE_IMAGE
 FROM ${BASE_IMAGE}
 # hadolint ignore=DL3008
-RUN apt-get update \
+RUN groupadd --system --gid=999 postgres \
+ && useradd --system --uid=999 --gid=999 --home-dir=/var/lib/postgresql postgres \
+ && apt-get update \
  && apt-get install --yes --no-install-recommends postgresql-15 \
  && rm -rf /var/lib/apt/lists/* /var/lib/postgresql/* \
  && install --directory --owner=postgres --group=postgres /var/lib/postgresql/data
