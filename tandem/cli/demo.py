@@ -31,6 +31,9 @@ def demo(
     data_dir: Annotated[
         Path, typer.Option("--data-dir", help="Where models and the warm-up are kept.")
     ] = Path(".tandem/demo"),
+    save: Annotated[
+        str, typer.Option(metavar="NAME", help="Keep the trained weights as a checkpoint.")
+    ] = "",
     base_url: Annotated[
         str,
         typer.Option(
@@ -55,6 +58,7 @@ def demo(
         data_dir=data_dir,
         seed=seed,
         ranks=ranks,
+        save=save,
         endpoint=endpoint,
         reinforcement=Reinforcement(algorithm=chosen, loss=LOSS_OF[chosen]),
     )

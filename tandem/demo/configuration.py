@@ -48,7 +48,7 @@ class Reinforcement(BaseModel):
 class DemoConfiguration(BaseModel):
     """The resolved configuration, kept as `config.json` in the run directory. `endpoint` is a
     gateway that runs already, which has the base model and says how many ranks there are; without
-    one, the demo starts its own."""
+    one, the demo starts its own. `save` names the trained weights, where they are to be kept."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -57,6 +57,7 @@ class DemoConfiguration(BaseModel):
     endpoint: Endpoint | None = Field(None, exclude=True)
     seed: int = 0
     ranks: int = 2
+    save: str = ""
     warm_up: WarmUp = WarmUp()
     reinforcement: Reinforcement = Reinforcement()
 

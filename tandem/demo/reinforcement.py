@@ -122,6 +122,10 @@ class Loop:
             for problem, prompt, future in zip(self._problems, self._prompts, futures, strict=True)
         ]
 
+    def save(self, name: str) -> str:
+        """Keep the newest weights under a name; return their path."""
+        return str(self._client.save_weights_for_sampler(name).result().path)
+
     def text(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens)
 

@@ -57,10 +57,12 @@ def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str,
         loop, reused = _prepare(service, endpoint, configuration, timing=timing, console=console)
         results = _train(loop, endpoint, configuration, directory=directory, console=console)
         greedy = _evaluate(loop, directory=directory, console=console)
+        saved = loop.save(configuration.save) if configuration.save else None
     summary: dict[str, object] = {
         "reward_first": results[0].reward_mean,
         "reward_last": results[-1].reward_mean,
         "greedy": greedy,
+        "saved": saved,
         "seconds_total": round(timing.since_start(), 2),
         "seconds_ready": round(timing.ready, 2),
         "seconds_warm_up": round(timing.warm_up, 2),
@@ -76,6 +78,8 @@ def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str,
         f"seed {configuration.seed}",
     )
     directory.write_summary(summary)
+    if saved is not None:
+        console.print(f"The trained weights are kept as {saved}", soft_wrap=True)
     console.print(
         f"Mean reward {results[0].reward_mean:.3f} → [bold]{results[-1].reward_mean:.4f}[/], "
         f"greedy {greedy:.2f}, in {timing.since_start():.0f} s "
