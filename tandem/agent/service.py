@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from tandem.agent import SENTENCE
+from tandem.agent.address import agent_address, socket_path
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.pool import pool_sizes
 from tandem.certificate import Certificate, read_certificate
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[object, object]
 
 _KINDS = ("trainer", "sampler")
-_LONGEST_SOCKET_PATH = 100
-"""Bytes. The kernel takes 107, and 103 outside Linux."""
 
 
 @dataclass(frozen=True)
@@ -183,23 +182,6 @@ def description() -> agent_pb2.DescribeAgentReply:
     )
 
 
-def agent_address(data_dir: Path) -> str:
-    """Return the gRPC address of the data directory's agent.
-
-    The path of a socket must be short. That of a long directory goes through a descriptor of it,
-    which stays open for the life of the process.
-    """
-    path = socket_path(data_dir.absolute())
-    if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH:
-        return f"unix:{path}"
-    fd = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY)
-    return f"unix:{socket_path(Path(f'/proc/self/fd/{fd}'))}"
-
-
-def socket_path(data_dir: Path) -> Path:
-    return data_dir / "agent.sock"
-
-
 @contextmanager
 def _locked(data_dir: Path) -> Iterator[None]:
     """Make the data directory if it is missing, and keep other agents out of it meanwhile."""
@@ -222,16 +204,15 @@ def _locked(data_dir: Path) -> Iterator[None]:
 async def serving(
     launcher: ProcessLauncher, *, data_dir: Path, listening: Listening | None = None
 ) -> AsyncIterator[None]:
-    """Serve on the data directory's socket, or where it listens, while the block runs, once nothing
-    is left of an earlier agent's workers; stop every worker after it."""
+    """Serve on the data directory's socket, and where it listens, while the block runs, once
+    nothing is left of an earlier agent's workers; stop every worker after it."""
     certificate = read_certificate(listening.tls) if listening is not None else None
     await launcher.groups.end_earlier()
     server = grpc.aio.server(interceptors=[EpochInterceptor()])
     agent_pb2_grpc.add_AgentServicer_to_server(AgentServicer(launcher), server)
+    _listen_here(server, data_dir)
     if listening is not None and certificate is not None:
         _listen(server, listening, certificate)
-    else:
-        _listen_here(server, data_dir)
     await server.start()
     try:
         yield

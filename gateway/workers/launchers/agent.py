@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from gateway.workers.epoch import Epoch
-from tandem.agent.service import agent_address, socket_path
+from tandem.agent.address import agent_address, socket_path
 from tandem.authority import Authority
 from tandem.certificate import AGENT_NAME, GATEWAY_NAME
 from tandem.channels import secure_channel

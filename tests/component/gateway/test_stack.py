@@ -8,7 +8,7 @@ import signal
 import grpc
 import pytest
 
-from tandem.agent.service import agent_address
+from tandem.agent.address import agent_address
 from tandem.errors import ServerError, WorkerStartFailed
 from tandem.stack import Stack, answers
 from tandem.v1 import agent_pb2, agent_pb2_grpc

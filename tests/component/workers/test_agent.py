@@ -18,9 +18,10 @@ import gateway.workers.launchers.agent
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.agent import AgentLauncher
 from tandem import process_birth
+from tandem.agent.address import socket_path
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.process_groups import FILE_NAME, ProcessGroups
-from tandem.agent.service import AgentServicer, serving, socket_path
+from tandem.agent.service import AgentServicer, serving
 from tandem.agent.worker_process import group_members
 from tandem.errors import WorkerMayRun, WorkerStartFailed
 from tandem.v1 import agent_pb2

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -108,6 +109,15 @@ async def test_each_kind_of_worker_is_started_by_its_agent_and_called_by_tls(age
     await launcher.close()
     with pytest.raises(StopAsyncIteration):
         await asyncio.wait_for(anext(exits), 60)
+
+
+async def test_an_agent_says_on_its_own_host_whether_it_answers(agents, tmp_path):
+    check = (sys.executable, "-m", "tandem.agent.check")
+    for folder, status in (("trainer", 0), ("sampler", 0), ("agent", 1)):
+        asked = await asyncio.create_subprocess_exec(*check, str(tmp_path / folder))
+        assert await asyncio.wait_for(asked.wait(), 60) == status
+    waiting = (*check, str(tmp_path / "trainer"))
+    assert subprocess.call(waiting) == 1  # noqa: ASYNC221 - the agent stands still meanwhile
 
 
 async def test_the_next_gateway_calls_what_the_one_before_has_left(agents):
