@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,12 +14,23 @@ from pathlib import Path
 
 import httpx
 
-from tests.compose.engine import ROOT, build_images, compose, container, left, output, state
+from tests.compose.demo import Demo, checksums
+from tests.compose.engine import (
+    PORT,
+    PROMETHEUS_PORT,
+    build_images,
+    compose,
+    container,
+    inside,
+    left,
+    output,
+    state,
+)
+from tests.compose.manual import blocks, carry_out
 
-PORT, PROMETHEUS_PORT = 18400, 18401
 URL = f"http://127.0.0.1:{PORT}"
 MODEL = "/var/lib/tandem/models/tiny-addition-0"
-SERVICES = ("trainer", "sampler", "gateway", "postgres")
+SERVICES = ("trainer", "sampler", "gateway", "postgres", "prometheus")
 STOPS_WITHIN = 30.0
 _DEADLINE = 900.0
 
@@ -30,8 +39,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.compose", description=__doc__)
     parser.add_argument("--no-build", action="store_true", help="Use the images that are there.")
     arguments = parser.parse_args()
-    os.environ["TANDEM_PORT"] = f"127.0.0.1:{PORT}"
-    os.environ["PROMETHEUS_PORT"] = f"127.0.0.1:{PROMETHEUS_PORT}"
     if not arguments.no_build:
         with timed("images"):
             build_images()
@@ -42,9 +49,8 @@ def main() -> int:
         print(compose("logs", "--tail=60", "--no-color"), flush=True)
         raise
     finally:
-        compose("down", "--volumes", "--timeout=60")
+        remove()
         shutil.rmtree(folder)
-    assert not left(), left()
     print("nothing is left")
     return 0
 
@@ -54,66 +60,80 @@ def run(folder: Path) -> None:
         start()
     inside("trainer", "python", "-m", "tandem.demo.tiny_model", MODEL)
     inside("gateway", "tandem", "models", "add", "tandem/tiny-addition-0", MODEL)
-    made = inside("gateway", "tandem", "keys", "create", "--owner", "ann", "--json")
-    os.environ["TINKER_API_KEY"] = json.loads(made)["key"]
-    with timed("the demo, undisturbed"):
-        expected = finish(start_demo(folder, "undisturbed"), folder / "undisturbed")
-    assert expected[-1]["reward_mean"] >= 0.995, expected[-1]
-    with timed("the demo, with each container killed"):
-        got = disturbed(folder)
-    for name in ("reward_mean", "loss"):
-        assert [each[name] for each in got] == [each[name] for each in expected], (got, expected)
-    wait_until(is_scraped)
-    with timed("stop") as seconds:
-        compose("stop", "--timeout=60")
-    assert seconds() < STOPS_WITHIN
-    codes = {name: state(name)["ExitCode"] for name in SERVICES}
-    assert set(codes.values()) == {0}, codes
-    with timed("second start"):
-        start()
-    assert "tandem/tiny-addition-0" in inside("gateway", "tandem", "models", "list")
+    key = json.loads(inside("gateway", "tandem", "keys", "create", "--owner", "ann", "--json"))[
+        "key"
+    ]
+    backup, restore = blocks("Backup")
+
+    with demo(folder, "undisturbed", key=key) as undisturbed:
+        path = undisturbed.finish()
+    expected = undisturbed.results(), checksums(path, copy="/tmp/undisturbed")
+    assert expected[0][-1][0] >= 0.995, expected
+
+    with demo(folder, "disturbed", key=key) as disturbed:
+        wait_until(lambda: disturbed.reached(1))
+        with timed("backup"):
+            carry_out(backup, folder)
+        kill_each(disturbed)
+        path = disturbed.finish()
+    assert (disturbed.results(), checksums(path, copy="/tmp/disturbed")) == expected
+
+    remove()
+    with timed("restore"):
+        carry_out(restore, folder)
+        wait_until(is_healthy)
+    path = undisturbed.finish()
+    assert checksums(path, copy="/tmp/restored") == expected[1]
+    with demo(folder, "restored", key=key) as restored:
+        wait_until(lambda: restored.reached(2))
+        stop()
+        with timed("second start"):
+            start()
+        path = restored.finish()
+    assert (restored.results(), checksums(path, copy="/tmp/again")) == expected
 
 
 def start() -> None:
     compose("up", "--detach", "--no-build")
-    wait_until(lambda: all(state(name)["Health"]["Status"] == "healthy" for name in SERVICES))
+    wait_until(is_healthy)
 
 
-def start_demo(folder: Path, name: str) -> subprocess.Popen[bytes]:
-    command = [str(Path(sys.executable).with_name("tandem")), "demo", "--base-url", URL]
-    command += ["--out", str(folder / name), "--data-dir", str(folder / "data")]
-    return subprocess.Popen(command, cwd=ROOT, stdout=(folder / f"{name}.log").open("wb"))
+def stop() -> None:
+    with timed("stop") as seconds:
+        compose("stop", "--timeout=60")
+        assert seconds() < STOPS_WITHIN
+    codes = {name: state(name)["ExitCode"] for name in SERVICES}
+    assert set(codes.values()) == {0}, codes
 
 
-def finish(demo: subprocess.Popen[bytes], out: Path) -> list[dict[str, float]]:
-    """Return the steps of a demo that has to succeed."""
-    status = demo.wait(timeout=_DEADLINE)
-    assert status == 0, out.with_suffix(".log").read_text()
-    return steps(out)
+def remove() -> None:
+    compose("down", "--volumes", "--timeout=60")
+    assert not left(), left()
 
 
-def steps(out: Path) -> list[dict[str, float]]:
-    file = out / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+@contextmanager
+def demo(folder: Path, name: str, *, key: str) -> Iterator[Demo]:
+    begun = Demo(folder, name, url=URL, key=key)
+    try:
+        with timed(f"the demo, {name}"):
+            yield begun
+    finally:
+        begun.kill()
 
 
-def disturbed(folder: Path) -> list[dict[str, float]]:
-    """Run the demo; after every second step kill a container, and start it again. At last the
-    gateway crashes, and is to come back by itself."""
-    out = folder / "disturbed"
-    demo = start_demo(folder, "disturbed")
-    for number, name in enumerate(SERVICES):
-        wait_until(
-            lambda reached=2 * number + 1: demo.poll() is not None or len(steps(out)) >= reached
-        )
+def kill_each(disturbed: Demo) -> None:
+    """Kill one container in each step, and start it again. At last the gateway crashes, and is to
+    come back by itself."""
+    for name in ("prometheus", *SERVICES[:-1]):
         kill(name)
-        print(f"killed {name} after step {len(steps(out))}", flush=True)
-    wait_until(lambda: demo.poll() is not None or len(steps(out)) >= 9)
-    subprocess.run(
-        ["docker", "exec", container("gateway"), "sh", "-c", "kill -KILL -1"], check=False
-    )
-    kill("prometheus")  # asked afterwards for what it has scraped
-    return finish(demo, out)
+        done = len(disturbed.steps())
+        print(f"killed {name} after step {done}", flush=True)
+        if name == "prometheus":
+            wait_until(is_scraped)
+        wait_until(lambda after=done + 1: disturbed.reached(after))
+    assert disturbed.runs(), "it had ended before every container was killed"
+    inside_gateway = ("docker", "exec", container("gateway"))
+    subprocess.run([*inside_gateway, "sh", "-c", "kill -KILL -1"], check=False)
 
 
 def kill(name: str) -> None:
@@ -123,16 +143,21 @@ def kill(name: str) -> None:
     output("docker", "start", killed)
 
 
-def inside(service: str, *command: str) -> str:
-    return compose("exec", "-T", service, *command)
+def is_healthy() -> bool:
+    return all(state(name)["Health"]["Status"] == "healthy" for name in SERVICES)
 
 
 def is_scraped() -> bool:
-    """Whether Prometheus has had metrics of the gateway, of a trainer and of a sampler."""
-    query = {"query": "max by (job, kind) (max_over_time(up[1h])) == 1"}
-    url = f"http://127.0.0.1:{PROMETHEUS_PORT}/api/v1/query"
-    found = httpx.get(url, params=query, verify=False).json()["data"]["result"]
-    return {"", "trainer", "sampler"} <= {each["metric"].get("kind", "") for each in found}
+    """Whether the Prometheus that runs now has the gateway, a trainer and a sampler as targets,
+    and all that it has answer. What one before it knew of targets does not count."""
+    try:
+        answer = httpx.get(f"http://127.0.0.1:{PROMETHEUS_PORT}/api/v1/targets?state=active")
+        found = answer.raise_for_status().json()["data"]["activeTargets"]
+    except httpx.HTTPError:  # it is starting
+        return False
+    kinds = {each["labels"].get("kind", each["labels"]["job"]) for each in found}
+    wanted = {"tandem-gateway", "trainer", "sampler"}
+    return wanted <= kinds and all(each["health"] == "up" for each in found)
 
 
 def wait_until(condition: Callable[[], object]) -> None:

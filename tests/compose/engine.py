@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -19,6 +19,7 @@ HERE = Path(__file__).parent
 PREFIX = "tandem-test/"
 BASE = f"{PREFIX}python:bookworm"
 PROJECT = "tandem-test"
+PORT, PROMETHEUS_PORT, WHEELS_PORT = 18400, 18401, 18402
 IMAGES = {
     "tandem-gateway:test": "deploy/gateway.Dockerfile",
     "tandem-trainer:test-cpu": "deploy/trainer.Dockerfile",
@@ -27,24 +28,28 @@ IMAGES = {
     "prometheus:test": "tests/compose/prometheus.Dockerfile",
 }
 ENVIRONMENT = {
+    **os.environ,
+    "COMPOSE_FILE": str(ROOT / "docker-compose.yaml"),
     "COMPOSE_PROJECT_NAME": PROJECT,
     "COMPOSE_PROFILES": "cpu",
     "TANDEM_IMAGES": PREFIX,
     "TANDEM_VERSION": "test",
     "POSTGRES_IMAGE": f"{PREFIX}postgres:test",
     "PROMETHEUS_IMAGE": f"{PREFIX}prometheus:test",
+    "TANDEM_PORT": f"127.0.0.1:{PORT}",
+    "PROMETHEUS_PORT": f"127.0.0.1:{PROMETHEUS_PORT}",
     "DOCKER_BUILDKIT": "0",
 }
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 _PACKAGES = "ca-certificates,python3,python3-venv,python3-pip"
 
 
-def output(*command: str, timeout: float = 1800) -> str:
+def output(*command: str, folder: Path = ROOT, timeout: float = 1800) -> str:
     """Run a command and return what it prints. Raises `CalledProcessError`, after showing it."""
     done = subprocess.run(
         command,
-        cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT},
+        cwd=folder,
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -57,8 +62,19 @@ def output(*command: str, timeout: float = 1800) -> str:
 
 
 def compose(*arguments: str, timeout: float = 600) -> str:
-    command = ("docker-compose",) if shutil.which("docker-compose") else ("docker", "compose")
+    command = ("docker", "compose") if has_plugin() else ("docker-compose",)
     return output(*command, *arguments, timeout=timeout)
+
+
+@cache
+def has_plugin() -> bool:
+    """Whether this machine has Compose as Docker's plugin, and not 1.29."""
+    asked = ("docker", "compose", "version")
+    return subprocess.run(asked, capture_output=True, check=False).returncode == 0
+
+
+def inside(service: str, *command: str) -> str:
+    return compose("exec", "-T", service, *command)
 
 
 def build_images() -> None:
@@ -89,15 +105,16 @@ def _make_base() -> None:
 
 @contextmanager
 def _wheels() -> Iterator[str]:
-    """Yield where a build finds the wheels of PIP_FIND_LINKS, if it is a folder of this machine."""
+    """Yield where a build finds the wheels of PIP_FIND_LINKS, if it is a folder of this machine:
+    always the same address, by which the builder knows a layer that it has."""
     found = os.environ.get("PIP_FIND_LINKS", "")
     if not Path(found).is_dir():
         yield found
         return
     handler = partial(_Quiet, directory=found)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", WHEELS_PORT), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
+        yield f"http://127.0.0.1:{WHEELS_PORT}/"
         server.shutdown()
 
 
