@@ -22,7 +22,8 @@ from gateway.workers.launchers.kubernetes.api import PODS, SECRETS, Api, ApiFaul
 from gateway.workers.launchers.kubernetes.maker import WorkerMaker
 from gateway.workers.launchers.kubernetes.objects import EPOCH, SPEC_KEY, WORKER_ID, Home
 from gateway.workers.launchers.kubernetes.observed import Pod
-from gateway.workers.launchers.kubernetes.reconcile import KILL_GRACE, Reconciler
+from gateway.workers.launchers.kubernetes.reconcile import Reconciler
+from gateway.workers.launchers.kubernetes.removal import KILL_GRACE
 from gateway.workers.launchers.kubernetes.serving import ServingLabel
 from gateway.workers.launchers.kubernetes.worker import Deadlines, Worker
 from tandem.agent.worker_process import wait_until_serving

@@ -3,17 +3,15 @@
 What should run are the workers that were asked for (`want`) and not asked to end. What does run is
 what the views of the cluster show. `Reconciler` compares both for each worker of which something
 has changed, and every second for all that start or end; what it finds missing it makes, and what
-nobody wants it deletes. Every step may fail, or its outcome be unknown: then the next comparison
+nobody wants it deletes (`removal`). Every step may fail, or its outcome be unknown: then the next comparison
 finds what is still to be done. So it does not matter between which two steps a gateway died.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 from gateway.workers.launchers.kubernetes.api import (
@@ -25,19 +23,19 @@ from gateway.workers.launchers.kubernetes.api import (
     Api,
     Refused,
 )
+from gateway.workers.launchers.kubernetes.claims import Claims
 from gateway.workers.launchers.kubernetes.objects import (
     CONTAINER,
     GROUP,
-    GROUP_SPEC,
     INSTANCE,
     WORKER,
     WorkerObjects,
     pool_name,
 )
 from gateway.workers.launchers.kubernetes.observed import Claim, Event, Observed, Pod
-from gateway.workers.launchers.kubernetes.pods import node_is_lost, runs, told_by_events, why_lost
+from gateway.workers.launchers.kubernetes.pods import told_by_events
+from gateway.workers.launchers.kubernetes.removal import KILL_GRACE, Removal
 from gateway.workers.launchers.kubernetes.steps import Key, Steps, name_of
-from gateway.workers.launchers.kubernetes.templates import Object
 from gateway.workers.launchers.kubernetes.turns import Turns
 from gateway.workers.launchers.kubernetes.view import View
 from gateway.workers.launchers.kubernetes.worker import Deadlines, Failure, Worker
@@ -45,9 +43,6 @@ from tandem.errors import WorkerCrashed, WorkerStartFailed, without_paths
 from tandem.telemetry import get_log
 from tandem.worker import WorkerHandle, WorkerSpec
 
-KILL_GRACE = 1
-"""Seconds of grace for what is killed: with none, it would be forgotten before it is known to have
-ended."""
 _TICK = 1.0
 _SWEEP = 5.0
 """Seconds after which all objects are looked at for what nobody wants, though none has changed."""
@@ -55,16 +50,6 @@ _TOGETHER = 0.02
 """Seconds within which changes are looked at together."""
 _LOG_LINES = 5
 _LONGEST_TAIL = 4096
-
-
-@dataclass(eq=False)
-class Ending:
-    """A worker of which nothing should be left; `worker` is one that has failed, whose end is to be
-    told."""
-
-    grace: int
-    gone: asyncio.Future[None]
-    worker: Worker | None = None
 
 
 class Reconciler:
@@ -92,23 +77,13 @@ class Reconciler:
         self._api = api
         self._epoch = epoch
         self._handle_of = handle_of
-        self._idle_seconds = idle_seconds
         self._deadlines = deadlines
-        self._ended = ended
         self._superseded = superseded
         self._is_superseded = False
-        self._endings: dict[str, Ending] = {}
         self._steps = Steps(api, epoch=epoch, done=self._touch, fail=self.fail)
         self._dirty: set[str] = set()
         self._starting: set[str] = set()
         self._turns = Turns(self._touch)
-        self._uses: defaultdict[str, set[str]] = defaultdict(set)
-        """By claim, the workers that should run and name it."""
-        self._idle_since: dict[str, float] = {}
-        self._deleted_since: dict[str, float] = {}
-        self._lost_since: dict[str, float] = {}
-        """By the uid of a pod: since when it is to end, and since when its node is lost;
-        no longer than the cluster has been seen without a gap."""
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._log = get_log()
@@ -118,6 +93,14 @@ class Reconciler:
         self.claims: View[Claim] = view(CLAIMS, Claim, labels=groups, changed=self._note_claim)
         self.secrets: View[Observed] = view(SECRETS, Observed, labels=ours, changed=self._note)
         self.services: View[Observed] = view(SERVICES, Observed, labels=ours, changed=self._note)
+        self._claims = Claims(self._steps, self.claims, pods=self.pods, idle_seconds=idle_seconds)
+        self._removal = Removal(
+            self._steps,
+            pods=self.pods,
+            others=(self.secrets, self.services),
+            node_lost=deadlines.node_lost,
+            ended=ended,
+        )
 
     @property
     def views(self) -> tuple[View[Pod], View[Claim], View[Observed], View[Observed]]:
@@ -138,8 +121,7 @@ class Reconciler:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._steps.close()
-        for ending in self._endings.values():
-            ending.gone.cancel()
+        self._removal.close()
 
     # --- What should run ----------------------------------------------------------------------
 
@@ -180,8 +162,7 @@ class Reconciler:
             pods=pods,
             claims=claims,
         )
-        for claim in claims:
-            self._uses[claim].add(spec.worker_id)
+        self._claims.use(worker)
         self._touch(spec.worker_id)
         return worker
 
@@ -194,9 +175,8 @@ class Reconciler:
                 f"the {worker.spec.kind} was stopped while it started"
             )
             worker.lost.set_result(None)
-        ending = self._begin_end(worker_id, grace=grace)
-        ending.worker = None
-        return ending.gone
+        self._touch(worker_id)
+        return self._removal.begin(worker_id, grace=grace)
 
     def fail(self, worker: Worker, reason: str, *, crashed: bool = False) -> None:
         """Give up a worker that will never serve, or serve again, for a reason in a sentence."""
@@ -205,24 +185,19 @@ class Reconciler:
         worker.failure = (WorkerCrashed if crashed else WorkerStartFailed)(reason)
         worker.lost.set_result(None)
         self._unwant(worker.worker_id)
-        self._begin_end(worker.worker_id, grace=KILL_GRACE).worker = worker
+        self._touch(worker.worker_id)
+        self._removal.begin(worker.worker_id, grace=KILL_GRACE, failed=worker)
 
     def gone(self, worker_id: str) -> asyncio.Future[None] | None:
         """Return what is done when nothing of a worker is left; None if it does not end."""
-        ending = self._endings.get(worker_id)
+        ending = self._removal.endings.get(worker_id)
         return ending.gone if ending is not None else None
 
     def why_left(self, worker_id: str) -> str:
         """Say what is left of a worker that is to end."""
         if not self.current:
             return "the API server does not answer"
-        pods = self.pods.of(worker_id)
-        why = next((why_lost(pod) for pod in pods if node_is_lost(pod)), "")
-        if not why:
-            silent = (pod.spec.node_name for pod in pods if pod.deleted and runs(pod))
-            why = next((f"its node {name} has not said that it has ended" for name in silent), "")
-        names = ", ".join(pod.name for pod in pods) or "its Secret"
-        return f"not gone yet: {names}" + (f"; {why}" if why else "")
+        return self._removal.why_left(worker_id)
 
     def unwanted(self) -> set[str]:
         """Return the ids of the workers that nobody wants, and of which something is left."""
@@ -237,36 +212,18 @@ class Reconciler:
         self._starting.discard(worker_id)
         worker = self.workers.pop(worker_id, None)
         if worker is not None:
-            for claim in worker.claims:
-                self._uses[claim].discard(worker_id)
+            self._claims.leave(worker)
             for pod in set(worker.pods).difference(worker.seen):
                 self._turns.give(pod)
             self._turns.give_of_pool(worker_id, pool_name(worker.spec.group))
         return worker
-
-    def _begin_end(self, worker_id: str, *, grace: int) -> Ending:
-        ending = self._endings.get(worker_id)
-        if ending is None:
-            gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            ending = self._endings[worker_id] = Ending(grace, gone)
-        ending.grace = min(ending.grace, grace)
-        self._touch(worker_id)
-        return ending
 
     # --- What changes -------------------------------------------------------------------------
 
     def _note_pod(self, before: Pod | None, now: Pod | None) -> None:
         about = now or before
         assert about is not None
-        seconds = asyncio.get_running_loop().time()
-        for since, holds in (
-            (self._lost_since, now is not None and node_is_lost(now)),
-            (self._deleted_since, now is not None and now.deleted),
-        ):
-            if holds:
-                since.setdefault(about.metadata.uid, seconds)
-            else:
-                since.pop(about.metadata.uid, None)
+        self._removal.note_pod(about, there=now is not None)
         if now is None or now.scheduled or now.deleted:
             self._turns.give(about.name)
         else:
@@ -276,7 +233,7 @@ class Reconciler:
     def _note_claim(self, before: Claim | None, now: Claim | None) -> None:
         about = now or before
         assert about is not None
-        for worker_id in self._uses.get(about.name, ()):
+        for worker_id in self._claims.users(about.name):
             self._touch(worker_id)
         self._note(before, now)
 
@@ -321,16 +278,14 @@ class Reconciler:
     def _tick(self) -> None:
         """Look again at all that has a deadline, or is not as it should be."""
         self._steps.forget_past()
-        if not self.current:  # a node may answer that is not seen
-            now = asyncio.get_running_loop().time()
-            self._lost_since = dict.fromkeys(self._lost_since, now)
-            self._deleted_since = dict.fromkeys(self._deleted_since, now)
-        self._dirty |= self._starting | self._endings.keys()
+        if not self.current:
+            self._removal.note_gap()
+        self._dirty |= self._starting | self._removal.endings.keys()
         self._dirty |= {w.worker_id for w in self.workers.values() if w.says}
 
     def _sweep(self) -> None:
         self._dirty |= self.unwanted()
-        self._compare_claims()
+        self._claims.delete_idle()
 
     def _compare_changed(self) -> None:
         dirty, self._dirty = self._dirty, set()
@@ -343,8 +298,8 @@ class Reconciler:
     def _compare_one(self, worker_id: str) -> None:
         if (worker := self.workers.get(worker_id)) is not None:
             self._compare(worker)
-        elif worker_id in self._endings or self.sweeps:
-            self._remove(worker_id)
+        elif worker_id in self._removal.endings or self.sweeps:
+            self._removal.remove(worker_id, current=self.current)
 
     # --- A worker that should run ---------------------------------------------------------------
 
@@ -352,8 +307,10 @@ class Reconciler:
         pods = {pod.name: pod for pod in self.pods.of(worker.worker_id)}
         if worker.objects is not None:
             for pod in [each for each in pods.values() if each.epoch != self._epoch]:
-                self._delete_pod(pods.pop(pod.name), KILL_GRACE)  # of an earlier gateway, made late
-        failure = worker.look(pods, self.claims.objects, self._lost_since, self._deadlines)
+                self._removal.delete_pod(
+                    pods.pop(pod.name), KILL_GRACE
+                )  # of an earlier gateway, made late
+        failure = worker.look(pods, self.claims.objects, self._removal.lost_since, self._deadlines)
         if failure is not None:
             self._fail(worker, failure)
             return
@@ -412,7 +369,7 @@ class Reconciler:
         if objects.service is not None:
             complete &= self._steps.make(worker, self.services, objects.service)
         for claim in objects.claims:
-            complete &= self._make_claim(worker, claim)
+            complete &= self._claims.make(worker, claim)
         if not complete:
             return
         for pod in objects.pods:
@@ -430,77 +387,3 @@ class Reconciler:
                 worker.says = f"{before}, which shares its claim, is to be scheduled first"
                 return
             self._steps.make(worker, self.pods, pod)
-
-    def _make_claim(self, worker: Worker, body: Object) -> bool:
-        """One that was made for another setting of the pool is replaced when nobody uses it."""
-        claim = self.claims.objects.get(name_of(body))
-        if claim is None or claim.deleted:
-            return self._steps.make(worker, self.claims, body)
-        if self._steps.deletes(self.claims, claim.name):
-            worker.says = f"its claim {claim.name} is made anew"
-            return False
-        digest = body["metadata"].get("annotations", {}).get(GROUP_SPEC, "")
-        if claim.metadata.annotations.get(GROUP_SPEC, "") == digest or claim.status.reserved_for:
-            return True
-        self._steps.delete(self.claims, claim, worker=worker)
-        return False
-
-    # --- A worker of which nothing should be left -------------------------------------------------
-
-    def _remove(self, worker_id: str) -> None:
-        """Delete what is left: its pods first, so that none starts without its specification."""
-        ending = self._endings.get(worker_id)
-        grace = ending.grace if ending is not None else KILL_GRACE
-        certain = self._steps.is_certain(worker_id)
-        pods = self.pods.of(worker_id)
-        for pod in pods:
-            self._delete_pod(pod, grace)
-        others = [
-            (view, each) for view in (self.secrets, self.services) for each in view.of(worker_id)
-        ]
-        if certain and not pods:
-            for view, each in others:
-                self._steps.delete(view, each, worker=worker_id)
-        if ending is None or pods or others or not certain or not self.current:
-            return
-        del self._endings[worker_id]
-        if not ending.gone.done():
-            ending.gone.set_result(None)
-        if ending.worker is not None:
-            self._ended(ending.worker)
-
-    def _delete_pod(self, pod: Pod, grace: int) -> None:
-        worker_id = pod.worker_id
-        given = pod.metadata.deletion_grace_period_seconds or 0
-        if self._is_forgettable(pod, given):
-            self._log.warning("pod_forgotten", pod=pod.name, node=pod.spec.node_name)
-            self._steps.delete(self.pods, pod, worker=worker_id, grace=0)
-        elif not pod.deleted or given > grace:
-            self._steps.delete(self.pods, pod, worker=worker_id, grace=grace)
-
-    def _is_forgettable(self, pod: Pod, given: int) -> bool:
-        """Whether its node is lost, or has had its time to say that a pod has ended of which no
-        container runs. One that runs on a node that answers has the devices."""
-        now, most = asyncio.get_running_loop().time(), self._deadlines.node_lost
-        if node_is_lost(pod):
-            return now - self._lost_since.get(pod.metadata.uid, now) >= most
-        return not runs(pod) and (
-            now - self._deleted_since.get(pod.metadata.uid, now) >= given + most
-        )
-
-    # --- Claims -----------------------------------------------------------------------------------
-
-    def _compare_claims(self) -> None:
-        """Delete those that nobody has used for long enough."""
-        now = asyncio.get_running_loop().time()
-        held = {claim for pod in self.pods.objects.values() for claim in pod.claims}
-        for name, claim in self.claims.objects.items():
-            used = name in held or self._uses.get(name) or claim.status.reserved_for
-            if claim.deleted or used:
-                self._idle_since.pop(name, None)
-                continue
-            since = self._idle_since.setdefault(name, now)
-            if now - since >= self._idle_seconds(claim.metadata.labels.get(GROUP, "")):
-                self._steps.delete(self.claims, claim, worker="")
-        for name in self._idle_since.keys() - self.claims.objects.keys():
-            del self._idle_since[name]

@@ -1,0 +1,77 @@
+"""The claims of device groups, which belong to no worker: each is made before the first pod that
+names it, and deleted when nobody has used it for long enough."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+
+from gateway.workers.launchers.kubernetes.objects import GROUP, GROUP_SPEC
+from gateway.workers.launchers.kubernetes.observed import Claim, Pod
+from gateway.workers.launchers.kubernetes.steps import Steps, name_of
+from gateway.workers.launchers.kubernetes.templates import Object
+from gateway.workers.launchers.kubernetes.view import View
+from gateway.workers.launchers.kubernetes.worker import Worker
+
+
+class Claims:
+    """`idle_seconds` says how long a group's claim is kept that nobody uses."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        view: View[Claim],
+        *,
+        pods: View[Pod],
+        idle_seconds: Callable[[str], float],
+    ) -> None:
+        self._steps = steps
+        self._view = view
+        self._pods = pods
+        self._idle_seconds = idle_seconds
+        self._users: defaultdict[str, set[str]] = defaultdict(set)
+        """By claim, the workers that should run and name it."""
+        self._idle_since: dict[str, float] = {}
+
+    def users(self, name: str) -> set[str]:
+        """Return the ids of the workers that should run and name a claim."""
+        return self._users.get(name, set())
+
+    def use(self, worker: Worker) -> None:
+        for claim in worker.claims:
+            self._users[claim].add(worker.worker_id)
+
+    def leave(self, worker: Worker) -> None:
+        for claim in worker.claims:
+            self._users[claim].discard(worker.worker_id)
+
+    def make(self, worker: Worker, body: Object) -> bool:
+        """Return whether a claim is there; begin to make it otherwise. One that was made for
+        another setting of the pool is replaced when nobody uses it."""
+        claim = self._view.objects.get(name_of(body))
+        if claim is None or claim.deleted:
+            return self._steps.make(worker, self._view, body)
+        if self._steps.deletes(self._view, claim.name):
+            worker.says = f"its claim {claim.name} is made anew"
+            return False
+        digest = body["metadata"].get("annotations", {}).get(GROUP_SPEC, "")
+        if claim.metadata.annotations.get(GROUP_SPEC, "") == digest or claim.status.reserved_for:
+            return True
+        self._steps.delete(self._view, claim, worker=worker)
+        return False
+
+    def delete_idle(self) -> None:
+        """Delete those that nobody has used for long enough."""
+        now = asyncio.get_running_loop().time()
+        held = {claim for pod in self._pods.objects.values() for claim in pod.claims}
+        for name, claim in self._view.objects.items():
+            used = name in held or self.users(name) or claim.status.reserved_for
+            if claim.deleted or used:
+                self._idle_since.pop(name, None)
+                continue
+            since = self._idle_since.setdefault(name, now)
+            if now - since >= self._idle_seconds(claim.metadata.labels.get(GROUP, "")):
+                self._steps.delete(self._view, claim, worker="")
+        for name in self._idle_since.keys() - self._view.objects.keys():
+            del self._idle_since[name]

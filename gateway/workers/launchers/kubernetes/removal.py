@@ -1,0 +1,136 @@
+"""The end of a worker, or of what nobody wants: all that is left of it is deleted, its pods first, so
+that none starts without its specification; it has ended when nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gateway.workers.launchers.kubernetes.observed import Observed, Pod
+from gateway.workers.launchers.kubernetes.pods import node_is_lost, runs, why_lost
+from gateway.workers.launchers.kubernetes.steps import Steps
+from gateway.workers.launchers.kubernetes.view import View
+from gateway.workers.launchers.kubernetes.worker import Worker
+from tandem.telemetry import get_log
+
+KILL_GRACE = 1
+"""Seconds of grace for what is killed: with none, it would be forgotten before it is known to have
+ended."""
+
+
+@dataclass(eq=False)
+class Ending:
+    """A worker of which nothing should be left; `failed` is one whose end is to be told."""
+
+    grace: int
+    gone: asyncio.Future[None]
+    failed: Worker | None = None
+
+
+class Removal:
+    """`ended` is called with a worker that has failed, when nothing of it is left. Pods of a node
+    that was lost for `node_lost` seconds are forgotten: `lost_since` has, by the uid of a pod,
+    since when its node is lost, no longer than the cluster has been seen without a gap."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        *,
+        pods: View[Pod],
+        others: tuple[View[Observed], View[Observed]],
+        node_lost: float,
+        ended: Callable[[Worker], None],
+    ) -> None:
+        self.endings: dict[str, Ending] = {}
+        self.lost_since: dict[str, float] = {}
+        self._deleted_since: dict[str, float] = {}
+        self._steps = steps
+        self._pods = pods
+        self._others = others
+        self._node_lost = node_lost
+        self._ended = ended
+        self._log = get_log()
+
+    def begin(
+        self, worker_id: str, *, grace: int, failed: Worker | None = None
+    ) -> asyncio.Future[None]:
+        """Have nothing be left of a worker; return what is done when that is so."""
+        ending = self.endings.get(worker_id)
+        if ending is None:
+            gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            ending = self.endings[worker_id] = Ending(grace, gone)
+        ending.grace = min(ending.grace, grace)
+        ending.failed = failed
+        return ending.gone
+
+    def close(self) -> None:
+        for ending in self.endings.values():
+            ending.gone.cancel()
+
+    def note_pod(self, pod: Pod, *, there: bool) -> None:
+        """Note what a pod is like, or was, when it is not there any more."""
+        seconds = asyncio.get_running_loop().time()
+        for since, holds in (
+            (self.lost_since, there and node_is_lost(pod)),
+            (self._deleted_since, there and pod.deleted),
+        ):
+            if holds:
+                since.setdefault(pod.metadata.uid, seconds)
+            else:
+                since.pop(pod.metadata.uid, None)
+
+    def note_gap(self) -> None:
+        """Count anew for how long nodes are lost: while the cluster is not seen, one may answer."""
+        now = asyncio.get_running_loop().time()
+        self.lost_since = dict.fromkeys(self.lost_since, now)
+        self._deleted_since = dict.fromkeys(self._deleted_since, now)
+
+    def why_left(self, worker_id: str) -> str:
+        """Say what is left of a worker that is to end."""
+        pods = self._pods.of(worker_id)
+        why = next((why_lost(pod) for pod in pods if node_is_lost(pod)), "")
+        if not why:
+            silent = (pod.spec.node_name for pod in pods if pod.deleted and runs(pod))
+            why = next((f"its node {name} has not said that it has ended" for name in silent), "")
+        names = ", ".join(pod.name for pod in pods) or "its Secret"
+        return f"not gone yet: {names}" + (f"; {why}" if why else "")
+
+    def remove(self, worker_id: str, *, current: bool) -> None:
+        """Delete what is left. `current`: whether all that there is is seen."""
+        ending = self.endings.get(worker_id)
+        grace = ending.grace if ending is not None else KILL_GRACE
+        certain = self._steps.is_certain(worker_id)
+        pods = self._pods.of(worker_id)
+        for pod in pods:
+            self.delete_pod(pod, grace)
+        others = [(view, each) for view in self._others for each in view.of(worker_id)]
+        if certain and not pods:
+            for view, each in others:
+                self._steps.delete(view, each, worker=worker_id)
+        if ending is None or pods or others or not certain or not current:
+            return
+        del self.endings[worker_id]
+        if not ending.gone.done():
+            ending.gone.set_result(None)
+        if ending.failed is not None:
+            self._ended(ending.failed)
+
+    def delete_pod(self, pod: Pod, grace: int) -> None:
+        worker_id = pod.worker_id
+        given = pod.metadata.deletion_grace_period_seconds or 0
+        if self._is_forgettable(pod, given):
+            self._log.warning("pod_forgotten", pod=pod.name, node=pod.spec.node_name)
+            self._steps.delete(self._pods, pod, worker=worker_id, grace=0)
+        elif not pod.deleted or given > grace:
+            self._steps.delete(self._pods, pod, worker=worker_id, grace=grace)
+
+    def _is_forgettable(self, pod: Pod, given: int) -> bool:
+        """Whether its node is lost, or has had its time to say that a pod has ended of which no
+        container runs. One that runs on a node that answers has the devices."""
+        now, most = asyncio.get_running_loop().time(), self._node_lost
+        if node_is_lost(pod):
+            return now - self.lost_since.get(pod.metadata.uid, now) >= most
+        return not runs(pod) and (
+            now - self._deleted_since.get(pod.metadata.uid, now) >= given + most
+        )
