@@ -12,7 +12,7 @@ from kubernetes.aio.client import ApiClient
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.kubernetes.api import DEPLOYMENTS, Api
 from gateway.workers.launchers.kubernetes.launcher import KubernetesLauncher, Serving
-from gateway.workers.launchers.kubernetes.objects import (
+from gateway.workers.launchers.kubernetes.names import (
     CONTAINER,
     EPOCH,
     GROUP,
@@ -21,8 +21,8 @@ from gateway.workers.launchers.kubernetes.objects import (
     SPEC_KEY,
     WORKER,
     WORKER_ID,
-    WorkerObjects,
 )
+from gateway.workers.launchers.kubernetes.objects import WorkerObjects
 from tandem.cluster_settings import KubernetesSettings
 from tandem.worker import WorkerHandle, WorkerSpec
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from gateway.placement.groups import groups_of
-from gateway.workers.launchers.kubernetes.objects import INSTANCE, METRICS_PORT, PORT
+from gateway.workers.launchers.kubernetes.names import INSTANCE, METRICS_PORT, PORT
 from gateway.workers.launchers.kubernetes.serving import SERVING
 from gateway.workers.launchers.kubernetes.templates import read_templates
 from tandem.cluster_settings import KubernetesSettings

@@ -10,14 +10,16 @@ import kubernetes.aio.client  # noqa: F401 - binds a port at its import, to see 
 import kubernetes_validate
 import pytest
 
-from gateway.workers.launchers.kubernetes.objects import (
+from gateway.workers.launchers.kubernetes.names import (
     CONTAINER,
     GROUP_SPEC,
-    Home,
-    WorkerObjects,
     label_value,
     object_name,
     pod_name,
+)
+from gateway.workers.launchers.kubernetes.objects import (
+    Home,
+    WorkerObjects,
     render_claims,
     render_worker,
     spec_of_pod,

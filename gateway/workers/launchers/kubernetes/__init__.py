@@ -3,7 +3,8 @@
 `objects` are what a worker and a device group are made of, from `templates` and with `resources`.
 These three only compute, and `maker` calls them with the gateway's settings. `launcher` implements
 the seam: `reconcile` compares the workers that should run (`worker`) with what a `view` of each
-kind of object shows, and takes `steps` by the calls of `api`: to what is missing (the `claims` of
-device groups first, pods in `turns`), and, by `removal`, until nothing is left. `pods` says what the state of a pod
-means, and `observed` what is read of an object at all. `serving` labels the gateway's own pod.
+kind of object shows, and takes `steps` by the calls of `api`: it makes what is missing, with the
+`claims` of device groups and in `turns`, and by `removal` has nothing be left of what nobody wants.
+`pods` says what the state of a pod means, `observed` what is read of an object at all, and `names`
+what is its worker's. `serving` labels the gateway's own pod.
 """

@@ -7,7 +7,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 
-from gateway.workers.launchers.kubernetes.objects import GROUP, GROUP_SPEC
+from gateway.workers.launchers.kubernetes.names import GROUP, GROUP_SPEC
 from gateway.workers.launchers.kubernetes.observed import Claim, Pod
 from gateway.workers.launchers.kubernetes.steps import Steps, name_of
 from gateway.workers.launchers.kubernetes.templates import Object

@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.kubernetes.api import PODS, SECRETS, Api, ApiFault, Refused
 from gateway.workers.launchers.kubernetes.maker import WorkerMaker
-from gateway.workers.launchers.kubernetes.objects import EPOCH, SPEC_KEY, WORKER_ID, Home
+from gateway.workers.launchers.kubernetes.names import EPOCH, SPEC_KEY, WORKER_ID
+from gateway.workers.launchers.kubernetes.objects import Home
 from gateway.workers.launchers.kubernetes.observed import Pod
 from gateway.workers.launchers.kubernetes.reconcile import Reconciler
 from gateway.workers.launchers.kubernetes.removal import KILL_GRACE

@@ -6,15 +6,13 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from gateway.workers.launchers.kubernetes.api import DEPLOYMENTS, Api
+from gateway.workers.launchers.kubernetes.names import METRICS_PORT, PORT, pool_name
 from gateway.workers.launchers.kubernetes.objects import (
     FOLDERS,
-    METRICS_PORT,
-    PORT,
     Home,
     WorkerObjects,
     check_templates,
     nodes_of,
-    pool_name,
     render_worker,
     spec_of_pod,
 )

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from gateway.workers.launchers.kubernetes.objects import EPOCH, WORKER_ID
+from gateway.workers.launchers.kubernetes.names import EPOCH, WORKER_ID
 
 
 class Seen(BaseModel):

@@ -3,8 +3,9 @@
 What should run are the workers that were asked for (`want`) and not asked to end. What does run is
 what the views of the cluster show. `Reconciler` compares both for each worker of which something
 has changed, and every second for all that start or end; what it finds missing it makes, and what
-nobody wants it deletes (`removal`). Every step may fail, or its outcome be unknown: then the next comparison
-finds what is still to be done. So it does not matter between which two steps a gateway died.
+nobody wants it deletes (`removal`). Every step may fail, or its outcome be unknown: then the next
+comparison finds what is still to be done. So it does not matter between which two steps a gateway
+died.
 """
 
 from __future__ import annotations
@@ -24,14 +25,8 @@ from gateway.workers.launchers.kubernetes.api import (
     Refused,
 )
 from gateway.workers.launchers.kubernetes.claims import Claims
-from gateway.workers.launchers.kubernetes.objects import (
-    CONTAINER,
-    GROUP,
-    INSTANCE,
-    WORKER,
-    WorkerObjects,
-    pool_name,
-)
+from gateway.workers.launchers.kubernetes.names import CONTAINER, GROUP, INSTANCE, WORKER, pool_name
+from gateway.workers.launchers.kubernetes.objects import WorkerObjects
 from gateway.workers.launchers.kubernetes.observed import Claim, Event, Observed, Pod
 from gateway.workers.launchers.kubernetes.pods import told_by_events
 from gateway.workers.launchers.kubernetes.removal import KILL_GRACE, Removal

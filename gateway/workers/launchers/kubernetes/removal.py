@@ -1,5 +1,5 @@
-"""The end of a worker, or of what nobody wants: all that is left of it is deleted, its pods first, so
-that none starts without its specification; it has ended when nothing is left."""
+"""The end of a worker, or of what nobody wants: all that is left of it is deleted, its pods first,
+so that none starts without its specification; it has ended when nothing is left."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from gateway.workers.launchers.kubernetes.api import (
     Resource,
     Unanswered,
 )
-from gateway.workers.launchers.kubernetes.objects import GROUP, INSTANCE, WORKER
+from gateway.workers.launchers.kubernetes.names import GROUP, INSTANCE, WORKER
 from gateway.workers.launchers.kubernetes.observed import Claim, Observed, Pod
 from gateway.workers.launchers.kubernetes.templates import Object
 from gateway.workers.launchers.kubernetes.view import View

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gateway.workers.launchers.kubernetes.objects import CONTAINER, WorkerObjects
+from gateway.workers.launchers.kubernetes.names import CONTAINER
+from gateway.workers.launchers.kubernetes.objects import WorkerObjects
 from gateway.workers.launchers.kubernetes.observed import Pod
 from gateway.workers.launchers.kubernetes.pods import (
     PodState,
