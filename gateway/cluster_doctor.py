@@ -12,6 +12,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -427,7 +428,8 @@ def _asker() -> Ask:
     except ModuleNotFoundError as error:
         raise InvalidRequest("--cluster needs tandem[kubernetes]") from error
     try:
-        config.load_config()
+        with redirect_stdout(sys.stderr):  # it says what it tries; the answer alone goes to stdout
+            config.load_config()
     except config.ConfigException as error:
         raise InvalidRequest(
             f"there is no way to a cluster ({error}); set KUBECONFIG, as for kubectl"

@@ -104,10 +104,16 @@ def call(
 
 
 def run_offline(
-    module: str, data_dir: Path, request: Mapping[str, object], *, timeout: float = 60
+    module: str,
+    data_dir: Path,
+    request: Mapping[str, object],
+    *,
+    asked: str = "the database",
+    timeout: float = 60,
 ) -> dict[str, object]:
     """Give a module of the gateway a request, as JSON, and return its answer. It runs in a process
-    of its own: the command line must not import the gateway. Raises what it answers as an error."""
+    of its own: the command line must not import the gateway. Raises what it answers as an error;
+    `asked` is what it is about, for the case that it answers nothing."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", module],
@@ -118,14 +124,12 @@ def run_offline(
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise ServerError(
-            f"the database of {data_dir} did not answer within {timeout:g} s"
-        ) from error
+        raise ServerError(f"{asked} did not answer within {timeout:g} s") from error
     try:
         answer = cast(dict[str, object], orjson.loads(done.stdout))
     except orjson.JSONDecodeError as error:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise ServerError(f"the database could not be reached: {''.join(last)}") from error
+        raise ServerError(f"{asked} could not be reached: {''.join(last)}") from error
     if "error" in answer:
         raise UserError(str(answer["error"]))
     return answer

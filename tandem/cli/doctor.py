@@ -45,14 +45,16 @@ def doctor(
     with status 1 if something that is needed does not work."""
     if cluster and volume is not None:
         raise UserError("--cluster and --volume are two questions: ask one")
-    module, request = "gateway.doctor", dict[str, object]()
+    module, asked, request = "gateway.doctor", "this machine", dict[str, object]()
     if cluster:
-        module = "gateway.cluster_doctor"
+        module, asked = "gateway.cluster_doctor", "the cluster"
         request = {"namespace": namespace, "settings": str(settings) if settings else ""}
     elif volume is not None:
-        module = "gateway.volume_doctor"
+        module, asked = "gateway.volume_doctor", f"the volume {volume}"
         request = {"volume": str(volume), "peers": peers, "meeting": meeting}
-    answer = run_offline(module, resolve_data_dir(data_dir), request, timeout=_LONGEST_ANSWER)
+    answer = run_offline(
+        module, resolve_data_dir(data_dir), request, asked=asked, timeout=_LONGEST_ANSWER
+    )
     findings = cast(list[dict[str, str]], answer["findings"])
     if as_json:
         print_json(answer)

@@ -6,12 +6,14 @@ import copy
 import json
 import threading
 
+import kubernetes.config
 import pytest
 import yaml
 
-from gateway.cluster_doctor import RIGHTS, ClusterDoctor, Unreadable, read_settings
+from gateway.cluster_doctor import RIGHTS, ClusterDoctor, Unreadable, _asker, read_settings
 from gateway.doctor import Finding
 from gateway.volume_doctor import VolumeDoctor
+from tandem.errors import InvalidRequest
 from tandem.settings import GatewaySettings
 from tests.support.kubernetes.manifests import K8S
 
@@ -245,6 +247,14 @@ def test_before_the_first_apply_nothing_that_it_makes_is_missed(tmp_path):
     assert problems(found) == []
     assert found["pool train"].value == "2 claims of 4 devices"
     assert found["namespace rl"].level == found["gateway"].level == "absent"
+
+
+def test_without_a_way_to_a_cluster_nothing_else_is_answered(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(kubernetes.config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(InvalidRequest, match="there is no way to a cluster"):
+        _asker()
+    assert capsys.readouterr().out == ""  # where the answer goes
 
 
 def test_what_the_administrator_may_not_read_is_not_known_and_no_problem():

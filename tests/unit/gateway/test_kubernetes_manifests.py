@@ -229,6 +229,12 @@ def test_an_upgrade_starts_the_next_gateway_before_it_ends_one_and_leaves_time_t
     assert "lifecycle" not in container  # SIGTERM alone hands the workers over
 
 
+def test_the_health_of_workers_is_asked_by_the_gateway_and_by_no_node(stack):
+    for name, pod in worker_pods(stack.settings).items():
+        for container in containers(pod):
+            assert not [key for key in container if key.endswith("Probe")], name
+
+
 def test_requests_reach_the_gateway_that_serves(stack):
     (port,) = stack.one("Service", "tandem")["spec"]["ports"]
     selector = dict(stack.one("Service", "tandem")["spec"]["selector"])
