@@ -285,7 +285,7 @@ class GatewayServer(uvicorn.Server):
 
     @property
     def _announcement(self) -> Path:
-        return self.gateway.settings.data_dir / ENDPOINT_NAME
+        return self.gateway.settings.private / ENDPOINT_NAME
 
     @property
     def url(self) -> str:

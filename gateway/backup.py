@@ -227,12 +227,13 @@ def _replace_sqlite(folder: Path, settings: GatewaySettings) -> str:
     partial = target.with_name(f".partial-{target.name}")
     shutil.copyfile(source, partial)
     fsync_path(partial)
-    old = [*target.parent.glob(f"{target.name}*"), *(data_dir / name for name in _REPLACED)]
-    aside = data_dir / "replaced" / time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    places = (place / name for place in {data_dir, settings.private} for name in _REPLACED)
+    old = [*target.parent.glob(f"{target.name}*"), *places]
+    aside = settings.private / "replaced" / time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     for path in old:
         if path.exists():
             aside.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.rename(aside / path.name)
+            shutil.move(path, aside / path.name)
     partial.rename(target)
     fsync_path(target.parent)
     for file in _manifests(folder / _MANIFESTS):

@@ -48,6 +48,7 @@ from gateway.storage.data_directory import (
     keep_api_key,
     keep_signing_key,
     locked_data_directory,
+    private_directory,
 )
 from gateway.storage.database import Database
 from gateway.storage.pairing import MISMATCH, check_pair
@@ -121,8 +122,9 @@ class Gateway:
         self.metrics = metrics
         self.started_at = time.time()
         data_dir = settings.data_dir
-        self.api_key = settings.api_key or keep_api_key(data_dir)
-        self.signing_key = signing_key = keep_signing_key(data_dir)
+        private = private_directory(settings)
+        self.api_key = settings.api_key or keep_api_key(private)
+        self.signing_key = signing_key = keep_signing_key(private)
         database = Database(
             url=settings.database_url, data_dir=data_dir, epoch=epoch.number if leased else 0
         )
@@ -152,7 +154,7 @@ class Gateway:
             database=database, samples=self.samples, key=signing_key, ttl=settings.trace_ttl
         )
         self.futures = FutureTable(
-            folder=data_dir / "results" / "samples",
+            folder=private / "results" / "samples",
             result_ttl=settings.result_ttl,
             bytes_in_memory=settings.limit.result_bytes,
             max_samples=settings.limit.results,
@@ -251,7 +253,7 @@ class Gateway:
         self.loss_definitions: dict[str, LossDefinitions] = {}
         self.journal = Journal(
             database=database,
-            data_dir=data_dir,
+            data_dir=private,
             futures=self.futures,
             metrics=metrics,
             result_ttl=settings.result_ttl,

@@ -309,6 +309,10 @@ class GatewaySettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="TANDEM_")
 
+    @property
+    def private(self) -> Path:
+        return self.private_dir or self.data_dir
+
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0 = any free port.")
     public_url: str = Field(
@@ -317,6 +321,11 @@ class GatewaySettings(BaseSettings):
         "the request came to.",
     )
     data_dir: Path = Path(".tandem")
+    private_dir: Path | None = Field(
+        None,
+        description="Where the gateway keeps what its workers are not to read: its keys, and "
+        "requests and results of clients; by default data_dir.",
+    )
     database_url: str = Field(
         "",
         description="postgresql://USER:PASSWORD@HOST/NAME; empty: SQLite under data_dir.",

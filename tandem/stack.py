@@ -68,8 +68,9 @@ class Endpoint(BaseModel):
 def read_endpoint(data_dir: Path) -> Endpoint | None:
     """Return the endpoint that a gateway has announced in this data directory, if that one runs,
     and here: in another host or container, it has a loopback of its own."""
+    private = Path(os.environ.get("TANDEM_PRIVATE_DIR") or data_dir)
     try:
-        endpoint = Endpoint.model_validate_json((data_dir / ENDPOINT_NAME).read_bytes())
+        endpoint = Endpoint.model_validate_json((private / ENDPOINT_NAME).read_bytes())
     except (OSError, ValidationError):
         return None
     return endpoint if endpoint.born and endpoint.born == born(endpoint.pid) else None

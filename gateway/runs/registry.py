@@ -88,7 +88,7 @@ class RunRegistry:
             limits=self.limits,
             snapshots=self.snapshots,
             pins=self.tools.checkpoints.pins,
-            data_dir=self._data_dir,
+            data_dir=self.settings.private,
         )
         self._log = get_log()
 

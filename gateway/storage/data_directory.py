@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tandem.errors import InvalidRequest
+from tandem.settings import GatewaySettings
 from tandem.stack import unusable
 from tandem.weights.store import fsync_path, make_folder
 
@@ -36,6 +37,17 @@ def locked_data_directory(data_dir: Path, *, shared: bool = False) -> Iterator[N
         yield
     finally:
         os.close(fd)
+
+
+def private_directory(settings: GatewaySettings) -> Path:
+    """Return where the gateway keeps what no worker is to read; make it if it is missing. Raises
+    `InvalidRequest` if it cannot be used."""
+    try:
+        with suppress(FileExistsError):
+            make_folder(settings.private, mode=0o700)
+    except OSError as error:
+        raise unusable(settings.private, error) from error
+    return settings.private
 
 
 def relative_path(path: Path, data_dir: Path) -> str:

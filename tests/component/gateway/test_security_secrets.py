@@ -13,11 +13,13 @@ import httpx
 import pytest
 
 from tandem.agent.launcher import ProcessLauncher
-from tandem.stack import _private
+from tandem.stack import _private, read_endpoint
 from tandem.telemetry import configure_logging, get_log, without_credentials
 from tandem.worker import WorkerSpec
 from tests.support.gateway.access_world import World
-from tests.support.gateway.running import running_gateway
+from tests.support.gateway.running import forward_backward_bytes, running_gateway
+from tests.support.gateway.runs import Run
+from tests.support.waiting import wait_until
 
 NEW = "tml-" + "Zz9_-" * 8
 TOKEN = "eyJhbGciOiJIUzI1NiJ9.eyJrZXkiOiJrLTEifQ.c2lnbmF0dXJlLW9mLWl0"
@@ -109,6 +111,28 @@ def test_files_with_secrets_are_for_their_owner_alone(tmp_path):
             assert mode(log) == 0o600
     finally:
         os.umask(old)
+
+
+def test_what_no_worker_is_to_read_may_lie_beyond_what_workers_share(tmp_path, monkeypatch):
+    private = tmp_path / "private"
+    monkeypatch.setenv("TANDEM_PRIVATE_DIR", str(private))
+    with running_gateway(tmp_path, private_dir=private) as gate:
+        run_id = gate.run_id(gate.session_id())
+        worker_id, trainer = gate.worker("trainer")
+        with gate.http() as client:
+            run = Run(gate, run_id, worker_id, trainer, client)
+            run.hold()
+            run.backward(1, forward_backward_bytes(run.id, 1, forward_only=True, tokens=2**15))
+            wait_until(lambda: any((private / "operations").rglob("1")))
+            run.release()
+            run.outcome(1)
+        found = read_endpoint(gate.settings.data_dir)
+        assert found is not None and found.url == gate.url
+    with running_gateway(tmp_path, private_dir=private, api_key=""):
+        mine = {path.name for path in private.iterdir()}
+        assert {"api_key", "signing_key", "gateway.json", "operations"} <= mine
+        assert not mine & {path.name for path in gate.settings.data_dir.iterdir()}
+        assert mode(private) == 0o700
 
 
 async def test_a_workers_log_is_for_its_owner_alone_and_its_spec_is_in_no_argument(tmp_path):
