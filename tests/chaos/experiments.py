@@ -19,6 +19,8 @@ from tests.support.stacks import TIED
 
 TIMEOUT = 240.0
 """Seconds within which a result comes, whatever happened meanwhile."""
+PROMPTS = 2
+"""Of each step by reinforcement; one sample of each."""
 _AHEAD = 2
 """Steps that are sent before the results of the first are fetched."""
 _PACE = 0.25
@@ -92,7 +94,7 @@ class Experiment:
         """Sample with the newest weights, and learn from it."""
         sampler = _when_there_is_room(training.save_weights_and_get_sampling_client)
         data, drawn = [], b""
-        for prompt in sequences(2, seed=self._seed(number)):
+        for prompt in sequences(PROMPTS, seed=self._seed(number)):
             asked = types.ModelInput.from_ints(prompt)
             settings = params(tokens=8, seed=number)
             with self.turn:

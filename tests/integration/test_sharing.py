@@ -6,10 +6,11 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 
-from tests.chaos.experiments import TIMEOUT, Experiment
+from tests.chaos.experiments import PROMPTS, TIMEOUT, Experiment
 from tests.support.stacks import GROUPS, TIED, TestStack, running, write_qwen
 from tests.support.waiting import wait_until
 
@@ -106,18 +107,38 @@ def spilled(stack: TestStack) -> int:
         return client.get("groups").json()["groups"][0]["spilled_bytes"]
 
 
+@dataclass
+class Turn:
+    """Of an experiment to sample. Nobody samples for its last step before the trainer is killed, so
+    that each still needs it then."""
+
+    one_samples: threading.Lock
+    killed: threading.Event
+    samples: int = 0
+
+    def __enter__(self) -> None:
+        self.samples += 1
+        if self.samples > PROMPTS * (STEPS - 1):
+            assert self.killed.wait(TIMEOUT)
+        self.one_samples.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.one_samples.release()
+
+
 @pytest.mark.timeout(900)
 def test_lora_runs_on_one_base_equal_those_alone_though_their_trainer_is_killed(
     model, alone, tmp_path
 ):
-    turn = threading.Lock()
-    experiments = [Experiment("rl", number, turn) for number in range(3)]
+    one_samples, killed = threading.Lock(), threading.Event()
+    experiments = [Experiment("rl", each, Turn(one_samples, killed)) for each in range(3)]
     with running(tmp_path, models={TIED: model}, settings={"sharing_lora_runs": "always"}) as stack:
         threads = begin(stack, experiments)
         wait_until(lambda: all(each.steps for each in experiments), what="each has done a step")
         workers = stack.status()["workers"]
         assert sorted(worker["kind"] for worker in workers) == ["sampler", "trainer"]
         os.kill(next(each["pid"] for each in workers if each["kind"] == "trainer"), signal.SIGKILL)
+        killed.set()
         end(threads, experiments)
         log = stack.stack.log_path.read_text()
     assert_as_alone(experiments, alone)
