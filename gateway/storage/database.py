@@ -110,7 +110,7 @@ Result = TypeVar("Result")
 Record = TypeVar("Record", bound="DataclassInstance")
 
 
-@dataclass
+@dataclass(eq=False)
 class _Write:
     """Statements that are committed together, each with the rows that it is executed for."""
 
@@ -142,6 +142,7 @@ class Database:
         self._queue: deque[_Write] = deque()
         self._owner_queues: FairQueue[_Write] = FairQueue()
         self._postponed: list[_Write] = []
+        self._tried_again: set[_Write] = set()
         # Of the writes without a caller that are not committed yet:
         self._kept = 0
         self._bytes_kept = 0
@@ -283,7 +284,7 @@ class Database:
         """Return when everything queued before is committed, except writes in an owner's queue,
         whose callers wait for them. False: the storage refused some, which are tried again."""
         await self._committed(_Write([]))
-        return not self._postponed
+        return not self._postponed and not self._tried_again
 
     async def read(self, statement: Executable) -> Sequence[RowMapping]:
         return await self._read(lambda connection: connection.execute(statement).mappings().all())
@@ -451,11 +452,13 @@ class Database:
 
     def _try_again(self) -> None:
         postponed, self._postponed = self._postponed, []
+        self._tried_again.update(postponed)
         self._queue.extendleft(reversed(postponed))
         self._work.set()
 
     def _forget(self, write: _Write) -> None:
         """Note that a write without a caller waits no more."""
+        self._tried_again.discard(write)
         self._kept -= 1
         self._bytes_kept -= write.size
         if write.settled is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
@@ -154,6 +156,31 @@ async def test_a_result_that_is_recorded_survives_a_power_failure(
         assert list(recalled.file.parent.glob(".*")) == []
         await database.write(delete(operations))
         shutil.rmtree(data / "results")
+
+
+async def test_a_flush_does_not_tell_of_what_is_tried_again_in_this_moment(database, monkeypatch):
+    monkeypatch.setattr("gateway.storage.database._RETRY_AFTER", 1e6)
+    full, busy, over = iter([True]), threading.Event(), threading.Event()
+
+    def fail_once() -> None:
+        if next(full, False):
+            raise OSError(errno.ENOSPC, "no space")
+
+    def keep_the_writer() -> None:
+        busy.set()
+        assert over.wait(PATIENCE)
+
+    database.write_soon(delete(operations), before=fail_once)
+    assert not await database.flush()
+    database.write_soon(delete(operations), before=lambda: None)  # waits behind it
+    working = asyncio.create_task(database.write(delete(operations), before=keep_the_writer))
+    flushed = asyncio.create_task(database.flush())
+    assert await asyncio.to_thread(busy.wait, PATIENCE)
+    database._try_again()
+    over.set()
+    await working
+    assert not await flushed
+    assert await database.flush()
 
 
 @FAULTS
