@@ -5,26 +5,27 @@ from __future__ import annotations
 import socket
 import subprocess
 import threading
+import time
 
 import httpx
 
 from tests.cluster.kubectl import Kubectl
 
-_SERVING = "tandem.dev/serving=tandem"
 _PAUSE = 0.5
-_PATIENCE = 3
-"""Answers in a row that may be missing: when a node is lost, nothing says that its pods are."""
+_PATIENCE = 10.0
+"""Seconds without an answer. When a node is lost, nothing says that its pods are."""
 
 
 class Way:
-    """Follows the label `tandem.dev/serving` to another pod, as the Service does: what ends at the
-    one that served is forwarded anew."""
+    """`kubectl port-forward` of the Service, which chooses the gateway that serves; begun anew when
+    it does not serve any more."""
 
     def __init__(self, kubectl: Kubectl) -> None:
-        self._kubectl = kubectl
         with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self._port}"
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        forward = ("port-forward", "service/tandem", f"{port}:8000")
+        self._command = ("kubectl", "--namespace", kubectl.namespace, *forward)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._keep, daemon=True)
 
@@ -34,7 +35,7 @@ class Way:
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
-        self._thread.join(60)
+        self._thread.join(30)
 
     def serves(self) -> bool:
         """Whether a gateway answers that does not stand by."""
@@ -44,22 +45,17 @@ class Way:
             return False
 
     def _keep(self) -> None:
-        while not self._closed.is_set():
-            names = self._kubectl.run("get", "pod", "-l", _SERVING, "-o", "name").stdout.split()
-            if names:
-                self._forward(names[-1].decode())
-            self._closed.wait(_PAUSE)
+        while not self._closed.wait(_PAUSE):
+            quiet = subprocess.DEVNULL
+            process = subprocess.Popen(self._command, stdout=quiet, stderr=quiet)
+            self._watch(process)
+            process.kill()
+            process.wait()
 
-    def _forward(self, pod: str) -> None:
-        command = ["kubectl", "--namespace", self._kubectl.namespace, "port-forward", pod]
-        process = subprocess.Popen(
-            [*command, f"{self._port}:8000"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        missing = 0
-        while process.poll() is None and missing < _PATIENCE and not self._closed.is_set():
-            missing = 0 if self.serves() else missing + 1
-            self._closed.wait(_PAUSE)
-        process.kill()
-        process.wait()
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        answered = time.monotonic()
+        while process.poll() is None and time.monotonic() - answered < _PATIENCE:
+            if self._closed.wait(_PAUSE):
+                return
+            if self.serves():
+                answered = time.monotonic()
