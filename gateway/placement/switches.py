@@ -16,7 +16,7 @@ from typing import Literal
 from gateway.metrics import Metrics
 from gateway.placement.lease import Lease, Switched
 from gateway.placement.memory import HostMemory, Residence, SleepPlan, Way
-from gateway.workers.clients import WorkerUnavailable
+from gateway.workers.clients import EXIT_REPORT_PATIENCE, WorkerUnavailable
 from tandem.errors import CannotSleep, OutOfMemory, StorageFailed
 from tandem.settings import SharingSettings
 from tandem.telemetry import get_log
@@ -28,9 +28,6 @@ PAUSE = 0.5
 
 _NO_ROOM = (OutOfMemory, StorageFailed, CannotSleep)
 """What a worker that cannot sleep in one way, and stays awake, says."""
-
-_ATTEMPTS = 3
-"""Of a switch, over connections that break."""
 
 
 class Switches:
@@ -158,13 +155,14 @@ class Switches:
     async def _unless_connection_breaks(
         self, lease: Lease, carry_out: Callable[[], Coroutine[None, None, Switched]]
     ) -> Switched:
-        """Ask a worker that lives again if only the connection broke: it answers at once if it has
-        done it already."""
-        for _ in range(_ATTEMPTS - 1):
+        """Ask a worker again that lives, if only the connection broke: it answers at once if it
+        has done it already. One that has died is reported with its own cause, soon."""
+        given_up = 0.0
+        while True:
             try:
                 return await carry_out()
             except WorkerUnavailable:
+                given_up = given_up or self._loop.time() + EXIT_REPORT_PATIENCE
                 await asyncio.sleep(PAUSE)
-                if not lease.present or lease.stopping:
+                if not lease.present or lease.stopping or self._loop.time() > given_up:
                     raise
-        return await carry_out()

@@ -17,6 +17,7 @@ from gateway.placement.lease import Lease, Switched
 from gateway.placement.lease_records import LeaseRecord
 from gateway.placement.leases import GroupLeases
 from gateway.placement.memory import HostMemory, SleepPlan
+from gateway.workers.clients import WorkerUnavailable
 from tandem.errors import OutOfMemory, StorageFailed, StorageFull
 from tandem.settings import SharingSettings
 
@@ -62,7 +63,8 @@ class MemoryRecords:
 @dataclass(eq=False)
 class Process:
     """`delay` is how long a call takes to arrive, `work` how long a switch takes. `fails` has the
-    directions that end in an error. A `frozen` one does nothing until it is killed. It has `host`
+    directions that end in an error. A `frozen` one does nothing until it is killed; one that is
+    `unreachable` is dead, and nobody has said so yet. It has `host`
     bytes of the host's memory, a file of `disk` bytes, and while it sleeps `left` on its device, of
     which `stuck` never leave it."""
 
@@ -79,6 +81,7 @@ class Process:
     fails: set[str] = field(default_factory=set)
     alive: bool = True
     frozen: bool = False
+    unreachable: bool = False
     awake: bool = True
 
     def __post_init__(self) -> None:
@@ -163,6 +166,7 @@ class Worker:
     lease: Lease | None = None
     silent_for: float = 0.0
     log: list[str] = field(default_factory=list)
+    killed_for: list[str] = field(default_factory=list)
 
     async def sleep(self, token: int, plan: SleepPlan) -> Switched:
         return await self._switch("sleep", token, plan)
@@ -175,6 +179,8 @@ class Worker:
     ) -> Switched:
         process = self.process
         assert process is not None
+        if process.unreachable:
+            raise WorkerUnavailable("the connection broke")
         loop = asyncio.get_running_loop()
         says: asyncio.Future[None] = loop.create_future()
         arrives = partial(
@@ -208,6 +214,7 @@ class Worker:
         )
 
     async def end(self, reason: str) -> None:
+        self.killed_for.append(reason)
         await asyncio.sleep(0.05)
         self.die()
 

@@ -237,6 +237,22 @@ async def test_a_dead_holder_is_no_obstacle():
     assert a.log == []
 
 
+@pytest.mark.parametrize("told_after", [3, 1000])
+def test_a_sleeper_that_died_is_killed_only_if_nobody_soon_tells_its_end(told_after):
+    async def scenario() -> None:
+        world = World()
+        a, b = world.worker("a"), world.worker("b")
+        await a.compute(0.1)
+        await b.compute(0.1)
+        a.process.unreachable = True
+        asyncio.get_running_loop().call_later(told_after, a.die)
+        await a.compute(0.1)
+        killed_for = [] if told_after == 3 else ["it did not wake: the connection broke"]
+        assert a.killed_for == killed_for
+
+    run_in_virtual_time(scenario())
+
+
 @in_virtual_time
 async def test_gradients_end_with_their_process_and_hold_the_devices_no_more():
     world = World(settings=SharingSettings(quantum=5))
