@@ -43,7 +43,7 @@ def expected(models, tmp_path_factory) -> dict[str, np.ndarray]:
         return trained(client, folder)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_the_trainer_ends_and_the_next_one_computes_smaller_micro_batches(
     models, tmp_path, monkeypatch, expected, rank
 ):
