@@ -20,7 +20,8 @@ RUN .venv/bin/uv pip install --python .venv/bin/python --no-deps --compile-bytec
 FROM ${BASE_IMAGE}
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp tandem \
  && install --directory --owner=tandem --group=tandem --mode=0755 /etc/tandem/agent /etc/tandem/authority /etc/tandem/prometheus \
- && install --directory --owner=tandem --group=tandem --mode=0700 /var/lib/tandem
+ && install --directory --owner=tandem --group=tandem --mode=0700 \
+    /var/lib/tandem /var/lib/tandem/models /var/lib/tandem/logs /var/lib/tandem/private
 COPY --from=build /opt/tandem/.venv /opt/tandem/.venv
 ARG TANDEM_VERSION=unversioned
 LABEL org.opencontainers.image.title="tandem-gateway" \

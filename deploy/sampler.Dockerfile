@@ -26,7 +26,8 @@ RUN apt-get update \
  && apt-get install --yes --no-install-recommends $packages \
  && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp tandem \
- && install --directory --owner=tandem --group=tandem --mode=0700 /var/lib/tandem
+ && install --directory --owner=tandem --group=tandem --mode=0700 \
+    /var/lib/tandem /var/lib/tandem/models /var/lib/tandem/logs
 COPY --from=build /opt/tandem/.venv /opt/tandem/.venv
 ARG TANDEM_VERSION=unversioned
 LABEL org.opencontainers.image.title="tandem-sampler" \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the demo, from outside, against the containers of docker-compose.yaml: writes its model into their
-# volume, registers it, and creates a key.
+# Runs the demo, from outside, against the containers of docker-compose.yaml: makes its model in the
+# trainer's, gives it to the gateway, which alone writes models, and creates a key.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,8 +9,9 @@ inside() { "${compose[@]}" exec -T "$@"; }
 
 suffix=
 if [ -n "$("${compose[@]}" ps -q gateway-gpu 2>/dev/null)" ]; then suffix=-gpu; fi
-model=/var/lib/tandem/models/tiny-addition-0
-inside "trainer$suffix" python -m tandem.demo.tiny_model "$model"
+model=models/tiny-addition-0
+inside "trainer$suffix" sh -ceu 'python -m tandem.demo.tiny_model /tmp/model >&2; tar -C /tmp/model -c .' \
+  | inside "gateway$suffix" sh -ceu "mkdir -p $model; tar -C $model -x"
 inside "gateway$suffix" tandem models add tandem/tiny-addition-0 "$model"
 TINKER_API_KEY=$(inside "gateway$suffix" tandem keys create --owner demo --json | .venv/bin/python -c 'import json, sys; print(json.load(sys.stdin)["key"])')
 export TINKER_API_KEY

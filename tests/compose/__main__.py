@@ -6,6 +6,7 @@ import argparse
 import json
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import httpx
 
+from tandem.demo.tiny_model import write_tiny_model
 from tests.compose.demo import Demo, checksums
 from tests.compose.engine import (
     PORT,
@@ -28,8 +30,10 @@ from tests.compose.engine import (
 )
 from tests.compose.manual import blocks, carry_out
 
-URL = f"http://127.0.0.1:{PORT}"
-MODEL = "/var/lib/tandem/models/tiny-addition-0"
+DEMO = (
+    str(Path(sys.executable).with_name("tandem")),
+    *("demo", "--base-url", f"http://127.0.0.1:{PORT}"),
+)
 SERVICES = ("trainer", "sampler", "gateway", "postgres", "prometheus")
 STOPS_WITHIN = 30.0
 _DEADLINE = 900.0
@@ -58,14 +62,13 @@ def main() -> int:
 def run(folder: Path) -> None:
     with timed("start"):
         start()
-    inside("trainer", "python", "-m", "tandem.demo.tiny_model", MODEL)
-    inside("gateway", "tandem", "models", "add", "tandem/tiny-addition-0", MODEL)
-    key = json.loads(inside("gateway", "tandem", "keys", "create", "--owner", "ann", "--json"))[
-        "key"
-    ]
+    write_tiny_model(folder / "my-model", seed=0)
+    carry_out(blocks("Models")[-1], folder)
+    created = inside("gateway", "tandem", "keys", "create", "--owner", "demo", "--json")
+    key = json.loads(created)["key"]
     backup, restore = blocks("Backup")
 
-    with demo(folder, "undisturbed", key=key) as undisturbed:
+    with demo(folder, "undisturbed", command=("scripts/demo_compose.sh",)) as undisturbed:
         path = undisturbed.finish()
     expected = undisturbed.results(), checksums(path, copy="/tmp/undisturbed")
     assert expected[0][-1][0] >= 0.995, expected
@@ -112,8 +115,10 @@ def remove() -> None:
 
 
 @contextmanager
-def demo(folder: Path, name: str, *, key: str) -> Iterator[Demo]:
-    begun = Demo(folder, name, url=URL, key=key)
+def demo(
+    folder: Path, name: str, *, command: tuple[str, ...] = DEMO, key: str = ""
+) -> Iterator[Demo]:
+    begun = Demo(folder, name, command=command, key=key)
     try:
         with timed(f"the demo, {name}"):
             yield begun

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.compose.engine import ENVIRONMENT, ROOT, inside
@@ -15,14 +15,13 @@ _DEADLINE = 900.0
 class Demo:
     """A demo that runs. Those of one folder start from the same warm-up; the first makes it."""
 
-    def __init__(self, folder: Path, name: str, *, url: str, key: str) -> None:
+    def __init__(self, folder: Path, name: str, *, command: Sequence[str], key: str) -> None:
         self.out = folder / name
-        command = [str(Path(sys.executable).with_name("tandem")), "demo", "--base-url", url]
-        command += ["--out", str(self.out), "--data-dir", str(folder / "data"), "--save", "trained"]
+        options = ("--out", str(self.out), "--data-dir", str(folder / "data"), "--save", "trained")
         self._log = folder / f"{name}.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command,
+                (*command, *options),
                 cwd=ROOT,
                 stdout=log,
                 stderr=log,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 from tests.compose.engine import ROOT, has_plugin, output
@@ -27,6 +28,7 @@ def blocks(heading: str) -> list[str]:
 
 
 def carry_out(block: str, folder: Path) -> None:
-    """Run a block in a folder, until a command fails."""
+    """Run a block in a folder, at a terminal of its own, until a command fails."""
     preamble = "" if has_plugin() else _WITHOUT_PLUGIN
-    output("bash", "-ceu", f"set -o pipefail\n{preamble}{block}", folder=folder)
+    command = shlex.join(("bash", "-ceu", f"set -o pipefail\n{preamble}{block}"))
+    output("script", "--quiet", "--return", "--command", command, "/dev/null", folder=folder)

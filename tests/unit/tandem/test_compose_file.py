@@ -69,6 +69,23 @@ def test_only_the_gateway_and_what_makes_it_have_the_key_of_the_authority():
     assert having == {"setup", "gateway", "gateway-gpu"}
 
 
+def test_workers_mount_what_they_need_of_the_data_directory_and_write_what_is_theirs():
+    folder = "/var/lib/tandem"
+    shared = {
+        "trainer": {f"data:{folder}", f"models:{folder}/models:ro", f"logs:{folder}/logs"},
+        "sampler": {f"data:{folder}:ro", f"models:{folder}/models:ro", f"logs:{folder}/logs"},
+    }
+    for name, volumes in shared.items():
+        for service in (SERVICES[name], SERVICES[f"{name}-gpu"]):
+            assert set(service["volumes"]) == volumes | {"agent-certificate:/etc/tandem/agent:ro"}
+    private = SERVICES["gateway"]["environment"]["TANDEM_PRIVATE_DIR"]
+    having = {name for name, each in SERVICES.items() if "private" in str(each["volumes"])}
+    assert f"private:{private}" in SERVICES["gateway"]["volumes"]
+    assert having == {"setup", "gateway", "gateway-gpu"}
+    mounted = {each for service in OURS.values() for each in service["volumes"] if folder in each}
+    assert {each.removesuffix(":ro") for each in mounted} <= set(SERVICES["setup"]["volumes"])
+
+
 def test_the_gateway_is_stopped_before_its_workers_and_its_database():
     for gateway, suffix in (("gateway", ""), ("gateway-gpu", "-gpu")):
         needed = set(SERVICES[gateway]["depends_on"])
