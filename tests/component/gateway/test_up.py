@@ -40,7 +40,11 @@ def refused(*command: str, **variables: str) -> str:
 
     The command is a process of its own: threads of other tests write to this one's.
     """
-    kept = {key: text for key, text in os.environ.items() if not key.startswith("TANDEM_")}
+    kept = {
+        key: text
+        for key, text in os.environ.items()
+        if not key.startswith("TANDEM_") or key.startswith("TANDEM_POOL_")  # none starts ahead
+    }
     done = subprocess.run(
         command, env=kept | variables, capture_output=True, text=True, timeout=120, check=False
     )
