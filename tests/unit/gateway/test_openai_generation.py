@@ -45,7 +45,10 @@ class FakeSessions:
 
 
 def make_generation(*, state="ready", closing=False, **settings):
-    sampler = SimpleNamespace(state=state, describe=lambda _id: Waiting("the sampler is starting"))
+    sampler = SimpleNamespace(
+        engine=SimpleNamespace(state=state),
+        describe=lambda _id: Waiting("the sampler is starting"),
+    )
     gateway = SimpleNamespace(
         settings=SimpleNamespace(openai=OpenAISettings(**settings)),
         sessions=FakeSessions(),
