@@ -22,6 +22,8 @@ from tandem.errors import OutOfMemory, StorageFailed, StorageFull
 from tandem.settings import SharingSettings
 
 _TO_HOST_MEMORY = SleepPlan()
+_LOOKS = 4
+"""How often a call looks whether its process is as it must be."""
 
 
 class MemoryRecords:
@@ -248,9 +250,9 @@ class Worker:
                 process = self.process
                 if process.newest < token:
                     process.newest = token
-                left = 10
+                left = _LOOKS
                 while left and process.alive:
-                    await asyncio.sleep(seconds / 10)
+                    await asyncio.sleep(seconds / _LOOKS)
                     if not process.frozen:
                         left -= 1
                         assert process.awake or not process.alive, "it computed while asleep"
