@@ -111,9 +111,8 @@ class Installation:
         self.inside("tandem", "models", "add", name, path)
 
     def logs(self) -> str:
-        """What the gateways that run have logged."""
-        chosen = ("--selector", "app.kubernetes.io/component=gateway", "--tail=-1")
-        return self.kubectl("logs", *chosen)
+        """What the gateway that serves has logged."""
+        return self.kubectl("logs", self.serving())
 
     def tell(self) -> str:
         """What a person would look at to find out what is wrong."""
