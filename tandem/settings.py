@@ -45,6 +45,17 @@ class TrainerSettings(BaseSettings):
     micro_batch_tokens: int = Field(
         0, ge=0, description="Tokens per forward pass; 0 = 2048 on a CPU, else 16384."
     )
+    logits_bytes: int = Field(
+        0,
+        ge=0,
+        description="Of the logits, in float32, that exist at once; 0 = 64 MiB on a CPU, else "
+        "512 MiB. Some four tensors are of that size.",
+    )
+    checkpointing: Literal["on", "off"] = Field(
+        "off",
+        description="Whether blocks keep their input alone for the backward pass, and are computed "
+        "again there.",
+    )
     shard_group_parameters: int = Field(
         16_000_000, ge=1, description="Blocks are gathered into FSDP groups of at least this size."
     )

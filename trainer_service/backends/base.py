@@ -17,6 +17,7 @@ from tandem.errors import InvalidRequest, WorkerStartFailed
 from tandem.settings import TrainerSettings
 from tandem.worker import TrainingSpec
 from trainer_service.batches.micro_batches import MicroBatch
+from trainer_service.losses.base import LossResult
 from trainer_service.models.huggingface import ModelFacts
 from trainer_service.optimizers import Optimizer
 
@@ -28,6 +29,9 @@ ENTRY_POINT_GROUP = "tandem.trainer_backends"
 
 Gradients = list["Tensor | None"]
 """One for each trainable parameter; None where a loss does not depend on it."""
+
+Objective = Callable[["Tensor"], LossResult]
+"""Log probabilities [e] of a micro-batch to its loss."""
 
 Mark = list[tuple["Parameter", "Tensor | None", int]]
 """Trainable parameters with their gradients, and how often each gradient was written to."""
@@ -82,6 +86,14 @@ class TrainerBackend(ABC):
     @abstractmethod
     def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> Tensor:
         """Log probabilities of the targets, float32 [e], differentiable if `gradients`."""
+
+    def loss_of(
+        self, micro_batch: MicroBatch, objective: Objective, *, by_entry: bool
+    ) -> tuple[Tensor, LossResult]:
+        """The log probabilities [e] of the targets, without gradient, and what `objective` makes of
+        them, whose `loss` is differentiable. `by_entry`: the objective is a loss by entry."""
+        logprobs = self.logprobs(micro_batch, gradients=True)
+        return logprobs.detach(), objective(logprobs)
 
     @abstractmethod
     def parameters(self) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from trainer_service.backends.base import (
     Gradients,
     LiveState,
     Mark,
+    Objective,
     TrainerBackend,
     World,
     add_gradients,
@@ -37,6 +39,8 @@ from trainer_service.lora.adapters import (
     new_adapters,
     target_names,
 )
+from trainer_service.losses.base import LossResult
+from trainer_service.models.activation_checkpointing import checkpoint_blocks
 from trainer_service.models.huggingface import (
     facts_of,
     find_blocks,
@@ -44,11 +48,15 @@ from trainer_service.models.huggingface import (
     load_model,
     persistent_buffers,
 )
+from trainer_service.models.logprobs import ChunkedLogprobs, divide
 from trainer_service.models.packing import can_pack
 from trainer_service.optimizers import local, make_optimizer, outer_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -89,6 +97,9 @@ class Fsdp2Backend(TrainerBackend):
         training = training or TrainingSpec()
         if training.lora is not None:
             self._freeze()
+        self._divide(settings)
+        if settings.checkpointing == "on":
+            checkpoint_blocks(find_blocks(self._model))
         if self._sharded:
             self._shard()
         else:
@@ -187,6 +198,24 @@ class Fsdp2Backend(TrainerBackend):
                 return prefix
         return name
 
+    def _divide(self, settings: TrainerSettings) -> None:
+        """Lets the model end at its hidden states, and makes what takes log probabilities of
+        them."""
+        logits_of = divide(self._model)
+        of_row = 4 * self.facts.vocabulary
+        rows = max(1, (settings.logits_bytes or _LOGITS_BYTES[self.device]) // of_row)
+        if logits_of is None:
+            get_log().warning("logits_whole", architecture=self.facts.architecture)
+            logits_of, rows = _as_they_are, sys.maxsize
+        self._logprobs = ChunkedLogprobs(logits_of, self._of_head, rows=rows)
+
+    def _of_head(self) -> list[nn.Parameter]:
+        """The trainable parameters of the head."""
+        head = self._model.get_output_embeddings()
+        own = [each for each in head.parameters() if each.requires_grad]
+        adapter = self._active.by_module.get(getattr(head, "name", ""))
+        return own if adapter is None else [*own, adapter.lora_A, adapter.lora_B]
+
     def _freeze(self) -> None:
         """Recorded names stay valid."""
         freeze(self._model, self._active)
@@ -219,18 +248,9 @@ class Fsdp2Backend(TrainerBackend):
     # --- Computing -------------------------------------------------------------------------
 
     def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> Tensor:
-        """No attention mask: a causal model's real tokens never see padding on the right."""
-        extra: dict[str, object] = {}
-        if micro_batch.positions is not None:
-            extra = {
-                "position_ids": self.to_device(micro_batch.positions),
-                "run_lengths": micro_batch.run_lengths,
-            }
         with torch.set_grad_enabled(gradients):
-            tokens = self.to_device(micro_batch.tokens)
-            logits = self._model(input_ids=tokens, use_cache=False, **extra).logits
-            logprobs = torch.log_softmax(logits.float(), dim=-1)
-            chosen = logprobs.gather(-1, self.to_device(micro_batch.targets)).reshape(-1)
+            chosen = self._logprobs(self._hidden_of(micro_batch), self._targets_of(micro_batch))
+            chosen = chosen.reshape(-1)
             if micro_batch.select is not None:
                 chosen = chosen.index_select(0, self.to_device(micro_batch.select))
         if not gradients and self._sharded:
@@ -238,6 +258,44 @@ class Fsdp2Backend(TrainerBackend):
             # still use the old weights.
             self._model.reshard()
         return chosen
+
+    def loss_of(
+        self, micro_batch: MicroBatch, objective: Objective, *, by_entry: bool
+    ) -> tuple[Tensor, LossResult]:
+        if not by_entry or micro_batch.tokens.size <= self._logprobs.rows:
+            return super().loss_of(micro_batch, objective, by_entry=by_entry)
+
+        def gradient_of(logprobs: Tensor) -> Tensor:
+            with torch.enable_grad():
+                leaf = logprobs.detach().requires_grad_()
+                (gradient,) = torch.autograd.grad(objective(leaf).loss, leaf)
+            return gradient
+
+        select = None if micro_batch.select is None else self.to_device(micro_batch.select)
+        logprobs, carrier = self._logprobs.with_gradients(
+            self._hidden_of(micro_batch),
+            self._targets_of(micro_batch),
+            select=select,
+            gradient_of=gradient_of,
+        )
+        result = objective(logprobs)
+        return logprobs, replace(result, loss=result.loss + carrier)
+
+    def _hidden_of(self, micro_batch: MicroBatch) -> Tensor:
+        """The hidden states [rows, hidden] of all tokens. No attention mask: a causal model's
+        real tokens never see padding on the right."""
+        extra: dict[str, object] = {}
+        if micro_batch.positions is not None:
+            extra = {
+                "position_ids": self.to_device(micro_batch.positions),
+                "run_lengths": micro_batch.run_lengths,
+            }
+        tokens = self.to_device(micro_batch.tokens)
+        hidden: Tensor = self._model(input_ids=tokens, use_cache=False, **extra)
+        return hidden.flatten(0, 1)
+
+    def _targets_of(self, micro_batch: MicroBatch) -> Tensor:
+        return self.to_device(micro_batch.targets).flatten(0, 1)
 
     def gradients(self, loss: Tensor) -> Gradients:
         parameters = list(self._trainable.values())
@@ -372,6 +430,11 @@ class Fsdp2Backend(TrainerBackend):
 
         reverted: dict[str, Tensor] = revert_weight_conversion(self._model, tensors)
         return reverted
+
+
+def _as_they_are(logits: Tensor) -> Tensor:
+    """Of a model that returns its logits itself."""
+    return logits
 
 
 def _sum_over_one_rank(value: Tensor) -> None:

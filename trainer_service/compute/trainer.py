@@ -413,18 +413,26 @@ class RankTrainer:
         """Returns the logprobs and what the loss makes of them, or None if it does not count."""
         gradients = not batch.forward_only
         micro_batch = make_micro_batch(batch, datums, packed=self.backend.packs)
-        logprobs = self.backend.logprobs(micro_batch, gradients=gradients)
         if not counts:
+            logprobs = self.backend.logprobs(micro_batch, gradients=gradients)
             if gradients:
                 keep(logprobs.sum() * 0.0)
             return None
-        layout = layout_of(batch, micro_batch, datums, device=logprobs.device)
-        result = batch.loss.compute(
-            logprobs, self.backend.inputs(micro_batch), batch.settings, layout
+        loss, settings = batch.loss, batch.settings
+        inputs = self.backend.inputs(micro_batch)
+        layout = layout_of(batch, micro_batch, datums, device=torch.device(self.backend.device))
+
+        def objective(logprobs: Tensor) -> LossResult:
+            return loss.compute(logprobs, inputs, settings, layout)
+
+        if not gradients:
+            logprobs = self.backend.logprobs(micro_batch, gradients=False)
+            return logprobs, objective(logprobs)
+        logprobs, result = self.backend.loss_of(
+            micro_batch, objective, by_entry=loss.by_entry(settings)
         )
-        if gradients:
-            keep(result.loss)
-        return logprobs.detach(), result
+        keep(result.loss)
+        return logprobs, result
 
 
 def _entries(batch: Batch, share: RankPlan) -> Int64Array:

@@ -122,13 +122,13 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight = layer.weight
         self.register_parameter("bias", layer.bias)
-        self._name = name
+        self.name = name
         self._active = active
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, in] → […, out]."""
         y = functional.linear(x, self.weight, self.bias)
-        adapter = self._active.by_module.get(self._name)
+        adapter = self._active.by_module.get(self.name)
         if adapter is None:
             return y
         a, b = adapter.lora_A, adapter.lora_B

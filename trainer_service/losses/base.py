@@ -171,7 +171,9 @@ class Loss:
     [N, K] targets. `active` names the input whose nonzero entries the loss acts on, unless there
     is an input `mask`; without either all entries count. With `sampled_only`, entries
     whose provenance span is a prompt do not act. `check` raises a `UserError` for settings that
-    contradict each other.
+    contradict each other. `by_entry` says whether, with these settings, the gradient at each entry
+    is a function of that entry's logprob alone, whatever the others are: it can then be made
+    before they are known (`models/logprobs.py`).
     """
 
     name: str
@@ -186,6 +188,7 @@ class Loss:
     active: str = ""
     sampled_only: bool = False
     check: Callable[[Settings], None] = field(default=lambda settings: None)
+    by_entry: Callable[[Settings], bool] = field(default=lambda settings: False)
 
     @property
     def required(self) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ LOSS = Loss(
     inputs=(Input("weights", "weight w of the target", default=1.0),),
     settings=AGGREGATION_SETTINGS,
     check=check_aggregation,
+    by_entry=lambda settings: True,
     active="weights",
     wide=True,
     sum_names=("weights",),

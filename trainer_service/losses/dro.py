@@ -61,6 +61,7 @@ LOSS = Loss(
         *KL_SETTINGS,
     ),
     check=check_aggregation,
+    by_entry=lambda settings: True,
     sum_names=POLICY_SUMS,
     max_names=POLICY_MAXIMA,
     metrics=policy_metrics,

@@ -137,6 +137,11 @@ def check_policy(settings: Settings) -> None:
     correction_names(settings)
 
 
+def by_entry(settings: Settings) -> bool:
+    """Whether a policy loss is one by entry: corrections weigh tokens by their whole sequence."""
+    return not correction_names(settings)
+
+
 def correction_names(settings: Settings) -> tuple[str, ...]:
     """The corrections named in `correction`, in order. Raises `UnknownLossSetting`."""
     text = settings.text("correction")

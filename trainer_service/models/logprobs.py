@@ -1,0 +1,259 @@
+"""Log probabilities of targets, from hidden states, without the logits of a whole micro-batch.
+
+A model is divided into what makes hidden states and what makes logits of them. The second part gets
+as many rows at a time as may have logits at once, a chunk, and their logits are dropped before the
+next. For gradients, a chunk's logits are made again in the backward pass; of a loss by entry, the
+gradients are made with the log probabilities (`Loss.by_entry`). docs/real-models.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_TOLERANCE = 1e-4
+LogitsOf = Callable[["Tensor"], "Tensor"]
+"""Hidden states [N, hidden] to logits [N, vocabulary]."""
+GradientOf = Callable[["Tensor"], "Tensor"]
+"""Log probabilities [e] to the gradient [e] of a loss at them."""
+
+
+class _HiddenStates:
+    """What a model gets for the output of its body: the last hidden state, and nothing else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+class _Body(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
+    """Stands in the place of a model's body and returns hidden states that are known already."""
+
+    def __init__(self, body: nn.Module, hidden: Tensor) -> None:
+        super().__init__()
+        object.__setattr__(self, "_body", body)  # not a module of this one
+        self._hidden = hidden
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._body, name)
+
+    def forward(self, *given: object, **named: object) -> _HiddenStates:
+        return _HiddenStates(self._hidden)
+
+
+def divide(model: nn.Module) -> LogitsOf | None:
+    """Make `model(…)` return its last hidden states [B, T, hidden], and return the function that
+    makes logits of them. If the model does not come apart, `model(…)` returns its logits, and this
+    None.
+
+    That function is the model's own forward with another body: what a model does with logits
+    (a softcap, a factor) is done by it.
+    """
+    whole, prefix = model.forward, str(getattr(model, "base_model_prefix", ""))
+    body = model._modules.get(prefix)
+    undivided = copy.copy(model)
+
+    def logits_of(hidden: Tensor) -> Tensor:
+        tail = copy.copy(undivided)
+        tail._modules = {**undivided._modules, prefix: _Body(body, hidden[None])}
+        # Not called as a module, whose hooks would be those of the whole model.
+        logits: Tensor = tail.forward(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits
+
+    def hidden_states(**inputs: object) -> Tensor:
+        hidden: Tensor = body(**inputs).last_hidden_state
+        return hidden
+
+    def logits(**inputs: object) -> Tensor:
+        found: Tensor = whole(**inputs).logits
+        return found
+
+    if body is None or not _agree(model, hidden_states, logits_of):
+        model.forward = logits
+        return None
+    model.forward = hidden_states
+    return logits_of
+
+
+def _agree(model: nn.Module, hidden_states: Callable[..., Tensor], logits_of: LogitsOf) -> bool:
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    device = next(model.parameters()).device
+    tokens = (torch.arange(5, device=device) % vocabulary)[None]
+    with torch.no_grad():
+        wanted = model(input_ids=tokens, use_cache=False).logits
+        try:
+            found = logits_of(hidden_states(input_ids=tokens, use_cache=False)[0])[None]
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            return False
+    scale = max(1.0, float(wanted.abs().max()))
+    return float((found - wanted).abs().max()) <= _TOLERANCE * scale
+
+
+class ChunkedLogprobs:
+    """Literal use: `ChunkedLogprobs(logits_of, parameters, rows=512)(hidden, targets)`.
+
+    `parameters` returns the trainable parameters that `logits_of` computes with; `rows` are those
+    of a chunk. Thread-safe.
+    """
+
+    def __init__(
+        self, logits_of: LogitsOf, parameters: Callable[[], Sequence[nn.Parameter]], *, rows: int
+    ) -> None:
+        self._logits_of = logits_of
+        self._parameters = parameters
+        self.rows = rows
+
+    def __call__(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The log probabilities [N, K], in float32, of `targets` [N, K] after `hidden`
+        [N, hidden]; differentiable where gradients are on."""
+        if len(hidden) <= self.rows:
+            return self.of_chunk(hidden, targets)
+        if not torch.is_grad_enabled():
+            return self._of_chunks(hidden, targets)
+        found: Tensor = _MadeAgain.apply(self, targets, hidden, *self._parameters())
+        return found
+
+    def with_gradients(
+        self, hidden: Tensor, targets: Tensor, *, select: Tensor | None, gradient_of: GradientOf
+    ) -> tuple[Tensor, Tensor]:
+        """The log probabilities [e] of the targets that `select` picks out of the flat [N·K], and
+        a number whose gradient is that of the loss: `gradient_of` is a loss by entry."""
+        logprobs, carrier = _MadeAtOnce.apply(
+            self, targets, select, gradient_of, hidden, *self._parameters()
+        )
+        return logprobs, carrier
+
+    def of_chunk(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = self._logits_of(hidden)
+        logprobs = torch.log_softmax(logits.to(_at_least_float32(logits)), dim=-1)
+        return logprobs.gather(-1, targets)
+
+    def chunks(self, rows: int) -> Iterator[slice]:
+        for start in range(0, rows, self.rows):
+            yield slice(start, min(rows, start + self.rows))
+
+    def _of_chunks(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return torch.cat(
+            [self.of_chunk(hidden[part], targets[part]) for part in self.chunks(len(hidden))]
+        )
+
+
+def _at_least_float32(like: Tensor) -> torch.dtype:
+    return torch.promote_types(like.dtype, torch.float32)
+
+
+class _Sums:
+    """Gradients of hidden states and parameters, as they come chunk by chunk.
+
+    Those of parameters are added up in float32: in bfloat16, what each of many chunks adds would be
+    lost.
+    """
+
+    def __init__(
+        self, head: ChunkedLogprobs, hidden: Tensor, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        self._head, self._hidden, self._parameters = head, hidden, parameters
+        self.of_hidden = torch.empty_like(hidden)
+        self._totals: list[Tensor | None] = [None] * len(parameters)
+
+    def add(self, part: slice, targets: Tensor, gradient_of: GradientOf) -> Tensor:
+        """Add a chunk's, whose log probabilities [n, K] are returned. `gradient_of` gets those."""
+        with torch.enable_grad():
+            hidden = self._hidden[part].detach().requires_grad_()
+            logprobs = self._head.of_chunk(hidden, targets[part])
+            gradient = gradient_of(logprobs.detach())
+            found = torch.autograd.grad(logprobs, [hidden, *self._parameters], gradient)
+        self.of_hidden[part] = found[0]
+        for index, more in enumerate(found[1:]):
+            total = self._totals[index]
+            if total is None:
+                self._totals[index] = more.to(_at_least_float32(more))
+            else:
+                total.add_(more)
+        return logprobs.detach()
+
+    @property
+    def of_parameters(self) -> list[Tensor]:
+        assert all(total is not None for total in self._totals)
+        pairs = zip(self._totals, self._parameters, strict=True)
+        return [total.to(parameter.dtype) for total, parameter in pairs if total is not None]
+
+
+def _known(gradient: Tensor, logprobs: Tensor) -> Tensor:
+    return gradient
+
+
+class _MadeAgain(torch.autograd.Function):  # type: ignore[misc]
+    """Log probabilities whose logits are made again for their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, head: ChunkedLogprobs, targets: Tensor, hidden: Tensor, *parameters: nn.Parameter
+    ) -> Tensor:
+        ctx.head, ctx.parameters = head, parameters
+        ctx.save_for_backward(hidden, targets)
+        return head._of_chunks(hidden, targets)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, targets = ctx.saved_tensors
+        sums = _Sums(ctx.head, hidden, ctx.parameters)
+        for part in ctx.head.chunks(len(hidden)):
+            of_chunk = gradient[part]
+            sums.add(part, targets, functools.partial(_known, of_chunk))
+        return (None, None, sums.of_hidden, *sums.of_parameters)
+
+
+class _MadeAtOnce(torch.autograd.Function):  # type: ignore[misc]
+    """Log probabilities, with the gradients of a loss by entry."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: ChunkedLogprobs,
+        targets: Tensor,
+        select: Tensor | None,
+        gradient_of: GradientOf,
+        hidden: Tensor,
+        *parameters: nn.Parameter,
+    ) -> tuple[Tensor, Tensor]:
+        sums, width = _Sums(head, hidden, parameters), targets.shape[1]
+        wanted = torch.arange(targets.numel(), device=hidden.device) if select is None else select
+        logprobs = hidden.new_zeros(len(wanted), dtype=_at_least_float32(hidden))
+        for part in head.chunks(len(hidden)):
+            edges = torch.tensor([part.start * width, part.stop * width], device=hidden.device)
+            first, last = torch.searchsorted(wanted, edges).tolist()
+            places = wanted[first:last] - part.start * width
+
+            def gradient_of_chunk(
+                found: Tensor, first: int = first, last: int = last, places: Tensor = places
+            ) -> Tensor:
+                logprobs[first:last] = found.reshape(-1)[places]
+                gradient = torch.zeros_like(found).reshape(-1)
+                gradient[places] = gradient_of(logprobs)[first:last]
+                return gradient.view_as(found)
+
+            sums.add(part, targets, gradient_of_chunk)
+        ctx.save_for_backward(sums.of_hidden, *sums.of_parameters)
+        ctx.mark_non_differentiable(logprobs)
+        return logprobs, logprobs.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, of_logprobs: Tensor, of_carrier: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, None, None, *(each * of_carrier for each in ctx.saved_tensors))
