@@ -10,7 +10,7 @@ import pytest
 from tandem.v1 import trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 from tests.support.losses.batches import REQUESTS, mixed_data, mixed_request
-from tests.support.tiny_model import write_tiny_model
+from tests.support.tiny_model import VOCABULARY, write_tiny_model
 from tests.support.trainer_worker import TrainerClient, logprobs_of, trainer_process
 
 
@@ -39,10 +39,17 @@ def answers(client: TrainerClient) -> dict[str, tuple[wire.ForwardBackwardOutput
     return found
 
 
-def test_two_ranks_compute_what_one_computes(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "less_memory",
+    [{}, {"logits_bytes": 4 * VOCABULARY * 7, "checkpointing": "on"}],
+    ids=["plain", "chunks and checkpointed blocks"],
+)
+def test_two_ranks_compute_what_one_computes(model: Path, tmp_path: Path, less_memory) -> None:
     with trainer_process(model, tmp_path / "one") as client:
         alone = answers(client)
-    with trainer_process(model, tmp_path / "two", ranks=2, micro_batch_tokens=24) as client:
+    with trainer_process(
+        model, tmp_path / "two", ranks=2, micro_batch_tokens=24, **less_memory
+    ) as client:
         both = answers(client)
     for name, (output, norm) in alone.items():
         other, other_norm = both[name]
