@@ -89,21 +89,28 @@ class Fsdp2Backend(TrainerBackend):
         self._device = torch.device(world.device)
         default = "bfloat16" if world.device == "cuda" else "float32"
         self.dtype: str = default if settings.dtype == "auto" else settings.dtype
-        self._model = load_model(model_path)
-        self.packs = self._may_pack(settings) and can_pack(self._model)
-        self.facts = facts_of(self._model)
-        self._record_groups(settings.shard_group_parameters)
         self._active = ActiveAdapters()
         training = training or TrainingSpec()
-        if training.lora is not None:
-            self._freeze()
+
+        def prepare(model: nn.Module) -> None:
+            """While the parameters have no memory yet."""
+            self._model = model
+            self.facts = facts_of(model)
+            self._record_groups(settings.shard_group_parameters)
+            if training.lora is not None:
+                self._freeze()
+            if settings.checkpointing == "on":
+                checkpoint_blocks(find_blocks(model))
+            if self._sharded:
+                self._shard()
+
+        load_model(model_path, device=world.device, prepare=prepare)
+        self._model.requires_grad_(training.lora is None)
+        self._record_units()
+        self.packs = self._may_pack(settings) and can_pack(self._model)
         self._divide(settings)
-        if settings.checkpointing == "on":
-            checkpoint_blocks(find_blocks(self._model))
         if self._sharded:
-            self._shard()
-        else:
-            self._model.to(self._device)
+            self._model.reshard()
         self._begin(training)
         self.activate()
 
@@ -175,10 +182,15 @@ class Fsdp2Backend(TrainerBackend):
             for parameter in block.parameters()
         }
         self._group_names: list[list[str]] = [[] for _ in range(len(self._groups) + 1)]
-        self._sizes: dict[str, int] = {}
-        self._block_prefixes = self._prefixes(blocks) if self._converts else {}
         for name, parameter in self._model.named_parameters():  # a tied weight comes once
             self._group_names[group_of.get(parameter, -1)].append(name)
+
+    def _record_units(self) -> None:
+        """Records the size of each unit, once it is known how the files are laid out."""
+        blocks = find_blocks(self._model) if self._converts else []
+        self._block_prefixes = self._prefixes(blocks)
+        self._sizes: dict[str, int] = {}
+        for name, parameter in self._model.named_parameters():
             unit = self._unit(name)
             self._sizes[unit] = self._sizes.get(unit, 0) + parameter.numel()
 

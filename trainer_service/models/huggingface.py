@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from tandem.errors import InvalidRequest
+from tandem.errors import InvalidRequest, WorkerStartFailed
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
+    from transformers.modeling_utils import LoadStateDictConfig
 
 
 @dataclass(frozen=True)
@@ -28,29 +30,71 @@ class ModelFacts:
     trainable_parameters: int
 
 
-def load_model(path: Path) -> nn.Module:
-    """Loads any model that AutoModelForCausalLM accepts, in float32 on the CPU.
+def load_model(
+    path: Path, *, device: str = "cpu", prepare: Callable[[nn.Module], None] = lambda model: None
+) -> nn.Module:
+    """Loads any model that AutoModelForCausalLM accepts, in float32, trainable as a whole.
+
+    `prepare` gets the model while its parameters have no memory yet, and may shard them or change
+    their types: what is then read of each tensor is this rank's part, in its type. Raises
+    `WorkerStartFailed` for files that do not have the model's tensors.
 
     It stays in eval mode even for training: dropout would make the trainer's logprobs differ
     from the sampler's.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # logs are JSON lines
+    plain = type(empty_model(path))
+    names: set[str] = set()
 
+    def load(model: nn.Module, state: object, files: object, config: LoadStateDictConfig) -> object:
+        model.tie_weights(recompute_mapping=False)
+        names.update(name for name, _ in model.named_parameters())
+        prepare(model)
+        return plain._load_pretrained_model(model, state, files, _onto(device, config))
+
+    def finalize(model: nn.Module, config: LoadStateDictConfig, info: object) -> object:
+        return plain._finalize_model_loading(model, _onto(device, config), info)
+
+    hooks = {
+        "_load_pretrained_model": staticmethod(load),
+        "_finalize_model_loading": staticmethod(finalize),
+        "__module__": plain.__module__,
+    }
     # A name that is not a local directory must not cause a download from the hub.
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+    hooked: type[PreTrainedModel] = type(plain.__name__, (plain,), hooks)
+    model, found = hooked.from_pretrained(
         path,
         dtype=torch.float32,
         local_files_only=True,
         use_safetensors=True,  # never a pickled .bin
         trust_remote_code=False,  # never code from the model's folder
+        output_loading_info=True,
     )
+    _check(found, path)
+    if untied := {name for name, _ in model.named_parameters()} - names:
+        raise WorkerStartFailed(
+            f"the configuration of {path.name} ties weights that differ in its files, such as "
+            f"{min(untied)}: set tie_word_embeddings to false in its config.json"
+        )
     model.eval()
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
     return model
+
+
+def _onto(device: str, config: LoadStateDictConfig) -> LoadStateDictConfig:
+    return replace(config, device_map={"": device})
+
+
+def _check(found: Mapping[str, Collection[object]], path: Path) -> None:
+    """Transformers draws at random what its files lack, and says so in a warning."""
+    for what in ("missing_keys", "mismatched_keys", "conversion_errors", "error_msgs"):
+        if wrong := found.get(what):
+            first = sorted(map(str, wrong))[0][:300]
+            raise WorkerStartFailed(
+                f"the files of the model {path.name} are not those of its configuration: "
+                f"{len(wrong)} {what.replace('_', ' ')}, such as {first}"
+            )
 
 
 def facts_of(model: nn.Module) -> ModelFacts:

@@ -84,23 +84,25 @@ def divide(model: nn.Module) -> LogitsOf | None:
         found: Tensor = whole(**inputs).logits
         return found
 
-    if body is None or not _agree(model, hidden_states, logits_of):
-        model.forward = logits
+    model.forward = logits
+    if body is None:
         return None
-    model.forward = hidden_states
-    return logits_of
-
-
-def _agree(model: nn.Module, hidden_states: Callable[..., Tensor], logits_of: LogitsOf) -> bool:
     vocabulary = int(model.config.get_text_config().vocab_size)
-    device = next(model.parameters()).device
-    tokens = (torch.arange(5, device=device) % vocabulary)[None]
+    tokens = (torch.arange(5) % vocabulary)[None].to(next(model.parameters()).device)
     with torch.no_grad():
-        wanted = model(input_ids=tokens, use_cache=False).logits
+        wanted = model(input_ids=tokens, use_cache=False)[0]
+        model.forward = hidden_states
         try:
-            found = logits_of(hidden_states(input_ids=tokens, use_cache=False)[0])[None]
+            found = logits_of(model(input_ids=tokens, use_cache=False)[0])
         except (TypeError, ValueError, RuntimeError, AttributeError):
-            return False
+            found = torch.full_like(wanted, torch.nan)
+    if _agree(found, wanted):
+        return logits_of
+    model.forward = logits
+    return None
+
+
+def _agree(found: Tensor, wanted: Tensor) -> bool:
     scale = max(1.0, float(wanted.abs().max()))
     return float((found - wanted).abs().max()) <= _TOLERANCE * scale
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 IMPLEMENTATION = "tandem_packed"
-_TOLERANCE = 1e-4
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""By the type of the logits: how far a packed row may be off."""
 RunLengths = tuple[tuple[int, int], ...]
 """The make-up of a row: (number of sequences, tokens of each) for each run, in order."""
 
@@ -47,7 +48,9 @@ def can_pack(model: nn.Module) -> bool:
         return False  # only the mask knows chunks, and they are longer than this trial
     before = str(model.config._attn_implementation)
     vocabulary = int(text.vocab_size)
-    first, second = torch.arange(5) % vocabulary, torch.arange(7, 0, -1) % vocabulary
+    device = next(model.parameters()).device
+    first = torch.arange(5, device=device) % vocabulary
+    second = torch.arange(7, 0, -1, device=device) % vocabulary
     with torch.no_grad():
         alone = [
             model(input_ids=tokens[None], use_cache=False).logits for tokens in (first, second)
@@ -56,7 +59,7 @@ def can_pack(model: nn.Module) -> bool:
             _register(model)
             together = model(
                 input_ids=torch.cat([first, second])[None],
-                position_ids=torch.cat([torch.arange(5), torch.arange(7)])[None],
+                position_ids=torch.cat([torch.arange(n, device=device) for n in (5, 7)])[None],
                 use_cache=False,
                 run_lengths=((1, 5), (1, 7)),
             ).logits
@@ -64,7 +67,8 @@ def can_pack(model: nn.Module) -> bool:
             together = None
     wanted = torch.cat(alone, dim=1)
     scale = max(1.0, float(wanted.abs().max()))
-    if together is not None and float((together - wanted).abs().max()) <= _TOLERANCE * scale:
+    tolerance = _TOLERANCE[wanted.dtype] * scale
+    if together is not None and float((together - wanted).abs().max()) <= tolerance:
         return True
     model.set_attn_implementation(before)
     return False
