@@ -8,7 +8,6 @@ gradients are made with the log probabilities (`Loss.by_entry`). docs/real-model
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -67,10 +66,10 @@ def divide(model: nn.Module) -> LogitsOf | None:
     """
     whole, prefix = model.forward, str(getattr(model, "base_model_prefix", ""))
     body = model._modules.get(prefix)
-    undivided = copy.copy(model)
+    undivided = _twin(model)
 
     def logits_of(hidden: Tensor) -> Tensor:
-        tail = copy.copy(undivided)
+        tail = _twin(undivided)
         tail._modules = {**undivided._modules, prefix: _Body(body, hidden[None])}
         # Not called as a module, whose hooks would be those of the whole model.
         logits: Tensor = tail.forward(inputs_embeds=hidden[None], use_cache=False).logits[0]
@@ -100,6 +99,13 @@ def divide(model: nn.Module) -> LogitsOf | None:
         return logits_of
     model.forward = logits
     return None
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A model with the same parts. Not by `copy`, which would make a sharded one anew."""
+    twin: nn.Module = object.__new__(type(model))
+    twin.__dict__.update(model.__dict__)
+    return twin
 
 
 def _agree(found: Tensor, wanted: Tensor) -> bool:
