@@ -70,6 +70,7 @@ def load_model(
         local_files_only=True,
         use_safetensors=True,  # never a pickled .bin
         trust_remote_code=False,  # never code from the model's folder
+        ignore_mismatched_sizes=True,  # and refused below, by name
         output_loading_info=True,
     )
     _check(found, path)

@@ -1,0 +1,277 @@
+"""Memory of a trainer on a CPU: of forward_backward by vocabulary and length, of checkpointed
+blocks, and of loading by ranks. `make bench-memory`.
+
+Each number is of a process of its own: the most anonymous memory that it had, less what it had
+before. `whole` has the logits of a micro-batch at once, as a plain loop does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import record
+
+_MIB = 2**20
+VOCABULARIES = (4_096, 32_768, 151_936, 262_144)
+LENGTHS = (1_024, 4_096, 16_384, 32_768)
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZES = {
+    "100 M": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 11},
+    "0.5 B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
+}
+
+
+# --- In a process of its own ----------------------------------------------------------------------
+
+
+def write_model(path: Path, *, vocabulary: int, shape: dict[str, int], length: int) -> int:
+    """Write a model of random weights; return its number of parameters."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(0)
+    heads = max(1, shape["hidden_size"] // 64)
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        head_dim=64,
+        max_position_embeddings=length,
+        tie_word_embeddings=True,
+        **shape,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(path)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+class Peak:
+    """The most anonymous memory of this process while a block runs, less what it had before."""
+
+    bytes = 0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        ctypes.CDLL(None).malloc_trim(0)
+        before, ended = _anonymous(), threading.Event()
+        most = [before]
+
+        def watch() -> None:
+            while not ended.wait(0.0005):
+                most[0] = max(most[0], _anonymous())
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self.bytes = most[0] - before
+
+
+def _anonymous() -> int:
+    with Path("/proc/self/status").open() as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
+
+
+def measure_training(model: Path, length: int, settings: dict[str, object]) -> dict[str, object]:
+    import numpy as np
+    import torch
+
+    from tandem.settings import TrainerSettings
+    from trainer_service.backends import World, backend_named
+    from trainer_service.batches.micro_batches import MicroBatch
+    from trainer_service.losses.base import LossResult
+
+    torch.set_num_threads(2)
+    backend = backend_named("fsdp2")(
+        model_path=model,
+        settings=TrainerSettings(device="cpu", **settings),  # type: ignore[arg-type]
+        world=World(rank=0, size=1, device="cpu"),
+    )
+    tokens = np.random.default_rng(0).integers(0, backend.facts.vocabulary, length + 1)
+
+    def micro_batch(size: int) -> MicroBatch:
+        return MicroBatch(
+            tokens=tokens[None, :size],
+            targets=tokens[None, 1 : size + 1, None],
+            select=None,
+            entries=np.arange(size),
+            inputs={},
+        )
+
+    def forward_backward(size: int) -> None:
+        _, result = backend.loss_of(
+            micro_batch(size), lambda logprobs: LossResult(loss=-logprobs.sum()), by_entry=True
+        )
+        backend.backward(result.loss)
+
+    forward_backward(8)  # gradients are there from here on
+    peak, began = Peak(), time.perf_counter()
+    with peak.measured():
+        forward_backward(length)
+    return {"peak": peak.bytes, "seconds": time.perf_counter() - began}
+
+
+def measure_loading(model: Path, rank: int, ranks: int, store: Path) -> dict[str, object]:
+    import torch
+    import torch.distributed as dist
+
+    from tandem.settings import TrainerSettings
+    from trainer_service.backends import World, backend_named
+
+    torch.set_num_threads(1)
+    if ranks > 1:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks
+        )
+    peak = Peak()
+    with peak.measured():
+        backend = backend_named("fsdp2")(
+            model_path=model,
+            settings=TrainerSettings(device="cpu", packing="off"),
+            world=World(rank=rank, size=ranks, device="cpu"),
+        )
+    held = sum(
+        getattr(each, "_local_tensor", each).nbytes for each in backend.parameters().values()
+    )
+    if ranks > 1:
+        dist.barrier()
+    return {"peak": peak.bytes, "held": held}
+
+
+# --- The measurements -----------------------------------------------------------------------------
+
+
+def child(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.memory", "--child", json.dumps(arguments)]
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def answer(process: subprocess.Popen[str]) -> dict[str, float]:
+    out, _ = process.communicate(timeout=1800)
+    if process.returncode:
+        raise SystemExit(f"a measurement failed with {process.returncode}")
+    return dict(json.loads(out.splitlines()[-1]))
+
+
+def training_rows(work: Path, *, quick: bool) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    lengths = LENGTHS[:2] if quick else LENGTHS
+    cases = [(v, 4_096) for v in VOCABULARIES] + [(32_768, length) for length in lengths]
+    for vocabulary, length in dict.fromkeys(cases):
+        path = work / f"v{vocabulary}"
+        if not path.exists():
+            answer(child("write", str(path), vocabulary, TINY, LENGTHS[-1]))
+        chunked = answer(child("train", str(path), length, {}))
+        whole = {}
+        if 4 * vocabulary * length <= 2 * 2**30:  # four such tensors
+            whole = answer(child("train", str(path), length, {"logits_bytes": 2**62}))
+        rows.append(
+            {
+                "vocabulary": vocabulary,
+                "tokens": length,
+                "peak_mib": _mib(chunked["peak"]),
+                "whole_mib": _mib(whole["peak"]) if whole else None,
+                "seconds": round(chunked["seconds"], 2),
+                "whole_seconds": round(whole["seconds"], 2) if whole else None,
+            }
+        )
+    return rows
+
+
+def checkpointing_rows(work: Path, *, quick: bool) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for name, shape in list(SIZES.items())[: 1 if quick else 2]:
+        path = work / name.replace(" ", "")
+        parameters = answer(child("write", str(path), 151_936, shape, 4_096))["parameters"]
+        for checkpointing in ("off", "on"):
+            found = answer(child("train", str(path), 2_048, {"checkpointing": checkpointing}))
+            rows.append(
+                {
+                    "model": name,
+                    "parameters": int(parameters),
+                    "tokens": 2_048,
+                    "checkpointing": checkpointing,
+                    "peak_mib": _mib(found["peak"]),
+                    "seconds": round(found["seconds"], 2),
+                }
+            )
+    return rows
+
+
+def loading_rows(work: Path, *, quick: bool) -> list[dict[str, object]]:
+    path, rows = work / "100M", []
+    for ranks in (1, 2) if quick else (1, 2, 4):
+        store = work / f"store-{ranks}"
+        processes = [child("load", str(path), rank, ranks, str(store)) for rank in range(ranks)]
+        found = [answer(process) for process in processes]
+        rows.append(
+            {
+                "ranks": ranks,
+                "held_mib": _mib(max(each["held"] for each in found)),
+                "peak_mib": _mib(max(each["peak"] for each in found)),
+            }
+        )
+    return rows
+
+
+def _mib(size: float) -> int:
+    return round(size / _MIB)
+
+
+def show(console: Console, title: str, rows: list[dict[str, object]]) -> None:
+    table = Table(*rows[0], title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer lengths, no 0.5 B")
+    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        kind, path, *rest = json.loads(arguments.child)
+        if kind == "write":
+            vocabulary, shape, length = rest
+            count = write_model(Path(path), vocabulary=vocabulary, shape=shape, length=length)
+            print(json.dumps({"parameters": count}))
+        elif kind == "train":
+            print(json.dumps(measure_training(Path(path), *rest)))
+        else:
+            rank, ranks, store = rest
+            print(json.dumps(measure_loading(Path(path), rank, ranks, Path(store))))
+        return
+    console, results = Console(), {"machine": record.machine()}
+    with tempfile.TemporaryDirectory(prefix="tandem-memory-") as directory:
+        work = Path(directory)
+        for title, measure in (
+            ("memory of forward_backward", training_rows),
+            ("memory with checkpointed blocks", checkpointing_rows),
+            ("memory of loading", loading_rows),
+        ):
+            results[title] = rows = measure(work, quick=arguments.quick)
+            show(console, title, rows)
+    console.print(f"written to {record.save(results).name}")
+
+
+if __name__ == "__main__":
+    main()
