@@ -5,7 +5,7 @@ gives the version its name. A reader verifies a version before use (`open_versio
 removes those that nothing references. The module is torch-free: only the services handle tensors.
 """
 
-from tandem.weights.manifest import Canary, FileEntry, Manifest, checksum_file
+from tandem.weights.manifest import Canary, Checksum, FileEntry, Manifest, checksum_file
 from tandem.weights.store import (
     PartialVersion,
     new_version_name,
@@ -15,6 +15,7 @@ from tandem.weights.store import (
 
 __all__ = [
     "Canary",
+    "Checksum",
     "FileEntry",
     "Manifest",
     "PartialVersion",

@@ -66,12 +66,26 @@ class Manifest(BaseModel):
         return sum(entry.bytes for entry in self.files)
 
 
+class Checksum:
+    """Size and checksum of a file, from its content piece by piece: as it is read, or written."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+        self._bytes = 0
+
+    def update(self, content: bytes | memoryview) -> None:
+        """Take the next piece, a `memoryview` of bytes."""
+        self._digest.update(content)
+        self._bytes += len(content)
+
+    def entry(self, name: str) -> FileEntry:
+        return FileEntry(name=name, bytes=self._bytes, checksum=self._digest.hexdigest())
+
+
 def checksum_file(path: Path) -> FileEntry:
     """Read the file once; return its size and checksum."""
-    digest = xxhash.xxh3_128()
-    size = 0
+    checksum = Checksum()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-            size += len(block)
-    return FileEntry(name=path.name, bytes=size, checksum=digest.hexdigest())
+            checksum.update(block)
+    return checksum.entry(path.name)

@@ -6,6 +6,7 @@ A version holds the whole model, or, in a LoRA run, the adapter alone in PEFT's 
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import os
 import struct
@@ -21,6 +22,7 @@ from tandem.errors import LoadFailed, PublishFailed, ServerError
 from tandem.v1 import trainer_pb2
 from tandem.weights import (
     Canary,
+    Checksum,
     FileEntry,
     Manifest,
     PartialVersion,
@@ -182,13 +184,12 @@ def compute_canary(backend: TrainerBackend) -> Canary:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str | int]:
-    """Writes one safetensors file. Returns its entry in the manifest, with the tensors' names.
+    """Writes one safetensors file. Returns its entry in the manifest, with the tensors' names;
+    the checksum is of what was written, and nothing is read again for it.
 
     The library would write it, too, but close it without looking whether that succeeds, which is
     where NFS tells that it could not write; and a sync of the file opened anew knows nothing of it.
     """
-    import torch
-
     stored = {
         name: StoredTensor(
             file=path,
@@ -200,16 +201,23 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str |
         )
         for name, tensor in tensors.items()
     }
-    writer = TensorWriter(stored)
+    writer, checksum = TensorWriter(stored), Checksum()
     with path.open("xb") as file:
-        file.write(writer.header)
-        for name in writer.order:
-            content = tensors[name].detach().cpu().contiguous().reshape(-1)
-            file.write(content.view(torch.uint8).numpy())
+        pieces = (_bytes_of(tensors[name]) for name in writer.order)
+        for content in itertools.chain[bytes | memoryview]([writer.header], pieces):
+            file.write(content)
+            checksum.update(content)
         file.flush()
         os.fsync(file.fileno())
-    entry = checksum_file(path)
+    entry = checksum.entry(path.name)
     return {**entry.model_dump(), "tensors": json.dumps(sorted(tensors))}
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    import torch
+
+    content = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(content.view(torch.uint8).numpy())
 
 
 def _commit(

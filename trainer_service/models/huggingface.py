@@ -49,6 +49,7 @@ def load_model(
     names: set[str] = set()
 
     def load(model: nn.Module, state: object, files: object, config: LoadStateDictConfig) -> object:
+        model.__class__ = plain  # libraries keep classes for ever, and with the hooks the model
         model.tie_weights(recompute_mapping=False)
         names.update(name for name, _ in model.named_parameters())
         prepare(model)
