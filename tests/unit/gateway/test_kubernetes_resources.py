@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,10 +58,11 @@ def test_a_trainer_that_may_sleep_needs_its_state_on_the_host():
     assert requested(pool=a_pool(awake=0)).memory < asleep
 
 
-def test_the_host_of_a_trainer_that_is_always_awake_has_what_it_loads():
+def test_the_host_of_a_trainer_that_is_always_awake_never_has_the_model():
     awake = requested(pool=a_pool(awake=0), training=LORA)
-    assert awake.memory >= LARGE.parameters * 4
-    assert awake.memory < requested(training=LORA, pool=a_pool(awake=1), ranks=1).memory + GIB
+    assert awake.memory >= LARGE.vocabulary * LARGE.hidden * 4
+    assert awake.memory < LARGE.parameters * 4
+    assert awake.memory < requested(training=LORA, pool=a_pool(awake=1), ranks=1).memory
 
 
 def test_state_is_divided_among_nodes():
@@ -69,8 +71,10 @@ def test_state_is_divided_among_nodes():
     assert two < one
 
 
-def test_each_rank_loads_the_whole_model():
-    assert requested(ranks=8, training=LORA).memory > 8 * 4 * LARGE.parameters
+def test_no_rank_loads_the_whole_model():
+    settings = GatewaySettings(recovery={"enabled": False})
+    awake = requested(ranks=8, pool=a_pool(awake=0), training=LORA, settings=settings)
+    assert awake.memory < 2 * 4 * LARGE.parameters
 
 
 def test_an_engine_that_may_sleep_keeps_its_weights_on_the_host():
@@ -87,7 +91,17 @@ def test_on_a_cpu_the_cache_and_the_weights_are_the_host_s():
     small = requested(model=SMALL, pool=pool, trainer=TrainerSettings(micro_batch_tokens=64))
     large = requested(model=SMALL, pool=pool, trainer=TrainerSettings(micro_batch_tokens=8192))
     assert small.memory > SMALL.parameters * 16
-    assert large.memory > small.memory + 8128 * SMALL.vocabulary * 4
+    assert large.memory > small.memory + 8128 * SMALL.hidden * SMALL.layers * 4
+
+
+def test_on_a_cpu_the_logits_of_a_chunk_are_the_host_s_whatever_a_micro_batch_has():
+    def of(tokens: int, logits_bytes: int) -> int:
+        trainer = TrainerSettings(micro_batch_tokens=tokens, logits_bytes=logits_bytes)
+        model = replace(SMALL, layers=0)
+        return requested(model=model, pool=a_pool(device_class=""), trainer=trainer).memory
+
+    assert of(10_000, GIB) == of(1_000_000, GIB)
+    assert of(1_000_000, 2 * GIB) >= of(1_000_000, GIB) + 4 * GIB
 
 
 def test_what_a_session_says_counts_instead():

@@ -4,7 +4,7 @@ The memory is what the worker may come to have, and so its limit: a pod that is 
 sleep where it is. It is computed from the number of the model's weights, which the headers of its
 files tell, by what the trainer and the engine do with them:
 
-    trainer   each rank loads the whole model in float32, before it is sharded;
+    trainer   each rank reads its part of one tensor after the other;
               then there are float32 weights, gradients and two moments, sharded (or, for adapters,
               the frozen weights in the type of the computation, sharded, and the adapters whole);
               on a GPU the host has them while the trainer sleeps; on a CPU always, with the
@@ -49,8 +49,9 @@ _WEIGHT = 4
 _OF_LAYER = 68
 """Bytes of float32 activations that a transformer's layer keeps of each token, for each dimension
 of its hidden state (Korthikanti et al., arXiv 2205.05198, without the attention's scores)."""
-_OF_LOGITS = 3
-"""Logits, their log-softmax, and its gradient."""
+_LOGITS, _OF_LOGITS = 64 * _MIB, 4
+"""Of the logits that exist at once, where the settings leave it to the trainer: in the type of the
+computation and in float32, their log-softmax, and its gradient."""
 _CPU_TOKENS = 2048
 """Of a micro-batch, where the settings leave it to the trainer."""
 _ADAPTERS_HELD = 4
@@ -248,7 +249,8 @@ class _Trainer:
 
     @property
     def _load(self) -> int:
-        return self.ranks * self.model.parameters * _WEIGHT
+        """Of the largest tensor, once for each rank."""
+        return self.ranks * self.model.vocabulary * self.model.hidden * _WEIGHT
 
     @cached_property
     def _gradients(self) -> int:
@@ -278,9 +280,11 @@ class _Trainer:
 
     @property
     def _activations(self) -> int:
-        tokens = (self.trainer.micro_batch_tokens or _CPU_TOKENS) * self.ranks * self._gradients
+        at_once = self.ranks * self._gradients
+        tokens = self.trainer.micro_batch_tokens or _CPU_TOKENS
         of_token = self.model.layers * self.model.hidden * _OF_LAYER
-        return tokens * (of_token + self.model.vocabulary * _WEIGHT * _OF_LOGITS)
+        logits = min(self.trainer.logits_bytes or _LOGITS, tokens * self.model.vocabulary * _WEIGHT)
+        return at_once * (tokens * of_token + logits * _OF_LOGITS)
 
 
 def _engine_memory(model: ModelSize, settings: SamplerSettings, *, gpu: bool, sleeps: bool) -> int:
