@@ -2,7 +2,7 @@ ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_
 	restarted restored retention run_history search security_names sessions trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
-.PHONY: setup demo demo-compose first-hour test test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-recovery bench-shared bench-starts bench-timeslice bench-versus chaos fuzz nightly api-docs protos clean
+.PHONY: setup demo demo-compose first-hour test test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-recovery bench-shared bench-starts bench-timeslice bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -59,6 +59,9 @@ bench-gpu: setup ## Measures how workers leave a GPU and come back. ARGS="--size
 
 bench-history: setup ## Measures a gateway with 10 million past operations, and what retention leaves.
 	@.venv/bin/python -m benchmarks.history $(ARGS)
+
+bench-memory: setup ## Measures a trainer's memory by vocabulary, length, checkpointing and ranks. ARGS=--quick
+	@.venv/bin/python -m benchmarks.memory $(ARGS)
 
 bench-recovery: setup ## Measures snapshots, and how long a killed trainer's run stands still.
 	@.venv/bin/python -m benchmarks.recovery $(ARGS)
