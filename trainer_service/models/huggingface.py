@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tandem.errors import InvalidRequest, WorkerStartFailed
 
@@ -53,7 +54,9 @@ def load_model(
         model.tie_weights(recompute_mapping=False)
         names.update(name for name, _ in model.named_parameters())
         prepare(model)
-        return plain._load_pretrained_model(model, state, files, _onto(device, config))
+        loaded = plain._load_pretrained_model(model, state, files, _onto(device, config))
+        _copy_shards(model)
+        return loaded
 
     def finalize(model: nn.Module, config: LoadStateDictConfig, info: object) -> object:
         return plain._finalize_model_loading(model, _onto(device, config), info)
@@ -82,6 +85,23 @@ def load_model(
         )
     model.eval()
     return model
+
+
+def _copy_shards(model: nn.Module) -> None:
+    """Give each shard memory of its own: as read, it may be a part of a file that is mapped, and
+    torch cannot copy a sharded tensor whose part does not begin where its memory does."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor) and not (part := parameter.to_local()).is_meta:
+                whole = DTensor.from_local(
+                    part.detach().clone(),
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+                setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
 
 def _onto(device: str, config: LoadStateDictConfig) -> LoadStateDictConfig:
