@@ -54,9 +54,7 @@ def load_model(
         model.tie_weights(recompute_mapping=False)
         names.update(name for name, _ in model.named_parameters())
         prepare(model)
-        loaded = plain._load_pretrained_model(model, state, files, _onto(device, config))
-        _copy_shards(model)
-        return loaded
+        return plain._load_pretrained_model(model, state, files, _onto(device, config))
 
     def finalize(model: nn.Module, config: LoadStateDictConfig, info: object) -> object:
         return plain._finalize_model_loading(model, _onto(device, config), info)
@@ -83,6 +81,7 @@ def load_model(
             f"the configuration of {path.name} ties weights that differ in its files, such as "
             f"{min(untied)}: set tie_word_embeddings to false in its config.json"
         )
+    _copy_shards(model)
     model.eval()
     return model
 
@@ -90,18 +89,25 @@ def load_model(
 def _copy_shards(model: nn.Module) -> None:
     """Give each shard memory of its own: as read, it may be a part of a file that is mapped, and
     torch cannot copy a sharded tensor whose part does not begin where its memory does."""
+    own: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight stays one
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if isinstance(parameter, DTensor) and not (part := parameter.to_local()).is_meta:
-                whole = DTensor.from_local(
-                    part.detach().clone(),
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-                setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+            if isinstance(parameter, DTensor):
+                if parameter not in own:
+                    own[parameter] = _with_own_memory(parameter)
+                setattr(module, name, own[parameter])
+
+
+def _with_own_memory(parameter: nn.Parameter) -> nn.Parameter:
+    whole = DTensor.from_local(
+        parameter.to_local().detach().clone(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
 def _onto(device: str, config: LoadStateDictConfig) -> LoadStateDictConfig:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tandem.errors import WorkerStartFailed
 from tests.support.local_trainer import plain
@@ -72,3 +77,29 @@ def test_weights_that_are_said_to_be_tied_and_differ_are_refused(changed):
     (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     with pytest.raises(WorkerStartFailed, match="set tie_word_embeddings to false"):
         load_model(path)
+
+
+@pytest.fixture
+def second() -> Iterator[None]:
+    """The second rank of two, which has nobody to talk to. (Torch remembers for all of a process
+    which rank it is, so that this cannot be each in turn.)"""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_rank_reads_its_shards_into_memory_of_its_own(models, architecture, second):
+    found = load_model(models[architecture], prepare=fully_shard)
+    wanted = plain(models[architecture])
+
+    assert dict(found.named_parameters()).keys() == dict(wanted.named_parameters()).keys()
+    for name, parameter in found.named_parameters():
+        part = parameter.to_local()
+        assert torch.equal(part, wanted.get_parameter(name).chunk(2)[1]), name
+        assert part.untyped_storage().nbytes() == part.nbytes, name
+        copied = copy.deepcopy(parameter.detach())  # as snapshots do
+        assert torch.equal(copied.to_local(), part), name
+    head, embedding = found.get_output_embeddings(), found.get_input_embeddings()
+    tied = wanted.get_output_embeddings().weight is wanted.get_input_embeddings().weight
+    assert (head.weight is embedding.weight) == tied
