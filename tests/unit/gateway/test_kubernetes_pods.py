@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from gateway.workers.launchers.kubernetes.observed import Event, Pod
-from gateway.workers.launchers.kubernetes.pods import told_by_events
+from gateway.workers.launchers.kubernetes.pods import _out_of_memory, told_by_events
 
 
 def event(reason: str, second: int, message: str = "") -> Event:
@@ -35,3 +35,9 @@ def test_what_is_told_in_the_same_second_was_before_the_pod_went_on():
 
 def test_an_event_without_a_time_is_a_warning_all_the_same():
     assert told_by_events([Event(reason="FailedMount", message="x")]) == "FailedMount: x"
+
+
+def test_a_limit_in_bytes_is_told_as_people_say_it():
+    containers = [{"name": "worker", "resources": {"limits": {"memory": str(896 * 2**20)}}}]
+    pod = Pod.model_validate({"metadata": {"name": "p"}, "spec": {"containers": containers}})
+    assert "more than the 896Mi that its pod may have" in _out_of_memory(pod, "trainer", "worker")

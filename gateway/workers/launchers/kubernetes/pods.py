@@ -176,7 +176,9 @@ def _ended(pod: Pod, end: Terminated, kind: WorkerKind, container: str) -> PodSt
 
 def _out_of_memory(pod: Pod, kind: WorkerKind, container: str) -> str:
     limits = (each.resources.limits for each in pod.spec.containers if each.name == container)
-    limit = next(limits, {}).get("memory", "memory")
+    limit = str(next(limits, {}).get("memory", "memory"))
+    if limit.isdigit():  # bytes, as we say it
+        limit = f"{int(limit) // 2**20}Mi"
     setting = "tandem.host_memory" if kind == "trainer" else "tandem.sampler_host_memory"
     return f"the {kind} needed more than the {limit} that its pod may have; {setting} raises that"
 
