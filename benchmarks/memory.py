@@ -165,7 +165,10 @@ def child(*arguments: object) -> subprocess.Popen[str]:
 
 
 def answer(process: subprocess.Popen[str]) -> dict[str, float]:
-    out, _ = process.communicate(timeout=1800)
+    try:
+        out, _ = process.communicate(timeout=1800)
+    finally:
+        process.kill()  # one that takes longer must not outlive this
     if process.returncode:
         raise SystemExit(f"a measurement failed with {process.returncode}")
     return dict(json.loads(out.splitlines()[-1]))

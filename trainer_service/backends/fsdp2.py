@@ -104,7 +104,8 @@ class Fsdp2Backend(TrainerBackend):
             if self._sharded:
                 self._shard()
 
-        load_model(model_path, device=world.device, prepare=prepare)
+        load_model(model_path, prepare=prepare)
+        self._model.to(self._device)  # buffers, and what is not sharded
         self._model.requires_grad_(training.lora is None)
         self._record_units()
         self.packs = self._may_pack(settings) and can_pack(self._model)
@@ -213,20 +214,22 @@ class Fsdp2Backend(TrainerBackend):
     def _divide(self, settings: TrainerSettings) -> None:
         """Lets the model end at its hidden states, and makes what takes log probabilities of
         them."""
-        logits_of = divide(self._model)
+        logits_of, tail = divide(self._model)
         of_row = 4 * self.facts.vocabulary
         rows = max(1, (settings.logits_bytes or _LOGITS_BYTES[self.device]) // of_row)
         if logits_of is None:
             get_log().warning("logits_whole", architecture=self.facts.architecture)
             logits_of, rows = _as_they_are, sys.maxsize
-        self._logprobs = ChunkedLogprobs(logits_of, self._of_head, rows=rows)
+        self._tail = tail
+        self._logprobs = ChunkedLogprobs(logits_of, self._of_tail, rows=rows)
 
-    def _of_head(self) -> list[nn.Parameter]:
-        """The trainable parameters of the head."""
-        head = self._model.get_output_embeddings()
-        own = [each for each in head.parameters() if each.requires_grad]
-        adapter = self._active.by_module.get(getattr(head, "name", ""))
-        return own if adapter is None else [*own, adapter.lora_A, adapter.lora_B]
+    def _of_tail(self) -> list[nn.Parameter]:
+        """The trainable parameters that logits are made with, those of adapters included."""
+        own = [p for part in self._tail.values() for p in part.parameters() if p.requires_grad]
+        for name, adapter in self._active.by_module.items():
+            if name.partition(".")[0] in self._tail:
+                own += [adapter.lora_A, adapter.lora_B]
+        return own
 
     def _freeze(self) -> None:
         """Recorded names stay valid."""

@@ -1,2 +1,3 @@
-"""Hugging Face models: loading and measuring them (`huggingface.py`), packed attention
-(`packing.py`), and their directories and safetensors files (`files.py`)."""
+"""Hugging Face models: loading and measuring them (`huggingface.py`), log probabilities in chunks
+(`logprobs.py`), packed attention (`packing.py`), checkpointed blocks
+(`activation_checkpointing.py`), and their directories and safetensors files (`files.py`)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ from tandem.errors import InvalidRequest, WorkerStartFailed
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
-    from transformers.modeling_utils import LoadStateDictConfig
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,10 @@ class ModelFacts:
 
 
 def load_model(
-    path: Path, *, device: str = "cpu", prepare: Callable[[nn.Module], None] = lambda model: None
+    path: Path, *, prepare: Callable[[nn.Module], None] = lambda model: None
 ) -> nn.Module:
-    """Loads any model that AutoModelForCausalLM accepts, in float32, trainable as a whole.
+    """Loads any model that AutoModelForCausalLM accepts, in float32 on the CPU, trainable as a
+    whole; what `prepare` shards is then on the device of its shards.
 
     `prepare` gets the model while its parameters have no memory yet, and may shard them or change
     their types: what is then read of each tensor is this rank's part, in its type. Raises
@@ -49,23 +49,17 @@ def load_model(
     plain = type(empty_model(path))
     names: set[str] = set()
 
-    def load(model: nn.Module, state: object, files: object, config: LoadStateDictConfig) -> object:
-        model.__class__ = plain  # libraries keep classes for ever, and with the hooks the model
+    def load(model: nn.Module, *given: object) -> object:
+        model.__class__ = plain  # libraries keep classes for ever, and with the hook the model
         model.tie_weights(recompute_mapping=False)
         names.update(name for name, _ in model.named_parameters())
         prepare(model)
-        return plain._load_pretrained_model(model, state, files, _onto(device, config))
+        return plain._load_pretrained_model(model, *given)
 
-    def finalize(model: nn.Module, config: LoadStateDictConfig, info: object) -> object:
-        return plain._finalize_model_loading(model, _onto(device, config), info)
-
-    hooks = {
-        "_load_pretrained_model": staticmethod(load),
-        "_finalize_model_loading": staticmethod(finalize),
-        "__module__": plain.__module__,
-    }
+    hook = {"_load_pretrained_model": staticmethod(load), "__module__": plain.__module__}
+    hooked: type[PreTrainedModel] = type(plain.__name__, (plain,), hook)
+    # Without a device, for which transformers would set aside the memory of the whole model.
     # A name that is not a local directory must not cause a download from the hub.
-    hooked: type[PreTrainedModel] = type(plain.__name__, (plain,), hooks)
     model, found = hooked.from_pretrained(
         path,
         dtype=torch.float32,
@@ -108,10 +102,6 @@ def _with_own_memory(parameter: nn.Parameter) -> nn.Parameter:
         stride=parameter.stride(),
     )
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
-
-
-def _onto(device: str, config: LoadStateDictConfig) -> LoadStateDictConfig:
-    return replace(config, device_map={"": device})
 
 
 def _check(found: Mapping[str, Collection[object]], path: Path) -> None:

@@ -56,10 +56,10 @@ class _Body(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         return _HiddenStates(self._hidden)
 
 
-def divide(model: nn.Module) -> LogitsOf | None:
+def divide(model: nn.Module) -> tuple[LogitsOf | None, dict[str, nn.Module]]:
     """Make `model(…)` return its last hidden states [B, T, hidden], and return the function that
-    makes logits of them. If the model does not come apart, `model(…)` returns its logits, and this
-    None.
+    makes logits of them, with the parts of the model that it uses, by name. If the model does not
+    come apart, `model(…)` returns its logits, and this None and no parts.
 
     That function is the model's own forward with another body: what a model does with logits
     (a softcap, a factor) is done by it.
@@ -85,7 +85,7 @@ def divide(model: nn.Module) -> LogitsOf | None:
 
     model.forward = logits
     if body is None:
-        return None
+        return None, {}
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = (torch.arange(5) % vocabulary)[None].to(next(model.parameters()).device)
     with torch.no_grad():
@@ -93,12 +93,14 @@ def divide(model: nn.Module) -> LogitsOf | None:
         model.forward = hidden_states
         try:
             found = logits_of(model(input_ids=tokens, use_cache=False)[0])
+        except torch.OutOfMemoryError:
+            raise
         except (TypeError, ValueError, RuntimeError, AttributeError):
             found = torch.full_like(wanted, torch.nan)
     if _agree(found, wanted):
-        return logits_of
+        return logits_of, {name: part for name, part in model.named_children() if name != prefix}
     model.forward = logits
-    return None
+    return None, {}
 
 
 def _twin(model: nn.Module) -> nn.Module:
@@ -186,9 +188,12 @@ class _Sums:
             hidden = self._hidden[part].detach().requires_grad_()
             logprobs = self._head.of_chunk(hidden, targets[part])
             gradient = gradient_of(logprobs.detach())
-            found = torch.autograd.grad(logprobs, [hidden, *self._parameters], gradient)
+            leaves = [hidden, *self._parameters]
+            found = torch.autograd.grad(logprobs, leaves, gradient, allow_unused=True)
         self.of_hidden[part] = found[0]
         for index, more in enumerate(found[1:]):
+            if more is None:  # the logits do not depend on it
+                continue
             total = self._totals[index]
             if total is None:
                 self._totals[index] = more.to(_at_least_float32(more))
@@ -197,10 +202,9 @@ class _Sums:
         return logprobs.detach()
 
     @property
-    def of_parameters(self) -> list[Tensor]:
-        assert all(total is not None for total in self._totals)
+    def of_parameters(self) -> list[Tensor | None]:
         pairs = zip(self._totals, self._parameters, strict=True)
-        return [total.to(parameter.dtype) for total, parameter in pairs if total is not None]
+        return [None if total is None else total.to(like.dtype) for total, like in pairs]
 
 
 def _known(gradient: Tensor, logprobs: Tensor) -> Tensor:
@@ -264,4 +268,5 @@ class _MadeAtOnce(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, of_logprobs: Tensor, of_carrier: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, None, *(each * of_carrier for each in ctx.saved_tensors))
+        found = [None if each is None else each * of_carrier for each in ctx.saved_tensors]
+        return (None, None, None, None, *found)

@@ -7,7 +7,14 @@ import dataclasses
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2Config, GraniteConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    RobertaConfig,
+)
 
 from tests.support.local_trainer import SPEC, batch_of, gradients, make_rank
 from tests.support.losses.batches import REQUESTS, mixed_request
@@ -177,12 +184,32 @@ def test_what_a_model_does_with_its_logits_is_done_to_chunks(tmp_path, config):
     plain, model = load_model(tmp_path), load_model(tmp_path)
     tokens = torch.randint(0, VOCABULARY, (1, 9))
 
-    logits_of = divide(model)
+    logits_of, tail = divide(model)
 
-    assert logits_of is not None
+    assert logits_of is not None and list(tail) == ["lm_head"]
     with torch.no_grad():
         found = logits_of(model(input_ids=tokens, use_cache=False)[0])
         torch.testing.assert_close(found, plain(tokens).logits[0])
+
+
+def test_all_that_makes_logits_of_hidden_states_has_gradients(tmp_path):
+    config = RobertaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        is_decoder=True,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path)
+    whole, chunked = (
+        compute(make_rank(tmp_path, packing="off", **more), "gspo") for more in ({}, IN_CHUNKS)
+    )
+    assert_same(chunked, whole)
+    assert chunked[1]["lm_head.dense.weight"].abs().max() > 0
 
 
 def test_a_model_that_does_not_come_apart_is_trained_all_the_same(model, monkeypatch):
