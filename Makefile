@@ -54,7 +54,7 @@ bench-cluster: setup ## Measures the launcher of pods with 1,000 sessions. ARGS=
 bench-gateway: setup ## Measures a gateway under 1,000 sessions and 64 samplers. ARGS="--quick"
 	@.venv/bin/python -m benchmarks.gateway_load $(ARGS)
 
-bench-gpu: setup ## Measures how workers leave a GPU and come back. ARGS="--sizes 0.5B --only trainers"
+bench-gpu: setup ## Measures what Tandem makes of a GPU, beside plain loops. ARGS="--sizes 0.5B --only training"
 	@.venv/bin/python -m benchmarks.gpu $(ARGS)
 
 bench-history: setup ## Measures a gateway with 10 million past operations, and what retention leaves.
@@ -87,7 +87,7 @@ fuzz: setup      ## Sends the gateway what no client would send. ARGS="--request
 chaos: setup     ## Kills, freezes, cuts and fills what experiments train on. ARGS="--faults 10 --seed 1 --ranks 2"
 	@.venv/bin/python -m tests.chaos $(ARGS)
 
-nightly: setup   ## What is too long for every change: cookbook recipes, 80 faults, 100,000 requests of the fuzzer.
+nightly: setup   ## What is too long for every change: cookbook recipes, 80 faults, engines of all architectures, 100,000 requests of the fuzzer.
 	@scripts/cookbook.sh
 	@.venv/bin/python -m pytest -m nightly
 	@.venv/bin/python -m tests.fuzz --requests 100000 --seed "$$(date +%Y%m%d)" $(ARGS)

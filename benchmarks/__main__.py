@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import (
+    bursts,
     concurrency,
     overhead,
     publish,
@@ -21,6 +22,7 @@ from benchmarks import (
     rl_step,
     sampling,
     training,
+    updates,
 )
 from tandem.demo.run import wait_ready
 from tandem.demo.tiny_model import write_tiny_model
@@ -28,7 +30,18 @@ from tandem.stack import Stack
 
 _NO_POOL = {"pool_trainers": "0", "pool_samplers": "0"}
 """What is measured has the processors alone; `benchmarks.starts` measures the pool."""
-SECTIONS = ("sampling", "clients", "publish", "lora", "overhead", "training", "rl_step")
+_COMPILED = {"tandem.compile": "on"}
+SECTIONS = (
+    "sampling",
+    "bursts",
+    "clients",
+    "publish",
+    "lora",
+    "overhead",
+    "training",
+    "updates",
+    "rl_step",
+)
 
 
 class Bench:
@@ -80,6 +93,15 @@ class Bench:
             ],
         )
 
+    def bursts(self) -> None:
+        with (
+            bursts.direct_engine(self.model) as engine,
+            self.stack(self.model, ranks=1) as (stack, service),
+        ):
+            client = service.create_sampling_client(base_model="bench/model").result()
+            raw = bursts.RawSampling(stack.endpoint, client._sampling_session_id)
+            self.show("bursts", bursts.compare(engine, raw, client, rounds=3 * self.rounds))
+
     def publish(self) -> None:
         rows = []
         for size, shape in publish.SHAPES.items():
@@ -117,17 +139,23 @@ class Bench:
 
     def training(self) -> None:
         floor = training.plain(self.model, rounds=self.rounds)
+        compiled = training.plain(self.model, rounds=self.rounds, compiled=True)
         ours = {}
-        for name, model, ranks in (
-            ("1 rank", "bench/model:full", 1),
-            ("2 ranks", "bench/model:full", 2),
-            ("LoRA 32", "bench/model", 1),
+        for name, model, ranks, asks in (
+            ("1 rank", "bench/model:full", 1, {}),
+            ("2 ranks", "bench/model:full", 2, {}),
+            ("LoRA 32", "bench/model", 1, {}),
+            ("1 rank, compiled", "bench/model:full", 1, _COMPILED),
+            ("LoRA 32, compiled", "bench/model", 1, _COMPILED),
         ):
             with self.stack(self.model, ranks=ranks) as (stack, service):
-                client = service.create_lora_training_client(model).result()
+                client = service.create_lora_training_client(model, user_metadata=asks).result()
                 wait_ready(stack.endpoint)
                 ours[name] = training.through_tandem(client, rounds=self.rounds)
-        self.show("training", training.compare(floor, ours))
+        self.show("training", training.compare(floor, compiled, ours))
+
+    def updates(self) -> None:
+        self.show("updates", updates.measure(self.model, rounds=3 * self.rounds))
 
     def overhead(self) -> None:
         with self.stack(self.model, ranks=1) as (stack, service):
@@ -142,35 +170,44 @@ class Bench:
         rows: list[dict[str, object]] = []
         # torch's own threads split element-wise work, OpenMP's the matrix products.
         kinds = {"1 thread": (1, 1), "2 threads": (2, 2), "matrix products alone on 2": (1, 0)}
-        floors = {
-            name: self._floor(torch_threads=torch_threads, openmp=openmp, steps=steps)
-            for name, (torch_threads, openmp) in kinds.items()
-        }
-        floor = min(floors.values(), key=lambda row: row["seconds"])
-        for name, measured in floors.items():
-            rows.append(_row(f"one process, {name}", measured, floor, {}))
-        for ranks in (1, 2):
+        eager, compiled = (
+            {name: self._floor(*threads, steps=steps, how=how) for name, threads in kinds.items()}
+            for how in ([], ["compiled"])
+        )
+        floors = [min(each.values(), key=lambda row: row["seconds"]) for each in (eager, compiled)]
+        for name in kinds:
+            rows.append(_row(f"one process, {name}", eager[name], floors, {}))
+            rows.append(_row(f"one process, compiled, {name}", compiled[name], floors, {}))
+        for ranks, asks in ((1, {}), (2, {}), (1, _COMPILED)):
             with self.stack(self.model, ranks=ranks) as (stack, service):
-                client = service.create_lora_training_client("bench/model:full").result()
+                client = service.create_lora_training_client(
+                    "bench/model:full", user_metadata=asks
+                ).result()
                 wait_ready(stack.endpoint)
                 results, busy = rl_step.tandem_steps(stack, client, steps=steps)
-            rows.append(_row(f"tandem, {ranks} rank(s)", rl_step.medians(results), floor, busy))
+            name = f"tandem, {ranks} rank(s){', compiled' if asks else ''}"
+            rows.append(_row(name, rl_step.medians(results), floors, busy))
         self.show("rl step", rows)
 
-    def _floor(self, *, torch_threads: int, openmp: int, steps: int) -> dict[str, float]:
-        arguments = (str(self.model), str(torch_threads), str(steps))
+    def _floor(
+        self, torch_threads: int, openmp: int, *, steps: int, how: list[str]
+    ) -> dict[str, float]:
+        arguments = (str(self.model), str(torch_threads), str(steps), *how)
         answer = sampling.run_module("benchmarks.floor", *arguments, threads=openmp)
         return rl_step.floor_medians(answer)  # type: ignore[arg-type]
 
 
 def _row(
-    name: str, measured: dict[str, float], floor: dict[str, float], busy: dict[str, float]
+    name: str, measured: dict[str, float], floors: list[dict[str, float]], busy: dict[str, float]
 ) -> dict[str, object]:
-    """Return a row of medians in seconds; `busy`: what trainer and sampler themselves computed."""
+    """Return a row of medians in seconds; `floors`: eager and compiled; `busy`: what trainer and
+    sampler themselves computed."""
+    eager, compiled = (round(measured["seconds"] / each["seconds"], 3) for each in floors)
     return {
         "what": name,
         **{key: round(value, 3) for key, value in measured.items()},
-        "× floor": round(measured["seconds"] / floor["seconds"], 3),
+        "× floor": eager,
+        "× compiled floor": compiled,
         "trainer busy": round(busy["trainer"], 3) if busy else "",
         "sampler busy": round(busy["sampler"], 3) if busy else "",
     }

@@ -1,7 +1,8 @@
 """Tokens per second of vLLM called directly: `python -m benchmarks.direct_engine MODEL ROUNDS`.
 
 Runs in a process of its own and prints one JSON object: {workload: [tokens/s of each round]}, and
-as "engine_start" the seconds from the start of the process until the engine was ready.
+as "engine_start" the seconds from the start of the process until the engine was ready. With
+`in-turn` for ROUNDS it prints "ready", and the tokens/s of each [workload, round] that it is told.
 """
 
 from __future__ import annotations
@@ -45,7 +46,13 @@ def run(policy: OneProcess, workload: Workload, round_: int) -> float:
 
 
 def main() -> None:
-    policy = OneProcess(Path(sys.argv[1]), threads=1)
+    policy = OneProcess(Path(sys.argv[1]), threads=1, compiled=False)
+    if sys.argv[2] == "in-turn":
+        print(json.dumps("ready"), flush=True)
+        for line in sys.stdin:
+            name, round_ = json.loads(line)
+            print(json.dumps(run(policy, WORKLOADS[name], round_)), flush=True)
+        return
     results: dict[str, list[float]] = {"engine_start": [time.perf_counter() - _STARTED]}
     for name, workload in WORKLOADS.items():
         run(policy, workload, 0)

@@ -1,8 +1,8 @@
 """The floor: the demo's RL step in one process, with plain torch and vLLM.
 
-Run as a process of its own (`python -m benchmarks.floor MODEL THREADS STEPS`); prints one JSON
-object. The step is the demo's: 100 prompts × 8 samples of at most 4 tokens, 48 updates of 100
-sequences, new weights into the engine. It does exactly what the demo does: the same loss,
+Run as a process of its own (`python -m benchmarks.floor MODEL THREADS STEPS [compiled]`); prints
+one JSON object. The step is the demo's: 100 prompts × 8 samples of at most 4 tokens, 48 updates of
+100 sequences, new weights into the engine. It does exactly what the demo does: the same loss,
 optimizer, clipping, shuffling and rewards.
 """
 
@@ -13,7 +13,7 @@ import sys
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCHDYNAMO_DISABLE": "1",
+    "TORCHDYNAMO_DISABLE": "0" if "compiled" in sys.argv[4:] else "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -26,35 +26,26 @@ import json
 import random
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from benchmarks.plain_update import PlainUpdates, Sample
 from tandem.demo.addition import MAX_ANSWER_TOKENS, all_problems, reward
 
 GROUP, MINIBATCHES, EPOCHS, EOS = 8, 8, 6, 1
 
 
-@dataclass(frozen=True)
-class Sample:
-    prompt: list[int]
-    tokens: list[int]
-    logprobs: list[float]
-    reward: float
-
-
 class OneProcess:
     """A policy that trains and samples in this process."""
 
-    def __init__(self, model: Path, *, threads: int) -> None:
+    def __init__(self, model: Path, *, threads: int, compiled: bool) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(
@@ -73,10 +64,7 @@ class OneProcess:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
         self.threads = threads
         torch.set_num_threads(threads)
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=5e-4, betas=(0.9, 0.99), weight_decay=0.0, fused=True
-        )
+        self.policy = PlainUpdates(model, compiled=compiled)
         self.problems = all_problems()
         self.prompts = [self.tokenizer.encode(problem.prompt) for problem in self.problems]
         self.random = random.Random(0)
@@ -120,36 +108,12 @@ class OneProcess:
         for _epoch in range(EPOCHS):
             self.random.shuffle(order)
             for start in range(0, len(order), size):
-                self._update([samples[index] for index in order[start : start + size]])
-
-    def _update(self, batch: list[Sample]) -> None:
-        length = max(len(sample.prompt) + len(sample.tokens) for sample in batch) - 1
-        inputs = np.zeros((len(batch), length), dtype=np.int64)
-        targets = np.zeros_like(inputs)
-        old = np.zeros(inputs.shape, dtype=np.float32)
-        advantages = np.zeros_like(old)
-        for row, sample in enumerate(batch):
-            sequence = sample.prompt + sample.tokens
-            start, end = len(sample.prompt) - 1, len(sequence) - 1
-            inputs[row, :end] = sequence[:-1]
-            targets[row, :end] = sequence[1:]
-            old[row, start:end] = sample.logprobs
-            advantages[row, start:end] = sample.reward
-        logits = self.model(input_ids=torch.from_numpy(inputs), use_cache=False).logits
-        logprobs = logits.log_softmax(-1)
-        picked = logprobs.gather(-1, torch.from_numpy(targets)[..., None])[..., 0]
-        ratio = (picked - torch.from_numpy(old)).exp()
-        loss = -(ratio * torch.from_numpy(advantages)).sum()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        loss.item()
+                self.policy.update([samples[index] for index in order[start : start + size]])
 
     def synchronise(self) -> None:
         """Put the new weights into the engine by its in-place reload from a file."""
-        state = self.model.state_dict()
-        if self.model.config.tie_word_embeddings:
+        state = self.policy.model.state_dict()
+        if self.policy.model.config.tie_word_embeddings:
             state.pop("lm_head.weight", None)
         path = Path(self.directory.name)
         save_file(state, str(path / "model.safetensors"), metadata={"format": "pt"})
@@ -174,7 +138,7 @@ class OneProcess:
 
 def main() -> None:
     model, threads, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    policy = OneProcess(model, threads=threads)
+    policy = OneProcess(model, threads=threads, compiled="compiled" in sys.argv[4:])
     policy.step(0)
     print(json.dumps([policy.step(round_) for round_ in range(1, steps + 1)]))
 

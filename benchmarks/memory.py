@@ -1,5 +1,5 @@
-"""Memory of a trainer on a CPU: of forward_backward by vocabulary and length, of checkpointed
-blocks, and of loading by ranks. `make bench-memory`.
+"""Memory of a trainer on a CPU: of forward_backward by vocabulary and length, and as it is planned
+and measured in several ways; of loading by ranks. `make bench-memory`.
 
 Each number is of a process of its own: the most anonymous memory that it had, less what it had
 before. `whole` has the logits of a micro-batch at once, as a plain loop does.
@@ -19,20 +19,36 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import record
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 _MIB = 2**20
 VOCABULARIES = (4_096, 32_768, 151_936, 262_144)
 LENGTHS = (1_024, 4_096, 16_384, 32_768)
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+WAYS: list[tuple[str, int, dict[str, object], bool]] = [
+    ("blocks keep all", 1, {}, False),
+    ("checkpointed", 1, {"checkpointing": "on"}, False),
+    ("in bfloat16", 1, {"dtype": "bfloat16"}, False),
+    ("two threads", 1, {"parallel_micro_batches": 2}, False),
+    ("LoRA", 1, {}, True),
+    ("LoRA, two threads", 1, {"parallel_micro_batches": 2}, True),
+    ("two ranks", 2, {}, False),
+    ("two ranks, checkpointed", 2, {"checkpointing": "on"}, False),
+]
 SIZES = {
-    "100 M": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 11},
-    "0.5 B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
+    "50 M": (32_768, {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}),
+    "100 M": (151_936, {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 11}),
+    "0.5 B": (151_936, {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}),
 }
+"""Vocabulary and shape."""
 
 
 # --- In a process of its own ----------------------------------------------------------------------
@@ -89,43 +105,81 @@ def _anonymous() -> int:
         return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
 
 
-def measure_training(model: Path, length: int, settings: dict[str, object]) -> dict[str, object]:
+def measure_training(
+    model: Path,
+    length: int,
+    settings: dict[str, object],
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    store: str = "",
+    lora: bool = False,
+) -> dict[str, object]:
+    """Two micro-batches of so many tokens on each thread of each rank, beyond weights and the
+    gradients that are held; and what the memory plan says of it."""
     import numpy as np
     import torch
 
     from tandem.settings import TrainerSettings
+    from tandem.worker import LoraSpec, TrainingSpec
+    from tests.support.trainer_worker import datum, request
     from trainer_service.backends import World, backend_named
-    from trainer_service.batches.micro_batches import MicroBatch
-    from trainer_service.losses.base import LossResult
+    from trainer_service.batches.validation import BatchLimits, parse, validate
+    from trainer_service.compute.process_group import _parallel
+    from trainer_service.compute.trainer import ControlGroup, RankTrainer
 
+    chosen = TrainerSettings.model_validate(
+        {
+            "device": "cpu",
+            "checkpointing": "off",
+            "parallel_micro_batches": 1,
+            "micro_batch_tokens": length,
+            **settings,
+        }
+    )
     torch.set_num_threads(2)
+    group = _meet(rank, ranks, store)
     backend = backend_named("fsdp2")(
         model_path=model,
-        settings=TrainerSettings(device="cpu", **settings),  # type: ignore[arg-type]
-        world=World(rank=0, size=1, device="cpu"),
+        settings=chosen,
+        world=World(rank=rank, size=ranks, device="cpu"),
+        training=TrainingSpec(lora=LoraSpec() if lora else None),
     )
-    tokens = np.random.default_rng(0).integers(0, backend.facts.vocabulary, length + 1)
-
-    def micro_batch(size: int) -> MicroBatch:
-        return MicroBatch(
-            tokens=tokens[None, :size],
-            targets=tokens[None, 1 : size + 1, None],
-            select=None,
-            entries=np.arange(size),
-            inputs={},
-        )
+    trainer = RankTrainer(
+        backend=backend,
+        control=ControlGroup(rank=rank, size=ranks, group=group),
+        micro_batch_tokens=length,
+        model_path=model,
+        parallel=_parallel(backend, chosen, 2),
+    )
+    limits = BatchLimits(vocabulary=backend.facts.vocabulary, max_length=backend.facts.max_length)
+    generator = np.random.default_rng(0)
+    count = 2 * ranks * chosen.parallel_micro_batches
 
     def forward_backward(size: int) -> None:
-        _, result = backend.loss_of(
-            micro_batch(size), lambda logprobs: LossResult(loss=-logprobs.sum()), by_entry=True
-        )
-        backend.backward(result.loss)
+        tokens = generator.integers(0, backend.facts.vocabulary, (count, size)).tolist()
+        data = [datum(each, weights=[1.0] * size) for each in tokens]
+        trainer.forward_backward(validate(parse(request(data).SerializeToString()), limits=limits))
 
     forward_backward(8)  # gradients are there from here on
     peak, began = Peak(), time.perf_counter()
     with peak.measured():
         forward_backward(length)
-    return {"peak": peak.bytes, "seconds": time.perf_counter() - began}
+    if backend.plan is None:
+        return {"peak": peak.bytes, "seconds": time.perf_counter() - began}
+    needs, threads = backend.plan.needs.device, chosen.parallel_micro_batches
+    added = needs["activations"] + needs.get("gathered", 0)
+    if threads > 1:  # beside the gradients that are held, each thread's own
+        added += needs["gradients"] * threads // (1 + threads)
+    return {"peak": peak.bytes, "seconds": time.perf_counter() - began, "planned": added}
+
+
+def _meet(rank: int, ranks: int, store: str) -> dist.ProcessGroup | None:
+    import torch.distributed as dist
+
+    meeting = dist.FileStore(store, ranks) if ranks > 1 else dist.HashStore()
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks)
+    return dist.new_group(backend="gloo") if ranks > 1 else None
 
 
 def measure_loading(model: Path, rank: int, ranks: int, store: Path) -> dict[str, object]:
@@ -191,6 +245,7 @@ def training_rows(work: Path, *, quick: bool) -> list[dict[str, object]]:
                 "vocabulary": vocabulary,
                 "tokens": length,
                 "peak_mib": _mib(chunked["peak"]),
+                "planned_mib": _mib(chunked["planned"]),
                 "whole_mib": _mib(whole["peak"]) if whole else None,
                 "seconds": round(chunked["seconds"], 2),
                 "whole_seconds": round(whole["seconds"], 2) if whole else None,
@@ -199,20 +254,29 @@ def training_rows(work: Path, *, quick: bool) -> list[dict[str, object]]:
     return rows
 
 
-def checkpointing_rows(work: Path, *, quick: bool) -> list[dict[str, object]]:
+def planned_rows(work: Path, *, quick: bool) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    for name, shape in list(SIZES.items())[: 1 if quick else 2]:
+    for name, (vocabulary, shape) in list(SIZES.items())[: 1 if quick else 3]:
         path = work / name.replace(" ", "")
-        parameters = answer(child("write", str(path), 151_936, shape, 4_096))["parameters"]
-        for checkpointing in ("off", "on"):
-            found = answer(child("train", str(path), 2_048, {"checkpointing": checkpointing}))
+        parameters = answer(child("write", str(path), vocabulary, shape, 4_096))["parameters"]
+        ways, tokens = (WAYS, 512) if name == "50 M" else (WAYS[:2], 2_048)
+        for about, ranks, settings, lora in ways:
+            store = work / f"store-{len(rows)}"
+            more = {"ranks": ranks, "store": str(store), "lora": lora}
+            processes = [
+                child("train", str(path), tokens, settings, {**more, "rank": rank})
+                for rank in range(ranks)
+            ]
+            found = max((answer(each) for each in processes), key=lambda each: each["peak"])
             rows.append(
                 {
                     "model": name,
                     "parameters": int(parameters),
-                    "tokens": 2_048,
-                    "checkpointing": checkpointing,
+                    "way": about,
+                    "tokens": tokens,
                     "peak_mib": _mib(found["peak"]),
+                    "planned_mib": _mib(found["planned"]),
+                    "planned_percent": round(100 * found["planned"] / found["peak"]),
                     "seconds": round(found["seconds"], 2),
                 }
             )
@@ -220,7 +284,7 @@ def checkpointing_rows(work: Path, *, quick: bool) -> list[dict[str, object]]:
 
 
 def loading_rows(work: Path, *, quick: bool) -> list[dict[str, object]]:
-    path, rows = work / "100M", []
+    path, rows = work / ("50M" if quick else "100M"), []
     for ranks in (1, 2) if quick else (1, 2, 4):
         store = work / f"store-{ranks}"
         processes = [child("load", str(path), rank, ranks, str(store)) for rank in range(ranks)]
@@ -258,7 +322,8 @@ def main() -> None:
             count = write_model(Path(path), vocabulary=vocabulary, shape=shape, length=length)
             print(json.dumps({"parameters": count}))
         elif kind == "train":
-            print(json.dumps(measure_training(Path(path), *rest)))
+            length, settings, *more = rest
+            print(json.dumps(measure_training(Path(path), length, settings, **(*more, {})[0])))
         else:
             rank, ranks, store = rest
             print(json.dumps(measure_loading(Path(path), rank, ranks, Path(store))))
@@ -268,7 +333,7 @@ def main() -> None:
         work = Path(directory)
         for title, measure in (
             ("memory of forward_backward", training_rows),
-            ("memory with checkpointed blocks", checkpointing_rows),
+            ("memory of forward_backward, planned and measured", planned_rows),
             ("memory of loading", loading_rows),
         ):
             results[title] = rows = measure(work, quick=arguments.quick)

@@ -1,9 +1,9 @@
 """A plain transformers training loop: only forward and backward over a batch.
 
-Run as a process of its own (`python -m benchmarks.plain_training MODEL THREADS ROUNDS`); prints
-one JSON object: tokens per second of each round, for each batch and each way to split it. Padding
-is on the right, as collators do it. `whole` is one forward pass over everything; `sorted` takes
-passes of 16 sequences of similar length, which need little padding and stay in the cache.
+Run as a process of its own (`python -m benchmarks.plain_training MODEL THREADS ROUNDS [compiled]`);
+prints one JSON object: tokens per second of each round, for each batch and each way to split it.
+Padding is on the right, as collators do it. `whole` is one forward pass over everything; `sorted`
+takes passes of 16 sequences of similar length, which need little padding and stay in the cache.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def main() -> None:
     path, threads, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    if "compiled" in sys.argv[4:]:
+        model.forward = torch.compile(model.forward, dynamic=True)
     results: dict[str, dict[str, list[float]]] = {}
     for name in BATCHES:
         sequences = batch(name)

@@ -26,33 +26,33 @@ def run_module(module: str, *arguments: str, threads: int = 0) -> object:
 
     `threads` of OpenMP; with 0 the libraries use every core.
     """
-    environment = dict(os.environ)
-    if threads:
-        environment |= {"OMP_NUM_THREADS": str(threads)}
-    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    if openmp.exists():
-        environment |= {"LD_PRELOAD": str(openmp)}
     answer = subprocess.run(
         [sys.executable, "-m", module, *arguments],
-        env=environment,
+        env=os.environ | floor_environment(threads=threads),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         check=True,
-        timeout=900,
+        timeout=1800,
     )
     return json.loads(answer.stdout.splitlines()[-1])
+
+
+def floor_environment(*, threads: int) -> dict[str, str]:
+    environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    return environment | ({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})
 
 
 def through_gateway(client: tinker.SamplingClient, *, rounds: int) -> dict[str, list[float]]:
     """Measure the same workloads through the SDK, after a round for warm-up."""
     results = {}
     for name, workload in WORKLOADS.items():
-        _round(client, workload, 0)
-        results[name] = [_round(client, workload, round_ + 1) for round_ in range(rounds)]
+        run_round(client, workload, 0)
+        results[name] = [run_round(client, workload, round_ + 1) for round_ in range(rounds)]
     return results
 
 
-def _round(client: tinker.SamplingClient, workload: Workload, round_: int) -> float:
+def run_round(client: tinker.SamplingClient, workload: Workload, round_: int) -> float:
     started = time.perf_counter()
     futures = [
         client.sample(

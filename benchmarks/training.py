@@ -13,13 +13,12 @@ from benchmarks.sampling import run_module
 from benchmarks.training_batches import BATCHES, batch, targets
 
 
-def plain(model: Path, *, rounds: int) -> dict[str, tuple[float, str]]:
+def plain(model: Path, *, rounds: int, compiled: bool = False) -> dict[str, tuple[float, str]]:
     """Return for each batch the best median of tokens per second, and how it was reached."""
     best: dict[str, tuple[float, str]] = {}
     for threads in (1, 2):
-        answer = run_module(
-            "benchmarks.plain_training", str(model), str(threads), str(rounds), threads=threads
-        )
+        arguments = [str(model), str(threads), str(rounds), *(["compiled"] if compiled else [])]
+        answer = run_module("benchmarks.plain_training", *arguments, threads=threads)
         for name, ways in answer.items():  # type: ignore[attr-defined]
             for way, speeds in ways.items():
                 found = (statistics.median(speeds), f"{way}, {threads} thread(s)")
@@ -55,19 +54,25 @@ def _datum(sequence: list[int]) -> types.Datum:
 
 
 def compare(
-    floor: dict[str, tuple[float, str]], ours: dict[str, dict[str, float]]
+    floor: dict[str, tuple[float, str]],
+    compiled: dict[str, tuple[float, str]],
+    ours: dict[str, dict[str, float]],
 ) -> list[dict[str, object]]:
     """Return a row for each batch; `ours` is by column, such as "1 rank"."""
     rows = []
     for name in BATCHES:
         best, way = floor[name]
+        compiled_best, compiled_way = compiled[name]
         row: dict[str, object] = {
             "batch": name,
             "plain tokens/s": round(best),
             "plain loop": way,
+            "compiled tokens/s": round(compiled_best),
+            "compiled loop": compiled_way,
         }
         for column, speeds in ours.items():
             row[f"{column} tokens/s"] = round(speeds[name])
             row[f"{column} ratio"] = round(speeds[name] / best, 3)
+            row[f"{column} to compiled"] = round(speeds[name] / compiled_best, 3)
         rows.append(row)
     return rows

@@ -18,8 +18,10 @@ from pydantic_settings import SettingsError
 from gateway.app import run
 from tandem.settings import GatewaySettings, settings_fault
 from tandem.stack import SENTENCE
+from tandem.worker import end_with_supervisor
 
 if __name__ == "__main__":
+    end_with_supervisor()
     try:
         settings = GatewaySettings()
     except (ValidationError, SettingsError) as error:

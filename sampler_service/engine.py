@@ -76,13 +76,15 @@ class EngineMemory:
 class EngineFacts:
     """What an engine is.
 
-    `max_length` counts prompt and sampled tokens together; `end_tokens` are the model's
+    `max_length` counts prompt and sampled tokens together; where it is less than `model_length`,
+    the KV cache holds no longer sequence, or a setting says so. `end_tokens` are the model's
     end-of-sequence tokens. `max_lora_rank` 0 means no adapters; otherwise the engine holds up to
     `max_adapters` of them.
     """
 
     vocabulary: int
     max_length: int
+    model_length: int
     dtype: str
     device: str
     name: str
@@ -194,13 +196,17 @@ class PromptScores:
 
 @dataclass(frozen=True)
 class EngineResult:
-    """All samples of a request, or the `failure` that ended it. `cached_tokens` counts the prompt
-    tokens that the prefix cache held when the first sample began."""
+    """All samples of a request, or the `failure` that ended it.
+
+    `cached_tokens` counts the prompt tokens that the prefix cache held when the first sample began;
+    `computed_tokens` the prompt tokens that were computed, for all samples together.
+    """
 
     id: str
     samples: tuple[SampledTokens, ...]
     prompt: PromptScores | None = None
     cached_tokens: int = 0
+    computed_tokens: int = 0
     failure: TandemError | None = None
 
 
@@ -248,6 +254,10 @@ class Engine(Protocol):
         The engine must be idle; its KV cache may be asleep. Raises `WeightsTouched`; only another
         load is allowed then.
         """
+
+    def weight_sums(self) -> dict[str, int]:
+        """Return the sums (`weights.sums`) of the numbers that the engine computes with, in the
+        type of its `facts`. The engine must be idle, and its weights awake."""
 
     def sleep(self, level: SleepLevel) -> None:
         """Give the KV cache back, and move the weights off the device, or drop them with all

@@ -16,11 +16,12 @@ from typing import Literal
 
 from sampler_service.engine import Engine, EngineMemory, EngineState, SleepLevel, WeightsTouched
 from sampler_service.weights.adapters import AdapterCache
-from sampler_service.weights.loader import Loader, LoadOutcome, Placed, WeightVersion
+from sampler_service.weights.loader import Loader, LoadOutcome, Verified, WeightVersion
+from sampler_service.weights.read_ahead import ReadAhead
 from tandem.errors import LoadFailed
 from tandem.telemetry import get_log
 
-SwitchPhase = Literal["drain", "sleep", "wake_weights", "load", "wake_cache", "check"]
+SwitchPhase = Literal["drain", "sleep", "wake_weights", "read", "load", "wake_cache", "check"]
 
 
 class EngineLost(LoadFailed):
@@ -62,6 +63,7 @@ class EngineLifecycle:
         self,
         engine: Engine,
         loader: Loader,
+        reader: ReadAhead,
         adapters: AdapterCache,
         *,
         base: WeightVersion,
@@ -71,10 +73,11 @@ class EngineLifecycle:
         each new state."""
         self._engine = engine
         self._loader = loader
+        self._reader = reader
         self._adapters = adapters
         self._on_state = on_state
         self._log = get_log()
-        self._placed = Placed(base)
+        self._placed = Verified(base)
         self._intact = True
         self._cache_awake = True
         self.state = EngineState.AWAKE
@@ -154,8 +157,10 @@ class EngineLifecycle:
         needs_load = not self._intact or version != self.loaded
         try:
             if needs_load:
+                with _timed(phases, "read"):  # at once, if it was read before
+                    placed = self._reader.take(version)
                 with _timed(phases, "load"):
-                    placed = self._loader.place(version)
+                    self._loader.place(placed)
                 self._forget_weights()  # until they are checked
             if not self._cache_awake:
                 with _timed(phases, "wake_cache"):

@@ -25,8 +25,9 @@ class SamplerMetrics:
             "tandem_sampler_requests_total", "Sample requests, by outcome.", ["outcome"]
         )
         tokens = counter("tandem_sampler_tokens_total", "Tokens of answered requests.", ["kind"])
-        self._prompt, self._cached, self._sampled = (
-            tokens.labels(kind) for kind in ("prompt", "prompt_cached", "sampled")
+        self._prompt, self._cached, self._computed, self._sampled = (
+            tokens.labels(kind)
+            for kind in ("prompt", "prompt_cached", "prompt_computed", "sampled")
         )
         self._request_seconds = histogram(
             "tandem_sampler_request_seconds", "From a request's arrival to its answer."
@@ -99,6 +100,7 @@ class SamplerMetrics:
         self._requests.labels("ok").inc()
         self._prompt.inc(prompt_tokens)
         self._cached.inc(result.cached_tokens)
+        self._computed.inc(result.computed_tokens)
         self._sampled.inc(sampled)
         self._request_seconds.observe(seconds)
         return sampled

@@ -7,9 +7,12 @@ or a switch before its turn.
 
 - A request for the loaded version is admitted before the next step. Requests that wait together
   are admitted in the order of (session, seq_id), whatever order they arrived in.
-- A request or a load that needs other weights waits until the engine is idle. Once the oldest has
-  waited longer than `patience`, nothing that arrived after it is admitted. Then the engine switches
-  to the oldest waiter's version. The same holds for an adapter that finds no room.
+- The weights of the oldest request or load that needs others are read and verified in a thread,
+  while the engine serves the loaded ones (`weights/read_ahead.py`). If they cannot be read, what
+  needs them fails, and nothing has changed.
+- Once they are read, what needs them waits until the engine is idle. Once it has waited longer than
+  `patience`, nothing that arrived after it is admitted. Then the engine switches to these weights.
+  The patience with an adapter that finds no room is the same.
 - An adapter needs the base model's weights. While these are loaded, it is added beside running
   requests (`weights/adapters.py`), and requests for several adapters and for the base model run
   together. While others are loaded, a request for an adapter waits for the base model.
@@ -22,6 +25,7 @@ or a switch before its turn.
   oldest waiter, else that which was loaded. Adapters that were dropped are added again when a
   request wants them.
 - A request may take `timeout` from when the engine begins to compute it, however long it waited.
+  So may the reading of weights.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -38,7 +42,8 @@ from sampler_service.engine import Engine, EngineResult, EngineState, SleepLevel
 from sampler_service.lifecycle import EngineLifecycle, EngineLost, Switch
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.weights.adapters import AdapterCache
-from sampler_service.weights.loader import Loader, LoadOutcome, WeightVersion
+from sampler_service.weights.loader import Loader, LoadOutcome, Verified, WeightVersion
+from sampler_service.weights.read_ahead import ReadAhead, in_thread
 from sampler_service.work import (
     QueuedLoad,
     QueuedSample,
@@ -48,6 +53,7 @@ from sampler_service.work import (
     Sampled,
     SampleJob,
     SubmissionQueue,
+    WaitingList,
     Work,
 )
 from tandem.errors import LoadFailed, OperationTimedOut, TandemError, WorkerDied
@@ -79,10 +85,11 @@ class Scheduler:
         metrics: SamplerMetrics,
         clock: Callable[[], float] = time.monotonic,
         on_fatal: Callable[[TandemError], None] = lambda _: None,
+        start_reading: Callable[[Callable[[], None]], None] = in_thread,
     ) -> None:
         """`base` is the base model, which the engine was started with. `patience` and `timeout`
         are in seconds. `on_fatal` is called once, in the engine's thread, when the engine has
-        failed."""
+        failed. `start_reading` runs what reads weights."""
         self._engine = engine
         self._adapters = adapters
         self._base = base
@@ -94,11 +101,19 @@ class Scheduler:
         self._log = get_log()
         self._submissions = SubmissionQueue()
         self._switches: deque[QueuedSwitch] = deque()
-        self._waiting: list[Work] = []
+        self._waiting = WaitingList()
+        self._has_cancelled = False
         self._running: dict[str, QueuedSample] = {}
         self._adapter_names: tuple[str, ...] = ()
+        self._reader = ReadAhead(
+            loader.verify,
+            timeout=timeout,
+            clock=clock,
+            on_done=self._submissions.notify,
+            start=start_reading,
+        )
         self._lifecycle = EngineLifecycle(
-            engine, loader, adapters, base=base, on_state=metrics.state
+            engine, loader, self._reader, adapters, base=base, on_state=metrics.state
         )
         metrics.version(base)
 
@@ -111,6 +126,7 @@ class Scheduler:
             arrived=self._clock(),
             job=job,
         )
+        work.future.add_done_callback(self._note_cancelled)
         self._submissions.put(work)
         return work.future
 
@@ -119,8 +135,13 @@ class Scheduler:
         work = QueuedLoad(
             version=version, weights=self._weights_for(version), arrived=self._clock()
         )
+        work.future.add_done_callback(self._note_cancelled)
         self._submissions.put(work)
         return work.future
+
+    def _note_cancelled(self, future: Future[Sampled] | Future[LoadOutcome]) -> None:
+        if future.cancelled():
+            self._has_cancelled = True
 
     def sleep(self, level: SleepLevel) -> Future[Switch]:
         """Put the engine to sleep once what runs has ended; at once if it is asleep."""
@@ -168,6 +189,7 @@ class Scheduler:
     def turn(self) -> None:
         """Take what has arrived, then do one thing: a step, a switch, a load, or a wait."""
         self._take()
+        self._read_ahead()
         if not self._sleep_due:
             self._admit()
         try:
@@ -175,8 +197,8 @@ class Scheduler:
                 self._step()
             elif self._switches:
                 self._switch()
-            elif self._waiting and not self._asleep:
-                self._load_next()
+            elif (target := self._ready_weights) is not None and not self._asleep:
+                self._load(target)
         except EngineLost as error:
             self._fail(LoadFailed(error.message))
         self._adapter_names = self._adapters.names
@@ -191,21 +213,59 @@ class Scheduler:
         """Whether nothing may be admitted: the engine is asleep, or is to be."""
         return self._asleep or bool(self._switches)
 
+    @property
+    def _idle(self) -> bool:
+        """Whether there is nothing to do before something arrives, or was read."""
+        if self._running or self._adapters.verifying or self._switches:
+            return False
+        target = self._next_weights
+        reading = target is None or target == self._reader.wanted
+        if self._asleep:
+            return reading
+        if any(work.weights == self._loaded for work in self._waiting.oldest):
+            # An adapter found no room beside those of other candidates, and none of these entered
+            # the engine (loads, refusals): the next turn has room.
+            return False
+        return reading and self._ready_weights is None
+
+    @property
+    def _next_weights(self) -> WeightVersion | None:
+        """The weights that the oldest waiter needs in place of the loaded ones."""
+        needed = (work.weights for work in self._waiting.oldest)
+        return next((weights for weights in needed if weights != self._loaded), None)
+
+    @property
+    def _ready_weights(self) -> WeightVersion | None:
+        """The next weights, once they were read."""
+        target = self._next_weights
+        return target if target is not None and self._was_read(target) else None
+
+    def _was_read(self, version: WeightVersion) -> bool:
+        return isinstance(self._reader.outcome(version), Verified)
+
+    def _read_ahead(self) -> None:
+        """Have the next weights read; fail the work for those that cannot be."""
+        if self._switches:
+            return  # a wake says itself what is read
+        while (target := self._next_weights) is not None:
+            self._reader.want(target)
+            outcome = self._reader.outcome(target)
+            if not isinstance(outcome, LoadFailed):
+                return
+            self._weights_failed(target, outcome)
+        self._reader.want(None)
+
     def _take(self) -> None:
         """Move new work to the waiting list, and drop work that was cancelled or takes too long;
         block if there is none."""
-        busy = (
-            self._running
-            or self._adapters.verifying
-            or self._switches
-            or (self._waiting and not self._asleep)
-        )
-        for each in self._submissions.take(wait=not busy):
+        for each in self._submissions.take(wait=self._idle, seconds=self._reader.seconds_left):
             if isinstance(each, QueuedSleep | QueuedWake):
                 self._switches.append(each)
             else:
-                self._waiting.append(each)
-        self._withdraw(lambda work: work.future.cancelled())
+                self._waiting.add(each)
+        if self._has_cancelled:
+            self._has_cancelled = False
+            self._waiting.drop_cancelled()
         self._answer_switches()
         latest = self._clock() - self._timeout
         ended = [
@@ -230,27 +290,18 @@ class Scheduler:
         while self._switches and isinstance(self._switches[0], QueuedSleep) is self._asleep:
             self._switches.popleft().succeed(self._lifecycle.unchanged())
 
-    def _withdraw(self, matches: Callable[[Work], bool]) -> list[Work]:
-        """Remove matching work from the waiting list and return it."""
-        withdrawn = {work: None for work in self._waiting if matches(work)}
-        if withdrawn:
-            self._waiting = [work for work in self._waiting if work not in withdrawn]
-        return list(withdrawn)
-
     def _admit(self) -> None:
         """Admit the work that the loaded weights and adapters serve, but nothing that arrived after
         blocked work that is out of patience; start to add missing adapters."""
-        blocked = [work.arrived for work in self._waiting if self._is_blocked(work)]
-        limit = math.inf
-        if blocked and self._clock() - min(blocked) > self._patience:
-            limit = min(blocked)
-        candidates = {
-            work for work in self._waiting if work.weights == self._loaded and work.arrived <= limit
-        }
+        oldest = self._waiting.oldest
+        blocked = next((work.arrived for work in oldest if self._is_blocked(work)), math.inf)
+        limit = blocked if self._clock() - blocked > self._patience else math.inf
+        candidates = [
+            work for work in oldest if work.weights == self._loaded and work.arrived <= limit
+        ]
         self._add_adapters(candidates)
-        admitted = self._withdraw(lambda work: work in candidates and self._serves(work.version))
         samples = []
-        for work in admitted:
+        for work in self._take_served(candidates, limit):
             if isinstance(work, QueuedSample):
                 samples.append(work)
             else:
@@ -258,10 +309,17 @@ class Scheduler:
         for work in sorted(samples, key=lambda sample: sample.order):
             self._start(work)
 
+    def _take_served(self, candidates: list[Work], limit: float) -> Iterator[Work]:
+        """Take from the waiting list what is of a candidate's version, if that serves now, and
+        arrived by `limit`."""
+        for version in [candidate.version for candidate in candidates]:
+            if self._serves(version):
+                yield from self._waiting.take(version, lambda work: work.arrived <= limit)
+
     def _is_blocked(self, work: Work) -> bool:
-        """Whether work needs other weights, or the room of another adapter."""
+        """Whether work needs other weights, which were read, or the room of another adapter."""
         if work.weights != self._loaded:
-            return True
+            return self._was_read(work.weights)
         missing = work.version.adapter and work.version not in self._adapters
         return missing and self._adapters.full
 
@@ -270,15 +328,15 @@ class Scheduler:
             return self._adapters.ready(version)
         return version == self._loaded
 
-    def _add_adapters(self, candidates: set[Work]) -> None:
+    def _add_adapters(self, candidates: list[Work]) -> None:
         """Start to add the adapters that candidates wait for, in the order of their arrival, as far
         as there is room. No adapter is evicted that running work or a candidate needs."""
-        missing: dict[str, WeightVersion] = {}
-        for work in sorted(candidates, key=lambda work: work.arrived):
-            if work.version.adapter and work.version not in self._adapters:
-                missing.setdefault(work.version.name, work.version)
+        versions = [candidate.version for candidate in candidates]
+        missing = [each for each in versions if each.adapter and each not in self._adapters]
+        if not missing:
+            return
         needed = {work.version.name for work in (*self._running.values(), *candidates)}
-        for version in missing.values():
+        for version in missing:
             if not self._adapters.make_room(needed=needed):
                 return
             try:
@@ -291,7 +349,7 @@ class Scheduler:
 
     def _adapter_failed(self, version: WeightVersion, error: LoadFailed) -> None:
         self._record_failure(version, error)
-        for work in self._withdraw(lambda work: work.version == version):
+        for work in self._waiting.take(version):
             work.fail(error)
 
     def _serving(self, outcome: LoadOutcome) -> None:
@@ -304,10 +362,9 @@ class Scheduler:
             bytes=outcome.bytes,
             canary_difference=outcome.canary_difference,
         )
-        for work in self._waiting:
-            if isinstance(work, QueuedLoad) and work.version == outcome.version:
-                work.succeed(outcome)
-        self._withdraw(lambda work: work.future.done())
+        for load in self._waiting.take(outcome.version, lambda work: isinstance(work, QueuedLoad)):
+            assert isinstance(load, QueuedLoad)
+            load.succeed(outcome)
 
     def _start(self, work: QueuedSample) -> None:
         """Hand a request to the engine."""
@@ -352,15 +409,8 @@ class Scheduler:
         seconds = self._clock() - work.admitted
         work.succeed(Sampled(result=result, version=work.version, seconds=seconds))
 
-    def _load_next(self) -> None:
-        """Load the oldest waiter's weights; the engine is idle."""
-        waiting = [work for work in self._waiting if work.weights != self._loaded]
-        if not waiting:
-            # An adapter found no room beside those of other candidates, and none of these entered
-            # the engine (loads, refusals): the next turn has room.
-            return
-        # Work for the loaded weights was admitted before, or arrived after one of these.
-        target = min(waiting, key=lambda work: work.arrived).weights
+    def _load(self, target: WeightVersion) -> None:
+        """Load weights that were read; the engine is idle."""
         try:
             outcome = self._lifecycle.load(target)
         except EngineLost as error:
@@ -385,7 +435,7 @@ class Scheduler:
         switch.succeed(done)
 
     def _wake(self, wanted: WeightVersion | None) -> Switch:
-        oldest = min(self._waiting, key=lambda work: work.arrived, default=None)
+        oldest = next(iter(self._waiting.oldest), None)
         target = wanted or (self._loaded if oldest is None else oldest.weights)
         woken = self._lifecycle.wake(target)
         if woken.failure is not None:
@@ -397,8 +447,9 @@ class Scheduler:
     def _weights_failed(self, version: WeightVersion, error: LoadFailed) -> None:
         """Fail the work for weights that cannot be loaded; others serve."""
         self._record_failure(version, error)
-        for work in self._withdraw(lambda work: work.weights == version):
-            work.fail(LoadFailed(error.message))
+        for first in [work for work in self._waiting.oldest if work.weights == version]:
+            for work in self._waiting.take(first.version):
+                work.fail(LoadFailed(error.message))
 
     def _record_failure(self, version: WeightVersion, error: LoadFailed) -> None:
         self._metrics.load_failed()
@@ -409,5 +460,5 @@ class Scheduler:
         self._submissions.close(error)
         for work in (*self._switches, *self._waiting, *self._running.values()):
             work.fail(error)
-        self._switches, self._waiting, self._running = deque(), [], {}
+        self._switches, self._waiting, self._running = deque(), WaitingList(), {}
         self._on_fatal(error)

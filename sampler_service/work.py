@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Generic, TypeVar
 
 from sampler_service.engine import EngineDelta, EngineRequest, EngineResult, SleepLevel
@@ -112,6 +113,59 @@ Work = QueuedSample | QueuedLoad
 QueuedSwitch = QueuedSleep | QueuedWake
 
 
+_Key = tuple[str, bool]
+
+
+def _key(version: WeightVersion) -> _Key:
+    return version.name, version.adapter
+
+
+class WaitingList:
+    """Work that waits for its version. It is kept by version, so that a step of the engine does not
+    look at all that wait: what is true of the first of a version is true of the others."""
+
+    def __init__(self) -> None:
+        self._of_version: dict[_Key, dict[Work, None]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Return how many there are; other threads may ask, too."""
+        return self._count
+
+    def __iter__(self) -> Iterator[Work]:
+        return chain.from_iterable(self._of_version.values())
+
+    def add(self, work: Work) -> None:
+        self._of_version.setdefault(_key(work.version), {})[work] = None
+        self._count += 1
+
+    @property
+    def oldest(self) -> list[Work]:
+        """The work that came first, of each version, in the order in which it came."""
+        firsts = (next(iter(works)) for works in self._of_version.values())
+        return sorted(firsts, key=lambda work: work.arrived)
+
+    def take(
+        self, version: WeightVersion, matches: Callable[[Work], bool] = lambda _: True
+    ) -> list[Work]:
+        """Remove and return the work for a version that matches."""
+        return self._take(_key(version), matches)
+
+    def drop_cancelled(self) -> None:
+        for key in list(self._of_version):
+            self._take(key, lambda work: work.future.cancelled())
+
+    def _take(self, key: _Key, matches: Callable[[Work], bool]) -> list[Work]:
+        works = self._of_version.get(key, {})
+        taken = [work for work in works if matches(work)]
+        for work in taken:
+            del works[work]
+        self._count -= len(taken)
+        if not works:
+            self._of_version.pop(key, None)
+        return taken
+
+
 class SubmissionQueue:
     """Hands work from any thread to the engine's, which alone calls `take`."""
 
@@ -119,6 +173,7 @@ class SubmissionQueue:
         self._condition = threading.Condition()
         self._work: list[Work | QueuedSwitch] = []
         self._refusal: TandemError | None = None
+        self._notified = False
 
     def __len__(self) -> int:
         return len(self._work)
@@ -129,8 +184,19 @@ class SubmissionQueue:
             if self._refusal is None:
                 self._work.append(work)
                 self._condition.notify()
+                work.future.add_done_callback(self._cancelled)
                 return
         work.fail(self._refusal)
+
+    def notify(self) -> None:
+        """Let a `take` that waits return."""
+        with self._condition:
+            self._notified = True
+            self._condition.notify()
+
+    def _cancelled(self, future: Future[_Result]) -> None:
+        if future.cancelled():
+            self.notify()
 
     def close(self, refusal: TandemError) -> None:
         """Fail all work in the queue, and all that is put later."""
@@ -140,14 +206,17 @@ class SubmissionQueue:
         for each in work:
             each.fail(refusal)
 
-    def take(self, *, wait: bool) -> list[Work | QueuedSwitch]:
-        """Return new work. With `wait`, block until there is some: an idle engine waits without a
-        deadline, because the process ends with it."""
+    def take(self, *, wait: bool, seconds: float | None = None) -> list[Work | QueuedSwitch]:
+        """Return new work. With `wait`, block until there is some, or a notification, for `seconds`
+        at most: an idle engine waits without a deadline, because the process ends with it."""
         if wait:
             with self._condition:
-                self._condition.wait_for(lambda: self._work)
-            self._await_burst()
+                self._condition.wait_for(lambda: self._work or self._notified, timeout=seconds)
+                arrived = bool(self._work)
+            if arrived:
+                self._await_burst()
         with self._condition:
+            self._notified = False
             work, self._work = self._work, []
         return work
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -46,6 +47,15 @@ def parse_device(text: str) -> Device:
     raise InvalidRequest(
         f"{text!r} is not a device; write cores like 'cpu:0-3' or 'cpu:0,2', and an NVIDIA "
         "device like 'cuda:0' or 'cuda:GPU-' with the rest of its UUID"
+    )
+
+
+def together(devices: Sequence[Device]) -> Device:
+    """Return devices of one kind as one, for a process that uses all of them."""
+    return Device(
+        devices[0].kind,
+        cores=frozenset().union(*(device.cores for device in devices)),
+        cuda=",".join(device.cuda for device in devices),
     )
 
 

@@ -25,6 +25,7 @@
     │   │   ├── CustomLossInvalid
     │   │   ├── StructuredOutputInvalid
     │   │   ├── UnsuitableLora
+    │   │   ├── UnsupportedByBackend
     │   │   └── CheckpointMismatch
     │   ├── EmptyBatch
     │   ├── TokenOutOfVocabulary
@@ -294,6 +295,10 @@ class StructuredOutputInvalid(InvalidRequest):
 
 class UnsuitableLora(InvalidRequest):
     """A LoRA configuration whose rank or layers the model does not support."""
+
+
+class UnsupportedByBackend(InvalidRequest):
+    """The run's trainer backend cannot do what is asked of it."""
 
 
 class CheckpointMismatch(InvalidRequest):

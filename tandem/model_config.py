@@ -1,4 +1,5 @@
-"""Reads from a model directory, without loading it, its length and its end tokens.
+"""Reads from a model directory, without loading it, its length, its end tokens, and whether it can
+be trained.
 
 The sources are Hugging Face's `config.json`, `generation_config.json`, `tokenizer_config.json` and
 `tokenizer.json`.
@@ -7,12 +8,17 @@ The sources are Hugging Face's `config.json`, `generation_config.json`, `tokeniz
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
 Json = dict[str, object]
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_BY_LENGTH = {"dynamic", "longrope", "su"}
+"""Rotary frequencies that depend on a batch's longest sequence; `su` is longrope's former name."""
 
 
 def read_json(path: Path) -> Json:
@@ -37,6 +43,12 @@ def model_length(directory: Path) -> int | None:
     config = text_config(directory)
     values = [config.get(key) for key in _LENGTH_KEYS]
     return next((value for value in values if isinstance(value, int)), None)
+
+
+def has_experts(directory: Path) -> bool:
+    """Return whether the model is a mixture of experts."""
+    config = text_config(directory)
+    return any(config.get(key) for key in _EXPERT_KEYS)
 
 
 def end_tokens(directory: Path) -> tuple[int, ...]:
@@ -65,3 +77,46 @@ def _tokenizer_end_token(directory: Path) -> tuple[int, ...]:
     if isinstance(vocabulary, dict) and content in vocabulary:
         return (int(vocabulary[content]),)
     return ()
+
+
+def why_untrained(config: Mapping[str, object]) -> str:
+    """Return why a model with this `config.json` cannot be trained, as the end of a sentence that
+    begins with the model's name, or "" if nothing in it speaks against it.
+
+    Log probabilities of a sequence must be those that it has alone, whatever is computed beside it.
+
+    Literal example: `why_untrained({"is_encoder_decoder": True})` is
+    `"cannot be trained: it has an encoder, and only decoders of text are trained"`.
+    """
+    if config.get("is_encoder_decoder"):
+        return "cannot be trained: it has an encoder, and only decoders of text are trained"
+    if others := [key for key in ("vision_config", "audio_config") if config.get(key)]:
+        return (
+            f"cannot be trained: it reads more than text ({others[0]}), and only decoders of text "
+            "are trained"
+        )
+    nested = config.get("text_config")
+    text = {**config, **nested} if isinstance(nested, dict) else config
+    if by_length := sorted(_BY_LENGTH.intersection(_rope_types(text))):
+        return (
+            f"cannot be trained: the frequencies of its {by_length[0]!r} rotary positions depend "
+            "on the longest sequence of a batch, so that log probabilities would depend on what "
+            "else is in the micro-batch"
+        )
+    kinds = text.get("layer_types")
+    if others := sorted(set(map(str, kinds)) - _ATTENTION if isinstance(kinds, list) else ()):
+        return (
+            f"cannot be trained: it has layers of the type {others[0]!r}, and only attention to "
+            "all tokens, to a window or to a chunk is known to hold sequences apart"
+        )
+    return ""
+
+
+def _rope_types(config: Mapping[str, object]) -> Iterator[str]:
+    """The types of rotary positions, which can be given by type of layer."""
+    for key in ("rope_parameters", "rope_scaling"):
+        whole = config.get(key)
+        if isinstance(whole, dict):
+            for part in (whole, *whole.values()):
+                if isinstance(part, dict):
+                    yield str(part.get("rope_type") or part.get("type"))

@@ -37,10 +37,10 @@ class TrainerSettings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Compute type. auto: bfloat16 on a GPU, float32 on a CPU."
     )
-    packing: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="Concatenate sequences into rows instead of padding them, where the model "
-        "allows it. auto: on a CPU.",
+    packing: Literal["on", "off"] = Field(
+        "on",
+        description="Concatenate sequences into rows instead of padding them, where the model and "
+        "the device allow it, which is tried out.",
     )
     micro_batch_tokens: int = Field(
         0, ge=0, description="Tokens per forward pass; 0 = 2048 on a CPU, else 16384."
@@ -51,10 +51,28 @@ class TrainerSettings(BaseSettings):
         description="Of the logits, in float32, that exist at once; 0 = 64 MiB on a CPU, else "
         "512 MiB. Some four tensors are of that size.",
     )
-    checkpointing: Literal["on", "off"] = Field(
-        "off",
+    unreduced_gradients_bytes: int = Field(
+        0,
+        ge=0,
+        description="Several ranks add up gradients once for a call, and not with each of its "
+        "micro-batches, if those of the whole model, in float32, are no more than this: each rank "
+        "has them meanwhile. 0 = 256 MiB on a CPU, else 4 GiB.",
+    )
+    checkpointing: Literal["auto", "on", "off"] = Field(
+        "auto",
         description="Whether blocks keep their input alone for the backward pass, and are computed "
-        "again there.",
+        "again there. auto: where memory is too small otherwise.",
+    )
+    memory_bytes: int = Field(
+        0,
+        ge=0,
+        description="That the memory plan may use, of each GPU, or of the host of CPU ranks; 0 = "
+        "nine tenths of what is free.",
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        "off",
+        description="Whether blocks are compiled when a trainer starts, for runs that do not say "
+        "it. auto: on a GPU.",
     )
     shard_group_parameters: int = Field(
         16_000_000, ge=1, description="Blocks are gathered into FSDP groups of at least this size."
@@ -103,7 +121,18 @@ class SamplerSettings(BaseSettings):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    max_model_len: int = Field(0, ge=0, description="0 = what the model allows, 8192 at most.")
+    ranks: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Devices of an engine, over which its weights are split (tensor parallel).",
+    )
+    max_model_len: int = Field(
+        0,
+        ge=0,
+        description="Longest sequence, prompt and sample together; 0 = the model's own length, or "
+        "what the KV cache holds, if that is less.",
+    )
     max_num_seqs: int = Field(1024, ge=1)
     kv_cache_bytes: int = Field(
         512 * 2**20, ge=2**20, description="CPU only; a GPU uses gpu_memory_utilization."
@@ -131,7 +160,10 @@ class SamplerSettings(BaseSettings):
         description="How long requests for the loaded version may overtake others.",
     )
     operation_timeout: float = Field(
-        1800.0, gt=0, description="Seconds for one request, from when the engine begins it."
+        1800.0,
+        gt=0,
+        description="Seconds for one request, from when the engine begins it, and for reading a "
+        "weight version.",
     )
 
 

@@ -27,7 +27,7 @@ from tandem.errors import InvalidRequest, ServerError, WorkerStartFailed
 from tandem.heartbeat import HEARTBEAT_FD, Heartbeats
 from tandem.process_birth import born
 from tandem.settings import GatewaySettings
-from tandem.worker import die_with_parent, without_secrets
+from tandem.worker import SUPERVISOR_PID, without_secrets
 
 ENDPOINT_NAME = "gateway.json"
 SENTENCE = "tandem gateway: "
@@ -321,13 +321,18 @@ class _Supervised:
             self.started_at = self._clock()
             self.process = subprocess.Popen(
                 self._command,
-                env={**self.environment, HEARTBEAT_FD: str(self._heartbeats.fd)},
+                env={
+                    **self.environment,
+                    HEARTBEAT_FD: str(self._heartbeats.fd),
+                    SUPERVISOR_PID: str(os.getpid()),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 pass_fds=[self._heartbeats.fd],
                 start_new_session=True,  # so that Ctrl-C reaches it once, through stop()
-                preexec_fn=partial(die_with_parent, os.getpid()),
+                # No preexec_fn: it needs a real fork, in which gRPC's handlers can crash the child
+                # of a process that has called anybody.
             )
 
     def kill_if_silent(self) -> None:

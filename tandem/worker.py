@@ -53,6 +53,8 @@ a trainer, which ends because of it."""
 
 MAX_SPEC_BYTES = 16 * select.PIPE_BUF
 """Of the line of a specification: the capacity of a pipe that nobody reads yet."""
+SUPERVISOR_PID = "SUPERVISOR_PID"
+"""The variable that names the supervisor of a gateway or an agent; absent without one."""
 LOOPBACK = "127.0.0.1"
 MAX_MESSAGE_BYTES = 2**31 - 1
 GRPC_OPTIONS: list[tuple[str, int]] = [
@@ -82,18 +84,38 @@ class LoraSpec(BaseModel):
     unembedding: bool = True
 
 
+@dataclass(frozen=True)
+class StateBytes:
+    """Of each parameter that is trained: the weight itself, its gradient, and all moments."""
+
+    weight: int
+    gradient: int
+    moments: int
+
+
 class TrainingSpec(BaseModel):
-    """What a run trains, fixed at its creation: adapters, or all parameters (`lora` None)."""
+    """What a run trains, fixed at its creation: adapters, or all parameters (`lora` None).
+
+    `states` is the type of weights, gradients and moments, and `moments` says where these are.
+    Adapters and dimuon have them in float32 on the device.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     lora: LoraSpec | None = None
     optimizer: Literal["adamw", "dimuon"] = "adamw"
+    states: Literal["float32", "bfloat16"] = "float32"
+    moments: Literal["device", "host"] = "device"
 
     @property
     def rank(self) -> int:
         """The rank of its adapters; 0 when it trains all parameters."""
         return self.lora.rank if self.lora is not None else 0
+
+    @property
+    def state_bytes(self) -> StateBytes:
+        width = 2 if self.states == "bfloat16" else 4
+        return StateBytes(weight=width, gradient=width, moments=2 * width)
 
 
 class WorkerSpec(BaseModel):
@@ -105,7 +127,8 @@ class WorkerSpec(BaseModel):
     seconds, are its launcher's: until it serves, and from SIGTERM to SIGKILL.
 
     `run_id` is the run that a trainer was made for, and `first_run` the one that it begins with; ""
-    is the same one. `devices` has one device for each rank, such as "cpu:0-3" (cores) or "cuda:0";
+    is the same one. `replica` says which of its sampler's engines it is, from 0. `devices` has
+    one device for each rank, such as "cpu:0-3" (cores) or "cuda:0";
     the worker sees no others. Empty: the whole machine, as the settings choose. `lease` is the
     fencing token with which it starts, awake; 0: its group is not leased, and it is always awake.
     `no_suspender` says why the host cannot suspend a leased worker that does not know how to sleep:
@@ -135,6 +158,7 @@ class WorkerSpec(BaseModel):
     session_id: str
     run_id: str = ""
     first_run: str = ""
+    replica: int = 0
     training: TrainingSpec | None = None
     devices: tuple[str, ...] = ()
     lease: int = 0
@@ -195,6 +219,7 @@ class WorkerHandle:
     address: str
     metrics_port: int
     secret: str = field(repr=False)
+    replica: int = 0
     authority: str = field(default="", repr=False)
     """In PEM, of the certificate that it has; "": it is called without TLS."""
 
@@ -212,6 +237,7 @@ class WorkerHandle:
             address=address,
             metrics_port=metrics_port,
             secret=spec.secret,
+            replica=spec.replica,
             authority=spec.tls.authority if spec.tls is not None else "",
         )
 
@@ -272,7 +298,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     For processes that a worker starts, such as ranks, as their first act. `parent_pid` is that
     of the worker: one that ended before this call sends no signal any more, so the process ends
     itself. Not for the worker's own first process: killed before its lifeline could act, it would
-    leave its children behind. The stack starts agent and gateway so.
+    leave its children behind.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
@@ -280,3 +306,10 @@ def die_with_parent(parent_pid: int | None = None) -> None:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
     if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_supervisor() -> None:
+    """End this process, a gateway or an agent, when its supervisor does, also if that was before.
+    To be called first."""
+    if pid := os.environ.pop(SUPERVISOR_PID, ""):  # not that of its children
+        die_with_parent(int(pid))

@@ -177,7 +177,7 @@ class _Worker:
 def _cause(error: BaseException, ranks: OtherRanks) -> TandemError:
     """Return why the process group is of no use. Blames another rank if one died, since that makes
     rank 0's collectives fail."""
-    from trainer_service.compute.memory import MicroBatchTooLarge
+    from trainer_service.batches.memory import MicroBatchTooLarge
 
     if isinstance(error, MicroBatchTooLarge):
         return OutOfMemory(f"rank 0 failed: {error}", tokens=error.tokens)

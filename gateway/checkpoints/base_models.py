@@ -67,6 +67,7 @@ class BaseModels:
         self._models_dir = models_dir
         self._entries: dict[str, BaseModelEntry] = {}
         self._unfit: dict[str, str] = {}
+        self._longest: dict[str, int] = {}
 
     async def open(self) -> None:
         for row in await self._database.read(select(models).order_by(models.c.name)):
@@ -104,6 +105,16 @@ class BaseModels:
             known = ", ".join(sorted(self._entries)) or "none yet; add one with `tandem models add`"
             raise UnknownModel(f"unknown model {name!r}; known: {known}")
         return entry
+
+    def note_longest(self, name: str, length: int) -> None:
+        """Note the longest sequence that an engine of a model says that it takes, in tokens."""
+        self._longest[name] = length
+
+    def context_length(self, entry: BaseModelEntry) -> int | None:
+        """Return how long a sequence of a model may be, as far as is known: what the model allows,
+        or what the KV cache of the engine that answered last holds, if that is less."""
+        known = (entry.max_length, self._longest.get(entry.name))
+        return min((length for length in known if length), default=None)
 
     async def add(self, *, name: str, path: str) -> BaseModelEntry:
         """Register a model, or give a registered name another path. Raise `InvalidRequest`."""

@@ -20,14 +20,21 @@ from tandem.worker import TrainingSpec, WorkerSpec
 
 _PREFIX = "tandem."
 _LONGEST_START = 3600.0
+_COMPILING = 600.0
+"""Seconds: minutes on a busy machine, before anything is kept."""
 _SIZE = "a number of bytes, such as 17179869184 or 16GiB"
 
 _ALLOWED: Mapping[str, str] = {
     "ranks": "a whole number from 1 to 1024",
     "dtype": "auto, float32 or bfloat16",
+    "states": "float32 or bfloat16",
+    "moments": "device or host",
+    "compile": "auto, on or off",
     "backend": "the name of a trainer backend",
     "group": "the name of a group for trainers",
     "sampler_group": "the name of a group for samplers",
+    "replicas": "a whole number from 1 to 64",
+    "sampler_ranks": "a whole number from 1 to 64",
     "sampler": "none, for a run that only trains",
     "memory": _SIZE,
     "host_memory": _SIZE,
@@ -39,6 +46,8 @@ _ALLOWED: Mapping[str, str] = {
 }
 _OF_RUNS_ALONE = ("recovery",)
 """Names that are read elsewhere."""
+_OF_ALL_PARAMETERS = ("states", "moments")
+"""Names for runs that train all parameters by AdamW."""
 
 
 def _sampler(value: object) -> object:
@@ -48,7 +57,8 @@ def _sampler(value: object) -> object:
 class Asks(BaseModel):
     """What a run needs of the devices, and its session's sampler with it.
 
-    `sampler` False: the run only trains. `share` says when a run that trains adapters shares the
+    `sampler` False: the run only trains. `replicas` is how many engines serve the session, each
+    with `sampler_ranks` devices of its own. `share` says when a run that trains adapters shares the
     trainer of others, and their engine. Without a group, any will do. The sizes are bytes on each
     device and on the host; 0 is unknown, and not counted.
     """
@@ -57,6 +67,9 @@ class Asks(BaseModel):
 
     ranks: int = Field(1, ge=1, le=1024)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    states: Literal["float32", "bfloat16"] = "float32"
+    moments: Literal["device", "host"] = "device"
+    compile: Literal["auto", "on", "off"] = "off"
     backend: Annotated[str, Field(min_length=1, max_length=100)] = "fsdp2"
     group: str = ""
     sampler_group: str = ""
@@ -67,20 +80,38 @@ class Asks(BaseModel):
     sampler_host_memory: ByteSize = ByteSize(0)
     share: Share = "when_full"
     start_timeout: float = Field(300.0, gt=0)
+    replicas: int = Field(1, ge=1, le=64)
+    sampler_ranks: int = Field(1, ge=1, le=64)
     priority: int = Field(0, ge=-10, le=10)
 
     def trainer_settings(self, settings: TrainerSettings) -> TrainerSettings:
         """Return the settings of the run's trainer."""
         return settings.model_copy(
-            update={"ranks": self.ranks, "dtype": self.dtype, "backend": self.backend}
+            update={
+                "ranks": self.ranks,
+                "dtype": self.dtype,
+                "compile": self.compile,
+                "backend": self.backend,
+            }
         )
+
+    @property
+    def trainer_start_timeout(self) -> float:
+        """In seconds; with the time to compile, which nobody has to ask for."""
+        return self.start_timeout + (0.0 if self.compile == "off" else _COMPILING)
+
+    def training(self, training: TrainingSpec) -> TrainingSpec:
+        """Return what the run trains, with the states that it asks for."""
+        return training.model_copy(update={"states": self.states, "moments": self.moments})
 
 
 def default_asks(settings: GatewaySettings) -> Asks:
     """Return what a run asks for that says nothing."""
     return Asks(
         ranks=settings.trainer.ranks,
+        sampler_ranks=settings.sampler.ranks,
         dtype=settings.trainer.dtype,
+        compile=settings.trainer.compile,
         backend=settings.trainer.backend,
         share=settings.sharing.lora_runs,
         start_timeout=settings.worker_start_timeout,
@@ -121,7 +152,15 @@ def asks_of(
             f"devices; there is: {there}"
         )
     if asks.sampler:
-        _named(groups, "sampler", asks.sampler_group, "sampler_group")
+        samplers = _named(groups, "sampler", asks.sampler_group, "sampler_group")
+        if not any(group.has_devices_for(asks.sampler_ranks) for group in samplers):
+            there = ", ".join(dict.fromkeys(group.describe() for group in samplers))
+            raise InvalidRequest(
+                f"an engine on {asks.sampler_ranks} devices ({_PREFIX}sampler_ranks) needs a group "
+                f"with as many; there is: {there}"
+            )
+        if asks.sampler_ranks > 1 and settings.launcher == "kubernetes":
+            raise InvalidRequest(f"{_PREFIX}sampler_ranks above 1 is not there for pods")
     return asks
 
 
@@ -148,13 +187,34 @@ def settled_asks(
         admin=admin,
         trains=training is not None,
     )
+    if training is not None:
+        asks = _with_states_of(asks, training, run)
     return with_pod_memory(
         asks,
         model_path=model_path,
         settings=settings,
-        training=training,
+        training=training and asks.training(training),
         max_lora_rank=max_lora_rank,
     )
+
+
+def _with_states_of(asks: Asks, training: TrainingSpec, run: Mapping[str, object] | None) -> Asks:
+    """Return what is asked for; of adapters or dimuon, with the states that these have. What a
+    session or the defaults of a model say of states does not concern such a run. Raises
+    `InvalidRequest` if it says so itself."""
+    if training.lora is None and training.optimizer == "adamw":
+        return asks
+    plain = asks.model_copy(
+        update={name: Asks.model_fields[name].default for name in _OF_ALL_PARAMETERS}
+    )
+    for name in _OF_ALL_PARAMETERS:
+        if name in _asked(run) and asks != plain:
+            trained = "adapters" if training.lora is not None else "by dimuon"
+            raise InvalidRequest(
+                f"{_PREFIX}{name} is for runs that train all parameters by AdamW, and this one "
+                f"trains {trained}: its states are in float32 on the device"
+            )
+    return plain
 
 
 def with_pod_memory(

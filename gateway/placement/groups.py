@@ -195,11 +195,6 @@ def _declared(declared: GroupSettings, host: Host) -> DeviceGroup:
         raise _fault(f"group {declared.name!r}: {error.message}") from error
     if len({device.kind for device in devices}) > 1:
         raise _fault(f"group {declared.name!r} has both cores and NVIDIA devices; it takes one")
-    if declared.roles == ["sampler"] and len(devices) > 1:
-        raise _fault(
-            f"group {declared.name!r} is for samplers alone and has {len(devices)} devices, of "
-            "which a sampler uses one; make a group of each"
-        )
     smallest = min(
         (_accelerator(each, host).memory_bytes for each in devices if each.cuda), default=0
     )

@@ -1,6 +1,6 @@
 """Places: which worker may exist on which device group, and the queue of those that wait for one.
 
-A run takes the places of its trainer and of its session's sampler at once, or waits for both, so
+A run takes the places of its trainer and of its session's engines at once, or waits for all, so
 that no two runs each hold half of what both need. It keeps them until it ends. The place of a
 sampler that no run keeps is the engine's alone: when another ask needs it, the engine is stopped
 once it has nothing to do and has served for `quantum` seconds, the least recently used first; it
@@ -192,6 +192,10 @@ class Places:
     def get(self, key: str) -> Place | None:
         return self._room.places.get(key)
 
+    def replicas_of(self, sampler: str) -> int:
+        """Return how many engines of a sampler have a place."""
+        return len(self._room.engines_of(sampler))
+
     def may_adopt(self, key: str) -> bool:
         """Whether the trainer that an earlier gateway left is where it may be."""
         whole = (group.whole_machine and "trainer" in group.roles for group in self.groups)
@@ -215,8 +219,9 @@ class Places:
         if place is None:
             return
         self._forget(key)
-        if place.keeps and place.keeps not in self._slots:
-            self._end_engine(place.keeps)
+        for engine in self._room.engines_of(place.keeps) if place.keeps else ():
+            if engine not in self._slots:
+                self._end_engine(engine)
         self._assign()
 
     def _end_engine(self, key: str) -> None:

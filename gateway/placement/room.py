@@ -23,8 +23,19 @@ _MOST_OVERTAKEN = 8
 _GIB = 2**30
 
 
+def engine_key(sampler: str, number: int) -> str:
+    """Return the key of the place of a sampler's engine of this number: "s-ab12/qwen/16" has the
+    engines "s-ab12/qwen/16", "s-ab12/qwen/16#1" and so on."""
+    return f"{sampler}#{number}" if number else sampler
+
+
+def sampler_of(key: str) -> str:
+    """Return the key of the sampler whose engine has the place of this key."""
+    return key.partition("#")[0]
+
+
 class Engine(Protocol):
-    """The engine of a sampler. `key` is that of its place; `used_at` is when its last request
+    """An engine of a sampler. `key` is that of its place; `used_at` is when its last request
     ended, on the monotonic clock."""
 
     owner: str
@@ -45,7 +56,7 @@ class Engine(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """The right of one worker to exist on a group. `key` is that of a trainer, the id of its first
-    run, or that of a sampler. `keeps` is the key of the sampler's place that a trainer's runs keep,
+    run, or that of an engine. `keeps` is the key of the sampler whose places a trainer's runs keep,
     if they do."""
 
     key: str
@@ -109,11 +120,12 @@ class Ask:
             host_memory=asks.host_memory,
             keeps=keeps,
         )
+        engines = (_sampler_need(engine_key(keeps, n), asks) for n in range(asks.replicas))
         return cls(
             key=key,
             owner=owner,
             session_id=session_id,
-            needs=(trainer, _sampler_need(keeps, asks)) if keeps else (trainer,),
+            needs=(trainer, *engines) if keeps else (trainer,),
             priority=asks.priority,
         )
 
@@ -161,7 +173,12 @@ class Room:
         return [place for place in self.places.values() if place.group is group]
 
     def is_kept(self, key: str) -> bool:
-        return any(place.keeps == key for place in self.places.values())
+        sampler = sampler_of(key)
+        return any(place.keeps == sampler for place in self.places.values())
+
+    def engines_of(self, sampler: str) -> list[str]:
+        """Return the keys of the places that a sampler's engines have."""
+        return [key for key in self.places if sampler_of(key) == sampler]
 
     def add(self, *places: Place) -> None:
         self.places.update({place.key: place for place in places})
@@ -196,7 +213,11 @@ class Room:
         return self._choose(needs, ask, taken)
 
     def _choose(
-        self, needs: Sequence[Need], ask: Ask, taken: dict[str, list[Place]]
+        self,
+        needs: Sequence[Need],
+        ask: Ask,
+        taken: dict[str, list[Place]],
+        last: Need | None = None,
     ) -> tuple[Place, ...] | str:
         if not needs:
             return ()
@@ -222,11 +243,13 @@ class Room:
             )
             with self._with_place(place):
                 taken[group.name].append(place)
-                others = self._choose(needs[1:], ask, taken)
+                others = self._choose(needs[1:], ask, taken, last=need)
                 taken[group.name].pop()
             if not isinstance(others, str):
                 return (place, *others)
             why = why or others
+            if last is not None and replace(last, key=need.key) == need:
+                break  # what takes the same wherever it is takes as much elsewhere
         return why
 
     def groups_for(self, need: Need) -> list[DeviceGroup]:
@@ -257,6 +280,12 @@ class Room:
         """Say why a worker has no place on a group now; "" if it has."""
         if group.name in self.drained:
             return f"group {group.name} is drained, and takes no more workers"
+        sampler = sampler_of(need.key)
+        if group.leased and any(
+            place.role == need.role == "sampler" and sampler_of(place.key) == sampler
+            for place in there
+        ):
+            return f"another engine of the same sampler is on group {group.name}"
         if group.workers or (group.memory_bytes and need.memory):
             if len(there) >= group.workers > 0:
                 setting = "TANDEM_CLAIM_POOLS" if group.pool else "TANDEM_GROUPS"
@@ -295,6 +324,7 @@ def _sampler_need(key: str, asks: Asks) -> Need:
         key=key,
         role="sampler",
         group=asks.sampler_group,
+        ranks=asks.sampler_ranks,
         memory=asks.sampler_memory,
         host_memory=asks.sampler_host_memory,
     )

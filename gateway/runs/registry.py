@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,10 +52,12 @@ from gateway.workers.launchers.kubernetes.resources import read_ahead
 from tandem.errors import (
     GatewayRestarted,
     InternalError,
+    InvalidRequest,
     SessionFinished,
     TandemError,
     UnknownRun,
 )
+from tandem.model_config import read_json, why_untrained
 from tandem.settings import GatewaySettings, RecoverySettings
 from tandem.telemetry import get_log
 from tandem.worker import TrainingSpec
@@ -204,8 +207,8 @@ class RunRegistry:
 
         Idempotent: a repeated `model_seq_id` with the same request returns the original
         request_id. Raises `SequenceTaken` for another request, `LimitExceeded` if the owner may
-        not have another run, `InvalidRequest`, also for what no group can give, `PermissionDenied`
-        and `SessionFinished`.
+        not have another run, `InvalidRequest`, also for a model that cannot be trained and for what
+        no group can give, `PermissionDenied` and `SessionFinished`.
         """
         recovery = recovery_of(user_metadata, self.settings.recovery)
         run_id = run_id_of(session_id=session_id, model_seq_id=model_seq_id)
@@ -218,28 +221,30 @@ class RunRegistry:
                 await self.journal.has(run_id=run_id, seq_id=0, digest=digest)
                 await self.database.sync()
                 return request_id
+            await asyncio.to_thread(_check_trained, self.settings.data_dir / model.path, model.name)
             await read_ahead(model.path, self.settings, anew=True)
             # Nothing is awaited from here to where the run is registered.
             session = self.sessions.require(session_id)
             used = (run.session_id for run in self._runs.values() if run.state != "ended")
             self.limits.check("runs", used=self.sessions.count_of(session.owner, used))
+            asks = settled_asks(
+                user_metadata,
+                session.user_metadata,
+                model=model.name,
+                model_path=model.path,
+                settings=self.settings,
+                groups=self.places.groups,
+                admin=admin,
+                training=training,
+                max_lora_rank=training.rank,
+            )
             run = self._new_run(
                 id=run_id,
                 session_id=session_id,
                 owner=session.owner,
                 model=model,
-                training=training,
-                asks=settled_asks(
-                    user_metadata,
-                    session.user_metadata,
-                    model=model.name,
-                    model_path=model.path,
-                    settings=self.settings,
-                    groups=self.places.groups,
-                    admin=admin,
-                    training=training,
-                    max_lora_rank=training.rank,
-                ),
+                training=asks.training(training),
+                asks=asks,
                 recovery=recovery,
             )
             host = self.hosts.for_new(run)
@@ -257,7 +262,7 @@ class RunRegistry:
                 "session_id": session_id,
                 "base_model": model.name,
                 "model": vars(model) | {"path": relative_path(Path(model.path), self._data_dir)},
-                "training": training.model_dump(),
+                "training": run.training.model_dump(),
                 "asks": run.asks.model_dump(),
                 "host": host.key,
                 "owner": session.owner,
@@ -564,6 +569,16 @@ class RunRegistry:
             await self.collector.collect(run.id, ended=True)
         except Exception:  # noqa: BLE001 - the other runs of its session must end all the same
             self._log.exception("trainer_not_stopped", run_id=run.id)
+
+
+def _check_trained(folder: Path, name: str) -> None:
+    """Raise `InvalidRequest` for a model whose configuration says that it cannot be trained. What
+    cannot be read is said when it is loaded."""
+    reason = ""
+    with suppress(OSError, ValueError):
+        reason = why_untrained(read_json(folder / "config.json"))
+    if reason:
+        raise InvalidRequest(f"the model {name} {reason}")
 
 
 def _restarted() -> GatewayRestarted:

@@ -328,7 +328,7 @@ class OperationRunner:
         if body.path is None:
             await self._versions.check_space(expected_bytes=run.expected_version_bytes, what=what)
             await read_ahead(run.model.path, self._tools.samplers.settings)
-            # An engine that does not run yet starts while the trainer publishes.
+            # Engines that do not run yet start while the trainer publishes.
             sampler = self._tools.samplers.ensure(
                 session_id=run.session_id,
                 model=run.model,
@@ -336,7 +336,7 @@ class OperationRunner:
                 all_weights=run.training.lora is None,
                 kept=run.sampler,
             )
-            sampler.engine.start()
+            sampler.start()
         else:
             path = await self._free_path(
                 "sampler_weights", body.path, size=lambda: run.expected_version_bytes, what=what
@@ -347,11 +347,8 @@ class OperationRunner:
                 await self._put_checkpoint(path, body, version=version)
                 return json_result(type="save_weights_for_sampler", path=str(path))
             assert body.sampling_session_seq_id is not None
-            engine = sampler.engine
             call.explain = lambda: (
-                "the sampler is loading the new weights"
-                if engine.state == "ready" and not engine.silence
-                else engine.explain()
+                "the sampler is loading the new weights" if sampler.serves else sampler.explain()
             )
             await sampler.load(version)
             session = await self._tools.sampling.create_ephemeral(

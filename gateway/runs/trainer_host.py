@@ -238,7 +238,7 @@ class TrainerHost:
             training=run.training,
             place=self.key,
             trainer=run.asks.trainer_settings(self._settings.trainer),
-            start_timeout=run.asks.start_timeout,
+            start_timeout=run.asks.trainer_start_timeout,
             group=self.place.group.name,
             devices=self.place.devices,
             host_memory=self.place.host_memory,

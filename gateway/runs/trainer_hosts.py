@@ -135,4 +135,5 @@ def _ask(run: TrainingRun, *, key: str, sampler: str) -> Ask:
 
 def _computed_as(run: TrainingRun) -> tuple[object, ...]:
     asks = run.asks
-    return (asks.backend, asks.dtype, asks.ranks, asks.priority, asks.sampler_group)
+    computed = (asks.backend, asks.dtype, asks.compile, asks.ranks, asks.priority)
+    return (*computed, asks.sampler_group, asks.replicas, asks.sampler_ranks)

@@ -1,20 +1,20 @@
-"""The engine of a sampler: the process that serves it, from its start to its end.
+"""An engine of a sampler: the process that serves it, from its start to its end.
 
 It starts with the first request, when it has a place on a device group and a slot to run in
 (`gateway.placement.places`), or was started by an earlier gateway and is adopted. It holds nothing
-that cannot be loaded again. One that dies is started again, with backoff, and requests wait for the
-next one. If an engine cannot start, the waiting requests fail, and it is started again at the next
-request.
+that cannot be loaded again. One that dies is started again, with backoff. If an engine cannot
+start, it is started again at the next request. Which engine a request goes to, and what becomes of
+those that wait, is for the `Sampler` to say.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.pins import Pins
@@ -37,9 +37,14 @@ from tandem.worker import WorkerHandle
 EngineState = Literal["idle", "queued", "starting", "ready", "failed", "stopped"]
 """`idle`: it starts with the next request. `queued`: it waits for its place, or for its start."""
 
+_Reply = TypeVar("_Reply")
 _LOADING_INTERVAL = 0.1
 _ON_ITS_WAY = (sampler_pb2.SAMPLER_STATE_LOADING, sampler_pb2.SAMPLER_STATE_WAKING)
 """States of an engine that another one follows soon."""
+
+
+class EngineLost(Exception):
+    """The engine ended while its devices were waited for: nothing was sent to it."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -47,14 +52,17 @@ class SamplerEngine:
     """Serves one full set of weights at a time, and adapters of up to `max_lora_rank` on top of
     those of the base model.
 
-    `key` is that of its place and of its lease; `session_id` is the session that its sampler was
-    made for. `reason` says why it last ended or did not start. `weights` names the full weights
-    that it has: a version, or `base/NAME` for the base model. `demand` counts the samples that have
-    not ended and the calls under way: while there are any, it stays, and the next one is started if
-    it dies. `used_at` is when the last call ended, on the monotonic clock.
+    `key` is that of its place and of its lease, and `replica` its number among those of its
+    sampler; `session_id` is the session that the sampler was made for. `reason` says why it last
+    ended or did not start. `weights` names the full weights that it has: a version, or `base/NAME`
+    for the base model. `demand` counts the sampler's samples and loads that have not ended: while
+    there are any, it stays, and the next one is started if it dies. `used_at` is when the last call
+    ended, on the monotonic clock. `on_change` is called when it serves, and with an error when it
+    did not start, or is stopped.
     """
 
     key: str
+    replica: int = 0
     session_id: str
     owner: str
     model: BaseModelEntry
@@ -71,6 +79,7 @@ class SamplerEngine:
         self.state: EngineState = "idle"
         self.reason = ""
         self.demand = 0
+        self.on_change: Callable[[TandemError | None], None] = lambda _error: None
         self.used_at = time.monotonic()
         self.worker: Worker | None = None
         self.weights = f"base/{self.model.name}"
@@ -82,7 +91,7 @@ class SamplerEngine:
         self._died = asyncio.Event()
         self._slot: EngineSlot | None = None
         self._retiring: EngineSlot | None = None
-        self._client: asyncio.Future[SamplerClient] = asyncio.get_running_loop().create_future()
+        self._client: SamplerClient | None = None
         self._starting: asyncio.Task[None] | None = None
         self._adopted: WorkerHandle | None = None
         """The engine that an earlier gateway has left, until it serves or is of no use."""
@@ -96,6 +105,21 @@ class SamplerEngine:
     def idle(self) -> bool:
         """Whether it serves, and nothing needs it now."""
         return self.state == "ready" and not self.demand
+
+    @property
+    def ranks(self) -> int:
+        """Over how many devices its weights are split."""
+        return self._slot.place.ranks if self._slot is not None else 1
+
+    @property
+    def process(self) -> str:
+        """The id of the worker that it is now; "" if there is none."""
+        return self.worker.worker_id if self.worker is not None else ""
+
+    @property
+    def serves(self) -> bool:
+        """Whether it answers calls, as far as is known."""
+        return self.state == "ready" and not self.silence
 
     @property
     def lease(self) -> Lease:
@@ -123,35 +147,33 @@ class SamplerEngine:
 
     # --- What is asked of it ------------------------------------------------------------------
 
-    async def ready(self) -> SamplerClient:
-        """Return the client of an engine that serves, started if needed. Raises the
-        `WorkerStartFailed` of the start that was waited for, or the error that the engine was
-        stopped with."""
-        self.start()
-        return await asyncio.shield(self._client)
+    async def call(
+        self,
+        send: Callable[[SamplerClient], Awaitable[_Reply]],
+        *,
+        version: common_pb2.WeightVersion,
+    ) -> _Reply:
+        """Return the answer of the engine that serves, once it has its devices, to a call that
+        needs a `version`. Raises `EngineLost`, and as the call."""
+        self._wanted.append(version)
+        try:
+            await self.lease.enter()
+        finally:
+            self._wanted.remove(version)
+        try:
+            if self._client is None:
+                raise EngineLost
+            reply = await send(self._client)
+            self._backoff.worked()
+            return reply
+        finally:
+            self.lease.leave()
+            self.used_at = time.monotonic()
 
-    @asynccontextmanager
-    async def turn(self, version: common_pb2.WeightVersion) -> AsyncIterator[SamplerClient]:
-        """Have an engine that serves, on its devices, while the block runs. Raises as `ready`."""
-        while True:
-            await self.ready()
-            self._wanted.append(version)
-            try:
-                await self.lease.enter()
-            finally:
-                self._wanted.remove(version)
-            try:
-                if self.worker is not None and self.state == "ready":  # it has not died meanwhile
-                    yield self._client.result()
-                    self._backoff.worked()
-                    return
-            finally:
-                self.lease.leave()
-
-    async def await_end_of(self, client: SamplerClient) -> None:
-        """Return when it is known that the engine of this client, which has not answered, has
-        ended, or after a while."""
-        if self.worker is client.worker:
+    async def await_end_of(self, worker: Worker) -> None:
+        """Return when it is known that the worker, which has not answered, has ended, or after a
+        while."""
+        if self.worker is worker:
             await self.fleet.await_exit(self._died, patience=EXIT_REPORT_PATIENCE)
 
     # --- Its weights --------------------------------------------------------------------------
@@ -186,8 +208,6 @@ class SamplerEngine:
         """Start it, unless it runs or starts already."""
         if self.state not in ("idle", "failed"):
             return
-        if self._client.done():  # by the engine before
-            self._client = asyncio.get_running_loop().create_future()
         self._set_state("queued", self.reason)
         self._starting = asyncio.create_task(self._start(), name=f"sampler-{self.session_id}")
 
@@ -219,14 +239,12 @@ class SamplerEngine:
         self.places.give_back(slot)
 
     async def stop(self, error: TandemError) -> None:
-        """End it, and fail the requests that wait for it with the error. Returns when nothing of
-        it is left; until then it keeps its place and its lease."""
+        """End it. Returns when nothing of it is left; until then it keeps its place and its
+        lease."""
         self._set_state("stopped", error.message)
         if self._lease is not None:
             self._lease.worker_stops()
-        if self._client.done():
-            self._client = asyncio.get_running_loop().create_future()
-        self._fail_waiting(error)
+        self.on_change(error)
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)
@@ -250,7 +268,7 @@ class SamplerEngine:
             await asyncio.gather(self._starting, return_exceptions=True)
 
     async def _start(self) -> None:
-        """Start an engine, for all who wait for its client."""
+        """Start an engine, for all who wait for it."""
         await asyncio.sleep(self._start_at - time.monotonic())
         try:
             self._slot = await self._take_slot()
@@ -260,6 +278,7 @@ class SamplerEngine:
                 worker = await self.fleet.start(
                     kind="sampler",
                     session_id=self.session_id,
+                    replica=self.replica,
                     model=self.model,
                     sampler=self._engine_settings(self._slot.place),
                     max_lora_rank=self.max_lora_rank,
@@ -283,7 +302,7 @@ class SamplerEngine:
                 sentence = f"{type(error).__name__} while the sampler started; see the log"
                 error = WorkerStartFailed(sentence)
             self._note_failed("failed", error.message)
-            self._fail_waiting(error)
+            self.on_change(error)
 
     async def _adopt(self, handle: WorkerHandle) -> None:
         try:
@@ -327,7 +346,8 @@ class SamplerEngine:
         self._died.clear()
         self._set_state("ready")
         self.places.note_started(self._slot)
-        self._client.set_result(self._client_of(worker))
+        self._client = self._client_of(worker)
+        self.on_change(None)
 
     def _client_of(self, worker: Worker) -> SamplerClient:
         return SamplerClient(
@@ -347,17 +367,13 @@ class SamplerEngine:
                 self.start()
 
     def _forget_engine(self) -> None:
-        self.worker = None
+        self.worker = self._client = None
         self._set_weights(f"base/{self.model.name}")
         self._adapters.clear()
 
     def _note_failed(self, state: EngineState, reason: str) -> None:
         self._set_state(state, reason)
         self._start_at = time.monotonic() + self._backoff.failed()
-
-    def _fail_waiting(self, error: TandemError) -> None:
-        self._client.set_exception(error)
-        self._client.exception()  # marks it as retrieved, since nobody may be waiting
 
     def _set_state(self, state: EngineState, reason: str = "") -> None:
         self.state = state
@@ -406,7 +422,7 @@ class SamplerEngine:
         """Return those of an engine there, with its share of the device."""
         there = (lease for lease in self.lease.group.leases if lease is not self.lease)
         return engine_settings(
-            self.settings,
+            self.settings.model_copy(update={"ranks": place.ranks}),
             group=place.group,
             said=self.asks.sampler_memory,
             others=[lease.residence for lease in there],

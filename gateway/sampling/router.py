@@ -15,6 +15,7 @@ from gateway.metrics import Metrics
 from gateway.placement.asks import settled_asks
 from gateway.placement.leases import Leases
 from gateway.placement.places import Places
+from gateway.placement.room import engine_key
 from gateway.sampling.engine import SamplerEngine
 from gateway.sampling.sampler import Sample, Sampler, SamplerKey
 from gateway.sessions.registry import SessionRegistry
@@ -68,18 +69,20 @@ class SamplerRouter:
                 ends.append(self.fleet.stop_left_worker(handle, "its session has no client"))
             elif model is None:
                 ends.append(self.fleet.stop_left_worker(handle, "its model is not registered"))
-            elif sampler is not None and sampler.engine.state != "idle":
-                ends.append(self.fleet.stop_left_worker(handle, "its sampler has another engine"))
             else:
                 try:
                     sampler = sampler or self._add(key, model, user=handle.session_id)
                 except InvalidRequest as error:  # of groups that are others now
                     ends.append(self.fleet.stop_left_worker(handle, error.message))
                     continue
-                if (slot := self.places.adopt(sampler.engine)) is None:
+                engines = [e for e in sampler.engines if e.replica == handle.replica]
+                if not engines or engines[0].state != "idle":
+                    why = "its sampler has another engine" if engines else "its sampler has fewer"
+                    ends.append(self.fleet.stop_left_worker(handle, why))
+                elif (slot := self.places.adopt(engines[0])) is None:
                     ends.append(self.fleet.stop_left_worker(handle, "its place is gone"))
                 else:
-                    adoptions.append(sampler.engine.adopt(handle, slot))
+                    adoptions.append(engines[0].adopt(handle, slot))
         await asyncio.gather(*ends)
         if adoptions:
             await asyncio.wait(adoptions, timeout=_ADOPTION_PATIENCE)
@@ -141,11 +144,10 @@ class SamplerRouter:
             kept=kept,
         )
         if sampler is None:
-            owner = self.sessions.require(session_id).owner
-            used = sum(sampler.owner == owner for sampler in self._samplers.values())
-            self.limits.check("samplers", used=used)
+            self.sessions.require(session_id)
             key = SamplerKey(session_id, model.name, self._largest_rank(rank))
-            sampler = self._add(key, model, user=session_id)
+            return self._add(key, model, user=session_id, limited=True)
+        sampler.grow(self.places.replicas_of(str(sampler.key)))  # a run may have asked for more
         return sampler
 
     def lend(self, key: str, session_id: str, model: BaseModelEntry) -> None:
@@ -160,7 +162,8 @@ class SamplerRouter:
         """Whether adapters of other sessions' runs, of a `rank`, can be loaded into a sampler: it
         has room for them, and has no other weights than the base model's."""
         sampler, parsed = self._samplers.get(key), SamplerKey.parse(key)
-        has_base = sampler is None or sampler.engine.weights == f"base/{parsed.model_name}"
+        base = f"base/{parsed.model_name}"
+        has_base = sampler is None or all(each.weights == base for each in sampler.engines)
         return parsed.max_lora_rank >= rank and has_base
 
     def submit(
@@ -189,7 +192,7 @@ class SamplerRouter:
         future.on_end(lambda _outcome: reserved.close())
         sample = Sample(future=future, request=request, tell=tell)
         sampler.add(sample)
-        self._starter.put(future.owner, lambda: sampler.start(sample))
+        self._starter.put(future.owner, lambda: sampler.begin(sample))
 
     def cancel(self, request_id: str) -> None:
         """Cancel a sample, here and in its engine; do nothing if it is unknown or has ended."""
@@ -214,27 +217,37 @@ class SamplerRouter:
         await asyncio.gather(*(sampler.abandon() for sampler in self._samplers.values()))
         self._samplers.clear()
 
-    def _add(self, key: SamplerKey, model: BaseModelEntry, *, user: str) -> Sampler:
-        """Make a sampler. Its session has ended, or uses it, as `user` does."""
+    def _add(
+        self, key: SamplerKey, model: BaseModelEntry, *, user: str, limited: bool = False
+    ) -> Sampler:
+        """Make a sampler. Its session has ended, or uses it, as `user` does. If it is `limited`,
+        raises `LimitExceeded` where its engines would be too many for their owner."""
         session = self.sessions.get(key.session_id) or self.sessions.require(user)
+        asks = settled_asks(
+            None,
+            session.user_metadata,
+            model=model.name,
+            model_path=model.path,
+            settings=self.settings,
+            groups=self.places.groups,
+            admin=True,  # it was checked when the session was created
+            max_lora_rank=key.max_lora_rank,
+        )
+        # A run of the session may have asked for more.
+        replicas = max(asks.replicas, self.places.replicas_of(str(key)))
+        if limited:
+            theirs = (each for each in self._samplers.values() if each.owner == session.owner)
+            used = sum(len(each.engines) for each in theirs)
+            self.limits.check("samplers", used=used + replicas - 1)
         engine = SamplerEngine(
-            key=str(key),
+            key=engine_key(str(key), 0),
             session_id=key.session_id,
             owner=session.owner,
             model=model,
             max_lora_rank=key.max_lora_rank,
             settings=self.settings.sampler,
             sharing=self.settings.sharing,
-            asks=settled_asks(
-                None,
-                session.user_metadata,
-                model=model.name,
-                model_path=model.path,
-                settings=self.settings,
-                groups=self.places.groups,
-                admin=True,  # it was checked when the session was created
-                max_lora_rank=key.max_lora_rank,
-            ),
+            asks=asks,
             fleet=self.fleet,
             places=self.places,
             leases=self.leases,
@@ -245,11 +258,13 @@ class SamplerRouter:
             users={session.id, user},
             owner=session.owner,
             model=model,
+            models=self.models,
             engine=engine,
             metrics=self.metrics,
             meter=self.meter,
             pins=self.pins,
         )
+        sampler.grow(replicas)
         return sampler
 
     def _model_of(self, handle: WorkerHandle) -> BaseModelEntry | None:

@@ -1,12 +1,13 @@
-"""Samplers: the samples of each, and the loads, on their way to its engine.
+"""Samplers: the samples of each, and the loads, on their way to its engines.
 
 A session has one sampler for each base model and largest rank of adapters. One that can serve
 what is asked for is reused: engines are slow to start, and each takes a share of the device.
 Sessions whose runs share a trainer share a sampler, too; it ends with the last of them.
 
-A sample that was under way when the engine died is sent once more, to the next engine: sampling
-changes nothing, and the client chose the seed. If that one dies too, the sample fails with
-`worker_died`.
+A sampler has as many engines as its session asks for (`tandem.replicas`), each with devices of its
+own; which one a sample goes to is for the `Balancer` to say. A sample that was under way when its
+engine died is sent once more, to another engine or to the next one: sampling changes nothing, and
+the client chose the seed. If that one dies too, the sample fails with `worker_died`.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from gateway.checkpoints.base_models import BaseModelEntry
+from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import WeightVersion
 from gateway.futures.table import Future, Outcome, Result, Waiting
 from gateway.identifiers import relative_version_folder
 from gateway.limits import Rate
 from gateway.metrics import Metrics
-from gateway.sampling.engine import SamplerEngine
+from gateway.placement.room import engine_key
+from gateway.sampling.balancer import Balancer, Work
+from gateway.sampling.engine import EngineLost, SamplerEngine
 from gateway.usage.meter import SampleMeter
 from gateway.workers.clients import SamplerClient, Tell, WorkerUnavailable
+from gateway.workers.fleet import Worker
 from tandem.errors import InternalError, TandemError, WorkerDied, from_failure
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2
@@ -71,18 +75,32 @@ class Sample:
         await self.tell(delta)
 
 
+@dataclass(eq=False)
+class _Call:
+    """A call on its way to the `engine` that it was assigned to, for a `version`; `during` names
+    it. `worker` is the process that it was sent to last."""
+
+    work: Work
+    version: common_pb2.WeightVersion
+    during: str
+    engine: SamplerEngine
+    worker: Worker | None = None
+
+
 @dataclass(eq=False, kw_only=True)
 class Sampler:
     """Serves the base model, versions of all weights one after the other, and, if the largest rank
     of its key is above 0, adapters up to that rank side by side.
 
     The session of its key is the one that it was made for; `users` are those that use it now.
+    `engine` is the first of its `engines`.
     """
 
     key: SamplerKey
     users: set[str]
     owner: str
     model: BaseModelEntry
+    models: BaseModels
     engine: SamplerEngine
     metrics: Metrics
     meter: SampleMeter
@@ -92,6 +110,11 @@ class Sampler:
         self.samples: dict[str, Sample] = {}
         self._numbers: list[int] = []  # of the samples, ascending, to look up a place in the queue
         self.completions = Rate()
+        self.engines = [self.engine]
+        self.balancer = Balancer(self._serving)
+        self._doubts: dict[SamplerEngine, asyncio.Task[None]] = {}
+        """Engines that did not answer a call, until it is known whether they have ended."""
+        self.engine.on_change = self._on_change
         self._log = get_log(session_id=self.key.session_id)
 
     @property
@@ -99,18 +122,45 @@ class Sampler:
         """Samples that have not ended."""
         return len(self.samples)
 
+    @property
+    def serves(self) -> bool:
+        """Whether any of its engines answers, as far as is known."""
+        return any(engine.serves for engine in self.engines)
+
+    def explain(self) -> str:
+        """Say what its engines are doing, and why none serves yet."""
+        serving = sum(engine.serves for engine in self.engines)
+        if serving and len(self.engines) > 1:
+            return f"{serving} of {len(self.engines)} engines of the sampler are at work"
+        return self.engines[0].explain()
+
+    def grow(self, replicas: int) -> None:
+        """Have so many engines, or as many more as there are."""
+        first = self.engines[0]
+        for number in range(len(self.engines), replicas):
+            engine = replace(first, key=engine_key(str(self.key), number), replica=number)
+            engine.demand, engine.on_change = first.demand, self._on_change
+            self.engines.append(engine)
+        if len(self.engines) > 1:  # else it takes all: there is nobody to leave them to
+            self.balancer.most_samples = first.settings.max_num_seqs
+
+    def start(self) -> None:
+        """Start its engines, except those that run or start already."""
+        for engine in self.engines:
+            engine.start()
+
     # --- Samples ------------------------------------------------------------------------------
 
     def add(self, sample: Sample) -> None:
-        """Take a sample, which waits until `start`. Its weight version is pinned until it ends."""
+        """Take a sample, which waits until `begin`. Its weight version is pinned until it ends."""
         self.pins.pin(relative_version_folder(sample.request.version.name))
         self.samples[sample.future.request_id] = sample
         sample.number = self._numbers[-1] + 1 if self._numbers else 0
         self._numbers.append(sample.number)
-        self.engine.demand += 1
+        self._demand(1)
         sample.future.on_end(lambda outcome: self._ended(sample, outcome))
 
-    def start(self, sample: Sample) -> None:
+    def begin(self, sample: Sample) -> None:
         if not sample.future.ended:  # cancelled, or its session has ended
             sample.task = asyncio.create_task(self._answer(sample))
 
@@ -126,9 +176,7 @@ class Sampler:
         queue = f"{before} sample{'' if before == 1 else 's'} before this one"
         if sample is not None:
             queue += f", which has waited {time.monotonic() - sample.future.accepted_at:.0f} s"
-        engine = self.engine
-        paused = engine.state != "ready" or engine.silence != ""
-        return Waiting(f"{engine.explain()}; {queue}", paused=paused)
+        return Waiting(f"{self.explain()}; {queue}", paused=not self.serves)
 
     async def _answer(self, sample: Sample) -> None:
         outcome: Outcome
@@ -143,25 +191,26 @@ class Sampler:
 
     async def _draw(self, sample: Sample) -> Result:
         request = sample.request
+        work = Work.of(request, beginnings=len(self.engines) > 1)
+        engine = await self._assigned(work)  # start-up time is not billed
+        drawing = _Call(work, request.version, during="this sample", engine=engine)
         tell = sample.tell_and_note if sample.tell is not None else None
-        await self.engine.ready()  # start-up time is not billed
         # Without a seed, the next engine draws other tokens than those that were told.
-        answer = self._call(
-            lambda client: client.sample(request, tell),
-            version=request.version,
-            during="this sample",
-            may_repeat=lambda: not sample.told,
+        answer = self._send(
+            drawing, lambda client: client.sample(request, tell), may_repeat=lambda: not sample.told
         )
         reply = await self.meter.measure(
             request,
             answer,
-            shares=self.engine.shares,
+            shares=engine.shares,
+            ranks=engine.ranks,
             owner=sample.future.owner,
             base_model=self.model.name,
         )
+        self.models.note_longest(self.model.name, reply.max_length)
         if reply.HasField("failure"):
             raise from_failure(reply.failure)
-        self.engine.note_loaded(reply.version.name, adapter=reply.version.adapter)
+        drawing.engine.note_loaded(reply.version.name, adapter=reply.version.adapter)
         self.metrics.sampled_tokens.inc(reply.sampled_tokens)
         return Result(media="protobuf", body=reply.response, weight_version=reply.version.name)
 
@@ -171,7 +220,7 @@ class Sampler:
             sample.task.cancel()
         del self.samples[sample.future.request_id]
         del self._numbers[bisect_left(self._numbers, sample.number)]
-        self.engine.demand -= 1
+        self._demand(-1)
         self.completions.note()
         self.pins.unpin(relative_version_folder(sample.request.version.name))
         kind = outcome.type if isinstance(outcome, TandemError) else "done"
@@ -180,79 +229,153 @@ class Sampler:
     # --- Loads --------------------------------------------------------------------------------
 
     async def load(self, version: WeightVersion) -> None:
-        """Return when the engine serves the version. Raises `LoadFailed` and the like; the engine
-        then still serves what it served before."""
+        """Return when the engines that serve now have the version. One that dies meanwhile, or
+        starts later, loads it for a sample. Raises `LoadFailed` and the like if none could load it;
+        an engine then still serves what it served before."""
         request = sampler_pb2.LoadRequest(version=version.to_proto())
-        with self.pins.pinned(relative_version_folder(version.name)):
-            reply = await self._call(
-                lambda client: client.load(request), version=request.version, during="a load"
+        self._demand(1)
+        try:
+            with self.pins.pinned(relative_version_folder(version.name)):
+                replies = await self._load(request)
+        finally:
+            self._demand(-1)
+        loaded = [(e, reply) for e, reply in replies if not reply.HasField("failure")]
+        if not loaded:
+            raise from_failure(replies[0][1].failure)
+        for engine, reply in loaded:
+            engine.note_loaded(version.name, adapter=version.adapter)
+            self._log.info(
+                "version_loaded",
+                version=version.name,
+                engine=engine.process,
+                bytes=reply.bytes,
+                seconds=round(reply.seconds, 4),
+                canary_difference=reply.canary_difference,
             )
-        if reply.HasField("failure"):
-            raise from_failure(reply.failure)
-        self.engine.note_loaded(version.name, adapter=version.adapter)
-        self._log.info(
-            "version_loaded",
-            version=version.name,
-            bytes=reply.bytes,
-            seconds=round(reply.seconds, 4),
-            canary_difference=reply.canary_difference,
-        )
 
-    # --- Calls to the engine ------------------------------------------------------------------
+    async def _load(
+        self, request: sampler_pb2.LoadRequest
+    ) -> list[tuple[SamplerEngine, sampler_pb2.LoadReply]]:
+        """Return what the engines answer: at least one, which is replaced if it dies."""
+        work = Work(request.version.name)
+        load = _Call(work, request.version, during="a load", engine=await self._assigned(work))
+        others = [engine for engine in self._serving() if engine is not load.engine]
+        tasks = [asyncio.create_task(self._load_too(engine, request)) for engine in others]
+        try:
+            reply = await self._send(load, lambda client: client.load(request))
+            also = zip(others, await asyncio.gather(*tasks), strict=True)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return [(load.engine, reply), *((engine, each) for engine, each in also if each)]
 
-    async def _call(
+    async def _load_too(
+        self, engine: SamplerEngine, request: sampler_pb2.LoadRequest
+    ) -> sampler_pb2.LoadReply | None:
+        """Return the answer of one of several engines, None if there is none: the others serve."""
+        with self.balancer.under_way(engine, Work(request.version.name)):
+            try:
+                return await engine.call(
+                    lambda client: client.load(request), version=request.version
+                )
+            except (EngineLost, WorkerUnavailable, TandemError) as error:
+                self._log.warning("version_not_loaded", engine=engine.process, reason=str(error))
+                return None
+
+    # --- Calls to the engines -----------------------------------------------------------------
+
+    def _demand(self, change: int) -> None:
+        for engine in self.engines:
+            engine.demand += change
+
+    def _serving(self) -> Sequence[SamplerEngine]:
+        """Return the engines that can be called: those that answer, or else those that may."""
+        ready = [e for e in self.engines if e.state == "ready" and e not in self._doubts]
+        return [engine for engine in ready if not engine.silence] or ready
+
+    def _on_change(self, error: TandemError | None) -> None:
+        """An engine serves now, or could not be started, or is stopped."""
+        if error is None:
+            self.balancer.look()
+        elif all(engine.state in ("idle", "failed", "stopped") for engine in self.engines):
+            self.balancer.fail(error)
+
+    async def _assigned(self, work: Work) -> SamplerEngine:
+        """Return an engine that serves, started if needed, once it has room. Raises the
+        `WorkerStartFailed` of the start that was waited for, or the error that the sampler was
+        stopped with."""
+        self.start()
+        return await self.balancer.assign(work)
+
+    async def _send(
         self,
+        call: _Call,
         send: Callable[[SamplerClient], Awaitable[_Reply]],
         *,
-        version: common_pb2.WeightVersion,
-        during: str,
         may_repeat: Callable[[], bool] = lambda: True,
     ) -> _Reply:
-        """Return the engine's answer to a call that needs a `version`. If the engine dies meanwhile
-        and the call `may_repeat`, return that of the next engine. Raises `WorkerDied`, and as
-        `SamplerEngine.ready` and the call."""
-        self.engine.demand += 1
-        try:
-            return await self._call_twice(
-                send, version=version, during=during, may_repeat=may_repeat
-            )
-        finally:
-            self.engine.demand -= 1
-            self.engine.used_at = time.monotonic()
+        """Return the answer to a call that was assigned to an engine. If that dies meanwhile and
+        the call `may_repeat`, return that of another one, or of the next. Raises `WorkerDied`, and
+        as `_assigned` and the call."""
 
-    async def _call_twice(
-        self,
-        send: Callable[[SamplerClient], Awaitable[_Reply]],
-        *,
-        version: common_pb2.WeightVersion,
-        during: str,
-        may_repeat: Callable[[], bool],
-    ) -> _Reply:
-        try:
-            async with self.engine.turn(version) as client:
-                return await send(client)
-        except WorkerUnavailable as error:
-            if not may_repeat():
-                raise WorkerDied(f"the sampler died during {during}: {error}") from error
-        await self.engine.await_end_of(client)
-        try:
-            async with self.engine.turn(version) as client:
-                return await send(client)
-        except WorkerUnavailable as again:
-            raise WorkerDied(f"the sampler died twice during {during}: {again}") from again
+        async def noted(client: SamplerClient) -> _Reply:
+            call.worker = client.worker
+            return await send(client)
+
+        died = False
+        while True:
+            engine = call.engine
+            try:
+                return await engine.call(noted, version=call.version)
+            except EngineLost:
+                pass
+            except WorkerUnavailable as error:
+                if died:
+                    raise WorkerDied(
+                        f"the sampler died twice during {call.during}: {error}"
+                    ) from error
+                if not may_repeat():
+                    raise WorkerDied(f"the sampler died during {call.during}: {error}") from error
+                died = True
+                self._doubt(engine, call)
+            finally:
+                self.balancer.end(engine, call.work)
+            call.engine = await self._assigned(call.work)
+
+    def _doubt(self, engine: SamplerEngine, call: _Call) -> None:
+        """Call an engine no more that has not answered a call, until it is known whether it has
+        ended."""
+
+        async def find_out() -> None:
+            assert call.worker is not None
+            try:
+                await engine.await_end_of(call.worker)
+            finally:
+                del self._doubts[engine]
+            self.balancer.look()
+
+        if engine not in self._doubts:
+            self._doubts[engine] = asyncio.create_task(find_out(), name="engine-doubted")
 
     # --- Ends ---------------------------------------------------------------------------------
 
     async def stop(self, error: TandemError) -> None:
-        """End all samples with the error, and its engine. Returns when nothing of that is left."""
+        """End all samples with the error, and its engines. Returns when nothing of that is left."""
         for sample in self.samples.values():
             sample.future.resolve(error)
-        await self.engine.stop(error)
+        await asyncio.gather(*(engine.stop(error) for engine in self.engines))
+        await self._end_doubts()
 
     async def abandon(self) -> None:
         """Cancel everything without an outcome."""
         tasks = [sample.task for sample in self.samples.values() if sample.task is not None]
         for task in tasks:
             task.cancel()
-        await self.engine.abandon()
+        await asyncio.gather(*(engine.abandon() for engine in self.engines))
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._end_doubts()
+
+    async def _end_doubts(self) -> None:
+        for task in self._doubts.values():
+            task.cancel()
+        await asyncio.gather(*self._doubts.values(), return_exceptions=True)

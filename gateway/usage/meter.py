@@ -147,11 +147,12 @@ class SampleMeter:
         answer: Awaitable[sampler_pb2.SampleReply],
         *,
         shares: TimeShares,
+        ranks: int,
         owner: str,
         base_model: str,
     ) -> sampler_pb2.SampleReply:
         """Await the engine's answer to a request, remember it, and count it if it succeeded.
-        `shares` are those of the engine."""
+        `shares` are those of the engine, which has `ranks` devices."""
         reply = sampler_pb2.SampleReply(failure=common_pb2.Failure(type="unanswered"))
         started_at, started = time.time(), time.monotonic()
         mark = shares.start()
@@ -159,7 +160,7 @@ class SampleMeter:
             reply = await answer
             return reply
         finally:
-            accelerator_seconds = shares.stop(mark)
+            accelerator_seconds = shares.stop(mark) * ranks
             span = SampleSpan(
                 request_id=request.operation_id,
                 session_id=request.session_id,

@@ -325,6 +325,7 @@ class Fleet:
         model: BaseModelEntry,
         run_id: str = "",
         first_run: str = "",
+        replica: int = 0,
         training: TrainingSpec | None = None,
         trainer: TrainerSettings | None = None,
         sampler: SamplerSettings | None = None,
@@ -342,8 +343,9 @@ class Fleet:
 
         `run_id` is the run that a trainer was made for, which names it, and `first_run` the one
         that it begins with. `training` says what it trains, and `trainer` how; `sampler` says how a
-        sampler serves, and `max_lora_rank` the largest rank of its adapters. `place` is the key of
-        its place, and `group`, `devices` and `host_memory` are what it has there. `on_exit` is
+        sampler serves, `max_lora_rank` the largest rank of its adapters, and `replica` which of the
+        sampler's engines it is. `place` is the key of its place, and `group`, `devices` and
+        `host_memory` are what it has there. `on_exit` is
         called with a sentence when the worker ends without having been stopped. A worker that
         crashes in native code before it is ready, or ends in that very moment, is started a second
         time.
@@ -359,6 +361,7 @@ class Fleet:
             session_id=session_id,
             run_id=run_id,
             first_run=first_run,
+            replica=replica,
             training=training,
             group=group,
             devices=devices,

@@ -25,11 +25,12 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.scheduler import Scheduler
 from sampler_service.service.servicer import SamplerServicer, Serving
 from sampler_service.structured_output import GrammarCompiler
+from sampler_service.vllm.internals import check_version
 from sampler_service.vllm.libraries import import_libraries
 from sampler_service.weights.adapters import AdapterCache
 from sampler_service.weights.loader import Loader, WeightVersion, default_tolerance
-from tandem.devices import confine, parse_device
-from tandem.errors import TandemError, WorkerStartFailed
+from tandem.devices import confine, parse_device, together
+from tandem.errors import TandemError, WorkerDied, WorkerStartFailed
 from tandem.fencing import Fence
 from tandem.settings import SamplerSettings
 from tandem.telemetry import configure_logging, get_log, log_context
@@ -61,15 +62,18 @@ def run() -> NoReturn:
 
 
 def _confined(spec: WorkerSpec) -> WorkerSpec:
-    """Confine this process to the device of its specification, and return it with the settings for
-    this device. Raises `WorkerStartFailed`."""
+    """Confine this process to the devices of its specification, and return it with the settings for
+    them. Raises `WorkerStartFailed`."""
     if not spec.devices:
         return spec
-    if len(spec.devices) > 1:
-        raise WorkerStartFailed(f"a sampler runs on one device, not on {len(spec.devices)}")
-    device = parse_device(spec.devices[0])
-    confine(device)
     settings = spec.sampler or SamplerSettings()
+    if len(spec.devices) != settings.ranks:
+        raise WorkerStartFailed(
+            f"a sampler with ranks={settings.ranks} runs on as many devices, not on "
+            f"{len(spec.devices)}"
+        )
+    device = together([parse_device(each) for each in spec.devices])
+    confine(device)
     return spec.model_copy(update={"sampler": settings.model_copy(update={"device": device.kind})})
 
 
@@ -140,13 +144,19 @@ class _Process:
         model = Path(self._spec.model_path)
         if not (model / "config.json").is_file():
             raise WorkerStartFailed(f"{model} is no model directory: it has no config.json")
+        check_version()
         import_libraries()
         from sampler_service.vllm.engine import VllmEngine
 
         imported = time.monotonic()
         # vLLM warns about each of our settings; its warnings matter from the first request on.
         logging.getLogger("vllm").setLevel(logging.ERROR)
-        engine = VllmEngine(model, self._settings, sleeps=self._spec.lease > 0)
+        engine = VllmEngine(
+            model,
+            self._settings,
+            sleeps=self._spec.lease > 0,
+            on_lost=lambda: fail(WorkerDied("a process of the engine has ended")),
+        )
         engine.score([0, 0])  # a kernel may refuse a model only when it runs
         logging.getLogger("vllm").setLevel(logging.WARNING)
         # Each load would list the modules without tensors of their own; `Loader` checks these.
@@ -176,5 +186,7 @@ class _Process:
             engine=facts.name,
             device=facts.device,
             dtype=facts.dtype,
+            max_length=facts.max_length,
+            model_length=facts.model_length,
         )
         return scheduler

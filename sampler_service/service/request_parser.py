@@ -121,8 +121,7 @@ def _prompt(payload: bytes, facts: EngineFacts) -> list[int]:
         )
     if len(tokens) >= facts.max_length:
         raise SequenceTooLong(
-            f"the prompt has {len(tokens)} tokens; with at least one more, "
-            f"the model's length is {facts.max_length}"
+            f"the prompt has {len(tokens)} tokens; with at least one more, {_limit(facts)}"
         )
     return tokens.tolist()  # type: ignore[no-any-return]
 
@@ -135,10 +134,20 @@ def _max_tokens(params: sampler_pb2.SamplingParams, *, prompt: int, facts: Engin
         raise InvalidRequest(f"max_tokens is {params.max_tokens}; at least 1 is needed")
     if params.max_tokens > room:
         raise SequenceTooLong(
-            f"{prompt} prompt tokens and max_tokens {params.max_tokens} are more than "
-            f"the model's length of {facts.max_length}"
+            f"{prompt} prompt tokens and max_tokens {params.max_tokens} are too many: "
+            f"{_limit(facts)}"
         )
     return params.max_tokens
+
+
+def _limit(facts: EngineFacts) -> str:
+    """Say how long a sequence may be, and why."""
+    if facts.max_length >= facts.model_length:
+        return f"the model's length is {facts.max_length}"
+    return (
+        f"this sampler's longest sequence has {facts.max_length} tokens, the model's "
+        f"{facts.model_length}; its KV cache and TANDEM_SAMPLER_MAX_MODEL_LEN bound it"
+    )
 
 
 def _check_distribution(params: sampler_pb2.SamplingParams) -> None:

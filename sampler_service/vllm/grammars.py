@@ -22,6 +22,7 @@ from vllm.v1.structured_output.backend_types import (
 )
 
 from sampler_service.structured_output import CompiledGrammar, on_one_line
+from sampler_service.vllm.internals import use_grammars
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -111,16 +112,14 @@ class PrecompiledGrammars(StructuredOutputBackend):  # type: ignore[misc]
 
     @classmethod
     def install(cls, engine: LLMEngine) -> PrecompiledGrammars:
-        """Become the backend of an in-process engine (vLLM 0.28 to 0.32)."""
+        """Become the backend of an in-process engine."""
         config = engine.vllm_config
         backend = cls(
             vllm_config=config,
             tokenizer=cast("object", None),
             vocab_size=config.model_config.get_vocab_size(),
         )
-        manager = engine.engine_core.engine_core.structured_output_manager
-        manager.backend = backend
-        manager._use_async_grammar_compilation = False
+        use_grammars(engine, backend)
         return backend
 
     def next_is(self, grammar: CompiledGrammar) -> SampleGrammar:

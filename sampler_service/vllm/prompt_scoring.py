@@ -5,32 +5,25 @@ suffix, hold the logits of a whole prompt at once, and (0.32, CPU) crash the eng
 changes the output head, because adapter rows are mapped for sampled tokens only. Here logits are
 computed in chunks of at most `_LOGIT_BYTES`.
 
-A token is scored from the state one position before it, which the prefix cache does not hold. vLLM
-turns the cache off for a request with prompt logprobs; `limit_prefix_cache` lets a request read it
-up to the first scored token, in whole blocks.
+A token is scored from the state one position before it, which the prefix cache does not hold: see
+`prefix_cache.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from sampler_service.engine import Float32Array, PromptScores, PromptScoring, TopK
+from sampler_service.vllm.internals import head_of
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.request import Request
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 SCORING_ARGUMENT = "tandem_scores"
 """The key of a request's scoring in vLLM's `extra_args`."""
-CACHE_LIMIT_ARGUMENT = "tandem_cache_limit"
-"""How many prompt tokens a request may read from the prefix cache, in vLLM's `extra_args`."""
 EMPTY_LOGPROB = -99999.0
 _LOGIT_BYTES = 64 * 2**20
 
@@ -86,30 +79,11 @@ class PromptScorer:
         for begin in range(first, end, rows):
             stop = min(begin + rows, end)
             at = offset + begin - 1 - computed
-            with self._head_of(adapter, rows=stop - begin):
+            with head_of(runner, adapter, rows=stop - begin):
                 logits = runner.model.compute_logits(hidden_states[at : at + stop - begin])
             table.fill(logits.float(), prompt[begin:stop], begin=begin)
         if end == table.length:
             self._complete[key] = self._open.pop(key)
-
-    @contextmanager
-    def _head_of(self, adapter: int, *, rows: int) -> Iterator[None]:
-        """Map `rows` rows at the output head to one adapter (0: none)."""
-        worker_manager = getattr(self._runner, "lora_manager", None)
-        if worker_manager is None:
-            yield
-            return
-        from vllm.lora.layers import LoRAMapping
-
-        manager = worker_manager._adapter_manager
-        ids = (adapter,) * rows
-        manager._set_adapter_mapping(
-            LoRAMapping(index_mapping=ids, prompt_mapping=ids, is_prefill=True)
-        )
-        try:
-            yield
-        finally:
-            manager._last_mapping = None  # the next step sets its own mapping
 
 
 class _ScoreTable:
@@ -190,34 +164,3 @@ def _empty(length: int, k: int) -> TopK:
         token_ids=np.zeros((length, k), np.int32),
         logprobs=np.full((length, k), EMPTY_LOGPROB, np.float32),
     )
-
-
-def limit_prefix_cache(engine: LLMEngine) -> None:
-    """Make the scheduler of an in-process engine respect each request's cache limit."""
-    _LimitedLookUp(engine.engine_core.engine_core.scheduler.kv_cache_manager)
-
-
-class _LimitedLookUp:
-    """Wraps the prefix cache's look-up (vLLM 0.28 to 0.32)."""
-
-    def __init__(self, manager: KVCacheManager) -> None:
-        self._look_up = manager.get_computed_blocks
-        self._find = manager.coordinator.find_longest_cache_hit
-        self._limit: int | None = None
-        manager.get_computed_blocks = self.look_up
-        manager.coordinator.find_longest_cache_hit = self.find
-
-    def look_up(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
-        parameters = request.sampling_params
-        extra = (parameters.extra_args if parameters is not None else None) or {}
-        self._limit = extra.get(CACHE_LIMIT_ARGUMENT)
-        try:
-            found: tuple[KVCacheBlocks, int, int] = self._look_up(request)
-            return found
-        finally:
-            self._limit = None
-
-    def find(self, block_hashes: object, max_cache_hit_length: int) -> object:
-        if self._limit is not None:
-            max_cache_hit_length = min(max_cache_hit_length, self._limit)
-        return self._find(block_hashes, max_cache_hit_length)

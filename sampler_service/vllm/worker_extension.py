@@ -1,7 +1,7 @@
 """Extends vLLM's worker: complete in-place loads, prompt scoring, sleep, and fixes for CPUs.
 
 vLLM mixes `WeightsExtension` into its worker (`worker_extension_cls`), so `self.model_runner` is
-vLLM's. Written against vLLM 0.32 (CPU) and 0.28 (CUDA). Three fixes are for CPUs:
+vLLM's; what is changed in it is in `internals`. Three fixes are for CPUs:
 
 - Linear layers keep a packed copy of their weight. A reload repacks the layers that it loads, but
   not an output head tied to the embeddings, which is not loaded by name.
@@ -13,14 +13,24 @@ vLLM's. Written against vLLM 0.32 (CPU) and 0.28 (CUDA). Three fixes are for CPU
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
 
-from sampler_service.engine import EngineMemory
+from sampler_service.engine import EngineMemory, PromptScores, PromptScoring
+from sampler_service.vllm.adapter_sums import adapter_differs
+from sampler_service.vllm.internals import (
+    adapters_in,
+    adapters_of,
+    forget_packed_experts,
+    load_in_place,
+    pad_linears,
+    repack_heads,
+    use_prompt_hook,
+)
 from sampler_service.vllm.memory import (
     drop_weights,
     dropped_layers,
@@ -28,13 +38,11 @@ from sampler_service.vllm.memory import (
     resident_bytes,
     trim_heap,
 )
+from sampler_service.vllm.packed_weights import forget_packed_weights, parameter_sums
 from sampler_service.vllm.prompt_scoring import PromptScorer
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-MIN_ROWS = 2
-Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -45,58 +53,53 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-class PaddedLinear:
-    """Pads the inputs [rows, in] of a linear layer to at least `MIN_ROWS` rows."""
-
-    def __init__(self, inner: Linear) -> None:
-        self.inner = inner
-
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        rows = x.shape[0]
-        if rows >= MIN_ROWS or x.dim() != 2:
-            return self.inner(x, weight, bias)
-        padded = x.new_zeros((MIN_ROWS, x.shape[1]))
-        padded[:rows] = x
-        return self.inner(padded, weight, bias)[:rows]
-
-
 class WeightsExtension:
-    """Methods for `collective_rpc`, prefixed `tandem_` because vLLM forbids clashes of names."""
+    """Methods for `collective_rpc`, prefixed `tandem_` because vLLM forbids clashes of names. Each
+    worker of an engine has all of them called in the same order."""
 
     model_runner: GPUModelRunner
 
-    def tandem_prepare(self) -> PromptScorer:
-        """Called once, after the engine was made, in its process and thread."""
-        torch.seed()  # vLLM's seed is 0: all engines would draw the same unseeded samples
-        self._tandem_pad_linears()
-        self._tandem_group_adapters()
-        scorer = PromptScorer(self.model_runner)
-        self.model_runner._get_prompt_logprobs_dict = scorer.after_step
-        return scorer
+    _tandem_scorer: PromptScorer
+
+    def tandem_prepare(self, *, seed: int) -> None:
+        """Called once, after the engine was made. `seed` is that of samples without one, which all
+        workers of an engine draw alike; vLLM's own is 0, the same for all engines."""
+        torch.manual_seed(seed)
+        pad_linears(self.model_runner.get_model())
+        for wrapper in adapters_of(self.model_runner):
+            from sampler_service.vllm.grouped_adapters import GroupedAdapters
+
+            GroupedAdapters.install(wrapper)
+        self._tandem_scorer = PromptScorer(self.model_runner)
+        use_prompt_hook(self.model_runner, self._tandem_scorer.after_step)
+
+    def tandem_begin_scores(self, key: str, scoring: PromptScoring, *, length: int) -> None:
+        self._tandem_scorer.begin(key, scoring, length=length)
+
+    def tandem_take_scores(self, key: str) -> PromptScores:
+        return self._tandem_scorer.take(key)
+
+    def tandem_discard_scores(self, key: str) -> None:
+        self._tandem_scorer.discard(key)
 
     def tandem_load(self, directory: str) -> set[str]:
         """Load a directory of safetensors in place. Return the parameters that got no value."""
         model = self.model_runner.get_model()
-        # A layer with adapters wraps the plain one as its `base_layer`.
-        everything = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
-        loaded: set[str] = set()
-        load_weights = model.load_weights
+        forget_packed_weights(model)
+        forget_packed_experts(self.model_runner)
+        everything, loaded = load_in_place(self.model_runner, read_tensors(Path(directory)))
+        repack_heads(model)
+        pad_linears(model)
+        absent = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+        return (everything - loaded) | dropped_layers(model) | absent
 
-        def recording(weights: Iterator[tuple[str, torch.Tensor]]) -> set[str] | None:
-            names = load_weights(weights)
-            loaded.update(names or ())
-            return names  # type: ignore[no-any-return]
+    def tandem_weight_sums(self) -> dict[str, int]:
+        """Return the sum of each parameter's numbers."""
+        return parameter_sums(self.model_runner.get_model(), self.model_runner.model_config.dtype)
 
-        model.load_weights = recording
-        try:
-            self.model_runner.reload_weights(weights_iterator=read_tensors(Path(directory)))
-        finally:
-            del model.load_weights
-        self._tandem_repack_heads()
-        self._tandem_pad_linears()
-        return (everything - loaded) | dropped_layers(model)
+    def tandem_adapter_differs(self, number: int, directory: str) -> bool:
+        """Return whether an adapter that was just added is another than its files."""
+        return adapter_differs(adapters_in(self.model_runner), number, Path(directory))
 
     def tandem_cpu_sleep(self, *, drop: bool) -> None:
         """Give the memory of the KV cache back, and drop the weights if told so. What the KV cache
@@ -118,25 +121,3 @@ class WeightsExtension:
         return EngineMemory(
             device=total - free, host=sum(each.nbytes for each in backups if each is not None)
         )
-
-    def _tandem_repack_heads(self) -> None:
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-        for module in self.model_runner.get_model().modules():
-            if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-                module.quant_method.process_weights_after_loading(module)
-
-    def _tandem_pad_linears(self) -> None:
-        for module in self.model_runner.get_model().modules():
-            inner = getattr(module, "cpu_linear", None)
-            if inner is not None and not isinstance(inner, PaddedLinear):
-                module.cpu_linear = PaddedLinear(inner)
-
-    def _tandem_group_adapters(self) -> None:
-        manager = getattr(self.model_runner, "lora_manager", None)
-        if manager is None or self.model_runner.device.type != "cpu":
-            return
-        from sampler_service.vllm.grouped_adapters import GroupedAdapters
-
-        for wrapper in manager._adapter_manager.punica_wrapper_mapping.values():
-            GroupedAdapters.install(wrapper)

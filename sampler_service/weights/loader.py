@@ -1,14 +1,19 @@
 """Replaces an engine's weights: verify, load in place, check, compare, and only then serve.
 
-Before the old weights are touched: the manifest and its checksums, and the names, shapes and dtypes
-of all tensors. Afterwards: every parameter of the engine has got a value, the prefix cache is
-empty, and the engine computes the logprobs that the trainer recorded when it published (the
-canary). A base model has neither manifest nor canary; the rest applies to it, too.
+While the engine still samples from the old weights (`read_ahead`): the manifest and its checksums,
+for which all files are read, and the names, shapes and dtypes of all tensors. Once it has drained:
+the load, after which every parameter of the engine has got a value, the engine holds the numbers of
+the files and no others (`sums`), the prefix cache is empty, and the engine computes the logprobs
+that the trainer recorded when it published (the canary). The sums tell versions apart that differ
+in a single bit, but not what lies where; the canary does, as far as its tolerance goes. A base
+model has neither manifest nor canary; the rest applies to it, too.
 """
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +21,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from sampler_service.engine import Engine, EngineFacts, Float32Array, WeightsTouched
+from sampler_service.weights.sums import WeightSums, differing, file_sums
 from tandem.errors import LoadFailed
 from tandem.model_config import text_config
-from tandem.weights import Canary, Manifest, open_version
+from tandem.telemetry import get_log
+from tandem.weights import Canary, Manifest, checksum_file, open_version
 from tandem.weights.store import read_again
 
 _BASE_PREFIX = "base/"
@@ -49,7 +56,8 @@ class WeightVersion:
 
 @dataclass(frozen=True)
 class LoadOutcome:
-    """A load that succeeded. `canary_difference` is NaN without a canary."""
+    """A load that succeeded. `seconds` are those in which the engine could not sample;
+    `canary_difference` is NaN without a canary."""
 
     version: WeightVersion
     bytes: int
@@ -58,49 +66,61 @@ class LoadOutcome:
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A version whose weights are in the engine, and have not been compared with its canary."""
+class Verified:
+    """A version whose files are whole and fit the engine. `sums` are those of its numbers, if the
+    engine can be compared with them; `seconds` is how long it was read."""
 
     version: WeightVersion
     canary: Canary | None = None
+    sums: WeightSums | None = None
     bytes: int = 0
+    seconds: float = 0.0
 
 
 class Loader:
-    """Loads versions into one engine: `place` needs the weights' memory alone, `confirm` the KV
-    cache as well. `base`, which the engine was started with, says which tensors a version must
-    have."""
+    """Loads versions into one engine: `verify` needs no engine, `place` the weights' memory,
+    `confirm` the KV cache as well. `base`, which the engine was started with, says which tensors a
+    version must have."""
 
     def __init__(self, engine: Engine, *, base: Path, tolerance: float) -> None:
-        """`tolerance` is the largest logprob difference that a canary may show."""
+        """The engine holds the weights of `base`. `tolerance` is the largest logprob difference
+        that a canary may show."""
         self._engine = engine
+        self._base = base
+        self._facts = engine.facts
         self._tied = is_tied(base)
         self._expected = loadable(read_inventory(base), tied=self._tied)
         self._tolerance = tolerance
+        self._base_sums = engine.weight_sums()
+        self._adds_up = True
 
-    def place(self, version: WeightVersion) -> Placed:
-        """Verify a version and put its weights into the engine, which must be idle.
-
-        Raises `LoadFailed` if nothing was touched, `WeightsTouched` if the engine must not be used
-        before another load.
-        """
+    def verify(self, version: WeightVersion, go_on: Callable[[], None]) -> Verified:
+        """Read all files of a version, in any thread; `go_on` is called before each piece, and ends
+        it by raising. Raises `LoadFailed`."""
+        started = time.monotonic()
         try:
-            canary = self._verify(version)
+            canary = self._check(version, go_on)
+            compared = self._adds_up and not version.is_base
+            sums = self._sums_of_files(version.path, go_on) if compared else None
+            size = sum(file.stat().st_size for file in version.path.glob("*.safetensors"))
         except OSError as error:
             raise LoadFailed(f"{version.name} cannot be read: {error}") from error
-        missing = self._engine.load(version.path)
-        if missing:
-            raise WeightsTouched(f"{version.name} left without a value: {sorted(missing)}")
-        return Placed(
-            version=version,
-            canary=canary,
-            bytes=sum(file.stat().st_size for file in version.path.glob("*.safetensors")),
-        )
+        return Verified(version, canary, sums, bytes=size, seconds=time.monotonic() - started)
 
-    def confirm(self, placed: Placed) -> float:
-        """Empty the prefix cache and compare the engine's logprobs with the canary's. Return the
-        largest difference, NaN without a canary. Raises `WeightsTouched`."""
-        name, canary = placed.version.name, placed.canary
+    def place(self, verified: Verified) -> None:
+        """Put a version's weights into the engine, which must be idle. Raises `WeightsTouched`: the
+        engine must not be used before another load."""
+        missing = self._engine.load(verified.version.path)
+        if missing:
+            name = verified.version.name
+            raise WeightsTouched(f"{name} left without a value: {sorted(missing)}")
+
+    def confirm(self, verified: Verified) -> float:
+        """Compare the engine's weights with the version's, empty the prefix cache, and compare the
+        engine's logprobs with the canary's. Return their largest difference, NaN without a canary.
+        Raises `WeightsTouched`."""
+        name, canary = verified.version.name, verified.canary
+        self._compare_sums(verified)
         if not self._engine.reset_prefix_cache():
             raise WeightsTouched(f"{name}: the engine did not empty its prefix cache")
         if canary is None or len(canary.tokens) < 2:
@@ -111,10 +131,38 @@ class Loader:
         except LoadFailed as error:
             raise WeightsTouched(error.message) from error
 
-    def _verify(self, version: WeightVersion) -> Canary | None:
-        canary = None
+    def _sums_of_files(self, directory: Path, go_on: Callable[[], None]) -> WeightSums:
+        return file_sums(directory, self._expected, dtype=self._facts.dtype, go_on=go_on)
+
+    def _compare_sums(self, verified: Verified) -> None:
+        """Raise `WeightsTouched` if the engine holds other numbers than a version's files.
+
+        The base model's are those that it was started with. To compare it with files supposes that
+        it keeps their numbers as they are: whether it does, the base model's files show as soon as
+        others seem wrong. If it does not, the canary has to do.
+        """
+        version = verified.version
+        wanted = self._base_sums if version.is_base else verified.sums
+        wrong = [] if wanted is None else differing(self._engine.weight_sums(), wanted)
+        if not wrong:
+            return
         if not version.is_base:
-            manifest = verified_manifest(version, self._engine.facts)
+            base = self._sums_of_files(self._base, lambda: None)
+            self._adds_up = not differing(self._base_sums, base)
+        if self._adds_up or version.is_base:
+            raise WeightsTouched(
+                f"{version.name}: the engine does not hold these weights, but other numbers in "
+                f"{_some(wrong)}"
+            )
+        get_log().warning("weights_compared_by_canary_alone", engine=self._facts.name)
+
+    def _check(self, version: WeightVersion, go_on: Callable[[], None]) -> Canary | None:
+        canary = None
+        if version.is_base:
+            for file in sorted(version.path.glob("*.safetensors")):
+                checksum_file(file, go_on)  # it has no manifest, but its load is to find it read
+        else:
+            manifest = verified_manifest(version, self._facts, go_on)
             if manifest.adapter:
                 raise LoadFailed(f"{version.name} is an adapter, but was named as a full version")
             canary = manifest.canary
@@ -135,10 +183,12 @@ def default_tolerance(dtype: str) -> float:
     return 1e-4 if dtype == "float32" else 0.5
 
 
-def verified_manifest(version: WeightVersion, facts: EngineFacts) -> Manifest:
+def verified_manifest(
+    version: WeightVersion, facts: EngineFacts, go_on: Callable[[], None] = lambda: None
+) -> Manifest:
     """Return a version's manifest after checking its files against it, and that the engine can
-    compute its canary. Raises `LoadFailed`."""
-    manifest = open_version(version.path, name=version.name)
+    compute its canary. `go_on` is called before each piece. Raises `LoadFailed`."""
+    manifest = open_version(version.path, name=version.name, go_on=go_on)
     canary = manifest.canary
     if canary is None:
         return manifest
@@ -248,4 +298,4 @@ def check_inventory(offered: Inventory, *, expected: Inventory, name: str) -> No
 
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

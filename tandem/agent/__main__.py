@@ -16,8 +16,10 @@ from pathlib import Path
 from socket import gethostname
 
 from tandem.agent.service import Listening, run
+from tandem.worker import end_with_supervisor
 
 if __name__ == "__main__":
+    end_with_supervisor()
     parser = argparse.ArgumentParser()
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--listen", default="", metavar="HOST:PORT")

@@ -166,6 +166,7 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
             pid=details.pid,
             log_path=str(details.log_path or ""),
             authority=handle.authority,
+            replica=handle.replica,
         )
 
 
@@ -273,6 +274,7 @@ def run(data_dir: Path, *, listening: Listening | None = None) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status."""
     configure_logging(service="agent")
     set_process_limits()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(data_dir / "compiled"))  # of its trainers
     try:
         with _locked(data_dir):
             pool = pool_sizes(PoolSettings())

@@ -45,6 +45,7 @@ _TABLES: dict[str, tuple[Column, ...]] = {
         Column("worker"),
         Column("state"),
         Column("waiting", right=True),
+        Column("under_way", right=True),
         Column("reason", wrap=24),
         Column("base_model"),
         Column("weight_version"),

@@ -96,6 +96,8 @@ def show(
     say(f"{about['state']}, created {moment(about['created_at'])}{ended} (UTC)")
     if about["reason"]:
         say(str(about["reason"]))
+    if memory := cast(Row | None, answer["memory"]):
+        say(_memory(memory))
     if not steps:
         say("No optimizer steps.")
         return
@@ -156,6 +158,25 @@ def export(
     except httpx.HTTPError as error:
         raise ServerError(f"the gateway at {endpoint.url} does not answer: {error}") from error
     sys.stdout.flush()
+
+
+def _memory(plan: Row) -> str:
+    """Return what a run's trainer needs of what there is, largest parts first."""
+    blocks = "checkpointed blocks" if plan["checkpointing"] else "blocks that keep all"
+    lines = [f"memory of a rank, for {plan['micro_batch_tokens']} tokens at once, with {blocks}:"]
+    for place in ("device", "host"):
+        if parts := cast(dict[str, int], plan[place]):
+            sizes = sorted(parts.items(), key=lambda part: -part[1])
+            needed, available = sum(parts.values()), cast(int, plan[f"{place}_available"])
+            lines.append(
+                f"  {place}: {_mib(needed)} of {_mib(available)} MiB ("
+                f"{', '.join(f'{name} {_mib(size)}' for name, size in sizes)})"
+            )
+    return "\n".join(lines)
+
+
+def _mib(size: int) -> int:
+    return round(size / 2**20)
 
 
 def chart(values: Sequence[float], *, width: int = _WIDTH, height: int = _HEIGHT) -> str:

@@ -114,6 +114,7 @@ class AgentWorker(google.protobuf.message.Message):
     MODEL_PATH_FIELD_NUMBER: builtins.int
     MAX_LORA_RANK_FIELD_NUMBER: builtins.int
     AUTHORITY_FIELD_NUMBER: builtins.int
+    REPLICA_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     kind: builtins.str
     session_id: builtins.str
@@ -131,6 +132,8 @@ class AgentWorker(google.protobuf.message.Message):
     """The largest rank of adapters that a sampler serves; 0: none."""
     authority: builtins.str
     """In PEM, of the certificate that it has; empty: it is called without TLS."""
+    replica: builtins.int
+    """Which of its sampler's engines it is."""
     def __init__(
         self,
         *,
@@ -147,8 +150,9 @@ class AgentWorker(google.protobuf.message.Message):
         model_path: builtins.str = ...,
         max_lora_rank: builtins.int = ...,
         authority: builtins.str = ...,
+        replica: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "authority", b"authority", "kind", b"kind", "log_path", b"log_path", "max_lora_rank", b"max_lora_rank", "metrics_port", b"metrics_port", "model_name", b"model_name", "model_path", b"model_path", "pid", b"pid", "run_id", b"run_id", "secret", b"secret", "session_id", b"session_id", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "authority", b"authority", "kind", b"kind", "log_path", b"log_path", "max_lora_rank", b"max_lora_rank", "metrics_port", b"metrics_port", "model_name", b"model_name", "model_path", b"model_path", "pid", b"pid", "replica", b"replica", "run_id", b"run_id", "secret", b"secret", "session_id", b"session_id", "worker_id", b"worker_id"]) -> None: ...
 
 Global___AgentWorker: typing_extensions.TypeAlias = AgentWorker
 

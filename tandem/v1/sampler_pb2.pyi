@@ -392,6 +392,7 @@ class SampleReply(google.protobuf.message.Message):
     SAMPLED_TOKENS_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
+    MAX_LENGTH_FIELD_NUMBER: builtins.int
     response: builtins.bytes
     """A tandem.wire.v1.SampleResponse, handed to the client as it is."""
     prompt_tokens: builtins.int
@@ -399,6 +400,8 @@ class SampleReply(google.protobuf.message.Message):
     cached_tokens: builtins.int
     seconds: builtins.float
     """From the admission into the engine to the answer."""
+    max_length: builtins.int
+    """The longest sequence that the engine takes, in tokens: also in a refusal."""
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     @property
@@ -415,9 +418,10 @@ class SampleReply(google.protobuf.message.Message):
         sampled_tokens: builtins.int = ...,
         cached_tokens: builtins.int = ...,
         seconds: builtins.float = ...,
+        max_length: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure", "outcome", b"outcome", "response", b"response", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "failure", b"failure", "outcome", b"outcome", "prompt_tokens", b"prompt_tokens", "response", b"response", "sampled_tokens", b"sampled_tokens", "seconds", b"seconds", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "failure", b"failure", "max_length", b"max_length", "outcome", b"outcome", "prompt_tokens", b"prompt_tokens", "response", b"response", "sampled_tokens", b"sampled_tokens", "seconds", b"seconds", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["outcome", b"outcome"]) -> typing.Literal["response", "failure"] | None: ...
 
 Global___SampleReply: typing_extensions.TypeAlias = SampleReply

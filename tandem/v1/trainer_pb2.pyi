@@ -119,6 +119,7 @@ class DescribeTrainerReply(google.protobuf.message.Message):
     MICRO_BATCH_TOKENS_FIELD_NUMBER: builtins.int
     ASLEEP_FIELD_NUMBER: builtins.int
     RUN_IDS_FIELD_NUMBER: builtins.int
+    MEMORY_FIELD_NUMBER: builtins.int
     architecture: builtins.str
     parameters: builtins.int
     vocabulary: builtins.int
@@ -139,6 +140,10 @@ class DescribeTrainerReply(google.protobuf.message.Message):
     def run_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """All that are hosted."""
 
+    @property
+    def memory(self) -> Global___MemoryPlan:
+        """Made before the model was loaded. Absent where the backend makes none."""
+
     def __init__(
         self,
         *,
@@ -155,10 +160,81 @@ class DescribeTrainerReply(google.protobuf.message.Message):
         micro_batch_tokens: builtins.int = ...,
         asleep: builtins.bool = ...,
         run_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        memory: Global___MemoryPlan | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "asleep", b"asleep", "device", b"device", "dtype", b"dtype", "last_seq_id", b"last_seq_id", "max_length", b"max_length", "micro_batch_tokens", b"micro_batch_tokens", "parameters", b"parameters", "ranks", b"ranks", "run_ids", b"run_ids", "step", b"step", "trainable_parameters", b"trainable_parameters", "vocabulary", b"vocabulary"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["memory", b"memory"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "asleep", b"asleep", "device", b"device", "dtype", b"dtype", "last_seq_id", b"last_seq_id", "max_length", b"max_length", "memory", b"memory", "micro_batch_tokens", b"micro_batch_tokens", "parameters", b"parameters", "ranks", b"ranks", "run_ids", b"run_ids", "step", b"step", "trainable_parameters", b"trainable_parameters", "vocabulary", b"vocabulary"]) -> None: ...
 
 Global___DescribeTrainerReply: typing_extensions.TypeAlias = DescribeTrainerReply
+
+@typing.final
+class MemoryPlan(google.protobuf.message.Message):
+    """Bytes of each rank, by what they are for, such as "weights". Of a CPU's ranks all are in `device`,
+    which is the host.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class DeviceEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class HostEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    MICRO_BATCH_TOKENS_FIELD_NUMBER: builtins.int
+    CHECKPOINTING_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
+    DEVICE_AVAILABLE_FIELD_NUMBER: builtins.int
+    HOST_AVAILABLE_FIELD_NUMBER: builtins.int
+    micro_batch_tokens: builtins.int
+    checkpointing: builtins.bool
+    """Blocks keep their input alone for the backward pass, and are computed again there."""
+    device_available: builtins.int
+    host_available: builtins.int
+    @property
+    def device(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]: ...
+    @property
+    def host(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        micro_batch_tokens: builtins.int = ...,
+        checkpointing: builtins.bool = ...,
+        device: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        host: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        device_available: builtins.int = ...,
+        host_available: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpointing", b"checkpointing", "device", b"device", "device_available", b"device_available", "host", b"host", "host_available", b"host_available", "micro_batch_tokens", b"micro_batch_tokens"]) -> None: ...
+
+Global___MemoryPlan: typing_extensions.TypeAlias = MemoryPlan
 
 @typing.final
 class ProgressRequest(google.protobuf.message.Message):

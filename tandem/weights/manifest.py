@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
@@ -82,10 +83,11 @@ class Checksum:
         return FileEntry(name=name, bytes=self._bytes, checksum=self._digest.hexdigest())
 
 
-def checksum_file(path: Path) -> FileEntry:
-    """Read the file once; return its size and checksum."""
+def checksum_file(path: Path, go_on: Callable[[], None] = lambda: None) -> FileEntry:
+    """Read the file once; return its size and checksum. `go_on` is called before each block."""
     checksum = Checksum()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
+            go_on()
             checksum.update(block)
     return checksum.entry(path.name)

@@ -159,8 +159,15 @@ def check_own_file(folder: Path, name: str) -> Path:
     return file
 
 
-def open_version(path: Path, *, name: str = "", checksums: bool = True) -> Manifest:
-    """Read and verify a version before anything is loaded from it.
+def open_version(
+    path: Path,
+    *,
+    name: str = "",
+    checksums: bool = True,
+    go_on: Callable[[], None] = lambda: None,
+) -> Manifest:
+    """Read and verify a version before anything is loaded from it. `go_on` is called before each
+    block of a file, and ends the reading by raising.
 
     Raises `LoadFailed` when the manifest is missing or of another version than `name`, or when a
     file is missing, of another size or (unless `checksums` is off) damaged.
@@ -177,17 +184,19 @@ def open_version(path: Path, *, name: str = "", checksums: bool = True) -> Manif
         raise LoadFailed(f"{path.name} holds {manifest.version}, not {name}")
     for entry in manifest.files:
         try:
-            _check(path, entry, checksum=checksums, version=manifest.version)
+            _check(path, entry, checksum=checksums, version=manifest.version, go_on=go_on)
         except OSError as error:
             why = without_paths(str(error))
             raise LoadFailed(f"{manifest.version} lacks {entry.name}: {why}") from error
     return manifest
 
 
-def _check(folder: Path, entry: FileEntry, *, checksum: bool, version: str) -> None:
+def _check(
+    folder: Path, entry: FileEntry, *, checksum: bool, version: str, go_on: Callable[[], None]
+) -> None:
     file = check_own_file(folder, entry.name)
     size = file.stat().st_size
     if size != entry.bytes:
         raise LoadFailed(f"{version}: {entry.name} has {size} bytes, not {entry.bytes}")
-    if checksum and read_again(checksum_file, file) != entry:
+    if checksum and read_again(lambda path: checksum_file(path, go_on), file) != entry:
         raise LoadFailed(f"{version}: {entry.name} is damaged (wrong checksum)")

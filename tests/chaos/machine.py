@@ -11,19 +11,23 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import httpx
 import tinker
 
 from tandem.stack import Endpoint, read_endpoint
-from tandem.worker import die_with_parent
 from tests.support.processes import Process, marked, small_disk
 from tests.support.stacks import SMALL
 from tests.support.waiting import wait_until
 
-_UP = "from tandem.cli import main; main()"
+_UP = """
+import sys
+from tandem.worker import die_with_parent
+die_with_parent(int(sys.argv.pop(1)))
+from tandem.cli import main
+main()
+"""
 _START_SECONDS = 120.0
 _DISK = 256
 """Megabytes; two experiments use less than a tenth of them."""
@@ -51,7 +55,7 @@ class Machine:
         arguments = ["up", "--port", "0", "--data-dir", str(self.data_dir), *self._models]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _UP, *arguments],
+                [sys.executable, "-c", _UP, str(os.getpid()), *arguments],
                 env={
                     **os.environ,
                     **self._environment,
@@ -62,7 +66,6 @@ class Machine:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=partial(die_with_parent, os.getpid()),
             )
         process = self._process
 

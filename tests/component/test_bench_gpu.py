@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks.gpu import __main__ as gpu
 from tests.gpu.__main__ import main as run_gpu_tests
 
 
@@ -27,6 +27,18 @@ def test_trainers_and_engines_of_a_size_are_measured():
     assert engine["weights_bytes"] > 4 * trainer["parameters"]
     assert engine["canary_difference"] < 1e-4
     assert {"sleep level 1", "sleep level 2"} < set(engine)
+
+
+@pytest.mark.nightly
+def test_training_sampling_and_serving_are_measured_beside_what_they_are_made_of():
+    row = found("training", "sampling", "serving")["tiny"]
+    assert "failed" not in row
+    ways = {"trainer", "plain loop", "compiled plain loop"}
+    assert all(row["training"][way]["tokens_per_second"] > 0 for way in ways)
+    assert row["sampling"]["of_vllm_alone"] > 0
+    serving = row["serving"]
+    assert serving["published_to_served_seconds"] >= serving["load_seconds"] > 0
+    assert serving["logprob_gap"]["max"] < 1e-4
 
 
 @pytest.mark.nightly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,9 +25,9 @@ from sampler_service.engine import (
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.scheduler import Scheduler
 from sampler_service.weights.adapters import AdapterCache
-from sampler_service.weights.loader import Placed, WeightVersion
+from sampler_service.weights.loader import Verified, WeightVersion
 from sampler_service.work import Sampled, SampleJob
-from tandem.errors import LoadFailed, SequenceTooLong
+from tandem.errors import SequenceTooLong
 
 BASE, NEW, OTHER = (
     WeightVersion(name=name, path=Path(name)) for name in ("base/m", "run/v1", "run/v2")
@@ -60,7 +61,13 @@ class FakeEngine:
     broken: bool = False
     facts: EngineFacts = field(
         default=EngineFacts(
-            vocabulary=9, max_length=9, dtype="float32", device="cpu", name="fake", end_tokens=()
+            vocabulary=9,
+            max_length=9,
+            model_length=9,
+            dtype="float32",
+            device="cpu",
+            name="fake",
+            end_tokens=(),
         )
     )
 
@@ -152,27 +159,54 @@ class FakeEngine:
 
 @dataclass
 class FakeLoader:
-    """Records loads. `errors` are raised, one by one, by the loads of a version."""
+    """Records what is read and loaded. `errors` are raised, one by one, by the reading (or, if they
+    are `WeightsTouched`, the load) of a version."""
 
     engine: FakeEngine
+    reads: list[str] = field(default_factory=list)
     loads: list[str] = field(default_factory=list)
-    errors: dict[str, list[LoadFailed]] = field(default_factory=dict)
+    errors: dict[str, list[Exception]] = field(default_factory=dict)
 
-    def place(self, version: WeightVersion) -> Placed:
+    def verify(self, version: WeightVersion, go_on: Callable[[], None]) -> Verified:
+        go_on()
+        self.reads.append(version.name)
+        errors = self.errors.get(version.name, [])
+        if errors and not isinstance(errors[0], WeightsTouched):
+            raise errors.pop(0)
+        return Verified(version, bytes=7)
+
+    def place(self, verified: Verified) -> None:
+        version = verified.version
         self.loads.append(version.name)
-        errors = self.errors.get(version.name)
-        error = errors.pop(0) if errors else None
-        if error is None or isinstance(error, WeightsTouched):
-            self.engine.load(version.path)
-        if error is not None:
-            self.engine.weights = "" if isinstance(error, WeightsTouched) else self.engine.weights
-            raise error
-        return Placed(version=version, bytes=7)
+        self.engine.load(version.path)
+        errors = self.errors.get(version.name, [])
+        if errors and isinstance(errors[0], WeightsTouched):
+            self.engine.weights = ""
+            raise errors.pop(0)
 
-    def confirm(self, placed: Placed) -> float:
+    def confirm(self, verified: Verified) -> float:
         assert self.engine.reset_prefix_cache()
-        assert self.engine.weights == placed.version.path.name
+        assert self.engine.weights == verified.version.path.name
         return 0.0
+
+
+class LaterReads:
+    """Carries a reading out when the test says so, or `at_once`."""
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        self.begun: list[Callable[[], None]] = []
+        self.at_once = at_once
+
+    def __call__(self, read: Callable[[], None]) -> None:
+        self.begun.append(read)
+        if self.at_once:
+            self.finish()
+
+    def finish(self) -> None:
+        """Carry out those that have begun."""
+        begun, self.begun = self.begun, []
+        for read in begun:
+            read()
 
 
 class Bench:
@@ -187,8 +221,10 @@ class Bench:
         rank: int = 0,
         room: int = 2,
         engine: FakeEngine | None = None,
+        start_reading: Callable[[Callable[[], None]], None] = lambda read: read(),
     ) -> None:
-        """`rank` and `room` limit the adapters of the model in `base`."""
+        """`rank` and `room` limit the adapters of the model in `base`. Versions are read at once,
+        unless `start_reading` leaves it for later."""
         self.engine = engine or FakeEngine()
         self.engine.facts = replace(
             self.engine.facts, max_lora_rank=rank, max_adapters=room if rank else 0
@@ -208,6 +244,7 @@ class Bench:
             metrics=SamplerMetrics(CollectorRegistry()),
             clock=lambda: self.now,
             on_fatal=self.fatal.append,
+            start_reading=start_reading,
         )
 
     def ask(

@@ -24,6 +24,12 @@ from trainer_service.compute.trainer import Computed, ControlGroup, RankTrainer
 from trainer_service.service.operations import Operations, encode_output
 
 SPEC = LoraSpec(rank=4, seed=5)
+WITHOUT_MLP = SPEC.model_copy(update={"mlp": False})
+"""Of a model with fused experts."""
+
+
+def spec_of(architecture: str) -> LoraSpec:
+    return WITHOUT_MLP if architecture == "qwen3_moe" else SPEC
 
 
 def make_rank(
@@ -31,6 +37,7 @@ def make_rank(
     lora: LoraSpec | None = None,
     *,
     optimizer: str = "adamw",
+    states: str = "float32",
     parallel: int = 0,
     name: str = "tiny",
     **settings: object,
@@ -41,7 +48,7 @@ def make_rank(
         model_path=path,
         settings=chosen,
         world=World(rank=0, size=1, device="cpu"),
-        training=TrainingSpec(lora=lora, optimizer=optimizer),
+        training=TrainingSpec(lora=lora, optimizer=optimizer, states=states),
     )
     return RankTrainer(
         backend=backend,

@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import string
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -320,6 +321,14 @@ class SamplerClient(WorkerClient):
         assert answer.version == version.name
         assert answer.prompt_logprobs is not None
         assert_computed_by(weights, PROMPT, answer)
+
+    def metric(self, name: str) -> float:
+        """Return a value of the worker's metrics, such as `tandem_sampler_waiting`."""
+        host = self.report.address.rpartition(":")[0]
+        url = f"http://{host}:{self.report.metrics_port}/metrics"
+        metrics = urllib.request.urlopen(url, timeout=CALL_SECONDS).read().decode()
+        (line,) = [line for line in metrics.splitlines() if line.startswith(f"{name} ")]
+        return float(line.rpartition(" ")[2])
 
     @property
     def resident_bytes(self) -> int:

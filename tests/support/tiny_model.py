@@ -41,7 +41,7 @@ def write_tiny_model(
             if parameter.dim() > 1:
                 parameter.mul_(5.0)
     model.save_pretrained(path)
-    _write_tokenizer(path)
+    write_tokenizer(path)
     return path
 
 
@@ -80,7 +80,7 @@ def _config(architecture: Architecture, *, head_dim: int, max_length: int):
     return GPTNeoXConfig(**common, tie_word_embeddings=False)
 
 
-def _write_tokenizer(path: Path) -> None:
+def write_tokenizer(path: Path) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

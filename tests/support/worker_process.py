@@ -59,12 +59,12 @@ class WorkerClient:
         """Send this fencing token with every call from here on."""
         self.metadata = ((SECRET_METADATA_KEY, SECRET), (LEASE_METADATA_KEY, str(lease)))
 
-    def wait_until_serving(self) -> None:
+    def wait_until_serving(self, seconds: float = START_SECONDS) -> None:
         stub = health_pb2_grpc.HealthStub(self.channel)
         for reply in stub.Watch(
             health_pb2.HealthCheckRequest(),
             metadata=self.metadata,
-            timeout=START_SECONDS,
+            timeout=seconds,
             wait_for_ready=True,
         ):
             if reply.status == health_pb2.HealthCheckResponse.SERVING:

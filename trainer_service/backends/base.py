@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import enum
+import math
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 
-from tandem.errors import InvalidRequest, WorkerStartFailed
+from tandem.errors import UnsupportedByBackend, WorkerStartFailed
 from tandem.settings import TrainerSettings
 from tandem.worker import TrainingSpec
-from trainer_service.batches.micro_batches import MicroBatch
+from trainer_service.backends.loop import Done, ShareResult, compute_share
+from trainer_service.batches.micro_batches import MicroBatch, RankPlan
+from trainer_service.batches.validation import Batch
 from trainer_service.losses.base import LossResult
 from trainer_service.models.huggingface import ModelFacts
+from trainer_service.models.memory_plan import MemoryPlan
 from trainer_service.optimizers import Optimizer
 
 if TYPE_CHECKING:
@@ -37,6 +42,21 @@ Mark = list[tuple["Parameter", "Tensor | None", int]]
 """Trainable parameters with their gradients, and how often each gradient was written to."""
 
 
+class Capability(enum.StrEnum):
+    """What a backend may be able to do besides, each with the methods that it then has."""
+
+    THREADS = "compute several micro-batches at once, in threads of one process"
+    """`gradients`, `accumulate`; `logprobs`, `loss_of` and `inputs` are thread-safe."""
+    UNDO = "go on after a computation that failed in the middle"
+    """`mark`, `undo`; asked of a single rank alone."""
+    SLEEP = "let its state leave the device between two operations"
+    """`live_state` (`compute/offload.py`)."""
+    ADAPTERS = "train adapters"
+    """`export_adapter`, `adapter_targets`; without it, a LoRA run is refused before the start."""
+    SHARING = "let several runs share one model"
+    """`share`, `activate`."""
+
+
 @dataclass(frozen=True)
 class LiveState:
     """The tensors that live between operations, in the order in which they leave the device; of
@@ -48,6 +68,21 @@ class LiveState:
 
 
 @dataclass(frozen=True)
+class Export:
+    """A tensor of a published model, as it is named and shaped in the model's own files. Those with
+    the same `unit` are made together, and exported by the same rank."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    unit: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
 class World:
     """This rank among all. `device` is "cpu" or "cuda"; on "cuda" the rank's own GPU is the
     current one."""
@@ -55,21 +90,62 @@ class World:
     rank: int
     size: int
     device: str
+    on_node: int = 0
+    """How many ranks there are on this one's host; 0: all."""
 
 
 class TrainerBackend(ABC):
-    """One rank's share of a model. All ranks call each method in the same order.
+    """One rank's share of a model: this is the page from which to write a backend.
 
-    `dtype` ("float32" or "bfloat16") is that of the computation and of published weights;
-    `packs` says whether micro-batches come packed into one row instead of padded.
+    **What it is.** A class whose constructor loads a model for one rank. There are as many
+    processes as `world.size`; if more than one, they are a process group of torch when the
+    constructor is called. All ranks call each method in the same order, one at a time, so that a
+    method may use collectives wherever nothing else is said. What comes before and after is not a
+    backend's concern: requests are validated, batches divided, results gathered, operations
+    applied once, files written and committed by others.
+
+    **What it must have.** A constructor that sets the attributes below, and four more methods:
+
+    | for | methods |
+    |---|---|
+    | computing | `logprobs`; the default `forward_backward` makes everything else of it |
+    | steps | `optimizer` (`make_optimizer`); `sum_gradients`, if `backward` does not sum them |
+    | checkpoints | `parameters`; the optimizer's state goes with them |
+    | publishing | `exports`, `export_weights` |
+
+    A backend whose gradients come about in another way overrides the nearest of these:
+
+        backward           what to do with the loss of a micro-batch
+        loss_of            the loss and its log probabilities, for gradients in one go
+        forward_backward   the whole loop: a pipeline, one fused call
+
+    **What it may have.** `capabilities` names what it can do besides; each comes with methods that
+    otherwise raise `UnsupportedByBackend`. A class says what it can, an instance may take some
+    back (`self.capabilities -= {Capability.THREADS}`) once its model is loaded.
+
+    **What holds.** A loss is a sum over datums, so gradients are summed, over ranks too, never
+    averaged: N ranks must compute what one computes. The same operations give the same bits.
+    A rank without datums takes part in its collectives all the same.
+
+    **Where it goes.** `BACKEND = ThatClass` in a module `NAME` of this folder; or, in a
+    package of its own, an entry point of the group `tandem.trainer_backends`, as that in
+    `tests/support/plain_backend`, of 80 lines. A run names it (`tandem.backend` in its
+    `user_metadata`); for those that do not, `TANDEM_TRAINER_BACKEND` does.
     """
 
+    capabilities: frozenset[Capability] = frozenset()
     facts: ModelFacts
+    """What is told of the model, and what requests are validated against."""
     training: TrainingSpec
     dtype: str
+    """"float32" or "bfloat16", of the computation and of published weights."""
     device: str
     optimizer: Optimizer
     packs: bool = False
+    """Whether micro-batches come packed into one row instead of padded."""
+    plan: MemoryPlan | None = None
+    """What fits into memory, if the backend knows (`models/memory_plan.py`): the tokens of a
+    micro-batch are then this plan's."""
 
     @abstractmethod
     def __init__(
@@ -81,7 +157,18 @@ class TrainerBackend(ABC):
         training: TrainingSpec | None = None,
     ) -> None:
         """Loads the model. `training` None: all parameters, by AdamW. Raises `UnsuitableLora`
-        for a LoRA run that the model or the backend does not allow."""
+        for a LoRA run that the model does not allow."""
+
+    # --- Computing -------------------------------------------------------------------------
+
+    def forward_backward(self, batch: Batch, share: RankPlan, *, done: Done) -> ShareResult:
+        """Computes this rank's share of a batch, and adds the gradients of its loss to those held
+        unless the batch is `forward_only`. `share` is the datums of one micro-batch after the
+        other, as many on each rank; `done` is told the tokens of each.
+
+        Raises `MicroBatchTooLarge` where memory runs out.
+        """
+        return compute_share(self, batch, share, keep=self.backward, done=done)
 
     @abstractmethod
     def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> Tensor:
@@ -95,27 +182,10 @@ class TrainerBackend(ABC):
         logprobs = self.logprobs(micro_batch, gradients=True)
         return logprobs.detach(), objective(logprobs)
 
-    @abstractmethod
-    def parameters(self) -> dict[str, Tensor]:
-        """The live tensors that a checkpoint holds, by name, possibly sharded: all parameters
-        and persistent buffers, or those of the adapter."""
-
-    @abstractmethod
-    def tensor_sizes(self) -> Mapping[str, int]:
-        """Number of elements of each unit that one rank must write as a whole."""
-
-    @abstractmethod
-    def collect(self, *, dtype: str, owned_by_me: Callable[[str], bool]) -> dict[str, Tensor]:
-        """Whole tensors that this rank writes, on the CPU, named as in the model's own files; in
-        a LoRA run with the adapter merged in. `owned_by_me` takes names of `tensor_sizes`."""
-
-    def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """The loss inputs of a micro-batch on the backend's device, [e] each."""
-        return {name: self.to_device(values) for name, values in micro_batch.inputs.items()}
-
-    def to_device(self, values: object) -> Tensor:
-        """A NumPy array as a tensor on the backend's device."""
-        return torch.from_numpy(values).to(self.device, non_blocking=True)
+    def warm_up(self, *, gradients: bool) -> None:
+        """Called on all ranks before a run's first batch with gradients, and before its first one
+        without, on a thread that computes: the backend can compile what it will compute with."""
+        return
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of this rank's `loss` to those held."""
@@ -126,80 +196,84 @@ class TrainerBackend(ABC):
         whose `backward` sums them have nothing to do."""
         return
 
-    def share(self, training: TrainingSpec) -> TrainerBackend:
-        """The backend of another run, with adapters and an optimizer of its own upon the same
-        model. Raises `UnsuitableLora`, or `InvalidRequest` where runs cannot share a model."""
-        raise InvalidRequest(
-            "this trainer's model is trained by one run, and another one cannot share it: only "
-            "LoRA runs share a model"
-        )
+    def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """The loss inputs of a micro-batch on the backend's device, [e] each."""
+        return {name: self.to_device(values) for name, values in micro_batch.inputs.items()}
 
-    def activate(self) -> None:
-        """Called before each operation of the run, once it shares the model with others."""
-        return
+    def to_device(self, values: object) -> Tensor:
+        """A NumPy array as a tensor on the backend's device."""
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
 
+    # --- Weights ---------------------------------------------------------------------------
 
-@runtime_checkable
-class ParallelBackend(Protocol):
-    """A backend that can compute several micro-batches at once, in threads of one process."""
+    @abstractmethod
+    def parameters(self) -> dict[str, Tensor]:
+        """The live tensors that a checkpoint holds, by name, possibly sharded: all parameters
+        and persistent buffers, or those of the adapter."""
 
-    @property
-    def threadsafe(self) -> bool:
-        """Whether `logprobs`, `inputs` and `gradients` may run in several threads at once."""
-        ...
+    @abstractmethod
+    def exports(self) -> Sequence[Export]:
+        """The tensors of the whole model as it is published, alike on all ranks; in a LoRA run
+        those of the model with the adapter merged in."""
 
-    def gradients(self, loss: Tensor) -> Gradients:
-        """The gradients of `loss` alone, added to nothing."""
-        ...
-
-    def accumulate(self, gradients: Gradients) -> None:
-        """Adds what `gradients` returned to the gradients held."""
-        ...
-
-
-@runtime_checkable
-class UndoingBackend(Protocol):
-    """A backend that can go on after a computation that failed in the middle, on a single rank."""
-
-    def mark(self) -> Mark:
-        """What `undo` needs to know of the gradients held."""
-        ...
-
-    def undo(self, mark: Mark) -> bool:
-        """Forgets what was computed since the mark, and frees its memory. Returns whether the
-        gradients held are those of the mark, bit for bit: what was added to one is lost in it."""
-        ...
-
-
-@runtime_checkable
-class SleepingBackend(Protocol):
-    """A backend whose state can leave the device between two operations (`compute/offload.py`)."""
-
-    def live_state(self) -> LiveState:
-        """Everything that must outlast the sleep: parameters, frozen ones too, buffers, gradients
-        and optimizer state. What else there is on the device, such as gathered parameters, is
-        freed by this call."""
-        ...
-
-
-@runtime_checkable
-class LoraBackend(Protocol):
-    """A backend that trains and publishes LoRA adapters."""
-
-    def collect_adapter(self) -> dict[str, Tensor]:
-        """On rank 0 the whole adapter, float32 on the CPU, with the keys of PEFT's files; on
-        other ranks nothing."""
-        ...
-
-    def adapter_targets(self) -> Sequence[str]:
-        """PEFT's `target_modules`, naming exactly the adapted layers."""
-        ...
+    @abstractmethod
+    def export_weights(self, units: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of these units, in the order of `exports`, by name. One need only be there
+        until the next is asked for, so that no rank holds the model. All ranks go to the end."""
 
     @property
     def unties_head(self) -> bool:
-        """Whether `collect` gives a head that shares the embedding's weight one of its own,
+        """Whether the export gives a head that shares the embedding's weight one of its own,
         because it has an adapter."""
-        ...
+        return False
+
+    # --- Capabilities ----------------------------------------------------------------------
+
+    def gradients(self, loss: Tensor) -> Gradients:
+        """THREADS: the gradients of `loss` alone, added to nothing."""
+        raise self.cannot(Capability.THREADS)
+
+    def accumulate(self, gradients: Gradients) -> None:
+        """THREADS: adds what `gradients` returned to the gradients held."""
+        raise self.cannot(Capability.THREADS)
+
+    def mark(self) -> Mark:
+        """UNDO: what `undo` needs to know of the gradients held."""
+        raise self.cannot(Capability.UNDO)
+
+    def undo(self, mark: Mark) -> bool:
+        """UNDO: forgets what was computed since the mark, and frees its memory. Returns whether the
+        gradients held are those of the mark, bit for bit: what was added to one is lost in it."""
+        raise self.cannot(Capability.UNDO)
+
+    def live_state(self) -> LiveState:
+        """SLEEP: everything that must outlast the sleep: parameters, frozen ones too, buffers,
+        gradients and optimizer state. What else there is on the device, such as gathered
+        parameters, is freed by this call."""
+        raise self.cannot(Capability.SLEEP)
+
+    def export_adapter(self) -> Mapping[str, Tensor]:
+        """ADAPTERS: on rank 0 the whole adapter, float32, with the keys of PEFT's files; on other
+        ranks nothing."""
+        raise self.cannot(Capability.ADAPTERS)
+
+    def adapter_targets(self) -> Sequence[str]:
+        """ADAPTERS: PEFT's `target_modules`, naming exactly the adapted layers."""
+        raise self.cannot(Capability.ADAPTERS)
+
+    def share(self, training: TrainingSpec) -> TrainerBackend:
+        """SHARING: the backend of another run, with adapters and an optimizer of its own upon the
+        same model. Raises `UnsuitableLora`, or `InvalidRequest` where runs cannot share a model."""
+        raise self.cannot(Capability.SHARING)
+
+    def activate(self) -> None:
+        """SHARING: called before each operation of the run."""
+        return
+
+    @classmethod
+    def cannot(cls, what: Capability) -> UnsupportedByBackend:
+        """The error that says so."""
+        return UnsupportedByBackend(f"the trainer backend {cls.__name__} cannot {what}")
 
 
 def add_gradients(held: Gradients, more: Gradients) -> Gradients:
@@ -216,7 +290,7 @@ def backend_named(name: str) -> type[TrainerBackend]:
     Raises `WorkerStartFailed`, which lists the known names.
     """
     here = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
-    here.remove("base")
+    here = [name for name in here if name not in ("base", "loop", "planning")]
     if name in here:
         own: type[TrainerBackend] = import_module(f"trainer_service.backends.{name}").BACKEND
         return own

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +17,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from tandem.errors import InvalidRequest
 from tandem.settings import TrainerSettings
 from tandem.telemetry import get_log
 from tandem.worker import LoraSpec, TrainingSpec
 from trainer_service.backends.base import (
+    Capability,
+    Export,
     Gradients,
     LiveState,
     Mark,
@@ -28,28 +32,51 @@ from trainer_service.backends.base import (
     World,
     add_gradients,
 )
-from trainer_service.batches.micro_batches import MicroBatch
+from trainer_service.backends.loop import Done, ShareResult, compute_share
+from trainer_service.backends.planning import StandIn, at_once, plan_memory, unreduced_gradients
+from trainer_service.batches.micro_batches import (
+    MicroBatch,
+    RankPlan,
+    micro_batches_to_compile,
+    of_two_tokens,
+)
+from trainer_service.batches.validation import Batch
 from trainer_service.lora.adapters import (
     ActiveAdapters,
     Adapter,
     freeze,
     key_of,
-    kinds_without_layers,
     merged,
     new_adapters,
     target_names,
 )
 from trainer_service.losses.base import LossResult
 from trainer_service.models.activation_checkpointing import checkpoint_blocks
+from trainer_service.models.compiled_blocks import (
+    compile_blocks,
+    compiles,
+    compiling,
+    not_yet,
+)
 from trainer_service.models.huggingface import (
+    check_causal,
+    check_trainable,
+    empty_model,
     facts_of,
     find_blocks,
     group_blocks,
     load_model,
     persistent_buffers,
+    small_model,
 )
-from trainer_service.models.logprobs import ChunkedLogprobs, divide
-from trainer_service.models.packing import can_pack
+from trainer_service.models.logprobs import (
+    ChunkedLogprobs,
+    comes_apart,
+    divide,
+    has_body,
+    return_logits,
+)
+from trainer_service.models.packing import can_pack, pack, row_inputs
 from trainer_service.optimizers import local, make_optimizer, outer_parameters
 
 if TYPE_CHECKING:
@@ -75,6 +102,8 @@ class Fsdp2Backend(TrainerBackend):
     module, which for a small model is 2 to 5 % faster than a group of one rank.
     """
 
+    capabilities = frozenset(Capability)
+
     def __init__(
         self,
         *,
@@ -89,29 +118,34 @@ class Fsdp2Backend(TrainerBackend):
         self._device = torch.device(world.device)
         default = "bfloat16" if world.device == "cuda" else "float32"
         self.dtype: str = default if settings.dtype == "auto" else settings.dtype
-        self._active = ActiveAdapters()
-        training = training or TrainingSpec()
+        if self._sharded or world.device != "cpu":
+            self.capabilities -= {Capability.THREADS}
+        self._compiled = compiles(settings.compile, world.device)
+        training = self.training
+        check_trainable(model_path)
+        self.plan = plan_memory(
+            functools.partial(self._stand_in, model_path, settings),
+            settings=settings,
+            world=world,
+            training=training,
+            at_once=at_once(self, settings, threads=torch.get_num_threads()),
+        )
+        checkpointed = self.plan.checkpointing if self.plan else settings.checkpointing == "on"
 
         def prepare(model: nn.Module) -> None:
             """While the parameters have no memory yet."""
-            self._model = model
-            self.facts = facts_of(model)
-            self._record_groups(settings.shard_group_parameters)
-            if training.lora is not None:
-                self._freeze()
-            if settings.checkpointing == "on":
-                checkpoint_blocks(find_blocks(model))
+            self._prepare(model, settings, checkpointed=checkpointed)
             if self._sharded:
                 self._shard()
 
         load_model(model_path, prepare=prepare)
         self._model.to(self._device)  # buffers, and what is not sharded
-        self._model.requires_grad_(training.lora is None)
         self._record_units()
-        self.packs = self._may_pack(settings) and can_pack(self._model)
-        self._divide(settings)
-        if self._sharded:
-            self._model.reshard()
+        self._reduces_once = (
+            unreduced_gradients(self._model, settings=settings, world=world, training=training) > 0
+        )
+        with not_yet(self._compiled):
+            self._try_out(model_path, settings)
         self._begin(training)
         self.activate()
 
@@ -120,25 +154,28 @@ class Fsdp2Backend(TrainerBackend):
     def _begin(self, training: TrainingSpec) -> None:
         """Makes everything that is of one run alone."""
         self.training = training
+        self._choose_trainable(training)
+        self.optimizer = make_optimizer(
+            training,
+            self._trainable,
+            outer=self._outer,
+            sum_over_ranks=_sum_over_one_rank if training.lora else self._sum_over_ranks,
+        )
+
+    def _choose_trainable(self, training: TrainingSpec) -> None:
         self._adapters: dict[str, Adapter] = {}
         self._second_names: dict[str, str] = {}
+        self._model.requires_grad_(training.lora is None)
         self._trainable = dict(self._model.named_parameters())
-        outer = outer_parameters(self._model)
-        sum_over_ranks = self._sum_over_ranks
+        self._outer = outer_parameters(self._model)
         if training.lora is not None:
             self._adapt(training.lora)
-            tables = {name.rpartition(".")[0] for name in outer}
-            outer = frozenset(n for n in self._trainable if n.rpartition(".")[0] in tables)
-            sum_over_ranks = _sum_over_one_rank
-        self.optimizer = make_optimizer(
-            training.optimizer, self._trainable, outer=outer, sum_over_ranks=sum_over_ranks
-        )
+            tables = {name.rpartition(".")[0] for name in self._outer}
+            self._outer = frozenset(n for n in self._trainable if n.rpartition(".")[0] in tables)
 
     def _adapt(self, lora: LoraSpec) -> None:
         names = [name for name, _ in self._model.named_modules()]
         self._adapters = new_adapters(self._model, lora, device=self._device)
-        if self._world.rank == 0 and (kinds := kinds_without_layers(self._model, lora)):
-            get_log().warning("lora_without_layers", kinds=kinds)
         self._targets = target_names(list(self._adapters), all_modules=names)
         self._trainable = {
             f"{name}.lora_{side}": parameter
@@ -155,22 +192,66 @@ class Fsdp2Backend(TrainerBackend):
 
     def share(self, training: TrainingSpec) -> TrainerBackend:
         if self.training.lora is None or training.lora is None:
-            return super().share(training)
+            raise InvalidRequest(
+                "this trainer's model is trained by one run, and another one cannot share it: only "
+                "LoRA runs share a model"
+            )
         other = copy.copy(self)
         other._begin(training)
         return other
 
     def activate(self) -> None:
-        self._active.by_module = self._adapters
+        self._active.activate(self._adapters)
 
     # --- Loading and sharding --------------------------------------------------------------
 
-    def _may_pack(self, settings: TrainerSettings) -> bool:
-        return settings.packing == "on" or (settings.packing == "auto" and self.device == "cpu")
+    def _prepare(self, model: nn.Module, settings: TrainerSettings, *, checkpointed: bool) -> None:
+        self._model = model
+        self._active = ActiveAdapters()
+        self.facts = facts_of(model)
+        self._record_groups(settings.shard_group_parameters)
+        if self.training.lora is not None:
+            self._freeze()
+        else:
+            self._keep_in(torch_dtype(self.training.states))
+        if self._compiled:
+            compile_blocks(find_blocks(model))
+        if checkpointed:
+            checkpoint_blocks(find_blocks(model))
+
+    def _stand_in(
+        self, path: Path, settings: TrainerSettings, *, checkpointed: bool, packs: bool
+    ) -> StandIn:
+        """This backend, with the whole model and no memory, to see what it will need."""
+        other = copy.copy(self)
+        other.device, other._device = "meta", torch.device("meta")
+        other._compiled = False  # compiled blocks keep no more than others
+        other._prepare(empty_model(path).eval(), settings, checkpointed=checkpointed)
+        model = other._model
+        other._keep_in(torch_dtype(self.dtype))
+        other.packs = packs
+        if packs:
+            pack(model)
+        other._divide(settings, apart=has_body(model))
+        other._choose_trainable(self.training)
+        other.activate()
+        groups = [[model.get_parameter(name) for name in group] for group in other._group_names]
+        return StandIn(
+            backend=other,
+            model=model,
+            trainable=other._trainable,
+            groups=groups if self._sharded else [],
+            dtype=torch_dtype(self.dtype),
+            outer=other._outer,
+        )
 
     @property
     def _sharded(self) -> bool:
-        return self._world.size > 1 or self.dtype != "float32"
+        return self._world.size > 1 or self._casts
+
+    @property
+    def _casts(self) -> bool:
+        return (self.dtype, self.training.states) != ("float32", "float32")
 
     def _record_groups(self, minimum: int) -> None:
         """Records each parameter's group before sharding changes the modules."""
@@ -187,13 +268,9 @@ class Fsdp2Backend(TrainerBackend):
             self._group_names[group_of.get(parameter, -1)].append(name)
 
     def _record_units(self) -> None:
-        """Records the size of each unit, once it is known how the files are laid out."""
+        """Records which units are blocks, once it is known how the files are laid out."""
         blocks = find_blocks(self._model) if self._converts else []
         self._block_prefixes = self._prefixes(blocks)
-        self._sizes: dict[str, int] = {}
-        for name, parameter in self._model.named_parameters():
-            unit = self._unit(name)
-            self._sizes[unit] = self._sizes.get(unit, 0) + parameter.numel()
 
     @property
     def _converts(self) -> bool:
@@ -211,15 +288,31 @@ class Fsdp2Backend(TrainerBackend):
                 return prefix
         return name
 
-    def _divide(self, settings: TrainerSettings) -> None:
-        """Lets the model end at its hidden states, and makes what takes log probabilities of
-        them."""
-        logits_of, tail = divide(self._model)
-        of_row = 4 * self.facts.vocabulary
-        rows = max(1, (settings.logits_bytes or _LOGITS_BYTES[self.device]) // of_row)
-        if logits_of is None:
+    def _try_out(self, path: Path, settings: TrainerSettings) -> None:
+        """Finds out whether the model is causal, whether it packs, and whether it can end at its
+        hidden states. Where it is sharded, a small one is tried out, since a forward pass gathers
+        what ranks share."""
+        small = small_model(path) if self._sharded else None
+        model = self._model if small is None else small
+        check_causal(model)
+        self.packs = settings.packing == "on" and can_pack(model)
+        if self.packs and small is not None:
+            pack(self._model)
+        self._divide(settings, apart=comes_apart(model))
+        if self._sharded:
+            self._model.reshard()
+
+    def _divide(self, settings: TrainerSettings, *, apart: bool) -> None:
+        """Makes what takes log probabilities of what the model returns: its hidden states, if it
+        comes apart."""
+        if apart:
+            logits_of, tail = divide(self._model)
+            of_row = 4 * self.facts.vocabulary
+            rows = max(1, (settings.logits_bytes or _LOGITS_BYTES[self._world.device]) // of_row)
+        else:
             get_log().warning("logits_whole", architecture=self.facts.architecture)
-            logits_of, rows = _as_they_are, sys.maxsize
+            return_logits(self._model)
+            logits_of, tail, rows = _as_they_are, {}, sys.maxsize
         self._tail = tail
         self._logprobs = ChunkedLogprobs(logits_of, self._of_tail, rows=rows)
 
@@ -234,15 +327,16 @@ class Fsdp2Backend(TrainerBackend):
     def _freeze(self) -> None:
         """Recorded names stay valid."""
         freeze(self._model, self._active)
+        self._keep_in(torch_dtype(self.dtype))
+
+    def _keep_in(self, dtype: torch.dtype) -> None:
         for parameter in self._model.parameters():
-            parameter.data = parameter.data.to(torch_dtype(self.dtype))
+            parameter.data = parameter.data.to(dtype)
 
     def _shard(self) -> None:
         mesh = init_device_mesh(self._world.device, (self._world.size,))
-        compute = torch_dtype(self.dtype)
-        policy = MixedPrecisionPolicy(
-            param_dtype=None if compute == torch.float32 else compute, reduce_dtype=torch.float32
-        )
+        compute = torch_dtype(self.dtype) if self._casts else None
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         for group in self._groups:
             fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         # Backward needs the root's parameters (embeddings, head) first, so they stay gathered.
@@ -261,6 +355,37 @@ class Fsdp2Backend(TrainerBackend):
             dist.all_reduce(value)
 
     # --- Computing -------------------------------------------------------------------------
+
+    def warm_up(self, *, gradients: bool) -> None:
+        if not self._compiled:
+            return
+        kinds = micro_batches_to_compile(
+            packed=self.packs,
+            vocabulary=self.facts.vocabulary,
+            max_length=self.facts.max_length,
+        )
+        with compiling(self.facts.architecture):
+            for micro_batch in kinds:
+                logprobs = self.logprobs(micro_batch, gradients=gradients)
+                if gradients:
+                    self.backward(logprobs.sum())
+        if gradients:
+            self.optimizer.drop_gradients()
+
+    def forward_backward(self, batch: Batch, share: RankPlan, *, done: Done) -> ShareResult:
+        """Ranks add up gradients with the last micro-batch alone, unless those of the whole model,
+        which each of them has until then, are too many."""
+        if not self._reduces_once:
+            return super().forward_backward(batch, share, done=done)
+        left = len(share)
+
+        def keep(loss: Tensor) -> None:
+            nonlocal left
+            left -= 1
+            self._model.set_requires_gradient_sync(left == 0)
+            self.backward(loss)
+
+        return compute_share(self, batch, share, keep=keep, done=done)
 
     def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> Tensor:
         with torch.set_grad_enabled(gradients):
@@ -299,15 +424,15 @@ class Fsdp2Backend(TrainerBackend):
     def _hidden_of(self, micro_batch: MicroBatch) -> Tensor:
         """The hidden states [rows, hidden] of all tokens. No attention mask: a causal model's
         real tokens never see padding on the right."""
-        extra: dict[str, object] = {}
-        if micro_batch.positions is not None:
-            extra = {
-                "position_ids": self.to_device(micro_batch.positions),
-                "run_lengths": micro_batch.run_lengths,
-            }
+        single = self._compiled and micro_batch.tokens.shape[1] == 1
+        if single:
+            micro_batch = of_two_tokens(micro_batch)
+        extra: dict[str, Tensor | int] = {}
+        if micro_batch.positions is not None and micro_batch.bounds is not None:
+            extra = row_inputs(micro_batch.positions, micro_batch.bounds, self.device)
         tokens = self.to_device(micro_batch.tokens)
         hidden: Tensor = self._model(input_ids=tokens, use_cache=False, **extra)
-        return hidden.flatten(0, 1)
+        return hidden[:, 0] if single else hidden.flatten(0, 1)
 
     def _targets_of(self, micro_batch: MicroBatch) -> Tensor:
         return self.to_device(micro_batch.targets).flatten(0, 1)
@@ -363,10 +488,6 @@ class Fsdp2Backend(TrainerBackend):
             torch.cuda.empty_cache()
         return intact
 
-    @property
-    def threadsafe(self) -> bool:
-        return not self._sharded and self.device == "cpu"
-
     def live_state(self) -> LiveState:
         if self._sharded:
             # A loss that failed after its forward pass has left the root gathered.
@@ -379,38 +500,58 @@ class Fsdp2Backend(TrainerBackend):
             parameters=[*parameters, *self._model.buffers()],
         )
 
-    # --- Collecting ------------------------------------------------------------------------
+    # --- Exporting -------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Tensor]:
         named = {name: tensor.detach() for name, tensor in self._trainable.items()}
         return named if self._adapters else {**named, **persistent_buffers(self._model)}
 
-    def tensor_sizes(self) -> Mapping[str, int]:
-        own = {name: self._sizes[first] for name, first in self._second_names.items()}
-        return {**self._sizes, **own}
+    def exports(self) -> Sequence[Export]:
+        found = [
+            Export(name, tuple(buffer.shape), buffer.dtype, unit=name)
+            for name, buffer in persistent_buffers(self._model).items()
+        ]
+        for group in self._group_names:
+            for unit, names in self._units_of(group).items():
+                parts = {
+                    name: torch.empty(
+                        self._model.get_parameter(name).shape,
+                        dtype=torch_dtype(self.dtype),
+                        device="meta",
+                    )
+                    for name in names
+                }
+                for name, tensor in self._file_layout(parts).items():
+                    found.append(Export(name, tuple(tensor.shape), tensor.dtype, unit))
+        return found
 
-    def collect(self, *, dtype: str, owned_by_me: Callable[[str], bool]) -> dict[str, Tensor]:
-        """Gathers one group after the other, so that no rank holds the whole model at once."""
-        collected: dict[str, Tensor] = {}
+    def export_weights(self, units: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Gathers one group after the other."""
+        for name, buffer in persistent_buffers(self._model).items():
+            if name in units:
+                yield name, buffer.detach()
         modules: list[FSDPModule | None] = [None]
         if self._sharded:
             modules = list(self._fsdp_modules())
         for module, group in zip(modules, self._group_names, strict=True):
-            second = [name for name, first in self._second_names.items() if first in group]
-            names = [*group, *second]
             if module is not None:
                 module.unshard()
-            mine = {name: self._merged(name) for name in names if owned_by_me(self._unit(name))}
-            for name, tensor in self._file_layout(mine).items():
-                collected[name] = tensor.to(
-                    device="cpu", dtype=torch_dtype(dtype), copy=True
-                ).contiguous()
+            for unit, names in self._units_of(group).items():
+                if unit not in units:
+                    continue
+                whole = {name: self._merged(name) for name in names}
+                for name, tensor in self._file_layout(whole).items():
+                    yield name, tensor.to(torch_dtype(self.dtype))
             if module is not None:
                 module.reshard()
-        if self._world.rank == 0:
-            for name, buffer in persistent_buffers(self._model).items():
-                collected[name] = buffer.detach().cpu().contiguous()
-        return collected
+
+    def _units_of(self, group: Sequence[str]) -> dict[str, list[str]]:
+        """The parameters of a group by unit, a tied weight's second name too if it is untied."""
+        second = [name for name, first in self._second_names.items() if first in group]
+        units: dict[str, list[str]] = {}
+        for name in [*group, *second]:
+            units.setdefault(self._unit(name), []).append(name)
+        return units
 
     def _merged(self, name: str) -> Tensor:
         """A parameter, with its adapter merged in. Its group must be gathered."""
@@ -421,11 +562,11 @@ class Fsdp2Backend(TrainerBackend):
         a, b = adapter.lora_A.detach(), adapter.lora_B.detach()
         return merged(parameter, a=a, b=b, scale=adapter.scale)
 
-    def collect_adapter(self) -> dict[str, Tensor]:
+    def export_adapter(self) -> Mapping[str, Tensor]:
         if self._world.rank:
             return {}
         return {
-            key_of(name, side=side): parameter.detach().cpu().contiguous()
+            key_of(name, side=side): parameter.detach()
             for name, adapter in self._adapters.items()
             for side, parameter in (("A", adapter.lora_A), ("B", adapter.lora_B))
         }
@@ -439,7 +580,7 @@ class Fsdp2Backend(TrainerBackend):
 
     def _file_layout(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Converts names and shapes to those of the model's own files."""
-        if not self._converts or not tensors:
+        if not self._converts:
             return tensors
         from transformers.core_model_loading import revert_weight_conversion
 

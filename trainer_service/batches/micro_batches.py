@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from trainer_service.batches.loss_inputs import Float32Array, Int64Array, starts_of
 from trainer_service.batches.validation import Batch
 from trainer_service.losses.base import Layout
-from trainer_service.models.packing import RunLengths, run_lengths_of
+from trainer_service.models.packing import bounds_of
 
 
 def ranges(*, starts: Int64Array, sizes: Int64Array) -> Int64Array:
@@ -109,7 +110,7 @@ class MicroBatch:
     `tokens` [B, T], `targets` [B, T, K]; `select` [e] picks the real entries out of the flat
     [B·T·K] (None: all are real); `entries` [e] are their indices in the batch's [E];
     `inputs` are the loss inputs, [e] each. A packed micro-batch has all datums in one row;
-    `positions` [1, T] and `run_lengths` say where each begins.
+    `positions` [1, T] and `bounds` (`bounds_of`) say where each begins.
     """
 
     tokens: Int64Array
@@ -118,7 +119,7 @@ class MicroBatch:
     entries: Int64Array
     inputs: Mapping[str, Float32Array]
     positions: Int64Array | None = None
-    run_lengths: RunLengths = ()
+    bounds: NDArray[np.int32] | None = None
 
 
 def make_micro_batch(batch: Batch, datums: Sequence[int], *, packed: bool) -> MicroBatch:
@@ -142,7 +143,7 @@ def make_micro_batch(batch: Batch, datums: Sequence[int], *, packed: bool) -> Mi
             entries=entries,
             inputs=inputs,
             positions=ranges(starts=np.zeros_like(lengths), sizes=lengths)[None],
-            run_lengths=run_lengths_of(lengths.tolist()),
+            bounds=bounds_of(lengths.tolist()),
         )
     if len(entries) == rows * longest * widest:
         return MicroBatch(
@@ -164,6 +165,57 @@ def make_micro_batch(batch: Batch, datums: Sequence[int], *, packed: bool) -> Mi
         select=np.flatnonzero(wanted).astype(np.int64, copy=False),
         entries=entries,
         inputs=inputs,
+    )
+
+
+STAND_IN_TOKENS = 2
+"""Of one, compiled code would be code of its own."""
+
+
+def stand_in(*, packed: bool) -> MicroBatch:
+    """What a rank without datums computes, so that its collectives match those of the others."""
+    tokens = np.zeros((1, STAND_IN_TOKENS), np.int64)
+    return MicroBatch(
+        tokens=tokens,
+        targets=tokens[..., None],
+        select=None,
+        entries=np.zeros(0, np.int64),
+        inputs={},
+        positions=np.arange(STAND_IN_TOKENS)[None] if packed else None,
+        bounds=bounds_of([STAND_IN_TOKENS]) if packed else None,
+    )
+
+
+_COMPILED_TOKENS = 251
+"""Of a row. A prime, so that a compiler builds nothing upon what divides it."""
+
+
+def micro_batches_to_compile(
+    *, packed: bool, vocabulary: int, max_length: int
+) -> Iterator[MicroBatch]:
+    """One of each kind that a compiler tells apart: of one row and, if not `packed`, of several."""
+    tokens = min(_COMPILED_TOKENS, max_length or _COMPILED_TOKENS)
+    for rows in (1,) if packed else (1, 2):
+        ids = np.arange(rows * tokens).reshape(rows, tokens) % vocabulary
+        yield MicroBatch(
+            tokens=ids,
+            targets=ids[..., None],
+            select=None,
+            entries=np.arange(rows * tokens),
+            inputs={},
+            positions=np.arange(tokens)[None] if packed else None,
+            bounds=bounds_of([tokens]) if packed else None,
+        )
+
+
+def of_two_tokens(micro_batch: MicroBatch) -> MicroBatch:
+    """One whose rows are of a single token, a size that a compiler takes for a constant, with a
+    second token in each: as padding, or as a sequence of its own."""
+    tokens = np.pad(micro_batch.tokens, ((0, 0), (0, 1)))
+    if micro_batch.bounds is None:
+        return replace(micro_batch, tokens=tokens)
+    return replace(
+        micro_batch, tokens=tokens, positions=np.zeros((1, 2), np.int64), bounds=bounds_of([1, 1])
     )
 
 

@@ -5,12 +5,13 @@ A version holds the whole model, or, in a LoRA run, the adapter alone in PEFT's 
 
 from __future__ import annotations
 
+import ctypes
 import heapq
 import itertools
 import json
-import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +23,6 @@ from tandem.errors import LoadFailed, PublishFailed, ServerError
 from tandem.v1 import trainer_pb2
 from tandem.weights import (
     Canary,
-    Checksum,
     FileEntry,
     Manifest,
     PartialVersion,
@@ -31,9 +31,17 @@ from tandem.weights import (
 )
 from tandem.weights.store import fsync_path, sync_name
 from tandem.worker import LoraSpec
-from trainer_service.backends.base import LoraBackend, TrainerBackend
+from trainer_service.backends.base import Export, TrainerBackend
 from trainer_service.batches.micro_batches import MicroBatch
-from trainer_service.checkpoints.storage import agree, check_free_space, storage_error
+from trainer_service.checkpoints.storage import (
+    FILE_BYTES,
+    HashedFile,
+    Progress,
+    agree,
+    check_free_space,
+    storage_error,
+    together,
+)
 from trainer_service.compute.trainer import RankTrainer
 from trainer_service.lora.adapters import WEIGHTS_NAME, AdapterConfig
 from trainer_service.models.files import (
@@ -48,8 +56,18 @@ if TYPE_CHECKING:
 
 
 CANARY_TOKENS = 16
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-_STORED_TYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}
+_STORED_TYPES = {
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.int16": "I16",
+    "torch.int8": "I8",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
+}
 
 
 @dataclass(frozen=True)
@@ -88,7 +106,7 @@ def bytes_needed(request: VersionRequest, backend: TrainerBackend) -> int:
     """About how many bytes a version takes, small files included."""
     if adapter_of(request, backend):
         return backend.facts.trainable_parameters * 4 + 2**20
-    return sum(backend.tensor_sizes().values()) * _ITEM_BYTES[backend.dtype] + 2**20
+    return sum(export.bytes for export in backend.exports()) + 2**20
 
 
 def prepare_publish(request: VersionRequest, backend: TrainerBackend) -> PartialVersion:
@@ -124,19 +142,15 @@ def published_by(request: VersionRequest) -> Manifest | None:
 
 
 def publish(request: VersionRequest, trainer: RankTrainer) -> Manifest | None:
-    """Writes this rank's file. Rank 0 commits and returns the manifest, or raises `StorageFull`
+    """Writes this rank's files. Rank 0 commits and returns the manifest, or raises `StorageFull`
     or `PublishFailed` with nothing left of the version."""
     backend, control = trainer.backend, trainer.control
     partial = PartialVersion(request.path)
     needed = bytes_needed(request, backend)
     canary = compute_canary(backend)
-    name, tensors = _collect(request, trainer)
     try:
         entries = agree(
-            control,
-            lambda: [_write_tensors(partial.path / name, tensors)] if name else [],
-            what=request.name,
-            needed=needed,
+            control, lambda: _write(request, partial, trainer), what=request.name, needed=needed
         )
         if control.rank:
             return None
@@ -149,19 +163,76 @@ def publish(request: VersionRequest, trainer: RankTrainer) -> Manifest | None:
         raise storage_error(error, what=request.name, needed=needed) from error
 
 
-def _collect(request: VersionRequest, trainer: RankTrainer) -> tuple[str, dict[str, Tensor]]:
-    """The file that this rank writes ("" for none) and its tensors."""
+def _write(
+    request: VersionRequest, partial: PartialVersion, trainer: RankTrainer
+) -> list[dict[str, str | int]]:
+    """Writes the files of this rank, if it has any. Returns their entries in the manifest.
+
+    Between two tensors a rank may wait for the others to gather the next one, so that what takes
+    long is left to the end, where all wait for each other as long as it takes: files are synced.
+    """
     backend, control = trainer.backend, trainer.control
     if adapter_of(request, backend):
-        assert isinstance(backend, LoraBackend)
-        return "" if control.rank else WEIGHTS_NAME, backend.collect_adapter()
-    owners = assign_owners(backend.tensor_sizes(), ranks=control.size)
-    tensors = backend.collect(
-        dtype=backend.dtype, owned_by_me=lambda unit: owners[unit] == control.rank
-    )
-    if control.size == 1:
-        return "model.safetensors", tensors
-    return f"model-{control.rank + 1:05d}-of-{control.size:05d}.safetensors", tensors
+        adapter = backend.export_adapter()
+        tensors = iter(adapter.items())
+        exports = [
+            Export(name, tuple(each.shape), each.dtype, unit=name) for name, each in adapter.items()
+        ]
+        files = {WEIGHTS_NAME: exports} if control.rank == 0 else {}
+    else:
+        exports = list(backend.exports())
+        owners = assign_owners(exports, ranks=control.size)
+        files = name_files(exports, owners, ranks=control.size)[control.rank]
+        units = {unit for unit, rank in owners.items() if rank == control.rank}
+        tensors = backend.export_weights(units)
+    progress, opened = Progress(), ExitStack()
+    written: list[tuple[HashedFile, list[str]]] = []
+    failure: OSError | None = None
+    try:
+        for name, exports in files.items():
+            file = opened.enter_context(closing(HashedFile(partial.path / name, progress=progress)))
+            written.append((file, _write_tensors(file, exports, tensors)))
+    except OSError as error:
+        failure = error
+    finally:
+        for _ in tensors:  # after an error: the other ranks wait for this one to gather them
+            pass
+
+    def sync() -> list[dict[str, str | int]]:
+        with opened:
+            if failure is not None:
+                raise failure
+            for file, _ in written:
+                file.sync()
+                progress.bytes += 1
+        return [
+            {**file.entry().model_dump(), "tensors": json.dumps(names)} for file, names in written
+        ]
+
+    return together(control.group, sync, progress=progress)
+
+
+def name_files(
+    exports: Sequence[Export], owners: Mapping[str, int], *, ranks: int
+) -> list[dict[str, list[Export]]]:
+    """The files that each rank writes, by rank, with their tensors in the order in which they are
+    exported: as many as fit `FILE_BYTES`, named as transformers names them."""
+    files: list[list[list[Export]]] = [[] for _ in range(ranks)]
+    for export in exports:
+        mine = files[owners[export.unit]]
+        if not mine or sum(each.bytes for each in mine[-1]) + export.bytes > FILE_BYTES:
+            mine.append([])
+        mine[-1].append(export)
+    count, numbers = sum(map(len, files)), itertools.count(1)
+    return [
+        {
+            f"model-{next(numbers):05d}-of-{count:05d}.safetensors"
+            if count > 1
+            else "model.safetensors": tensors
+            for tensors in mine
+        }
+        for mine in files
+    ]
 
 
 def compute_canary(backend: TrainerBackend) -> Canary:
@@ -183,41 +254,43 @@ def compute_canary(backend: TrainerBackend) -> Canary:
     return Canary(tokens=tokens.tolist(), logprobs=logprobs.cpu().tolist())
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str | int]:
-    """Writes one safetensors file. Returns its entry in the manifest, with the tensors' names;
-    the checksum is of what was written, and nothing is read again for it.
+def _write_tensors(
+    file: HashedFile, exports: Sequence[Export], tensors: Iterator[tuple[str, Tensor]]
+) -> list[str]:
+    """Writes one safetensors file. Returns its tensors' names.
 
     The library would write it, too, but close it without looking whether that succeeds, which is
-    where NFS tells that it could not write; and a sync of the file opened anew knows nothing of it.
+    where NFS tells that it could not write.
     """
     stored = {
-        name: StoredTensor(
-            file=path,
-            name=name,
-            dtype=_STORED_TYPES[str(tensor.dtype)],
-            shape=tuple(tensor.shape),
-            start=0,
-            bytes=tensor.numel() * tensor.element_size(),
+        export.name: StoredTensor(
+            file=Path(file.name),
+            name=export.name,
+            dtype=_STORED_TYPES[str(export.dtype)],
+            shape=export.shape,
+            start=place,
+            bytes=export.bytes,
         )
-        for name, tensor in tensors.items()
+        for place, export in enumerate(exports)
     }
-    writer, checksum = TensorWriter(stored), Checksum()
-    with path.open("xb") as file:
-        pieces = (_bytes_of(tensors[name]) for name in writer.order)
-        for content in itertools.chain[bytes | memoryview]([writer.header], pieces):
-            file.write(content)
-            checksum.update(content)
-        file.flush()
-        os.fsync(file.fileno())
-    entry = checksum.entry(path.name)
-    return {**entry.model_dump(), "tensors": json.dumps(sorted(tensors))}
+    writer = TensorWriter(stored)
+    file.write(writer.header)
+    for content in _in_order(writer.order, tensors):
+        file.write(content)
+    return sorted(stored)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    import torch
-
-    content = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(content.view(torch.uint8).numpy())
+def _in_order(order: Sequence[str], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[memoryview]:
+    """The bytes of the tensors, by name, in the order of a file, which has wide types first: what
+    comes before its turn, a buffer or so, is kept until then."""
+    early: dict[str, Tensor] = {}
+    for awaited in order:
+        while awaited not in early:
+            name, tensor = next(tensors)
+            early[name] = tensor if name == awaited else tensor.clone()
+        content = early.pop(awaited).cpu().contiguous()
+        # After `numpy()`, the storage of what was gathered could not be emptied.
+        yield memoryview((ctypes.c_ubyte * content.nbytes).from_address(content.data_ptr()))
 
 
 def _commit(
@@ -235,7 +308,6 @@ def _commit(
     }
     lora = adapter_of(request, backend)
     if lora:
-        assert isinstance(backend, LoraBackend)
         others = copy_small_files(base.path, partial.path, adapter=True)
         config = AdapterConfig(
             base_model=base.name,
@@ -245,8 +317,9 @@ def _commit(
         )
         others.append(config.write(partial.path))
     else:
-        untied = isinstance(backend, LoraBackend) and backend.unties_head
-        others = copy_small_files(base.path, partial.path, dtype=backend.dtype, untied=untied)
+        others = copy_small_files(
+            base.path, partial.path, dtype=backend.dtype, untied=backend.unties_head
+        )
     if len(entries) > 1:
         total = sum(_tensor_bytes(partial.path, entry) for entry in entries)
         others.append(write_index(partial.path, weight_map=weight_map, total_bytes=total))
@@ -277,12 +350,15 @@ def _tensor_bytes(directory: Path, entry: FileEntry) -> int:
     return int(entry.bytes) - 8 - int(header)
 
 
-def assign_owners(sizes: Mapping[str, int], *, ranks: int) -> dict[str, int]:
+def assign_owners(exports: Sequence[Export], *, ranks: int) -> dict[str, int]:
     """The owner of each unit: largest first, each to the rank with the least so far.
 
-    Literal example: `assign_owners({"a": 5, "b": 3, "c": 3}, ranks=2)` is
+    Literal example: with units a, b and c of 5, 3 and 3 bytes, two ranks get
     `{"a": 0, "b": 1, "c": 1}`.
     """
+    sizes: dict[str, int] = {}
+    for export in exports:
+        sizes[export.unit] = sizes.get(export.unit, 0) + export.bytes
     loads = [(0, rank) for rank in range(ranks)]
     owners: dict[str, int] = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):

@@ -9,16 +9,22 @@ their pickles likewise.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
+from typing import IO
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.futures import Future
 
 from tandem.errors import CheckpointDamaged
 from tandem.weights.store import read_again
+from trainer_service.checkpoints.storage import Progress, together
 
 LAYOUT_NAME = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -64,13 +70,37 @@ def _member(kind: object, name: str) -> Enum:
     return kind[name]
 
 
-class CheckpointReader(FileSystemReader):  # type: ignore[misc]
-    """Reads only `files`, the names in the checkpoint's record."""
+class _CountedFiles(FileSystem):  # type: ignore[misc]
+    """The files that a rank reads."""
 
-    def __init__(self, path: Path, *, files: Collection[str]) -> None:
+    def __init__(self) -> None:
+        self.progress = Progress()
+
+    @contextmanager
+    def create_stream(self, path: Path, mode: str) -> Iterator[IO[bytes]]:
+        with super().create_stream(path, mode) as stream:
+            yield stream
+        self.progress.bytes += path.stat().st_size
+
+
+class CheckpointReader(FileSystemReader):  # type: ignore[misc]
+    """Reads only `files`, the names in the checkpoint's record. The ranks of the `group` wait for
+    each other while they do."""
+
+    def __init__(
+        self, path: Path, *, files: Collection[str], group: dist.ProcessGroup | None = None
+    ) -> None:
         super().__init__(path)
+        self.fs = _CountedFiles()
         self._folder = path
         self._files = frozenset(files)
+        self._group = group
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        def read() -> Future[None]:
+            return super(CheckpointReader, self).read_data(plan, planner)
+
+        return together(self._group, read, progress=self.fs.progress)
 
     def read_metadata(self, *_: object, **__: object) -> Metadata:
         layout = read_layout(self._folder, files=self._files)

@@ -102,10 +102,11 @@ class Snapshots:
         began = time.perf_counter()
         partial = training_state.partial_path(path)
         try:
-            training_state.write_shards(state, partial, group=self._trainer.snapshot_group)
+            group = self._trainer.snapshot_group
+            files = training_state.write_shards(state, partial, group=group)
             if self._trainer.control.rank:
                 return trainer_pb2.AwaitSnapshotReply()
-            record = training_state.commit(record, path)
+            record = training_state.commit(record, path, files=files)
         except (OSError, ServerError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             return _failed(error)

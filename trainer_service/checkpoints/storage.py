@@ -1,16 +1,39 @@
-"""What publishing and checkpointing share: free space, failed writes, and agreement of ranks."""
+"""What publishing and checkpointing share: free space, failed writes, files that are hashed while
+they are written, and ranks that wait for each other meanwhile and agree on what came of it."""
 
 from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeVar
 
-from tandem.errors import PublishFailed, ServerError, StorageFull, from_type
+import torch
+import torch.distributed as dist
+
+from tandem.errors import PublishFailed, ServerError, StorageFull, TandemError, from_type
+from tandem.weights import Checksum, FileEntry
 from trainer_service.compute.trainer import ControlGroup
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Result = TypeVar("Result")
+
+FILE_BYTES = 4 * 2**30
+"""Of one file, at most, unless a single tensor has more: a file is synced, copied and verified as a
+whole."""
+STALLED_AFTER = 300.0
+"""Seconds in which no rank writes or reads, after which a disk is given up."""
+_BEAT = 1.0
+_PIECE = 8 * 2**20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -54,14 +77,17 @@ def agree(
 ) -> list[dict[str, str | int]]:
     """Runs `write` on every rank; rank 0 gets what all ranks returned.
 
-    A rank that fails to write reports its error instead, so that all ranks stay in step; rank 0
-    then raises that of the first rank that failed. Other ranks return their own entries.
+    A rank that fails to write, or otherwise, reports its error instead, so that all ranks stay in
+    step; rank 0 then raises that of the first rank that failed. Other ranks return their own
+    entries.
     """
+    mine: list[dict[str, str | int]] = []
     try:
         report: dict[str, object] = {"entries": (mine := write())}
-    except OSError as error:
-        mine = []
-        failure = storage_error(error, what=what, needed=needed)
+    except (OSError, TandemError) as error:
+        failure: TandemError = (
+            storage_error(error, what=what, needed=needed) if isinstance(error, OSError) else error
+        )
         report = {"type": failure.type, "message": f"rank {control.rank}: {failure.message}"}
     reports: Sequence[dict[str, object]] = [
         json.loads(part) for part in control.gather(json.dumps(report).encode())
@@ -72,3 +98,111 @@ def agree(
             raise from_type(str(part["type"]), str(part["message"]))
         entries.extend(part["entries"])  # type: ignore[arg-type]
     return entries if control.rank == 0 else mine
+
+
+# --- Writing ------------------------------------------------------------------------------------
+
+
+class Counted(Protocol):
+    """Something that says how many bytes this rank has written or read."""
+
+    @property
+    def bytes(self) -> int: ...
+
+
+class Progress:
+    """How many bytes this rank has written, or read, for those who wait."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+
+class HashedFile:
+    """A new file, hashed while it is written, so that nothing is read again for its checksum."""
+
+    def __init__(self, path: Path, *, progress: Progress) -> None:
+        self.name = path.name
+        self._file: BinaryIO = path.open("xb")
+        self._checksum = Checksum()
+        self._progress = progress
+
+    def write(self, content: bytes | memoryview) -> int:
+        whole = memoryview(content)
+        assert whole.itemsize == 1
+        for start in range(0, len(whole), _PIECE):
+            piece = whole[start : start + _PIECE]
+            self._file.write(piece)
+            self._checksum.update(piece)
+            self._progress.bytes += len(piece)
+        return len(whole)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def sync(self) -> None:
+        """Make the content survive a power failure. A sync of the file opened anew would not know
+        of what this one could not write."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def entry(self) -> FileEntry:
+        return self._checksum.entry(self.name)
+
+
+def together(
+    group: dist.ProcessGroup | None,
+    work: Callable[[], Result],
+    *,
+    progress: Counted,
+    stalled_after: float = STALLED_AFTER,
+) -> Result:
+    """Returns what `work` does, once all ranks of the group are done with theirs: each in a thread,
+    while they tell each other every second how far they are. So no collective waits for a disk,
+    whatever there is to write or to read, and a rank that dies is noticed at once.
+
+    Raises what `work` does, once the others are done, too; and `OSError` on every rank when none
+    has come any further for `stalled_after` seconds. The thread may then still hang.
+    """
+    if group is None:
+        return work()
+    future: Future[Result] = Future()
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    threading.Thread(target=_carry_out, args=(future, work, gpu), name="disk", daemon=True).start()
+    seen, since = -1, time.monotonic()
+    while True:
+        wait_for([future], timeout=_BEAT)
+        # The clock of rank 0 counts, so that all ranks give up or none does.
+        late = dist.get_rank(group) == 0 and time.monotonic() - since > stalled_after
+        busy, everywhere, stalled = _sum(group, not future.done(), progress.bytes, late)
+        if not busy:
+            return future.result()
+        if stalled:
+            raise OSError(
+                errno.ETIMEDOUT, f"the disk of {busy} ranks has stood still for {stalled_after:g} s"
+            )
+        if everywhere != seen:
+            seen, since = everywhere, time.monotonic()
+
+
+def _sum(group: dist.ProcessGroup, *numbers: int) -> list[int]:
+    total: Tensor = torch.tensor(numbers, dtype=torch.int64)
+    dist.all_reduce(total, group=group)
+    return [int(number) for number in total.tolist()]
+
+
+def _carry_out(future: Future[Result], work: Callable[[], Result], gpu: int | None) -> None:
+    try:
+        if gpu is not None:
+            torch.cuda.set_device(gpu)  # each thread has its own
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001 (whoever waits raises it)
+        future.set_exception(error)

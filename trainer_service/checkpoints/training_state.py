@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ import torch.distributed.checkpoint as dcp
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch.distributed.checkpoint import SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, _item_size, _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -35,7 +39,6 @@ from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import FileEntry, checksum_file
 from tandem.weights.store import (
     check_own_file,
-    fsync_path,
     give_name,
     make_folder,
     read_again,
@@ -45,8 +48,16 @@ from tandem.weights.store import (
 from tandem.worker import LoraSpec, TrainingSpec
 from trainer_service.backends.base import TrainerBackend
 from trainer_service.checkpoints.restricted_reader import CheckpointReader, read_layout
-from trainer_service.checkpoints.storage import agree, check_free_space, storage_error
-from trainer_service.compute.trainer import RankTrainer
+from trainer_service.checkpoints.storage import (
+    FILE_BYTES,
+    HashedFile,
+    Progress,
+    agree,
+    check_free_space,
+    storage_error,
+    together,
+)
+from trainer_service.compute.trainer import Op, RankTrainer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,16 +142,15 @@ def save(
     state = state_of(trainer.backend)
 
     def write() -> list[dict[str, str | int]]:
-        write_shards(state, partial, group=control.group)
-        return []
+        files = write_shards(state, partial, group=control.group)
+        return [entry.model_dump() for entry in files]
 
     try:
-        agree(control, write, what=what, needed=needed)
+        entries = agree(control, write, what=what, needed=needed)
         if control.rank:
             return None
-        record = describe(trainer, state, request.header)
-        # The other ranks are idle meanwhile.
-        return commit(record, path, on_file=control.heartbeat)
+        files = [FileEntry.model_validate(entry) for entry in entries]
+        return commit(describe(trainer, state, request.header), path, files=files)
     except ServerError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -151,19 +161,17 @@ def save(
 
 def write_shards(
     state: dict[str, Tensor], partial: Path, *, group: dist.ProcessGroup | None
-) -> None:
-    """Writes this rank's part of the state. Raises `OSError` on all ranks if one cannot."""
+) -> list[FileEntry]:
+    """Writes this rank's part of the state. Returns, on the first rank, the files of all ranks.
+    Raises `OSError` on all ranks if one cannot."""
+    writer = _Writer(partial, group=group)
     try:
         with _quiet():
-            dcp.save(
-                state,
-                storage_writer=_Writer(partial),
-                process_group=group,
-                no_dist=group is None,
-            )
+            dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         # Raised on every rank if any failed, with the failures by rank.
         raise _os_error_in(error) from error
+    return writer.files
 
 
 def describe(
@@ -186,18 +194,10 @@ def describe(
     )
 
 
-def commit(
-    record: CheckpointRecord, path: Path, *, on_file: Callable[[], None] = lambda: None
-) -> CheckpointRecord:
-    """Add the files of all ranks to the record, write it, and give the checkpoint its name.
-    `on_file` is called after each file that was read for its checksum."""
+def commit(record: CheckpointRecord, path: Path, *, files: Sequence[FileEntry]) -> CheckpointRecord:
+    """Add the files of all ranks to the record, write it, and give the checkpoint its name."""
     partial = partial_path(path)
-    entries = []
-    for file in sorted(partial.iterdir()):
-        fsync_path(file)
-        entries.append(checksum_file(file))
-        on_file()
-    record = record.model_copy(update={"files": entries})
+    record = record.model_copy(update={"files": sorted(files, key=lambda entry: entry.name)})
     write_synced(partial / RECORD_NAME, record.model_dump_json(indent=1).encode())
     give_name(partial, path)
     return record
@@ -210,17 +210,37 @@ def check(path: Path, trainer: RankTrainer, *, optimizer: bool) -> CheckpointRec
     try:
         record = _read_record(path)
         _match(record, path.name, trainer, optimizer=optimizer)
-        for entry in record.files:
-            check_own_file(path, entry.name)
-            if read_again(checksum_file, path / entry.name) != entry:
-                raise CheckpointDamaged(f"checkpoint {path.name}: {entry.name} is damaged")
-            trainer.control.heartbeat()  # the other ranks are idle meanwhile
+        request = trainer_pb2.LoadCheckpointRequest(path=str(path))
+        trainer.control.broadcast(Op.VERIFY_CHECKPOINT, request)
+        verify(path, trainer)
         read_layout(path, files=_names(record))
     except OSError as error:
         raise CheckpointDamaged(f"checkpoint {path.name} cannot be read: {error}") from error
     except ValidationError as error:
         raise CheckpointDamaged(f"the record of checkpoint {path.name} is damaged") from error
     return record
+
+
+def verify(path: Path, trainer: RankTrainer) -> None:
+    """Reads this rank's share of the files. Rank 0 raises `CheckpointDamaged` if a rank finds one
+    that is not what was written."""
+    control, read = trainer.control, Progress()
+
+    def compare() -> list[dict[str, str | int]]:
+        for entry in _read_record(path).files[control.rank :: control.size]:
+            check_own_file(path, entry.name)
+            if read_again(checksum_file, path / entry.name) != entry:
+                raise CheckpointDamaged(f"checkpoint {path.name}: {entry.name} is damaged")
+            read.bytes += entry.bytes
+        return []
+
+    def compare_together() -> list[dict[str, str | int]]:
+        try:
+            return together(control.group, compare, progress=read)
+        except OSError as error:
+            raise CheckpointDamaged(f"checkpoint {path.name} cannot be read: {error}") from error
+
+    agree(control, compare_together, what=path.name, needed=0)
 
 
 def _match(record: CheckpointRecord, name: str, trainer: RankTrainer, *, optimizer: bool) -> None:
@@ -287,7 +307,7 @@ def load(path: Path, trainer: RankTrainer, *, optimizer: bool) -> None:
     with _quiet():
         dcp.load(
             state,
-            storage_reader=CheckpointReader(path, files=_names(record)),
+            storage_reader=CheckpointReader(path, files=_names(record), group=control.group),
             process_group=control.group,
             no_dist=control.size == 1,
         )
@@ -318,22 +338,93 @@ def _quiet() -> Iterator[None]:
 
 
 def _bytes_needed(backend: TrainerBackend) -> int:
-    if backend.training.lora:
-        return backend.facts.trainable_parameters * 12 + 2**20
-    return sum(backend.tensor_sizes().values()) * 12 + 2**20
+    each = backend.training.state_bytes
+    elements = sum(int(tensor.numel()) for tensor in backend.parameters().values())
+    return elements * (each.weight + each.moments) + 2**20
+
+
+class _HashedFiles(FileSystem):  # type: ignore[misc]
+    """The files that a rank writes, hashed meanwhile."""
+
+    def __init__(self) -> None:
+        self.progress = Progress()
+        self._files: dict[str, FileEntry] = {}
+
+    @contextmanager
+    def create_stream(self, path: Path, mode: str) -> Iterator[HashedFile]:
+        assert mode == "wb"
+        with closing(HashedFile(path, progress=self.progress)) as file:
+            yield file
+        self._files[path.name] = file.entry()
+
+    def rename(self, path: Path, new_path: Path) -> None:
+        path.rename(new_path)
+        self._files[new_path.name] = self._files.pop(path.name).model_copy(
+            update={"name": new_path.name}
+        )
+
+    def take(self) -> list[FileEntry]:
+        """Return the files since this was called last."""
+        taken, self._files = list(self._files.values()), {}
+        return taken
+
+
+class _Results(list[WriteResult]):
+    """What a rank has written, and into which files."""
+
+    files: list[FileEntry]
 
 
 class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]
-    """Says what the disk said. Torch closes also a tensor that could not be written whole, and then
-    complains that it is too short."""
+    """Writes a rank's part into files of bounded size, and says what the disk said. Torch closes
+    also a tensor that could not be written whole, and then complains that it is too short.
+
+    `files` are those of all ranks, once the first rank has finished the checkpoint.
+    """
+
+    def __init__(self, path: Path, *, group: dist.ProcessGroup | None) -> None:
+        # Tensors are copied from the device one by one: ahead, they would be so on GPU 0.
+        super().__init__(path, per_thread_copy_ahead=0)
+        self.fs = _HashedFiles()
+        self.files: list[FileEntry] = []
+        self._group = group
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        def write() -> _Results:
+            results = _Results()
+            for number, items in enumerate(_divided(plan.items)):
+                prefix = plan.storage_data.prefix + (f"{number}_" if number else "")
+                part = replace(plan, items=items, storage_data=_StoragePrefix(prefix))
+                results += super(_Writer, self).write_data(part, planner).wait()
+            results.files = self.fs.take()
+            return results
+
+        done: Future[list[WriteResult]] = Future()
         try:
-            return super().write_data(plan, planner)
+            done.set_result(together(self._group, write, progress=self.fs.progress))
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
+        return done
+
+    def finish(self, metadata: Metadata, results: list[_Results]) -> None:
+        super().finish(metadata, results)
+        self.files = [*self.fs.take(), *(entry for each in results for entry in each.files)]
+
+
+def _divided(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    """The items of each file."""
+    file: list[WriteItem] = []
+    size = 0
+    for item in items:
+        item_size = _item_size(item)
+        if file and size + item_size > FILE_BYTES:
+            yield file
+            file, size = [], 0
+        file.append(item)
+        size += item_size
+    yield file
 
 
 def _os_error_in(error: CheckpointException) -> OSError:

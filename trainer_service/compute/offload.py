@@ -29,8 +29,8 @@ import xxhash
 from tandem.errors import CannotSleep, OutOfMemory, StorageFailed, StorageFull
 from tandem.host import free_memory_bytes
 from tandem.v1 import common_pb2
-from trainer_service.backends.base import SleepingBackend, TrainerBackend
-from trainer_service.compute.memory import ran_out_of_memory
+from trainer_service.backends.base import Capability, TrainerBackend
+from trainer_service.batches.memory import ran_out_of_memory
 from trainer_service.optimizers import local
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class _Moved:
 
 class Offload:
     """The state of one rank: that of its `backends`, which may share a model. `memory` is that of
-    their device; None: the one it is."""
+    their device; None: the one it is. `bytes` counts what was written to files and read."""
 
     def __init__(
         self,
@@ -156,6 +156,7 @@ class Offload:
     ) -> None:
         self._backends = backends
         self._memory = memory
+        self.bytes = 0
         self._blocks: list[Tensor] = []
         self._moved: _Moved | None = None
 
@@ -166,7 +167,7 @@ class Offload:
     def check(self) -> None:
         """Raises `CannotSleep` if a backend cannot."""
         for backend in self._backends():
-            if not isinstance(backend, SleepingBackend):
+            if Capability.SLEEP not in backend.capabilities:
                 name = type(backend).__name__
                 raise CannotSleep(f"the trainer backend {name} does not know how to sleep")
 
@@ -239,9 +240,10 @@ class Offload:
     # --- What moves ------------------------------------------------------------------------
 
     def _tensors(self) -> list[Tensor]:
-        """In the order in which they go. Those of a shared model come once for each backend."""
+        """In the order in which they go. Those of a shared model come once for each backend, and
+        moments that are kept on the host do not move."""
         backends = self._backends()
-        states = [each.live_state() for each in backends if isinstance(each, SleepingBackend)]
+        states = [each.live_state() for each in backends]
         found: list[Tensor] = []
         for state in states:
             found += state.optimizer
@@ -249,7 +251,8 @@ class Offload:
             found += state.gradients
         for state in states:
             found += state.parameters
-        return [local(tensor) for tensor in found]
+        device = backends[0].device
+        return [local(tensor) for tensor in found if tensor.device.type == device]
 
     def _choose(self, enough_bytes: int) -> list[UntypedStorage]:
         """The storages to move."""
@@ -330,6 +333,7 @@ class Offload:
                 held = piece if staging is None else staging[: len(piece)].copy_(piece)
                 file.write(_buffer(held))
                 checksum.update(_buffer(held))
+                self.bytes += len(held)
             file.flush()
             os.fsync(file.fileno())  # a disk may say only now that it is full
         except OSError as error:
@@ -352,6 +356,7 @@ class Offload:
                 held = piece if staging is None else staging[: len(piece)]
                 file.readinto(_buffer(held))  # type: ignore[attr-defined]
                 checksum.update(_buffer(held))
+                self.bytes += len(held)
                 if staging is not None:
                     piece.copy_(held)
         except OSError as error:

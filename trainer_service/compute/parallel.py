@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.backends.base import Gradients, ParallelBackend, add_gradients
+from trainer_service.backends.base import Gradients, TrainerBackend, add_gradients
+from trainer_service.backends.loop import Done, ShareResult, compute_share
+from trainer_service.batches.micro_batches import RankPlan
+from trainer_service.batches.validation import Batch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Result = TypeVar("Result")
-Keep = Callable[["Tensor"], None]
-"""Takes a loss and adds its gradients to those held."""
 
 
 class ParallelMicroBatches:
@@ -36,17 +35,25 @@ class ParallelMicroBatches:
             initargs=(threads,),
         )
 
+    def warm_up(self, backend: TrainerBackend, *, gradients: bool) -> None:
+        """On one of the threads: what is compiled depends on how many of torch's own one has."""
+        self._pool.submit(backend.warm_up, gradients=gradients).result()
+
     def compute(
-        self, backend: ParallelBackend, shares: Sequence[Callable[[Keep], Result]]
-    ) -> list[Result]:
-        """Runs each of `shares` with gradients of its own. Returns the results in order.
+        self, backend: TrainerBackend, batch: Batch, plan: Sequence[RankPlan], *, done: Done
+    ) -> list[ShareResult]:
+        """Computes each share of a plan with gradients of its own. Returns the results in order.
 
         The gradients are then added to the backend's in that order too, so that the sum does not
         depend on which thread was quicker. Raises the first error once all threads have ended.
         """
-        held = [_SeparateGradients(backend.gradients) for _ in shares]
+        held = [_SeparateGradients(backend.gradients) for _ in plan]
         futures = [
-            self._pool.submit(share, mine.add) for share, mine in zip(shares, held, strict=True)
+            # No collectives have to match here, so that nothing is computed for empty ones.
+            self._pool.submit(
+                compute_share, backend, batch, tuple(filter(None, share)), keep=mine.add, done=done
+            )
+            for share, mine in zip(plan, held, strict=True)
         ]
         for future in futures:
             future.exception()

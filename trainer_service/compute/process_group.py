@@ -23,22 +23,23 @@ from tandem.settings import TrainerSettings
 from tandem.telemetry import configure_logging
 from tandem.worker import TrainingSpec, WorkerSpec
 from trainer_service.backends.base import (
-    ParallelBackend,
-    SleepingBackend,
+    Capability,
     TrainerBackend,
     World,
     backend_named,
 )
+from trainer_service.backends.planning import at_once
 from trainer_service.compute.parallel import ParallelMicroBatches
 from trainer_service.compute.topology import MeetingPoint, Topology
 from trainer_service.compute.trainer import ControlGroup, RankTrainer
 from trainer_service.lora.adapters import chosen_layers
+from trainer_service.models.compiled_blocks import check_compiler, compiles
 from trainer_service.models.huggingface import empty_model
 
 START_TIMEOUT = timedelta(minutes=10)
 """For ranks to find each other and load the model. A launcher gives up sooner."""
 _SNAPSHOT_TIMEOUT = timedelta(minutes=30)
-"""For the slowest rank to write its part of a snapshot."""
+"""For the thread of the slowest rank to come to a snapshot."""
 
 
 class Assignment(BaseModel):
@@ -86,14 +87,16 @@ def bring_up(
 ) -> RankTrainer:
     """Serves the store where ranks meet, sends each its assignment and joins as rank 0.
 
-    Raises `UnsuitableLora`, or `WorkerStartFailed` for nodes that do not come or GPUs that are not
-    there, before any rank loads the model.
+    Raises `UnsuitableLora`, `UnsupportedByBackend`, or `WorkerStartFailed` for nodes that do not
+    come or GPUs that are not there, before any rank loads the model.
     """
     size, on_node = topology.ranks, topology.on_each
     given = parse_device(spec.devices[0]) if spec.devices else None
     device = kind_of_device(settings, given, gpus=_visible_gpus(), ranks=on_node)
     training = spec.training or TrainingSpec()
-    check_that_it_can_sleep(spec, settings.backend)
+    check_capabilities(spec, settings.backend)
+    if compiles(settings.compile, device):
+        check_compiler(device)
     if training.lora:
         # Otherwise every rank would find out, and the first to die would be reported instead.
         chosen_layers(empty_model(Path(spec.model_path)), training.lora)
@@ -137,9 +140,13 @@ def bring_up(
     return join(assignments[0], store)
 
 
-def check_that_it_can_sleep(spec: WorkerSpec, name: str) -> None:
-    """Raises `WorkerStartFailed` if a trainer is to share devices and its backend cannot sleep."""
-    if spec.lease and spec.no_suspender and not issubclass(backend_named(name), SleepingBackend):
+def check_capabilities(spec: WorkerSpec, name: str) -> None:
+    """Raises `WorkerStartFailed` if a trainer is to share devices and its backend cannot sleep, and
+    `UnsupportedByBackend` if it is to train adapters and cannot."""
+    backend = backend_named(name)
+    if spec.training and spec.training.lora and Capability.ADAPTERS not in backend.capabilities:
+        raise backend.cannot(Capability.ADAPTERS)
+    if spec.lease and spec.no_suspender and Capability.SLEEP not in backend.capabilities:
         raise WorkerStartFailed(
             f"the trainer backend {name!r} cannot sleep, which it must on a group of devices that "
             f"others use, too, and this host cannot suspend it: {spec.no_suspender}. Give it a "
@@ -159,7 +166,8 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
     torch.set_num_threads(threads)
     timeout = timedelta(seconds=settings.collective_timeout)
     group = snapshot_group = None
-    if size > 1 or device == "cuda" or settings.dtype == "bfloat16":
+    types = (settings.dtype, assignment.training.states)
+    if size > 1 or device == "cuda" or "bfloat16" in types:
         # Where all ranks are on this machine, their traffic stays on its loopback interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", assignment.interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", assignment.interface)
@@ -178,27 +186,30 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
     backend = backend_named(settings.backend)(
         model_path=assignment.model_path,
         settings=settings,
-        world=World(rank=rank, size=size, device=device),
+        world=World(rank=rank, size=size, device=device, on_node=assignment.on_node),
         training=assignment.training,
     )
     if size > 1 and store is not None:
         _wait_for_all(store, "loaded", rank=rank, size=size)
-    return RankTrainer(
+    plan = backend.plan
+    trainer = RankTrainer(
         backend=backend,
         control=ControlGroup(rank=rank, size=size, group=group),
-        micro_batch_tokens=settings.micro_batch_tokens,
+        micro_batch_tokens=plan.micro_batch_tokens if plan else settings.micro_batch_tokens,
         model_path=assignment.model_path,
         model_name=assignment.model_name,
         parallel=_parallel(backend, settings, threads),
         snapshot_group=snapshot_group,
     )
+    trainer.warm_up(gradients=True)
+    return trainer
 
 
 def _parallel(
     backend: TrainerBackend, settings: TrainerSettings, threads: int
 ) -> ParallelMicroBatches | None:
-    count = min(settings.parallel_micro_batches or 2, threads)
-    if count < 2 or not isinstance(backend, ParallelBackend) or not backend.threadsafe:
+    count = at_once(backend, settings, threads=threads)
+    if count < 2:
         return None
     return ParallelMicroBatches(count=count, threads=threads // count)
 

@@ -7,7 +7,6 @@ group and gathers the results.
 from __future__ import annotations
 
 import enum
-import functools
 import struct
 import threading
 import time
@@ -19,36 +18,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from tandem.errors import OutOfMemory
 from tandem.telemetry import get_log
 from tandem.v1 import trainer_pb2
 from tandem.worker import TrainingSpec
-from trainer_service.backends.base import (
-    ParallelBackend,
-    TrainerBackend,
-    UndoingBackend,
-)
+from trainer_service.backends.base import Capability, TrainerBackend
+from trainer_service.backends.loop import ShareResult
 from trainer_service.batches.loss_inputs import Float32Array, Int64Array, starts_of
-from trainer_service.batches.micro_batches import (
-    MicroBatchPlan,
-    RankPlan,
-    layout_of,
-    make_micro_batch,
-    plan_batch,
-    ranges,
-)
+from trainer_service.batches.memory import MicroBatchTooLarge, largest
+from trainer_service.batches.micro_batches import RankPlan, plan_batch, ranges
 from trainer_service.batches.validation import Batch
-from trainer_service.compute.memory import (
-    MicroBatchTooLarge,
-    largest,
-    ran_out_of_memory,
-    tokens_of,
-)
-from trainer_service.compute.parallel import Keep, ParallelMicroBatches
-from trainer_service.losses.base import LossResult
+from trainer_service.compute.parallel import ParallelMicroBatches
 from trainer_service.models.files import BaseModelFiles
+from trainer_service.models.memory_plan import wanted_tokens
 from trainer_service.optimizers import StepSettings
 
 if TYPE_CHECKING:
@@ -72,6 +55,7 @@ class Op(enum.IntEnum):
     WAKE = 9
     ADD_RUN = 10
     REMOVE_RUN = 11
+    VERIFY_CHECKPOINT = 12
 
 
 _SIZE = struct.Struct("<q")
@@ -195,16 +179,6 @@ class Computed:
     plan: int
 
 
-@dataclass(frozen=True)
-class ShareResult:
-    """The result of one share: the loss and its sums [1 + s], its maxima [m], and the logprobs
-    in the order of the plan."""
-
-    sums: NDArray[np.float64]
-    maxima: NDArray[np.float64]
-    logprobs: Float32Array
-
-
 class RankTrainer:
     """One rank, for one run. `step` counts the optimizer steps applied, alike on every rank.
     `micro_batch_tokens` is the plan: how many tokens a micro-batch may have, padding included. It
@@ -229,9 +203,9 @@ class RankTrainer:
         self.progress = Progress()
         self.base = BaseModelFiles(name=model_name or model_path.name, path=model_path)
         self._parallel = parallel
+        self._warm: set[bool] = set()
         self._first_plan = micro_batch_tokens
-        # On a CPU the activations of more tokens than this fall out of the cache.
-        self.micro_batch_tokens = micro_batch_tokens or (2048 if backend.device == "cpu" else 16384)
+        self.micro_batch_tokens = wanted_tokens(micro_batch_tokens, device=backend.device)
 
     def share(self, training: TrainingSpec, *, run: int) -> RankTrainer:
         """Returns the trainer of another run upon the same model, with the number `run`. Raises as
@@ -247,6 +221,17 @@ class RankTrainer:
             snapshot_group=self.snapshot_group,
         )
 
+    def warm_up(self, *, gradients: bool) -> None:
+        """Compile what batches with gradients, or those without, are computed with, if the run is
+        compiled. Nothing happens twice."""
+        if gradients in self._warm:
+            return
+        if self._parallel:
+            self._parallel.warm_up(self.backend, gradients=gradients)
+        else:
+            self.backend.warm_up(gradients=gradients)
+        self._warm.add(gradients)
+
     def forward_backward(self, batch: Batch, *, plan: int = 0) -> Computed | None:
         """Computes this rank's share and adds its gradients. Rank 0 gets the result of the
         whole batch, the others None. `plan` 0: the trainer's own.
@@ -255,12 +240,12 @@ class RankTrainer:
         and stays with those. Raises `OutOfMemory` with the gradients held as they were before, or
         `MicroBatchTooLarge`.
         """
-        undoing = self.backend if isinstance(self.backend, UndoingBackend) else None
-        if self.control.size > 1:
-            undoing = None  # the others wait for this rank in collectives, and cannot be told
-        plan = plan or self.micro_batch_tokens
+        self.warm_up(gradients=not batch.forward_only)
+        backend, plan = self.backend, plan or self.micro_batch_tokens
+        # Others would wait for this rank in collectives, and cannot be told.
+        undoes = Capability.UNDO in backend.capabilities and self.control.size == 1
         while True:
-            mark = undoing.mark() if undoing else []
+            mark = backend.mark() if undoes else []
             try:
                 computed = self._attempt(batch, plan)
             except MicroBatchTooLarge as error:
@@ -269,7 +254,7 @@ class RankTrainer:
                 self.micro_batch_tokens = min(self.micro_batch_tokens, plan)
                 return computed
             # The error is gone here, and what it held of the attempt with it.
-            if undoing is None or not undoing.undo(mark):
+            if not undoes or not backend.undo(mark):
                 raise MicroBatchTooLarge(tokens, reason)
             plan = self.plan_after(batch, tokens=tokens, reason=reason)
             get_log().warning(
@@ -307,11 +292,7 @@ class RankTrainer:
             share=sum(int(batch.lengths[list(part)].sum()) for share in mine for part in share),
         )
         if self._parallel:
-            assert isinstance(self.backend, ParallelBackend)
-            results = self._parallel.compute(
-                self.backend,
-                [functools.partial(self._compute, batch, share) for share in plan],
-            )
+            results = self._parallel.compute(self.backend, batch, plan, done=self.progress.add)
         else:
             results = self._compute_on_ranks(batch, plan)
         if not results:
@@ -345,7 +326,7 @@ class RankTrainer:
 
     def _compute_on_ranks(self, batch: Batch, plan: Sequence[RankPlan]) -> list[ShareResult]:
         """Computes this rank's share. Rank 0 gets those of all ranks, in order."""
-        mine = self._compute(batch, plan[self.control.rank], self.backend.backward)
+        mine = self.backend.forward_backward(batch, plan[self.control.rank], done=self.progress.add)
         numbers = np.concatenate([mine.sums, mine.maxima])
         width = numbers.nbytes
         counts = [int(sum(batch.sizes[list(part)].sum() for part in share)) for share in plan]
@@ -364,75 +345,6 @@ class RankTrainer:
                 )
             )
         return results
-
-    def _compute(self, batch: Batch, share: RankPlan, keep: Keep) -> ShareResult:
-        """Computes the micro-batches of one share, and calls `keep` with each one's loss."""
-        loss = batch.loss
-        chosen: list[Tensor] = []
-        sums: list[Tensor] = []
-        maxima: list[Tensor] = []
-        for datums in share:
-            if not datums and self._parallel:
-                continue
-            # A rank without datums computes one with weight zero, since its collectives must
-            # match those of the others.
-            part, reason = datums or (0,), ""
-            try:
-                computed = self._compute_micro_batch(batch, part, keep, counts=bool(datums))
-            except Exception as error:
-                if not ran_out_of_memory(error):
-                    raise
-                reason = str(error).partition("\n")[0][:300] or type(error).__name__
-            if reason:  # raised here, it does not hold the memory that the other error does
-                lengths = batch.lengths.tolist()
-                tokens = tokens_of(part, lengths, packed=self.backend.packs)
-                raise MicroBatchTooLarge(tokens, reason)
-            if computed is None:
-                continue
-            logprobs, result = computed
-            self.progress.add(int(batch.lengths[list(datums)].sum()))
-            chosen.append(logprobs)
-            sums.append(torch.stack([result.loss.detach(), *result.sums]).double())
-            if result.maxima:
-                maxima.append(torch.stack(result.maxima).double())
-        if not chosen:
-            return ShareResult(
-                sums=np.zeros(1 + len(loss.sum_names)),
-                maxima=np.full(len(loss.max_names), -np.inf),
-                logprobs=np.zeros(0, np.float32),
-            )
-        return ShareResult(
-            sums=torch.stack(sums).sum(0).cpu().numpy(),
-            maxima=torch.stack(maxima).amax(0).cpu().numpy() if maxima else np.zeros(0),
-            logprobs=torch.cat(chosen).cpu().numpy(),
-        )
-
-    def _compute_micro_batch(
-        self, batch: Batch, datums: MicroBatchPlan, keep: Keep, *, counts: bool
-    ) -> tuple[Tensor, LossResult] | None:
-        """Returns the logprobs and what the loss makes of them, or None if it does not count."""
-        gradients = not batch.forward_only
-        micro_batch = make_micro_batch(batch, datums, packed=self.backend.packs)
-        if not counts:
-            logprobs = self.backend.logprobs(micro_batch, gradients=gradients)
-            if gradients:
-                keep(logprobs.sum() * 0.0)
-            return None
-        loss, settings = batch.loss, batch.settings
-        inputs = self.backend.inputs(micro_batch)
-        layout = layout_of(batch, micro_batch, datums, device=torch.device(self.backend.device))
-
-        def objective(logprobs: Tensor) -> LossResult:
-            return loss.compute(logprobs, inputs, settings, layout)
-
-        if not gradients:
-            logprobs = self.backend.logprobs(micro_batch, gradients=False)
-            return logprobs, objective(logprobs)
-        logprobs, result = self.backend.loss_of(
-            micro_batch, objective, by_entry=loss.by_entry(settings)
-        )
-        keep(result.loss)
-        return logprobs, result
 
 
 def _entries(batch: Batch, share: RankPlan) -> Int64Array:

@@ -17,8 +17,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,46 +34,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_ATTENTION = frozenset(
-    [
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "qkv_proj",
-        "query_key_value",
-        "query",
-        "key",
-        "value",
-        "Wqkv",
-        "c_attn",
-        "W_pack",
-        "q_a_proj",
-        "q_b_proj",
-        "kv_a_proj_with_mqa",
-        "kv_b_proj",
-    ]
-)
-_MLP = frozenset(
-    [
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-        "gate_up_proj",
-        "dense_h_to_4h",
-        "dense_4h_to_h",
-        "fc1",
-        "fc2",
-        "fc_in",
-        "fc_out",
-        "c_fc",
-        "w1",
-        "w2",
-        "w3",
-    ]
-)
-_EITHER = frozenset({"dense", "out_proj", "c_proj"})
-"""The last layer of an attention in some models, of an MLP in others."""
+_KINDS = ("attention", "mlp", "unembedding")
+_CHOOSERS = ("gate", "router")
+"""Ends of the names of modules that choose experts. They stay frozen, as PEFT leaves them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,12 +65,20 @@ class Adapter:
         return cls(nn.Parameter(a.to(device)), nn.Parameter(b.to(device)), scale)
 
 
-@dataclass
 class ActiveAdapters:
     """The adapters that a model computes with, by module name: those of the run that the operation
     under way is of."""
 
-    by_module: Mapping[str, Adapter] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.by_module: Mapping[str, Adapter] = {}
+        self.layers: list[LoraLinear] = []
+
+    def activate(self, adapters: Mapping[str, Adapter]) -> None:
+        """Give each layer its own, which is no name that compiled blocks would differ in."""
+        if adapters is not self.by_module:
+            self.by_module = adapters
+            for layer in self.layers:
+                layer.adapter = adapters.get(layer.name)
 
 
 class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
@@ -123,12 +94,13 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         self.weight = layer.weight
         self.register_parameter("bias", layer.bias)
         self.name = name
-        self._active = active
+        self.adapter: Adapter | None = None
+        active.layers.append(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, in] → […, out]."""
         y = functional.linear(x, self.weight, self.bias)
-        adapter = self._active.by_module.get(self.name)
+        adapter = self.adapter
         if adapter is None:
             return y
         a, b = adapter.lora_A, adapter.lora_B
@@ -147,18 +119,27 @@ def merged(weight: Tensor, *, a: Tensor, b: Tensor, scale: float) -> Tensor:
 def chosen_layers(model: nn.Module, spec: LoraSpec) -> dict[str, nn.Linear | LoraLinear]:
     """The layers that `spec` selects, by module name, in the model's order.
 
-    Attention and MLP layers are those of the transformer blocks; mixture-of-experts layers
-    only if each expert consists of plain linear layers. Raises `UnsuitableLora` if there are
-    none, or if the rank is too large for one of them.
+    Attention and MLP layers are those of the transformer blocks. Raises `UnsuitableLora` if a kind
+    that is selected has no layers, or weights that are in none (fused experts, GPT-2's
+    convolutions), which an adapter would pass by; or if the rank is too large for a layer.
     """
-    chosen = dict(_matching(model, spec))
-    if not chosen:
-        wanted = [name for name in ("attention", "mlp", "unembedding") if getattr(spec, name)]
+    selected = [kind for kind in _KINDS if getattr(spec, kind)]
+    if not selected:
         raise UnsuitableLora(
-            f"the model has no linear layer for LoRA on {' and '.join(wanted)}; choose others"
-            if wanted
-            else "a LoRA run must train attention, mlp or unembedding, and all three are off"
+            "a LoRA run must train attention, mlp or unembedding, and all three are off"
         )
+    kinds, others = _layers(model), _other_weights(model)
+    for kind in selected:
+        if passed := [name for name, of in others.items() if of == kind]:
+            raise UnsuitableLora(
+                f"LoRA on {kind} would pass by {_some(passed)}: adapters are of linear layers, and "
+                "these are none. Choose the other kinds, or train all parameters"
+            )
+        if kind not in kinds.values():
+            raise UnsuitableLora(
+                f"the model has no linear layer for LoRA on {kind}; choose the other kinds"
+            )
+    chosen = {name: model.get_submodule(name) for name, kind in kinds.items() if kind in selected}
     for name, layer in chosen.items():
         most = min(layer.in_features, layer.out_features)
         if spec.rank > most:
@@ -171,50 +152,61 @@ def chosen_layers(model: nn.Module, spec: LoraSpec) -> dict[str, nn.Linear | Lor
     return chosen
 
 
-def _matching(model: nn.Module, spec: LoraSpec) -> Iterator[tuple[str, nn.Linear | LoraLinear]]:
-    names = {module: name for name, module in model.named_modules()}
-    blocks = tuple(f"{names[block]}." for block in find_blocks(model))
-    head = model.get_output_embeddings()
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - 1
+    return f"{names[0]} and {more} more weights" if more else names[0]
+
+
+def _layers(model: nn.Module) -> dict[str, str]:
+    """The kind of each linear layer that can have an adapter, by name, in the model's order."""
+    head, inside = model.get_output_embeddings(), _names_in_blocks(model)
+    kinds: dict[str, str] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear | LoraLinear):
-            continue
-        if module is head:
-            wanted = spec.unembedding
-        elif name.startswith(blocks):
-            kind = _kind(name)
-            wanted = (kind == "attention" and spec.attention) or (kind == "mlp" and spec.mlp)
-        else:
-            wanted = False
-        if wanted:
-            yield name, module
+        if isinstance(module, nn.Linear | LoraLinear):
+            kind = "unembedding" if module is head else _kind(inside.get(name, ""))
+            if kind:
+                kinds[name] = kind
+    return kinds
 
 
-def kinds_without_layers(model: nn.Module, spec: LoraSpec) -> list[str]:
-    """The kinds that `spec` selects but the model has no linear layers for, such as the MLP of a
-    model whose experts are fused into one tensor."""
-    off = {"attention": False, "mlp": False, "unembedding": False}
-    return [
-        kind
-        for kind in off
-        if getattr(spec, kind)
-        and not any(_matching(model, spec.model_copy(update={**off, kind: True})))
-    ]
+def _other_weights(model: nn.Module) -> dict[str, str]:
+    """The kind of each matrix in a block, or stack of matrices, that is in no linear layer."""
+    kinds: dict[str, str] = {}
+    for name, inside in _names_in_blocks(model).items():
+        module = model.get_submodule(name)
+        if not isinstance(module, nn.Linear | LoraLinear) and (kind := _kind(inside)):
+            for leaf, parameter in module.named_parameters(recurse=False):
+                if parameter.dim() > 1:
+                    kinds[f"{name}.{leaf}"] = kind
+    return kinds
 
 
-def _kind(name: str) -> str:
-    parent, _, leaf = name.rpartition(".")
-    if leaf in _EITHER:
-        return "attention" if "att" in parent.rpartition(".")[2].lower() else "mlp"
-    return "attention" if leaf in _ATTENTION else "mlp" if leaf in _MLP else ""
+def _names_in_blocks(model: nn.Module) -> dict[str, str]:
+    """The names that the modules of a block have in it, by those that they have in the model."""
+    names = {module: name for name, module in model.named_modules()}
+    return {
+        f"{names[block]}.{inside}": inside
+        for block in find_blocks(model)
+        for inside, _ in block.named_modules()
+        if inside
+    }
+
+
+def _kind(inside: str) -> str:
+    """The kind of a module by its name in its block, "" for none."""
+    if not inside or any(part.endswith(_CHOOSERS) for part in inside.split(".")):
+        return ""
+    return "attention" if "attn" in inside or "attention" in inside else "mlp"
 
 
 def freeze(model: nn.Module, active: ActiveAdapters) -> None:
     """Freezes the model, and lets every layer that can have an adapter compute with the active
     one."""
     model.requires_grad_(False)
-    for name, layer in list(_matching(model, LoraSpec())):
+    for name in _layers(model):
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, LoraLinear(layer, name=name, active=active))
+        layer = LoraLinear(model.get_submodule(name), name=name, active=active)
+        setattr(model.get_submodule(parent), leaf, layer)
 
 
 def new_adapters(

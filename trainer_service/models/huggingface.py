@@ -12,10 +12,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tandem.errors import InvalidRequest, WorkerStartFailed
+from tandem.model_config import why_untrained
+from tandem.telemetry import get_log
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+_CAUSAL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""By the type of the logits: how far equal ones may be apart."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,22 @@ class ModelFacts:
     vocabulary: int
     max_length: int
     trainable_parameters: int
+
+
+def check_trainable(path: Path) -> None:
+    """Raise `WorkerStartFailed` for a model that cannot be trained, by its configuration alone."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = _config(path)
+    reason = why_untrained(config.to_dict())
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if not reason and getattr(kind, "_is_stateful", False):
+        reason = (
+            "cannot be trained: its layers keep a state that goes from token to token, and only "
+            "attention is known to hold sequences apart"
+        )
+    if reason:
+        raise WorkerStartFailed(f"the model {path.name} ({config.model_type}) {reason}")
 
 
 def load_model(
@@ -47,6 +69,8 @@ def load_model(
 
     transformers_logging.disable_progress_bar()  # logs are JSON lines
     plain = type(empty_model(path))
+    # Torch's own attention, which would be chosen, ignores a softcap.
+    capped = getattr(_config(path).get_text_config(), "attn_logit_softcapping", None)
     names: set[str] = set()
 
     def load(model: nn.Module, *given: object) -> object:
@@ -63,6 +87,7 @@ def load_model(
     model, found = hooked.from_pretrained(
         path,
         dtype=torch.float32,
+        attn_implementation="eager" if capped else None,
         local_files_only=True,
         use_safetensors=True,  # never a pickled .bin
         trust_remote_code=False,  # never code from the model's folder
@@ -115,6 +140,23 @@ def _check(found: Mapping[str, Collection[object]], path: Path) -> None:
             )
 
 
+def check_causal(model: nn.Module) -> None:
+    """Raise `WorkerStartFailed` unless tokens know nothing of later ones, such as padding: two
+    sequences that begin alike must have the same logits there."""
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    tokens = torch.tensor(
+        [[1, 2, 3, 4, 5], [1, 2, 3, 7, 8]], device=next(model.parameters()).device
+    )
+    with torch.no_grad():
+        logits = model(input_ids=tokens % vocabulary, use_cache=False).logits[:, :3]
+    tolerance = _CAUSAL_TOLERANCE[logits.dtype] * max(1.0, float(logits.abs().max()))
+    if float((logits[0] - logits[1]).abs().max()) > tolerance:
+        raise WorkerStartFailed(
+            f"{type(model).__name__} cannot be trained: what it computes of a token depends on "
+            "later ones, and log probabilities would be of tokens that it has seen"
+        )
+
+
 def facts_of(model: nn.Module) -> ModelFacts:
     config = model.config.get_text_config()
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -127,14 +169,70 @@ def facts_of(model: nn.Module) -> ModelFacts:
     )
 
 
-def empty_model(path: Path) -> nn.Module:
+def empty_model(path: Path) -> PreTrainedModel:
     """Builds the model's modules from its configuration, without memory for weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(_config(path))
     return model
+
+
+def _config(path: Path) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What libraries raise for a configuration that they cannot build or compute with."""
+
+
+def small_model(path: Path) -> nn.Module | None:
+    """Build a model of the same code, with few and narrow layers and weights drawn at random: what
+    the code can do is found out with it, where the weights are spread over ranks. None if the
+    configuration does not allow it."""
+    from transformers import AutoModelForCausalLM
+
+    config = _config(path)
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(0)
+            _make_small(config.get_text_config())
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            for parameter in model.parameters():
+                if parameter.ndim > 1:  # larger than transformers draws them: differences show
+                    parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            model(input_ids=torch.arange(5)[None], use_cache=False)
+    except UNFIT as error:
+        get_log().warning("no_small_model", error=f"{type(error).__name__}: {error}"[:300])
+        return None
+    return model
+
+
+def _make_small(config: PreTrainedConfig) -> None:
+    """As many query heads as share a key head, and as many layers as show each kind."""
+    layers, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
+    shared = heads // int(getattr(config, "num_key_value_heads", None) or heads)
+    kinds = list(getattr(config, "layer_types", None) or [])
+    few = min(layers, max([4, *(kinds.index(kind) + 1 for kind in kinds)]))
+    small: dict[str, object] = {
+        name: value[:few]
+        for name, value in vars(config).items()
+        if isinstance(value, list) and len(value) == layers
+    }
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    small |= {"num_hidden_layers": few, "num_attention_heads": shared, "vocab_size": 64}
+    small["hidden_size"] = width * shared
+    if getattr(config, "num_key_value_heads", None):
+        small["num_key_value_heads"] = 1
+    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        if getattr(config, name, None):
+            small[name] = 16
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        small[name] = None  # the vocabulary may not have them
+    for name, value in small.items():
+        setattr(config, name, value)
 
 
 def name_in_files(model: nn.Module, name: str) -> str:

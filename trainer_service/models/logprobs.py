@@ -56,16 +56,16 @@ class _Body(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         return _HiddenStates(self._hidden)
 
 
-def divide(model: nn.Module) -> tuple[LogitsOf | None, dict[str, nn.Module]]:
+def divide(model: nn.Module) -> tuple[LogitsOf, dict[str, nn.Module]]:
     """Make `model(…)` return its last hidden states [B, T, hidden], and return the function that
-    makes logits of them, with the parts of the model that it uses, by name. If the model does not
-    come apart, `model(…)` returns its logits, and this None and no parts.
+    makes logits of them, with the parts of the model that it uses, by name. Only for a model that
+    `comes_apart`.
 
     That function is the model's own forward with another body: what a model does with logits
     (a softcap, a factor) is done by it.
     """
-    whole, prefix = model.forward, str(getattr(model, "base_model_prefix", ""))
-    body = model._modules.get(prefix)
+    prefix = str(model.base_model_prefix)
+    body = model._modules[prefix]
     undivided = _twin(model)
 
     def logits_of(hidden: Tensor) -> Tensor:
@@ -79,28 +79,45 @@ def divide(model: nn.Module) -> tuple[LogitsOf | None, dict[str, nn.Module]]:
         hidden: Tensor = body(**inputs).last_hidden_state
         return hidden
 
+    model.forward = hidden_states
+    return logits_of, {name: part for name, part in model.named_children() if name != prefix}
+
+
+def return_logits(model: nn.Module) -> None:
+    """Make `model(…)` return its logits [B, T, vocabulary]."""
+    whole = model.forward
+
     def logits(**inputs: object) -> Tensor:
         found: Tensor = whole(**inputs).logits
         return found
 
     model.forward = logits
-    if body is None:
-        return None, {}
+
+
+def has_body(model: nn.Module) -> bool:
+    """Whether there is a part that makes hidden states."""
+    return getattr(model, "base_model_prefix", "") in model._modules
+
+
+def comes_apart(model: nn.Module) -> bool:
+    """Whether the model divided makes the logits that it makes whole, of a short sequence. Leaves
+    it as it is."""
+    if not has_body(model):
+        return False
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = (torch.arange(5) % vocabulary)[None].to(next(model.parameters()).device)
     with torch.no_grad():
-        wanted = model(input_ids=tokens, use_cache=False)[0]
-        model.forward = hidden_states
+        wanted = model(input_ids=tokens, use_cache=False).logits[0]
+        logits_of, _ = divide(model)
         try:
             found = logits_of(model(input_ids=tokens, use_cache=False)[0])
         except torch.OutOfMemoryError:
             raise
         except (TypeError, ValueError, RuntimeError, AttributeError):
-            found = torch.full_like(wanted, torch.nan)
-    if _agree(found, wanted):
-        return logits_of, {name: part for name, part in model.named_children() if name != prefix}
-    model.forward = logits
-    return None, {}
+            return False
+        finally:
+            del model.forward  # that of its class is there again
+    return _agree(found, wanted)
 
 
 def _twin(model: nn.Module) -> nn.Module:
@@ -249,8 +266,10 @@ class _MadeAtOnce(torch.autograd.Function):  # type: ignore[misc]
         wanted = torch.arange(targets.numel(), device=hidden.device) if select is None else select
         logprobs = hidden.new_zeros(len(wanted), dtype=_at_least_float32(hidden))
         for part in head.chunks(len(hidden)):
-            edges = torch.tensor([part.start * width, part.stop * width], device=hidden.device)
-            first, last = torch.searchsorted(wanted, edges).tolist()
+            first, last = part.start * width, part.stop * width
+            if select is not None:
+                edges = torch.tensor([first, last], device=hidden.device)
+                first, last = torch.searchsorted(wanted, edges).tolist()
             places = wanted[first:last] - part.start * width
 
             def gradient_of_chunk(

@@ -1,20 +1,23 @@
 """Packed rows: sequences one after the other in a single row, so that nothing is padded.
 
 Everything that a transformer computes token by token (projections, norms, feed-forward layers,
-the head) is independent of where a sequence begins; positions are given, and attention is told.
-It is registered with transformers as an attention implementation: every run of equally long
-sequences is one causal call of torch's attention, on a view of the row. `docs/performance.md`
-has measurements.
+the head) is independent of where a sequence begins; positions are given, and attention is told by a
+tensor where each begins. It is registered with transformers as an attention implementation. On a
+CPU it is an operator of its own: every run of equally long sequences is one causal call of torch's
+kernel, on a view of the row. On a GPU it is PyTorch's attention of variable length, which has never
+been run here. `docs/performance.md` has measurements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from numpy.typing import NDArray
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,15 +25,36 @@ if TYPE_CHECKING:
 
 
 IMPLEMENTATION = "tandem_packed"
+_TRIAL = "tandem_trial"
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """By the type of the logits: how far a packed row may be off."""
-RunLengths = tuple[tuple[int, int], ...]
-"""The make-up of a row: (number of sequences, tokens of each) for each run, in order."""
+Run = tuple[int, int]
+"""Equally long neighbours of a row: how many sequences, and the tokens of each."""
 
 
-def run_lengths_of(lengths: Sequence[int]) -> RunLengths:
-    """Groups equal neighbours. Literal example: [9, 4, 4] gives ((1, 9), (2, 4))."""
-    return tuple((len(list(group)), length) for length, group in groupby(lengths))
+def bounds_of(lengths: Sequence[int]) -> NDArray[np.int32]:
+    """Where each sequence of a row begins and the last one ends. Literal example: [9, 4, 4] gives
+    [0, 9, 13, 17]."""
+    return np.cumsum([0, *lengths], dtype=np.int32)
+
+
+def runs_of(bounds: Sequence[int]) -> list[Run]:
+    """Groups equal neighbours. Literal example: [0, 9, 13, 17] gives [(1, 9), (2, 4)]."""
+    lengths = (stop - start for start, stop in pairwise(bounds))
+    return [(len(list(group)), length) for length, group in groupby(lengths)]
+
+
+def row_inputs(
+    positions: NDArray[np.int64], bounds: NDArray[np.int32], device: str
+) -> dict[str, Tensor | int]:
+    """What a model gets with the tokens of a packed row."""
+    inputs: dict[str, Tensor | int] = {
+        "position_ids": torch.from_numpy(positions).to(device, non_blocking=True),
+        "bounds": torch.from_numpy(bounds).to(device, non_blocking=True),
+    }
+    if device != "cpu":  # where the kernel would have to ask the device
+        inputs["longest"] = int(np.diff(bounds).max())
+    return inputs
 
 
 def can_pack(model: nn.Module) -> bool:
@@ -44,24 +68,24 @@ def can_pack(model: nn.Module) -> bool:
     if not isinstance(model, PreTrainedModel):
         return False
     text = model.config.get_text_config()
-    if getattr(text, "attention_chunk_size", None):
-        return False  # only the mask knows chunks, and they are longer than this trial
+    if not _windows_are_told(model):
+        return False
     before = str(model.config._attn_implementation)
     vocabulary = int(text.vocab_size)
     device = next(model.parameters()).device
     first = torch.arange(5, device=device) % vocabulary
     second = torch.arange(7, 0, -1, device=device) % vocabulary
+    positions = np.concatenate([np.arange(5), np.arange(7)])[None]
     with torch.no_grad():
         alone = [
             model(input_ids=tokens[None], use_cache=False).logits for tokens in (first, second)
         ]
         try:
-            _register(model)
+            pack(model)
             together = model(
                 input_ids=torch.cat([first, second])[None],
-                position_ids=torch.cat([torch.arange(n, device=device) for n in (5, 7)])[None],
                 use_cache=False,
-                run_lengths=((1, 5), (1, 7)),
+                **row_inputs(positions, bounds_of([5, 7]), device.type),
             ).logits
         except (TypeError, ValueError, RuntimeError, NotImplementedError):
             together = None
@@ -74,11 +98,54 @@ def can_pack(model: nn.Module) -> bool:
     return False
 
 
-def _register(model: PreTrainedModel) -> None:
+def pack(model: PreTrainedModel) -> None:
+    """Makes the model accept packed rows."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, packed_attention)
     model.set_attn_implementation(IMPLEMENTATION)
+
+
+def _windows_are_told(model: PreTrainedModel) -> bool:
+    """Whether the model's attention is told of each window or chunk that there is. Of a packed row
+    no mask is made, and some models tell masks alone; a trial of some tokens is within any window,
+    so that its numbers say nothing about them."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    differs: list[nn.Module] = []
+
+    def mask(*, local_size: int | None = None, **others: object) -> Tensor | None:
+        """What attention gets for its mask: the window."""
+        return torch.tensor(local_size) if local_size else None
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        sliding_window: int | None = None,
+        **others: object,
+    ) -> tuple[Tensor, None]:
+        window = 0 if attention_mask is None else int(attention_mask)
+        if window != (sliding_window or 0):
+            differs.append(module)
+        return query.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[-1]), None
+
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_TRIAL, mask)
+    ALL_ATTENTION_FUNCTIONS.register(_TRIAL, attention)
+    before = str(model.config._attn_implementation)
+    try:
+        model.set_attn_implementation(_TRIAL)
+        with torch.no_grad():
+            device = next(model.parameters()).device
+            model(input_ids=torch.zeros(1, 5, dtype=torch.int64, device=device), use_cache=False)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError):
+        return False
+    finally:
+        model.set_attn_implementation(before)
+    return not differs
 
 
 def packed_attention(
@@ -90,42 +157,202 @@ def packed_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    run_lengths: RunLengths = (),
+    bounds: Tensor | None = None,
+    longest: int = 0,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence of a row: `query` [1, heads, T, head size], `key`
     and `value` with as many heads or fewer; returns [1, T, heads, head size].
 
-    Without `run_lengths` the rows [B, heads, T, head size] are whole sequences. Raises
+    Without `bounds` the rows [B, heads, T, head size] are whole sequences. Raises
     `NotImplementedError` if the model needs more than scaling and a sliding window.
     """
     for name in ("softcap", "s_aux", "position_bias"):
         if others.get(name) is not None:
             raise NotImplementedError(f"packed attention does not support {name}")
-    if not run_lengths:
-        return _attend(query, key, value, scaling, sliding_window).transpose(1, 2), None
-    results: list[Tensor] = []
-    # Not sliced: the gradient of each slice would be a whole row, zero but for the slice.
-    sizes = [count * length for count, length in run_lengths]
-    pieces = zip(*(tensor[0].split(sizes, dim=1) for tensor in (query, key, value)), strict=True)
-    for (count, length), piece in zip(run_lengths, pieces, strict=True):
-        q, k, v = (part.unflatten(1, (count, length)).transpose(0, 1) for part in piece)
-        result = _attend(q, k, v, scaling, sliding_window)
-        results.append(result.transpose(1, 2).reshape(count * length, *result.shape[1::2]))
-    return torch.cat(results)[None], None
+    if bounds is None:
+        return _whole(query, key, value, scaling, sliding_window).transpose(1, 2), None
+    size, kept = query.shape[-1], value.shape[-1]
+    if kept < size:  # the kernels take one head size, and zeros add nothing
+        value = pad(value, (0, size - kept))
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if query.device.type != "cuda":
+        attended = _Packed.apply(q, k, v, bounds, scaling, sliding_window or 0)
+    else:
+        attended = _on_gpu(q, k, v, bounds, longest, scaling, sliding_window)
+    return attended[None, ..., :kept], None
 
 
-def _attend(
+def _whole(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
-    length = query.shape[2]
-    grouped = query.shape[1] != key.shape[1]
-    mask = None
-    if window is not None and length > window:
-        age = torch.arange(length, device=query.device)
-        distance = age[:, None] - age
-        mask = (distance >= 0) & (distance < window)
-    attended = scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+    mask = _outside(query, window or 0)
+    attended: Tensor = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=None if mask is None else ~mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
-    return cast("Tensor", attended)
+    return attended
+
+
+def _on_gpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    attended: Tensor = varlen_attn(
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scaling,
+        # A window counts the token itself, the kernel only those before it.
+        window_size=((window or 0) - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended
+
+
+# --- The operator of a CPU --------------------------------------------------------------------
+#
+# Tokens come first in its tensors, as in `varlen_attn`: query [T, heads, head size], the same for
+# what it returns, and `sums` [T, heads], the logarithms of softmax's denominators. It gets the
+# bounds as a tensor, so that a compiled model is the same one whatever its rows are made of.
+
+_KERNELS = torch.ops.aten
+_OPERATORS = torch.library.Library("tandem", "DEF")
+_OPERATORS.define(
+    "packed_attention(Tensor query, Tensor key, Tensor value, Tensor bounds, float? scale,"
+    " int window) -> (Tensor, Tensor)",
+    tags=torch.Tag.needs_exact_strides,
+)
+_OPERATORS.define(
+    "packed_attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor out,"
+    " Tensor sums, Tensor bounds, float? scale, int window) -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.needs_exact_strides,
+)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float | None, window: int
+) -> tuple[Tensor, ...]:
+    found = []
+    for q, k, v in _runs(bounds, query, key, value):
+        mask = _mask(q, window)
+        found.append(
+            _KERNELS._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
+            )
+        )
+    return _rows(found)
+
+
+def _backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    bounds: Tensor,
+    scale: float | None,
+    window: int,
+) -> tuple[Tensor, ...]:
+    found = []
+    for g, q, k, v, o, s in _runs(bounds, gradient, query, key, value, out, sums):
+        mask = _mask(q, window)
+        found.append(
+            _KERNELS._scaled_dot_product_flash_attention_for_cpu_backward(
+                g, q, k, v, o, s, 0.0, mask is None, attn_mask=mask, scale=scale
+            )
+        )
+    return _rows(found)
+
+
+def _shapes(query: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    sums = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=sums)
+
+
+def _gradients(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: object
+) -> tuple[Tensor, ...]:
+    return tuple(each.new_empty(each.shape) for each in (query, key, value))
+
+
+_OPERATORS.impl("packed_attention", _forward, "CPU")
+_OPERATORS.impl("packed_attention_backward", _backward, "CPU")
+torch.library.register_fake("tandem::packed_attention", _shapes, lib=_OPERATORS)
+torch.library.register_fake("tandem::packed_attention_backward", _gradients, lib=_OPERATORS)
+
+
+class _Packed(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
+    """The operator with its gradients. Not registered as those of the operator: small models would
+    pay some percent for how torch then calls it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: Tensor,
+        scale: float | None,
+        window: int,
+    ) -> Tensor:
+        out, sums = torch.ops.tandem.packed_attention(query, key, value, bounds, scale, window)
+        ctx.save_for_backward(query, key, value, out, sums, bounds)
+        ctx.scale, ctx.window = scale, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        found = torch.ops.tandem.packed_attention_backward(
+            gradient, *ctx.saved_tensors, ctx.scale, ctx.window
+        )
+        return (*found, None, None, None)
+
+
+def _runs(bounds: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Of each run, views [count, heads, length, …] of rows [T, heads, …]."""
+    runs = runs_of(bounds.tolist())
+    sizes = [count * length for count, length in runs]
+    for run, *parts in zip(runs, *(row.split(sizes) for row in rows), strict=True):
+        yield tuple(part.unflatten(0, run).transpose(1, 2) for part in parts)
+
+
+def _rows(runs: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Rows [T, heads, …] of what was computed of each run, [count, heads, length, …]."""
+    kinds = zip(*runs, strict=True)
+    rows = [[part.transpose(1, 2).flatten(0, 1) for part in kind] for kind in kinds]
+    return tuple(parts[0].contiguous() if len(parts) == 1 else torch.cat(parts) for parts in rows)
+
+
+def _mask(query: Tensor, window: int) -> Tensor | None:
+    outside = _outside(query, window)
+    if outside is None:
+        return None
+    return query.new_zeros(outside.shape).masked_fill_(outside, -torch.inf)
+
+
+def _outside(query: Tensor, window: int) -> Tensor | None:
+    """Which tokens do not see which, [length, length]; None: those that come later."""
+    length = query.shape[-2]
+    if not 0 < window < length:
+        return None
+    age = torch.arange(length, device=query.device)
+    distance = age[:, None] - age
+    return (distance < 0) | (distance >= window)

@@ -9,10 +9,11 @@ in `make_optimizer`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+from tandem.worker import TrainingSpec
 from trainer_service.optimizers.adamw import AdamW
 from trainer_service.optimizers.base import (
     AdamWSettings,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def make_optimizer(
-    kind: Literal["adamw", "dimuon"],
+    training: TrainingSpec,
     parameters: Mapping[str, nn.Parameter],
     *,
     outer: Collection[str],
@@ -38,8 +39,12 @@ def make_optimizer(
 ) -> Optimizer:
     """`parameters` are those to train, by name; `outer` names those of embeddings and head (see
     `outer_parameters`). `sum_over_ranks` adds up a scalar tensor in place over all ranks."""
-    if kind == "adamw":
-        return AdamW(parameters, sum_over_ranks=sum_over_ranks)
+    if training.optimizer == "adamw":
+        return AdamW(
+            parameters,
+            sum_over_ranks=sum_over_ranks,
+            moments_on_host=training.moments == "host",
+        )
     return DiMuon(parameters, outer=outer, sum_over_ranks=sum_over_ranks)
 
 

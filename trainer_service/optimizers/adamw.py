@@ -10,6 +10,7 @@ from torch import nn
 
 from tandem.errors import GradientsNotFinite
 from trainer_service.optimizers.base import AdamWSettings, StepSettings, clip
+from trainer_service.optimizers.staged import StagedMoments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 class AdamW:
     """torch's AdamW (Loshchilov & Hutter, arXiv 1711.05101) over named parameters, which may be
     sharded. Weight decay is decoupled. State: `exp_avg`, `exp_avg_sq` and `step`.
+
+    States have the type of the parameters. `moments_on_host` keeps the moments off a GPU; on a CPU
+    they are on the host anyway.
     """
 
     def __init__(
@@ -25,9 +29,14 @@ class AdamW:
         parameters: Mapping[str, nn.Parameter],
         *,
         sum_over_ranks: Callable[[Tensor], None],
+        moments_on_host: bool = False,
     ) -> None:
         self._sum_over_ranks = sum_over_ranks
-        self._moments = Moments(parameters)
+        self._moments: Moments | StagedMoments
+        if any(_is_staged(each, moments_on_host) for each in parameters.values()):
+            self._moments = StagedMoments(parameters, on_host=moments_on_host)
+        else:
+            self._moments = Moments(parameters)
 
     def step(self, settings: StepSettings) -> dict[str, float]:
         """See `Optimizer.step`."""
@@ -54,6 +63,10 @@ class AdamW:
     def reset(self) -> None:
         self.drop_gradients()
         self._moments.reset()
+
+
+def _is_staged(parameter: nn.Parameter, moments_on_host: bool) -> bool:
+    return parameter.dtype != torch.float32 or (moments_on_host and not parameter.is_cpu)
 
 
 class Moments:

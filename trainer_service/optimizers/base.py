@@ -157,7 +157,8 @@ def local(tensor: Tensor) -> Tensor:
 def _global_norm(gradients: list[Tensor], sum_over_ranks: Callable[[Tensor], None]) -> float:
     if not gradients:
         return 0.0
-    total = torch.nn.utils.get_total_norm(gradients).double().square()
+    norms = torch._foreach_norm(gradients, 2, torch.float32)
+    total = torch.linalg.vector_norm(torch.stack(norms)).double().square()
     sum_over_ranks(total)
     return math.sqrt(total.item()) if math.isfinite(total.item()) else float(total.item())
 

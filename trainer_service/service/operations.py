@@ -38,6 +38,7 @@ from trainer_service.checkpoints.publish import (
 from trainer_service.checkpoints.snapshots import Snapshots, snapshot_thread
 from trainer_service.checkpoints.training_state import CheckpointRecord
 from trainer_service.compute.trainer import Op, RankTrainer
+from trainer_service.models.memory_plan import MemoryPlan
 from trainer_service.optimizers import step_settings
 from trainer_service.service.switching import Switching
 
@@ -112,6 +113,7 @@ class Operations:
             trainable_parameters=facts.trainable_parameters,
             micro_batch_tokens=trainer.micro_batch_tokens,
             asleep=self.switching.asleep,
+            memory=_memory(trainer.backend.plan),
         )
 
     def _announce(self, op: Op, message: Message | None = None) -> None:
@@ -296,6 +298,19 @@ class Operations:
         self._held, self._refused = None, ""
 
 
+def _memory(plan: MemoryPlan | None) -> trainer_pb2.MemoryPlan | None:
+    if plan is None:
+        return None
+    return trainer_pb2.MemoryPlan(
+        micro_batch_tokens=plan.micro_batch_tokens,
+        checkpointing=plan.checkpointing,
+        device=plan.needs.device,
+        host=plan.needs.host,
+        device_available=plan.available.device,
+        host_available=plan.available.host,
+    )
+
+
 class Follower:
     """A run's operations on a rank other than 0, which has checked them."""
 
@@ -321,6 +336,9 @@ class Follower:
             publish(VersionRequest.from_message(version, step=trainer.step), trainer)
         elif op == Op.SAVE_CHECKPOINT:
             training_state.save(trainer_pb2.SaveCheckpointRequest.FromString(payload), trainer)
+        elif op == Op.VERIFY_CHECKPOINT:
+            checked = trainer_pb2.LoadCheckpointRequest.FromString(payload)
+            training_state.verify(Path(checked.path), trainer)
         elif op == Op.LOAD_CHECKPOINT:
             load = trainer_pb2.LoadCheckpointRequest.FromString(payload)
             training_state.load(Path(load.path), trainer, optimizer=load.optimizer)

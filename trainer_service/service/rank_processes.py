@@ -140,7 +140,7 @@ def main() -> None:
 
 
 def _report_of(error: BaseException) -> RankReport:
-    from trainer_service.compute.memory import MicroBatchTooLarge
+    from trainer_service.batches.memory import MicroBatchTooLarge
 
     if isinstance(error, MicroBatchTooLarge):
         return RankReport(error=str(error), out_of_memory_at=error.tokens)

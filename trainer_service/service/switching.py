@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from tandem.errors import CannotSleep, TandemError, WorkerDied
 from tandem.v1 import common_pb2
 from trainer_service.backends.base import TrainerBackend
+from trainer_service.checkpoints.storage import together
 from trainer_service.compute.offload import Offload
 from trainer_service.compute.trainer import ControlGroup, Op
 
@@ -82,7 +83,13 @@ class Switching:
         return total
 
     def _move(self, op: Op) -> common_pb2.SwitchReply:
-        """Does this rank's part, unless it is done already."""
+        """Does this rank's part, unless it is done already. Where that takes a disk, all ranks wait
+        for each other as long as it takes; one that stands still ends them all."""
+        if not self._slept.spill_folder:
+            return self._do(op)
+        return together(self._control.group, lambda: self._do(op), progress=self._offload)
+
+    def _do(self, op: Op) -> common_pb2.SwitchReply:
         offload, request = self._offload, self._slept
         try:
             if offload.asleep == (op == Op.SLEEP):

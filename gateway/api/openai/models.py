@@ -72,7 +72,7 @@ class ModelDirectory:
         """Return the base models, then what the caller's runs saved for sampling, newest first."""
         saved, _total = await self._checkpoints.of_owner(caller.owner, limit=_MAX_LISTED, offset=0)
         return [
-            *(_base_model(entry) for entry in self._models.all()),
+            *(self._base_model(entry) for entry in self._models.all()),
             *(self._saved(c) for c in saved if c.path.kind == "sampler_weights"),
         ]
 
@@ -80,7 +80,7 @@ class ModelDirectory:
         """Raise as `resolve`."""
         async with self.resolve(name, caller) as target:
             if not target.version.run_id:
-                return _base_model(target.model)
+                return self._base_model(target.model)
             if name.startswith(_SCHEME):
                 return self._saved(await self._checkpoints.get(name, readers=Readers((caller,))))
             return _model(
@@ -88,7 +88,7 @@ class ModelDirectory:
                 base_model=target.model.name,
                 owner=(await self._checkpoints.origin(name)).owner,
                 created=target.version.created_at,
-                max_length=target.model.max_length,
+                max_length=self._models.context_length(target.model),
             )
 
     async def _newest(self, run_id: str, caller: Caller) -> WeightVersion:
@@ -115,8 +115,12 @@ class ModelDirectory:
         model = self._models.get(version.base_model)
         return SamplingTarget(model=model, version=version, rank=rank)
 
+    def _base_model(self, entry: BaseModelEntry) -> Model:
+        length = self._models.context_length(entry)
+        return _model(name=entry.name, created=entry.added_at, max_length=length)
+
     def _saved(self, checkpoint: Checkpoint) -> Model:
-        lengths = {model.name: model.max_length for model in self._models.all()}
+        lengths = {each.name: self._models.context_length(each) for each in self._models.all()}
         return _model(
             name=str(checkpoint.path),
             base_model=checkpoint.base_model,
@@ -124,10 +128,6 @@ class ModelDirectory:
             created=checkpoint.created_at,
             max_length=lengths.get(checkpoint.base_model),
         )
-
-
-def _base_model(entry: BaseModelEntry) -> Model:
-    return _model(name=entry.name, created=entry.added_at, max_length=entry.max_length)
 
 
 def _model(

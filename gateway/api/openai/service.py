@@ -270,7 +270,7 @@ class Generation:
         waited = time.monotonic() - self._started_at
         if self._gateway.futures.closing:
             raise GatewayRestarted("the gateway is shutting down; retry a little later")
-        if self._sampler.engine.state != "ready" and waited > settings.start_timeout:
+        if not self._sampler.serves and waited > settings.start_timeout:
             why = self._futures[-1].describe().reason
             raise EngineStarting(
                 f"{why}; it goes on, so retry a little later (TANDEM_OPENAI_START_TIMEOUT)"

@@ -17,6 +17,7 @@ from gateway.api.routing import Router, file_response
 from gateway.runs.history import RunHistory, TrainingStep
 from gateway.runs.queries import RunRecord
 from tandem.errors import UnknownRun
+from tandem.v1 import trainer_pb2
 
 _CSV, _JSONL = "text/csv", "application/jsonl"
 _COLUMNS = ("step", "seq_id", "at", "seconds", "tokens", "weight_version")
@@ -59,10 +60,25 @@ class RunSummaries(Answer):
     total_count: int
 
 
+class RunMemory(Answer):
+    """The plan with which a run's trainer started: at most so many tokens at once, and whether
+    blocks keep their input alone. `device` are the bytes that each rank needs of its GPU by what
+    they are for, `host` those of its host; of CPU ranks all are in `device`."""
+
+    micro_batch_tokens: int
+    checkpointing: bool
+    device: dict[str, int]
+    device_available: int
+    host: dict[str, int]
+    host_available: int
+
+
 class RunSteps(Answer):
-    """`before` is how the steps before these are asked for; null where there are none."""
+    """`memory` is null where there is no trainer, or one that makes no plan. `before` is how the
+    steps before these are asked for; null where there are none."""
 
     run: RunSummary
+    memory: RunMemory | None
     steps: list[StepInfo]
     before: int | None
 
@@ -93,8 +109,10 @@ async def run_steps(
     history = access.gateway.run_history
     found = await history.newest(run_id, limit=limit + 1, before=before)
     last = await history.last_of([run_id])
+    live = access.gateway.runs.get(run_id)
     return RunSteps(
         run=_summary(run, last.get(run_id)),
+        memory=_memory(live.about) if live is not None else None,
         steps=[StepInfo.of(step) for step in found[-limit:]],
         before=found[1].seq_id if len(found) > limit else None,
     )
@@ -145,6 +163,20 @@ def _summary(run: RunRecord, last: TrainingStep | None) -> RunSummary:
         run,
         lora_rank=lora.rank if lora is not None else None,
         last_step=StepInfo.of(last) if last is not None else None,
+    )
+
+
+def _memory(about: trainer_pb2.DescribeTrainerReply) -> RunMemory | None:
+    plan = about.memory
+    if not about.HasField("memory"):
+        return None
+    return RunMemory(
+        micro_batch_tokens=plan.micro_batch_tokens,
+        checkpointing=plan.checkpointing,
+        device=dict(plan.device),
+        device_available=plan.device_available,
+        host=dict(plan.host),
+        host_available=plan.host_available,
     )
 
 

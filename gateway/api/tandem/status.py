@@ -98,10 +98,13 @@ class RunStatus(Answer):
 
 
 class SamplerStatus(Answer):
-    """`session_id` is the session that it was made for; "" if the caller does not see that one."""
+    """One engine of a sampler; `replica` is its number. `session_id` is the session that it was
+    made for; "" if the caller does not see that one. `waiting` is how many samples of the sampler
+    have not ended, and `under_way` how many requests this engine has."""
 
     session_id: str
     base_model: str
+    replica: int
     state: str
     reason: str
     worker: str
@@ -109,6 +112,7 @@ class SamplerStatus(Answer):
     adapters: list[str]
     max_lora_rank: int
     waiting: int
+    under_way: int
 
 
 class SamplingSessionStatus(Answer):
@@ -191,7 +195,13 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
         return worker.worker_id if seen(worker.handle.session_id) else worker.handle.kind
 
     of_mine = [run.worker for run in gateway.runs.all() if run.session_id in mine]
-    of_mine += [sampler.engine.worker for sampler in gateway.samplers.all() if sampler.users & mine]
+    engines = [
+        (sampler, engine)
+        for sampler in gateway.samplers.all()
+        if sampler.users & mine
+        for engine in sampler.engines
+    ]
+    of_mine += [engine.worker for _, engine in engines]
     shared = {worker.worker_id for worker in of_mine if worker is not None}
     return Status(
         gateway=GatewayStatus(
@@ -242,10 +252,9 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
                     if sampler.users <= mine or seen(name.partition(":")[0])
                 ),
                 waiting=sampler.waiting,
+                under_way=sampler.balancer.load_of(engine).requests,
             )
-            for sampler in gateway.samplers.all()
-            if sampler.users & mine
-            for engine in [sampler.engine]
+            for sampler, engine in engines
         ],
         sampling_sessions=[
             SamplingSessionStatus.of(session, weight_version=session.version.name)

@@ -133,10 +133,14 @@ async def dynamic_config() -> DynamicConfig:
 
 @router.operation("GET", "/get_server_capabilities", role="reader")
 async def capabilities(gateway: GatewayDep) -> Capabilities:
-    """Return the registered base models."""
+    """Return the registered base models. `max_context_length` is what the model allows, and once an
+    engine of it has answered, what its KV cache holds, if that is less."""
     found = [
         SupportedModel(
-            model_name=m.name, max_context_length=m.max_length, trainable=True, sampleable=True
+            model_name=m.name,
+            max_context_length=gateway.models.context_length(m),
+            trainable=True,
+            sampleable=True,
         )
         for m in gateway.models.all()
     ]

@@ -342,6 +342,7 @@ def _handle(worker: agent_pb2.AgentWorker) -> WorkerHandle:
         address=worker.address,
         metrics_port=worker.metrics_port,
         secret=worker.secret,
+        replica=worker.replica,
         authority=worker.authority,
     )
 

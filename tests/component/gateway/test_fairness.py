@@ -162,13 +162,13 @@ def _owner(gate, name: str) -> tuple[str, str, str, str]:
 
 def _note_starts(monkeypatch, started: list[str]) -> None:
     """Notes whose sample goes to its engine, when it does."""
-    start = Sampler.start
+    begin = Sampler.begin
 
-    def note_and_start(self, sample) -> None:
+    def note_and_begin(self, sample) -> None:
         started.append(sample.future.owner)
-        start(self, sample)
+        begin(self, sample)
 
-    monkeypatch.setattr(Sampler, "start", note_and_start)
+    monkeypatch.setattr(Sampler, "begin", note_and_begin)
 
 
 class _Noted(list):

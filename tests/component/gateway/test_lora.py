@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from sqlalchemy import select
@@ -10,7 +11,7 @@ from tinker import types
 
 from gateway.storage.tables import runs
 from tandem.worker import LoraSpec, TrainingSpec
-from tests.support.gateway.running import running_gateway
+from tests.support.gateway.running import make_model, running_gateway
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 PARAMS = types.SamplingParams(max_tokens=3)
@@ -108,6 +109,20 @@ def test_what_cannot_be_trained_is_refused_at_once(gate, fields, kind, words):
         answer = create(client, gate.session_id(), **fields)
     assert (answer.status_code, answer.json()["type"]) == (400, kind)
     assert words in answer.json()["error"]
+
+
+def test_a_model_that_cannot_be_trained_is_refused_at_once_and_with_the_reason(gate, tmp_path):
+    folder = make_model(tmp_path / "longrope")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_scaling"] = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with gate.http() as client:
+        model = {"name": "longrope", "path": str(folder)}
+        assert client.post("/api/tandem/v1/models", json=model).status_code == 200
+        answer = create(client, gate.session_id(), base_model="longrope")
+    assert (answer.status_code, answer.json()["type"]) == (400, "invalid_request")
+    assert "the model longrope cannot be trained" in answer.json()["error"]
+    assert "depend on the longest sequence of a batch" in answer.json()["error"]
 
 
 def test_a_run_belongs_to_its_sessions_owner_and_project(gate):

@@ -201,6 +201,17 @@ def test_a_session_asks_for_all_its_runs_and_is_refused_where_it_cannot(start):
         assert gate.launcher.specs[0].trainer.ranks == 2
 
 
+def test_the_states_that_a_run_asks_for_are_part_of_what_it_trains(start):
+    with start() as gate, gate.http() as client:
+        asks = {"states": "bfloat16", "moments": "host"}
+        request = create(client, gate.session_id(), **asks).json()["request_id"]
+        assert gate.retrieve(request).status_code == 200
+        (spec,) = [spec for spec in gate.launcher.specs if spec.kind == "trainer"]
+        (run,) = gate.gateway.runs.all()
+        for training in (spec.training, run.training):
+            assert (training.states, training.moments) == ("bfloat16", "host")
+
+
 def test_a_priority_above_zero_is_for_administrators(start):
     with start() as gate, gate.http() as admin:
         key = admin.post("/api/tandem/v1/keys", json={"owner": "ann", "role": "member"}).json()

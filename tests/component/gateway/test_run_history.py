@@ -124,7 +124,10 @@ def test_the_commands_list_and_show_runs_with_charts(trained, command):
     assert f"{trained}: tiny, all parameters, owner local" in shown
     assert "loss/token, steps 1 to 3: 2 → 0.6667" in shown and "█" in shown
     assert "grad_norm, steps 1 to 3: 1.5 → 1.5" in shown
-    assert json.loads(command("show", trained, "--json"))["steps"][0]["step"] == 1
+    assert "for 2048 tokens at once, with checkpointed blocks" in shown
+    assert "device: 8 of 9 MiB (activations 5, weights 3)" in shown
+    told = json.loads(command("show", trained, "--json"))
+    assert told["steps"][0]["step"] == 1 and told["memory"]["device"]["weights"] == 3 * 2**20
     with pytest.raises(ServerError, match="there is no training run"):
         command("show", "s-000000000000:train:0")
     with pytest.raises(ServerError, match="there is no training run"):

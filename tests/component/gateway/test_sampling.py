@@ -420,3 +420,17 @@ def test_the_sdk_finishes_with_one_poll_for_all_its_samples(gate, service):
         assert list(future.result().sequences[0].tokens) == [n + 1, n]
     with gate.http() as client:
         assert 'route="retrieve_futures",status="200"' in client.get("/metrics").text
+
+
+def test_clients_hear_how_long_a_sequence_of_their_engine_may_be(gate, sampling):
+    def known() -> list[int | None]:
+        with gate.http() as client:
+            models = client.get("/api/v1/get_server_capabilities").json()["supported_models"]
+        return [model["max_context_length"] for model in models if model["model_name"] == "tiny"]
+
+    sampling.sample(PROMPT, 1, PARAMS).result()
+    (before,) = known()
+    assert before is not None
+    engine_of(gate, sampling).max_length = before - 8
+    sampling.sample(PROMPT, 1, PARAMS).result()
+    assert known() == [before - 8]

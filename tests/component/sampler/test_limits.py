@@ -11,8 +11,8 @@ import numpy as np
 
 from sampler_service.vllm.environment import _intel_openmp, is_cpu_build, sampler_environment
 from tandem.v1 import sampler_pb2
-from tests.support.sampler_worker import SamplerClient, plain_logprobs, same
-from tests.support.tiny_model import VOCABULARY
+from tests.support.sampler_worker import SamplerClient, plain_logprobs, same, sampler_process
+from tests.support.tiny_model import VOCABULARY, write_tiny_model
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -77,6 +77,18 @@ def test_the_engine_says_which_requests_it_has_begun(model: Path):
         "STEP short |",
         "STEP | short",
     ]
+
+
+def test_a_sequence_is_as_long_as_the_cache_holds_where_the_model_allows_more(directory: Path):
+    long = write_tiny_model(directory / "long", head_dim=32, max_length=100_000)
+    with sampler_process(long, kv_cache_bytes=2**20) as client:
+        longest = client.describe().max_length
+        assert 1000 < longest < 2000
+        prompt = [5] * (longest - 1)
+        assert client.sample(prompt, max_tokens=1, stop=[]).reply.max_length == longest
+        refusal = client.refusal(client.request([*prompt, 5], max_tokens=1))
+        assert refusal.type == "sequence_too_long"
+        assert f"{longest} tokens, the model's 100000" in refusal.message
 
 
 def test_more_requests_than_sequences_are_all_answered(tied_adapters: SamplerClient):

@@ -277,3 +277,45 @@ def test_cached_prompts_of_the_old_version_are_not_used_with_the_new_one(
     (sample,) = answer.samples
     expected = plain_logprobs(changed, prompt + sample.tokens)[len(prompt) - 1 :]
     assert np.abs(expected - sample.logprobs).max() < 1e-4
+
+
+def computed(client: SamplerClient) -> int:
+    return int(client.metric('tandem_sampler_tokens_total{kind="prompt_computed"}'))
+
+
+@pytest.mark.parametrize("length", [2, 20, BLOCK, BLOCK + 1, 100])
+@pytest.mark.parametrize("scored", [False, True])
+def test_samples_of_a_prompt_share_one_prefill(sampler: SamplerClient, length: int, scored: bool):
+    prompt, n = fresh(10 * length + scored, length), 8
+    before = computed(sampler)
+    together = sampler.sample(
+        prompt, n=n, seed=5, max_tokens=6, stop=[], prompt_logprobs=scored, topk=2
+    )
+    assert computed(sampler) - before == length + n - 1
+    alone = sampler.sample(prompt, n=1, seed=5, max_tokens=6, stop=[], prompt_logprobs=True, topk=2)
+    assert together.message.sequences[0] == alone.message.sequences[0]
+    if scored:
+        assert together.message.prompt_logprobs == alone.message.prompt_logprobs
+
+
+def test_samples_that_share_a_prefill_are_those_that_compute_it_each(sampler: SamplerClient):
+    """The last sample of a prompt is the same beside one other and beside many, and also when the
+    prompt is computed whole, which `max_tokens=1` and a scored prompt make it be."""
+    prompt = fresh(77, 45)
+    few, many = (
+        sampler.sample(prompt, n=n, seed=5, max_tokens=9, stop=[], topk=2) for n in (2, 16)
+    )
+    single = sampler.sample(prompt, n=16, seed=5, max_tokens=1, stop=[], topk=2)
+    assert list(few.message.sequences) == list(many.message.sequences)[:2]
+    firsts = [(s.tokens[0], s.logprobs[0]) for s in many.samples]
+    assert firsts == [(s.tokens[0], s.logprobs[0]) for s in single.samples]
+
+
+def test_a_group_whose_first_sample_ends_at_once_is_whole(sampler: SamplerClient):
+    prompt = fresh(78, 45)
+    plain = sampler.sample(prompt, n=6, seed=5, max_tokens=4, stop=[])
+    first = plain.samples[0].tokens[0]
+    stopped = sampler.sample(prompt, n=6, seed=5, max_tokens=4, stop=[first])
+    for one, other in zip(plain.samples, stopped.samples, strict=True):
+        end = one.tokens.index(first) + 1 if first in one.tokens else 4
+        assert other.tokens == one.tokens[:end]

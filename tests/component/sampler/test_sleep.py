@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +26,6 @@ from tests.support.sampler_worker import (
 )
 from tests.support.tiny_model import write_tiny_model
 from tests.support.waiting import wait_until
-from tests.support.worker_process import CALL_SECONDS
 
 CACHE = 256 * 2**20
 LEASE = 5
@@ -48,10 +45,7 @@ def seeded(client: SamplerClient, **arguments: object) -> Sampled:
 
 
 def loads(client: SamplerClient) -> int:
-    host = client.report.address.rpartition(":")[0]
-    url = f"http://{host}:{client.report.metrics_port}/metrics"
-    metrics = urllib.request.urlopen(url, timeout=CALL_SECONDS).read().decode()
-    return int(float(re.findall(r"tandem_sampler_load_seconds_count (\S+)", metrics)[0]))
+    return int(client.metric("tandem_sampler_load_seconds_count"))
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])

@@ -13,6 +13,9 @@ from tests.support.losses.batches import REQUESTS, mixed_data, mixed_request
 from tests.support.tiny_model import VOCABULARY, write_tiny_model
 from tests.support.trainer_worker import TrainerClient, logprobs_of, trainer_process
 
+COMPILE_SECONDS = 900.0
+COMPILED = [pytest.mark.nightly, pytest.mark.timeout(2 * COMPILE_SECONDS)]
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
@@ -41,15 +44,28 @@ def answers(client: TrainerClient) -> dict[str, tuple[wire.ForwardBackwardOutput
 
 @pytest.mark.parametrize(
     "less_memory",
-    [{}, {"logits_bytes": 4 * VOCABULARY * 7, "checkpointing": "on"}],
-    ids=["plain", "chunks and checkpointed blocks"],
+    [
+        {},
+        {
+            "logits_bytes": 4 * VOCABULARY * 7,
+            "checkpointing": "on",
+            "unreduced_gradients_bytes": 1,
+        },
+        pytest.param({"compile": "on", "checkpointing": "on"}, marks=COMPILED),
+    ],
+    ids=[
+        "plain",
+        "chunks, checkpointed blocks, gradients reduced at once",
+        "compiled and checkpointed blocks",
+    ],
 )
 def test_two_ranks_compute_what_one_computes(model: Path, tmp_path: Path, less_memory) -> None:
     with trainer_process(model, tmp_path / "one") as client:
         alone = answers(client)
     with trainer_process(
-        model, tmp_path / "two", ranks=2, micro_batch_tokens=24, **less_memory
+        model, tmp_path / "two", ranks=2, micro_batch_tokens=24, wait=False, **less_memory
     ) as client:
+        client.wait_until_serving(COMPILE_SECONDS)
         both = answers(client)
     for name, (output, norm) in alone.items():
         other, other_norm = both[name]

@@ -308,3 +308,24 @@ def test_a_model_that_is_not_there_is_reported(tmp_path):
         assert report.error_type == "worker_start_failed"
         assert "nothing" in report.error
         assert client.process.wait(timeout=CALL_SECONDS) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_does_not_fit_is_refused_with_numbers_before_it_is_loaded(
+    models, tmp_path, ranks
+):
+    small = {"ranks": ranks, "memory_bytes": 1000}
+    with trainer_process(models["qwen3"], tmp_path, wait=False, **small) as client:
+        report = client.next_report()
+        assert report.error_type == "worker_start_failed"
+        assert "the model does not fit into memory: with 256 tokens at a time" in report.error
+        assert "weights" in report.error and "What helps: more memory" in report.error
+        assert client.process.wait(timeout=CALL_SECONDS) == 1
+
+
+def test_the_memory_plan_is_told(one, two):
+    alone, half = one.describe().memory, two.describe().memory
+    assert alone.micro_batch_tokens == 2048 and not alone.checkpointing
+    assert half.micro_batch_tokens == two.describe().micro_batch_tokens == 40
+    assert half.device["weights"] < alone.device["weights"]
+    assert sum(half.device.values()) <= half.device_available

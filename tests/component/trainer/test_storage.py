@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tandem.weights import open_version
+from tandem.worker import TrainingSpec
 from tests.support.local_trainer import forward_backward, load, make, save, step
 from tests.support.losses.batches import mixed_data
 from tests.support.trainer_worker import datum, request, trainer_process
@@ -43,3 +44,38 @@ def test_a_checkpoint_of_two_ranks_loads_into_one_and_back(models, tmp_path):
         assert two.load(tmp_path / "b", optimizer=True).step == 4
         loaded = two.output(score).metrics["loss:sum"]
     assert went_on == pytest.approx(loaded, rel=1e-3)
+
+
+def test_a_file_that_another_rank_finds_damaged_is_refused_and_training_goes_on(models, tmp_path):
+    with trainer_process(models["qwen3"], tmp_path, ranks=2) as two:
+        two.output(request(mixed_data(seed=0)))
+        two.optim_step()
+        assert not two.save(tmp_path / "a").HasField("failure")
+        for number in range(2):  # the ranks share the files between them
+            file = tmp_path / "a" / f"__{number}_0.distcp"
+            whole = file.read_bytes()
+            file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+            reply = two.load(tmp_path / "a", optimizer=True)
+            assert reply.failure.type == "checkpoint_damaged"
+            assert f"{file.name} is damaged" in reply.failure.message
+            file.write_bytes(whole)
+        two.output(request(mixed_data(seed=1)))
+        assert two.optim_step().step == 2
+        assert two.load(tmp_path / "a", optimizer=True).step == 1
+
+
+def test_two_ranks_with_states_in_bfloat16_go_on_from_a_checkpoint_bit_by_bit(models, tmp_path):
+    training = TrainingSpec(states="bfloat16")
+    score = request(mixed_data(seed=9), forward_only=True)
+    with trainer_process(models["qwen3"], tmp_path, ranks=2, training=training) as two:
+        for step_number in range(2):
+            two.output(request(mixed_data(seed=step_number)))
+            two.optim_step()
+        assert not two.save(tmp_path / "a").HasField("failure")
+        results = []
+        for _ in range(2):
+            two.output(request(mixed_data(seed=2)))
+            assert two.optim_step().step == 3
+            results.append(two.output(score).metrics["loss:sum"])
+            assert two.load(tmp_path / "a", optimizer=True).step == 2
+    assert results[0] == results[1]

@@ -20,10 +20,11 @@ from tests.support.trainer_worker import datum, request
 from tests.support.worker_process import RUN, SECRET, SESSION
 
 BACKEND = """
+from trainer_service.backends import Capability
 from trainer_service.backends.fsdp2 import Fsdp2Backend
 
 class Backend(Fsdp2Backend):
-    live_state = None
+    capabilities = Fsdp2Backend.capabilities - {Capability.SLEEP}
 """
 
 

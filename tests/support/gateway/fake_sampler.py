@@ -31,6 +31,7 @@ class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
         self.load_error: TandemError | None = None
         self.sample_error: TandemError | None = None
         self.speak = lambda tokens: tokens[::-1]
+        self.max_length = 0
 
     async def Load(self, request, context):
         if self.load_error is not None:
@@ -83,6 +84,7 @@ class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
             prompt_tokens=len(prompt),
             cached_tokens=1,
             sampled_tokens=len(tokens) * request.num_samples,
+            max_length=self.max_length,
         )
 
     async def SampleStream(self, request, context):

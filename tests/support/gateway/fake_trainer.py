@@ -90,6 +90,12 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
             trainable_parameters=7,
             ranks=1,
             micro_batch_tokens=2048,
+            memory=trainer_pb2.MemoryPlan(
+                micro_batch_tokens=2048,
+                checkpointing=True,
+                device={"weights": 3 * 2**20, "activations": 5 * 2**20},
+                device_available=9 * 2**20,
+            ),
         )
 
     async def Progress(self, request, context):

@@ -117,8 +117,9 @@ class ModelWorker:
 
 
 class ModelSampler(ModelWorker):
-    """Has one version of all weights at a time, to which it changes when another is asked for, and
-    any adapters. Its samples show the version that they are from, and their seed."""
+    """Has one version of all weights at a time, to which it changes, once it has nothing to do,
+    when another is asked for, and any adapters. Its samples show the version that they are from,
+    and their seed; each takes `seconds`. `answered` are the versions of those that have ended."""
 
     def __init__(self, spec: WorkerSpec, misfortune: Misfortune) -> None:
         super().__init__(spec, misfortune)
@@ -127,6 +128,11 @@ class ModelSampler(ModelWorker):
         )
         self.state = sampler_pb2.SAMPLER_STATE_AWAKE
         self.adapters: list[str] = []
+        self.seconds = 0.0
+        self.answered: list[str] = []
+        self._under_way = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._turn = asyncio.Lock()
 
     async def Describe(self, request):
@@ -153,6 +159,15 @@ class ModelSampler(ModelWorker):
     async def Sample(self, request):
         async with self._turn:
             await self._change_to(request.version)
+        self._under_way += 1
+        self._idle.clear()
+        try:
+            await asyncio.sleep(self.seconds)
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+        self.answered.append(request.version.name)
         tokens = after(request.version.name, request.prompt_tokens, request.params.seed)
         return sampler_pb2.SampleReply(response=tokens.encode(), version=request.version)
 
@@ -161,6 +176,8 @@ class ModelSampler(ModelWorker):
         if version.name in (self.version.name, *self.adapters):
             return
         assert (Path(version.path) / "manifest.json").is_file()
+        if not version.adapter:
+            await self._idle.wait()
         self.state = sampler_pb2.SAMPLER_STATE_LOADING
         await self._misfortune.delay(2.0)
         self.state = sampler_pb2.SAMPLER_STATE_AWAKE

@@ -4,177 +4,26 @@ engines as a model."""
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
-from collections.abc import Coroutine
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import grpc.aio
 import pytest
 
-from gateway.checkpoints.base_models import BaseModelEntry
-from gateway.checkpoints.pins import Pins
-from gateway.futures.table import Future, Result
-from gateway.limits import Quotas
-from gateway.metrics import Metrics
 from gateway.placement.lease_records import LeaseRecord
-from gateway.sampling.router import SamplerRouter
-from gateway.sampling.sampler import Sampler
-from gateway.sessions.registry import Session
-from gateway.usage.meter import SampleMeter
-from gateway.workers.epoch import Epoch
-from gateway.workers.fleet import Fleet
 from gateway.workers.launchers.kubernetes import resources
 from tandem.errors import SessionFinished
-from tandem.settings import GatewaySettings, SamplerSettings
-from tandem.v1 import common_pb2, sampler_pb2
-from tandem.worker import WorkerSpec
+from tandem.v1 import sampler_pb2
 from tests.support.gateway.leased_workers import World as Leases
-from tests.support.gateway.leased_workers import not_leased
-from tests.support.gateway.model_workers import Misfortune, ModelHost, ModelLauncher, ModelSampler
-from tests.support.gateway.placement import WHOLE_MACHINE, open_on, places_for
+from tests.support.gateway.model_workers import ModelSampler
+from tests.support.gateway.placement import WHOLE_MACHINE
+from tests.support.gateway.sampler_world import LOAD_TIMEOUT, World
 from tests.support.model_files import write_weights
 from tests.support.virtual_time import run_in_virtual_time
 
 DESCRIBE_TIMEOUT = 30.0
-LOAD_TIMEOUT = 1000.0
-PATIENCE = 10_000.0
 """Virtual seconds."""
-
-
-class NoDatabase:
-    async def read(self, _query):
-        return []
-
-    async def write(self, *_statement): ...
-
-    def write_soon(self, *_statement): ...
-
-
-class AtOnce(Misfortune):
-    """Nothing goes wrong, and nothing takes time."""
-
-    async def delay(self, most: float) -> None:
-        await asyncio.sleep(0)
-
-
-class World:
-    """A host on which an earlier gateway has left engines, and the router of the next gateway,
-    which knows the model `tiny` and the sessions s-1 and s-2; `implicit` has no client."""
-
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self.folder = folder
-        self.host = ModelHost(AtOnce(random.Random(1)))
-        self.pins = Pins()
-        self.sessions = {
-            name: Session(name, 0.0, None, "ann", sdk_version="" if name == "implicit" else "0.38")
-            for name in ("s-1", "s-2", "implicit")
-        }
-        self.settings = GatewaySettings(
-            data_dir=folder, sampler={"operation_timeout": LOAD_TIMEOUT}, **settings
-        )
-        database: Any = NoDatabase()
-        usage: Any = SimpleNamespace(record=lambda *_args, **_more: None)
-        metrics = Metrics()
-        models: Any = SimpleNamespace(all=lambda: [self.model])
-        sessions: Any = SimpleNamespace(get=self.sessions.get, require=self.sessions.__getitem__)
-        sessions.count_of = lambda _owner, ids: len(list(ids))
-        self.launcher = ModelLauncher(self.host)
-        self.fleet = Fleet(
-            settings=self.settings,
-            database=database,
-            launcher=self.launcher,
-            metrics=metrics,
-            epoch=Epoch(number=1, superseded=lambda: None),
-        )
-        self.places = places_for(self.settings)
-        self.leases: Leases | None = None
-        leases: Any = SimpleNamespace(
-            of=lambda _name: self.leases.group if self.leases else not_leased()
-        )
-        self.router = SamplerRouter(
-            settings=self.settings,
-            fleet=self.fleet,
-            metrics=metrics,
-            meter=SampleMeter(usage=usage),
-            pins=self.pins,
-            models=models,
-            sessions=sessions,
-            limits=Quotas(settings=self.settings.limit, metrics=metrics),
-            leases=leases,
-            places=self.places,
-        )
-
-    @property
-    def model(self) -> BaseModelEntry:
-        return BaseModelEntry(name="tiny", path=str(self.folder / "tiny"), max_length=None)
-
-    def version(self, name: str) -> common_pb2.WeightVersion:
-        """A version that is on the disk."""
-        folder = self.folder / name
-        folder.mkdir(exist_ok=True)
-        (folder / "manifest.json").touch()
-        return common_pb2.WeightVersion(name=f"s-1:train:0/{name}", path=str(folder))
-
-    def left(
-        self, name: str = "sampler-s-1-0", *, session_id: str = "s-1", rank: int = 0, path: str = ""
-    ) -> ModelSampler:
-        """An engine that the earlier gateway has left, with the base model."""
-        spec = WorkerSpec(
-            worker_id=name,
-            kind="sampler",
-            secret="a secret",
-            model_name="tiny",
-            model_path=path or self.model.path,
-            session_id=session_id,
-            sampler=SamplerSettings(max_lora_rank=rank),
-        )
-        engine = self.host.workers[name] = ModelSampler(spec, self.host.misfortune)
-        return engine
-
-    async def open_host(self) -> None:
-        await self.fleet.open()
-        await open_on(self.places, *WHOLE_MACHINE)
-
-    async def open(self) -> None:
-        await self.open_host()
-        await self.router.open()
-
-    def sampler(self, session_id: str = "s-1", *, rank: int = 0) -> Sampler:
-        return self.router.ensure(session_id=session_id, model=self.model, rank=rank)
-
-    async def sample(self, version: str = "v1", *, session_id: str = "s-1") -> str:
-        """Ask for a sample with a seed; return what came of it, or the type of its error."""
-        sampler = self.sampler(session_id)
-        request = sampler_pb2.SampleRequest(operation_id="s", version=self.version(version))
-        request.params.seed = 7
-        future = Future(request_id="s", source="sample", describe=lambda: None, owner="ann")
-        self.router.submit(sampler, future=future, request=request)
-        async with asyncio.timeout(PATIENCE):
-            await future.done
-        outcome = future.outcome
-        return outcome.body.decode() if isinstance(outcome, Result) else outcome.type
-
-    def running(self) -> list[str]:
-        return sorted(self.host.workers)
-
-    def run(self, scenario: Coroutine[None, None, None]) -> None:
-        """Run it in virtual time. In the end all sessions end, and nothing may be left."""
-
-        async def run() -> None:
-            with patch.object(grpc.aio, "insecure_channel", self.launcher.channel):
-                await scenario
-                for session_id in self.sessions:
-                    await self.router.end_session(session_id, SessionFinished("over"))
-            assert self.running() == []
-            assert self.fleet.all() == []
-            assert {folder for folder in self.pins.folders() if "/base/" not in folder} == set()
-            assert not self.places.on(WHOLE_MACHINE[0])
-
-        run_in_virtual_time(run())
 
 
 @pytest.fixture

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.placement.asks import asks_of, check_defaults
+from gateway.placement.asks import asks_of, check_defaults, settled_asks
 from gateway.placement.groups import DeviceGroup
 from tandem.devices import parse_device
 from tandem.errors import InvalidRequest, PermissionDenied
 from tandem.settings import GatewaySettings, TrainerSettings
+from tandem.worker import LoraSpec, TrainingSpec
 
 SETTINGS = GatewaySettings(model_defaults={"large": {"ranks": 2, "memory": "40GiB"}})
 GROUPS = (
@@ -51,10 +52,15 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
         {
             "tandem.ranks": "2",
             "tandem.dtype": "bfloat16",
+            "tandem.states": "bfloat16",
+            "tandem.moments": "host",
+            "tandem.compile": "on",
             "tandem.backend": "fsdp2",
             "tandem.share": "always",
             "tandem.group": "train",
             "tandem.sampler_group": "sample",
+            "tandem.replicas": "3",
+            "tandem.sampler_ranks": "1",
             "tandem.sampler": "none",
             "tandem.memory": "16GiB",
             "tandem.host_memory": "1024",
@@ -67,7 +73,12 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
     )
     assert (asks.memory, asks.host_memory, asks.sampler_host_memory) == (2**34, 1024, 2**31)
     assert (asks.sampler, asks.priority, asks.start_timeout) == (False, -3, 600.0)
+    assert asks.replicas == 3
+    assert asks.trainer_settings(SETTINGS.trainer).compile == "on"
+    assert asks.trainer_start_timeout == 1200.0, "with the time to compile"
     assert asks.share == "always"
+    training = asks.training(TrainingSpec())
+    assert (training.states, training.moments) == ("bfloat16", "host")
     trainer = asks.trainer_settings(TrainerSettings(threads=3))
     assert (trainer.ranks, trainer.dtype, trainer.threads) == (2, "bfloat16", 3)
 
@@ -78,6 +89,8 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
         ("ranks", "0", "a whole number from 1 to 1024"),
         ("ranks", "two", "a whole number from 1 to 1024"),
         ("dtype", "float64", "auto, float32 or bfloat16"),
+        ("states", "float16", "float32 or bfloat16"),
+        ("moments", "disk", "device or host"),
         ("sampler", "off", "none, for a run that only trains"),
         ("share", "yes", "when_full, always or never"),
         ("sampler", "true", "none, for a run that only trains"),
@@ -124,3 +137,41 @@ def test_a_wrong_default_of_a_model_is_a_fault_of_the_settings():
     check_defaults(SETTINGS)
     with pytest.raises(InvalidRequest, match=r"TANDEM_MODEL_DEFAULTS of m: tandem.ranks is '0'"):
         check_defaults(GatewaySettings(model_defaults={"m": {"ranks": 0}}))
+
+
+SMALL_STATES = {"tandem.states": "bfloat16", "tandem.moments": "host"}
+
+
+def settled(run, session, training: TrainingSpec):
+    return settled_asks(
+        run,
+        session,
+        model="tiny",
+        model_path="tiny",
+        settings=SETTINGS,
+        groups=GROUPS,
+        admin=False,
+        training=training,
+    )
+
+
+OTHERS = {"adapters": TrainingSpec(lora=LoraSpec()), "by dimuon": TrainingSpec(optimizer="dimuon")}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_states_are_of_runs_that_train_all_parameters_by_adamw(kind):
+    all_parameters = settled(None, SMALL_STATES, TrainingSpec())
+    assert (all_parameters.states, all_parameters.moments) == ("bfloat16", "host")
+    other = settled(None, SMALL_STATES, OTHERS[kind])
+    assert (other.states, other.moments) == ("float32", "device")
+    settled({"tandem.states": "float32"}, None, OTHERS[kind])
+    for name, value in SMALL_STATES.items():
+        with pytest.raises(InvalidRequest, match=f"{name} is for runs .* trains {kind}"):
+            settled({name: value}, None, OTHERS[kind])
+
+
+def test_an_engine_on_more_devices_than_any_group_for_samplers_has_is_refused_with_the_groups():
+    with pytest.raises(InvalidRequest, match=r"an engine on 2 devices .*there is: sample \(1 dev"):
+        asked({"tandem.sampler_ranks": "2"})
+    assert asked({"tandem.sampler_ranks": "2", "tandem.sampler": "none"}).sampler_ranks == 2
+    assert asked({"tandem.sampler_ranks": "4"}, groups=WHOLE).sampler_ranks == 4

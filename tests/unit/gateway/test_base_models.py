@@ -117,3 +117,15 @@ async def test_a_record_that_cannot_be_removed_is_said_to_be_so(database, place)
     with pytest.raises(InvalidRequest, match="cannot be removed"):
         await models.remove("org/a")
     assert models.get("org/a")
+
+
+async def test_a_sequence_is_as_long_as_the_model_and_its_engine_allow(database, place):
+    models = await opened(database, place)
+    downloaded(place, "org/a")
+    await models.find()
+    entry = models.get("org/a")
+    assert models.context_length(entry) == entry.max_length == 64
+    models.note_longest("org/a", 48)
+    assert models.context_length(entry) == 48
+    models.note_longest("org/a", 4096)
+    assert models.context_length(entry) == 64

@@ -64,7 +64,6 @@ def test_an_nvidia_device_is_known_by_its_uuid_and_its_memory():
         ),
         ([TRAIN | {"devices": ["tpu:0"]}, SAMPLE], "group 'train': 'tpu:0' is not a device"),
         ([TRAIN | {"devices": ["cpu:0", "cuda:0"]}, SAMPLE], "both cores and NVIDIA devices"),
-        ([TRAIN, SAMPLE | {"devices": ["cpu:1", "cpu:2"]}], "a sampler uses one"),
         (
             [TRAIN | {"devices": ["cuda:0"]}, SAMPLE | {"devices": ["cuda:GPU-0"]}],
             "cuda:GPU-0 is in the groups 'train' and 'sample'",

@@ -58,6 +58,18 @@ def test_a_trainer_that_may_sleep_needs_its_state_on_the_host():
     assert requested(pool=a_pool(awake=0)).memory < asleep
 
 
+def test_states_in_bfloat16_need_half_and_moments_on_the_host_are_there_awake_too():
+    settings = GatewaySettings(recovery={"enabled": False})
+    awake = {"pool": a_pool(awake=0), "settings": settings}
+    whole, half = requested().memory, requested(training=TrainingSpec(states="bfloat16")).memory
+    assert whole - half >= 3 * LARGE.parameters * 4
+    on_host = requested(training=TrainingSpec(moments="host"), **awake).memory
+    assert on_host >= requested(**awake).memory + LARGE.parameters * 4
+    assert on_host >= 2 * LARGE.parameters * 4
+    small = requested(training=TrainingSpec(states="bfloat16", moments="host"), **awake).memory
+    assert on_host - small >= LARGE.parameters * 4
+
+
 def test_the_host_of_a_trainer_that_is_always_awake_never_has_the_model():
     awake = requested(pool=a_pool(awake=0), training=LORA)
     assert awake.memory >= LARGE.vocabulary * LARGE.hidden * 4
@@ -80,6 +92,7 @@ def test_no_rank_loads_the_whole_model():
 def test_an_engine_that_may_sleep_keeps_its_weights_on_the_host():
     asleep, awake = requested("sampler"), requested("sampler", pool=a_pool(awake=0))
     assert asleep.memory - awake.memory >= LARGE.parameters * 2
+    assert awake.memory > LARGE.parameters * 2, "the next version is read beforehand"
     adapters = requested("sampler", sampler=SamplerSettings(max_lora_rank=64))
     assert adapters.memory > asleep.memory
 

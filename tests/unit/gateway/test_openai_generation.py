@@ -46,7 +46,7 @@ class FakeSessions:
 
 def make_generation(*, state="ready", closing=False, **settings):
     sampler = SimpleNamespace(
-        engine=SimpleNamespace(state=state),
+        serves=state == "ready",
         describe=lambda _id: Waiting("the sampler is starting"),
     )
     gateway = SimpleNamespace(

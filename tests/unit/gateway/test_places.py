@@ -19,6 +19,7 @@ from gateway.storage.tables import drained_groups
 from tandem.devices import parse_device
 from tandem.errors import InvalidRequest
 from tests.support.waiting import PATIENCE
+from tests.support.work import calls_in
 
 GIB = 2**30
 
@@ -213,6 +214,65 @@ async def test_the_runs_of_a_session_share_the_place_of_its_sampler_until_the_la
     assert world.keys(SAMPLE) == [first.sampler]
     second.end()
     assert world.keys(SAMPLE) == []
+
+
+async def test_a_run_has_the_places_of_all_its_engines_or_of_none():
+    devices = [group(f"s{n}", "sampler", workers=1) for n in range(3)]
+    world = await World(group("train", "trainer", workers=9), *devices).open()
+    first = await (await world.run(run_id="r", replicas=2).ask()).granted()
+    assert [len(world.keys(each)) for each in devices] == [1, 1, 0]
+    assert world.places.replicas_of(first.sampler) == 2
+    second = await world.run(replicas=2).ask()
+    assert not second.has and len(world.keys(devices[2])) == 0
+    assert "1 workers are there" in second.why
+    first.end()
+    await second.granted()
+    assert len(world.rows.rows) == 3
+
+
+async def test_engines_of_one_sampler_never_take_turns_on_one_group():
+    one, two = (group(name, "sampler", workers=9) for name in ("one", "two"))
+    world = await World(TRAIN, one, two).open()
+    await (await world.run(run_id="r", replicas=2).ask()).granted()
+    assert (world.keys(one), world.keys(two)) == (["sampler-of-r"], ["sampler-of-r#1"])
+    with pytest.raises(InvalidRequest, match="another engine of the same sampler is on group"):
+        world.places.check(world.run(replicas=3).as_ask())
+    free = await World(WHOLE).open()
+    free.places.check(free.run(replicas=3).as_ask())
+
+
+async def test_an_engine_with_several_ranks_has_as_many_devices_of_one_group():
+    devices = tuple(parse_device(f"cpu:{n}") for n in range(2))
+    large = group("large", "sampler", devices=devices)
+    world = await World(TRAIN, SAMPLE, large).open()
+    run = await (await world.run(sampler_ranks=2).ask()).granted()
+    place = world.places.get(run.sampler)
+    assert (place.group, place.devices) == (large, ("cpu:0", "cpu:1"))
+
+
+async def test_engines_that_a_run_keeps_have_their_places_also_after_a_restart():
+    world = await World(TRAIN, *(group(f"s{n}", "sampler") for n in range(3))).open()
+    await (await world.run(run_id="r", replicas=3).ask()).granted()
+    again = await world.open(active=lambda _session: True)
+    assert again.places.replicas_of("sampler-of-r") == 3
+    again.places.release_left(["r"])
+    assert again.places.replicas_of("sampler-of-r") == 3
+    again.places.release_left([])
+    assert world.rows.rows == {}
+
+
+async def test_more_engines_than_there_is_room_for_are_refused_without_trying_every_order():
+    devices = [group(f"s{n}", "sampler", workers=1) for n in range(24)]
+    world = await World(TRAIN, *devices).open()
+    fits, too_many = world.run(replicas=24), world.run(replicas=25)
+    world.places.check(fits.as_ask())
+    few = calls_in(lambda: world.places.check(fits.as_ask()))
+
+    def check() -> None:
+        with pytest.raises(InvalidRequest, match="no place for it"):
+            world.places.check(too_many.as_ask())
+
+    assert calls_in(check) < 50 * few
 
 
 async def test_a_named_group_is_waited_for_though_another_has_room():

@@ -60,6 +60,7 @@ def make_sampler(session_id: str, *, fleet, places: Places) -> Sampler:
         users={session_id},
         owner="ann",
         model=model,
+        models=None,
         engine=engine,
         metrics=Metrics(),
         meter=None,

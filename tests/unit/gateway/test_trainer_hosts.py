@@ -128,6 +128,7 @@ async def test_a_run_that_shares_when_all_is_full_does_not_share_before():
         {"rank": 32},
         {"share": "never"},
         {"dtype": "bfloat16"},
+        {"compile": "on"},
         {"priority": -1},
         {"group": "gpu2"},
     ],

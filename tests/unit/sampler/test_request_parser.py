@@ -21,7 +21,13 @@ from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 
 FACTS = EngineFacts(
-    vocabulary=100, max_length=16, dtype="float32", device="cpu", name="x", end_tokens=(1, 2)
+    vocabulary=100,
+    max_length=16,
+    model_length=16,
+    dtype="float32",
+    device="cpu",
+    name="x",
+    end_tokens=(1, 2),
 )
 
 
@@ -193,3 +199,11 @@ def test_no_stop_means_the_end_tokens_and_an_empty_list_means_none():
 def test_a_seed_of_zero_is_a_seed_and_no_seed_is_none():
     assert engine_request(message(seed=0), FACTS).seed == 0
     assert engine_request(message(), FACTS).seed is None
+
+
+@pytest.mark.parametrize("request_", [message(prompt=[5] * 16), message(prompt=[5] * 13)])
+def test_a_refusal_says_whether_the_model_or_its_sampler_is_too_short(request_):
+    with pytest.raises(SequenceTooLong, match=r"the model's length is 16$"):
+        parse_request(request_, FACTS)
+    with pytest.raises(SequenceTooLong, match="has 16 tokens, the model's 64; its KV cache"):
+        parse_request(request_, replace(FACTS, model_length=64))

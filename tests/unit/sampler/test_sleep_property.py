@@ -18,10 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sampler_service.engine import EngineState, SleepLevel, StepOutput, WeightsTouched
 from sampler_service.lifecycle import Switch
-from sampler_service.weights.loader import WeightVersion
+from sampler_service.weights.loader import Verified, WeightVersion
 from sampler_service.work import QueuedSwitch, Sampled, SubmissionQueue, Work
 from tandem.errors import LoadFailed, TandemError
-from tests.support.fake_engine import BASE, NEW, OTHER, Bench, FakeEngine
+from tests.support.fake_engine import BASE, NEW, OTHER, Bench, FakeEngine, LaterReads
 from tests.support.published_adapters import RANK, adapter, write_base
 
 NUMBERS = range(1, 4)
@@ -32,8 +32,8 @@ class WouldBlock(Exception):
 
 
 class NonBlockingQueue(SubmissionQueue):
-    def take(self, *, wait: bool) -> list[Work | QueuedSwitch]:
-        if wait and not len(self):
+    def take(self, *, wait: bool, seconds: float | None = None) -> list[Work | QueuedSwitch]:
+        if wait and not len(self) and not self._notified:
             raise WouldBlock
         return super().take(wait=False)
 
@@ -56,10 +56,25 @@ class Sampler(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
+        self.reads = LaterReads(at_once=True)
         self.bench = Bench(
-            base=write_base(self.folder / "base"), rank=RANK, engine=WatchedEngine(room=2)
+            base=write_base(self.folder / "base"),
+            rank=RANK,
+            engine=WatchedEngine(room=2),
+            start_reading=self.reads,
         )
-        self.bench.scheduler._submissions = NonBlockingQueue()
+        scheduler, queue = self.bench.scheduler, NonBlockingQueue()
+        scheduler._submissions = queue
+        reader = scheduler._reader
+        reader._on_done = queue.notify
+        take = reader.take
+
+        def take_at_once(version: WeightVersion) -> Verified:
+            reader.want(version)
+            self.reads.finish()
+            return take(version)
+
+        reader.take = take_at_once
         adapters = [adapter(self.folder, number) for number in NUMBERS]
         self.versions = [BASE, NEW, OTHER, *adapters]
         self.futures: list[Future[object]] = []
@@ -85,7 +100,9 @@ class Sampler(RuleBasedStateMachine):
             try:
                 bench.scheduler.turn()
             except WouldBlock:
-                return
+                if not self.reads.begun:
+                    return
+                self.reads.finish()
             assert not sleep_due or len(bench.engine.admitted) == admitted
             if (was, bench.scheduler.status.state) == (EngineState.ASLEEP, EngineState.AWAKE):
                 loads, refusals = len(bench.loader.loads) - loads, refusals - self.errors_left
@@ -124,6 +141,11 @@ class Sampler(RuleBasedStateMachine):
     def spoil(self, version, touched: bool) -> None:
         error = WeightsTouched("touched") if touched else LoadFailed("damaged")
         self.bench.loader.errors.setdefault(version.name, []).append(error)
+
+    @rule(at_once=st.booleans())
+    def reads_end(self, at_once: bool) -> None:
+        self.reads.finish()
+        self.reads.at_once = at_once
 
     @rule(which=st.integers(0, 100))
     def cancel(self, which: int) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.devices import Device, parse_device
+from tandem.devices import Device, parse_device, together
 from tandem.errors import InvalidRequest
 
 
@@ -48,3 +48,10 @@ def test_another_name_is_refused_with_an_example_of_a_right_one(text):
 def test_a_device_is_read_as_it_is_printed(cores):
     device = Device("cpu", cores=cores)
     assert parse_device(str(device)) == device
+
+
+def test_a_process_that_uses_several_devices_sees_all_of_them():
+    devices = [parse_device(name) for name in ("cpu:0-1", "cpu:4")]
+    assert str(together(devices)) == "cpu:0-1,4"
+    devices = [parse_device(name) for name in ("cuda:1", "cuda:GPU-8f6a")]
+    assert together(devices).cuda == "1,GPU-8f6a"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.tiny_model import ARCHITECTURES, write_tiny_model
 
@@ -18,3 +21,20 @@ def models(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def model(models) -> Path:
     return models["qwen3"]
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """A process group of one rank, for sharded models: it has nobody to talk to."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def second() -> Iterator[None]:
+    """The second rank of two, which has nobody to talk to. (Torch remembers for all of a process
+    which rank it is, so that this cannot be each in turn.)"""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield
+    dist.destroy_process_group()

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from tandem.devices import parse_device
-from tandem.errors import WorkerStartFailed
+from tandem.errors import UnsupportedByBackend, WorkerStartFailed
 from tandem.settings import TrainerSettings
-from tandem.worker import TrainingSpec, WorkerSpec
+from tandem.worker import LoraSpec, TrainingSpec, WorkerSpec
 from trainer_service.backends.base import TrainerBackend
 from trainer_service.backends.fsdp2 import Fsdp2Backend
 from trainer_service.compute import process_group
 from trainer_service.compute.process_group import (
     Assignment,
-    check_that_it_can_sleep,
+    check_capabilities,
     kind_of_device,
     threads_of,
 )
@@ -89,7 +89,7 @@ def refused(**spec) -> str:
         worker_id="t", kind="trainer", secret="s", model_name="m", model_path="m", session_id="s"
     ).model_copy(update=spec)
     try:
-        check_that_it_can_sleep(about, "own")
+        check_capabilities(about, "own")
     except WorkerStartFailed as error:
         return error.message
     return ""
@@ -103,6 +103,16 @@ def test_a_backend_that_cannot_sleep_is_refused_where_it_must_and_its_host_canno
     assert reason in refused(lease=7, no_suspender=reason)
     monkeypatch.setattr(process_group, "backend_named", lambda name: Fsdp2Backend)
     assert refused(lease=7, no_suspender=reason) == ""
+
+
+def test_adapters_are_refused_before_the_start_where_the_backend_cannot_train_them(monkeypatch):
+    lora = TrainingSpec(lora=LoraSpec(rank=4))
+    monkeypatch.setattr(process_group, "backend_named", lambda name: Fsdp2Backend)
+    assert refused(training=lora) == ""
+    monkeypatch.setattr(process_group, "backend_named", lambda name: TrainerBackend)
+    assert refused(training=TrainingSpec()) == ""
+    with pytest.raises(UnsupportedByBackend, match="TrainerBackend cannot train adapters"):
+        refused(training=lora)
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    Gemma3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    Qwen3NextConfig,
+    T5Config,
+)
 
 from tandem.errors import WorkerStartFailed
-from tests.support.local_trainer import plain
+from tests.support.local_trainer import make, plain
 from tests.support.tiny_model import ARCHITECTURES, write_tiny_model
-from trainer_service.models.huggingface import load_model
+from trainer_service.models.huggingface import load_model, small_model
+from trainer_service.models.logprobs import comes_apart
+from trainer_service.models.packing import can_pack
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -79,15 +88,6 @@ def test_weights_that_are_said_to_be_tied_and_differ_are_refused(changed):
         load_model(path)
 
 
-@pytest.fixture
-def second() -> Iterator[None]:
-    """The second rank of two, which has nobody to talk to. (Torch remembers for all of a process
-    which rank it is, so that this cannot be each in turn.)"""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_rank_reads_its_shards_into_memory_of_its_own(models, architecture, second):
     found = load_model(models[architecture], prepare=fully_shard)
@@ -103,3 +103,71 @@ def test_a_rank_reads_its_shards_into_memory_of_its_own(models, architecture, se
     head, embedding = found.get_output_embeddings(), found.get_input_embeddings()
     tied = wanted.get_output_embeddings().weight is wanted.get_input_embeddings().weight
     assert (head.weight is embedding.weight) == tied
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_small_model_can_do_what_the_whole_one_can(models, architecture):
+    whole, small = load_model(models[architecture]), small_model(models[architecture])
+    assert small is not None and type(small) is type(whole)
+    assert can_pack(small) == can_pack(whole)
+    assert comes_apart(small) == comes_apart(whole)
+
+
+def test_a_small_model_of_many_layers_has_each_kind_of_them(tmp_path):
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    config = Gemma3TextConfig(
+        vocab_size=99,
+        hidden_size=96,
+        intermediate_size=77,
+        num_hidden_layers=12,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=16,
+        layer_types=kinds * 2,
+    )
+    config.save_pretrained(tmp_path)
+    small = small_model(tmp_path)
+    assert small is not None
+    assert small.config.layer_types == kinds
+    assert (small.config.num_attention_heads, small.config.hidden_size) == (2, 32)
+
+
+def test_without_a_small_model_there_is_none(tmp_path):
+    MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=2).save_pretrained(tmp_path)
+    assert small_model(tmp_path) is None  # it has no heads
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            MambaConfig(hidden_size=32, num_hidden_layers=1),
+            r"\(mamba\) cannot be trained: .* keep a state",
+        ),
+        (Qwen3NextConfig(hidden_size=32, num_hidden_layers=1), "'linear_attention'"),
+        (T5Config(), "an encoder"),
+        (Gemma3Config(), "vision_config"),
+        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "'dynamic' rotary"),
+    ],
+    ids=lambda each: getattr(each, "model_type", ""),
+)
+def test_what_cannot_be_trained_is_refused_before_weights_are_read(tmp_path, config, reason):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(WorkerStartFailed, match=reason):
+        make(tmp_path, None)
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused(tmp_path):
+    config = BertConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, is_decoder=True
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data.mul_(5.0)
+    model.save_pretrained(tmp_path)
+    make(tmp_path, None)
+    config.is_decoder = False
+    config.save_pretrained(tmp_path)
+    with pytest.raises(WorkerStartFailed, match=r"BertLMHeadModel cannot be .* depends on later"):
+        make(tmp_path, None)

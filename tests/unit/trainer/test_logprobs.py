@@ -16,14 +16,14 @@ from transformers import (
     RobertaConfig,
 )
 
-from tests.support.local_trainer import SPEC, batch_of, gradients, make_rank
+from tests.support.local_trainer import batch_of, gradients, make_rank, spec_of
 from tests.support.losses.batches import REQUESTS, mixed_request
 from tests.support.losses.cases import REQUESTS as LOSS_REQUESTS
 from tests.support.losses.cases import Data, gradient, random_data, request_id, settings_of
 from tests.support.tiny_model import ARCHITECTURES, VOCABULARY
 from trainer_service.losses import LOSSES
 from trainer_service.models.huggingface import load_model
-from trainer_service.models.logprobs import ChunkedLogprobs, divide
+from trainer_service.models.logprobs import ChunkedLogprobs, comes_apart, divide
 
 ROWS = 5
 IN_CHUNKS = {"logits_bytes": 4 * VOCABULARY * ROWS}
@@ -55,9 +55,9 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("lora", [None, SPEC], ids=["full", "lora"])
-def test_chunks_change_nothing_in_any_architecture(models, architecture, lora):
-    path = models[architecture]
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+def test_chunks_change_nothing_in_any_architecture(models, architecture, adapted):
+    path, lora = models[architecture], spec_of(architecture) if adapted else None
     for request in ("ppo, token mean", "gspo"):
         whole = compute(make_rank(path, lora), request)
         chunked = compute(make_rank(path, lora, **IN_CHUNKS), request)
@@ -70,10 +70,10 @@ def test_chunks_in_two_threads_change_nothing(model):
     assert_same(chunked, whole)
 
 
-@pytest.mark.parametrize("lora", [None, SPEC], ids=["full", "lora"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_checkpointed_blocks_give_the_same_bits(models, architecture, lora):
-    path = models[architecture]
+def test_checkpointed_blocks_give_the_same_bits(models, architecture, adapted):
+    path, lora = models[architecture], spec_of(architecture) if adapted else None
     plain, plain_gradients = compute(make_rank(path, lora), "ppo, token mean")
     again, again_gradients = compute(make_rank(path, lora, checkpointing="on"), "ppo, token mean")
 
@@ -184,9 +184,10 @@ def test_what_a_model_does_with_its_logits_is_done_to_chunks(tmp_path, config):
     plain, model = load_model(tmp_path), load_model(tmp_path)
     tokens = torch.randint(0, VOCABULARY, (1, 9))
 
+    assert comes_apart(model)
     logits_of, tail = divide(model)
 
-    assert logits_of is not None and list(tail) == ["lm_head"]
+    assert list(tail) == ["lm_head"]
     with torch.no_grad():
         found = logits_of(model(input_ids=tokens, use_cache=False)[0])
         torch.testing.assert_close(found, plain(tokens).logits[0])

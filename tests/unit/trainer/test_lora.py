@@ -12,8 +12,10 @@ from torch import nn
 
 from tandem.errors import UnsuitableLora
 from tandem.worker import LoraSpec
+from tests.support.architectures import write_model
 from tests.support.local_trainer import (
     SPEC,
+    WITHOUT_MLP,
     data_of,
     forward_backward,
     gradients,
@@ -21,6 +23,7 @@ from tests.support.local_trainer import (
     make,
     model_of,
     parameters_of,
+    spec_of,
     step,
     train,
     weights,
@@ -31,7 +34,6 @@ from trainer_service.lora.adapters import (
     Adapter,
     LoraLinear,
     chosen_layers,
-    kinds_without_layers,
     merged,
     target_names,
 )
@@ -55,7 +57,10 @@ def adapted(layer: nn.Linear, *, rank: int, scale: float) -> tuple[LoraLinear, A
             lora_A=nn.Parameter(adapter.lora_A.detach().double()),
             lora_B=nn.Parameter(adapter.lora_B.detach().double()),
         )
-    return LoraLinear(layer, name="it", active=ActiveAdapters({"it": adapter})), adapter
+    active = ActiveAdapters()
+    lora = LoraLinear(layer, name="it", active=active)
+    active.activate({"it": adapter})
+    return lora, adapter
 
 
 # --- What is computed ------------------------------------------------------------------------
@@ -64,7 +69,7 @@ def adapted(layer: nn.Linear, *, rank: int, scale: float) -> tuple[LoraLinear, A
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_new_adapter_gives_exactly_the_logprobs_of_the_base_model(models, architecture):
     data = data_of()
-    base, lora = make(models[architecture], None), make(models[architecture])
+    base, lora = make(models[architecture], None), make(models[architecture], spec_of(architecture))
     np.testing.assert_array_equal(logprobs(lora, data), logprobs(base, data))
 
 
@@ -193,12 +198,30 @@ def test_layers_are_chosen_by_kind(models):
     assert leaves(neox, only(mlp=True)) == {"dense_h_to_4h", "dense_4h_to_h"}
 
 
-def test_experts_that_are_one_tensor_have_no_adapter_and_that_is_noticed(models):
-    model = empty_model(models["qwen3_moe"])
-    assert kinds_without_layers(model, SPEC) == ["mlp"]
-    assert kinds_without_layers(empty_model(models["qwen3"]), SPEC) == []
-    with pytest.raises(UnsuitableLora, match="no linear layer for LoRA on mlp"):
-        chosen_layers(model, only(mlp=True))
+def test_weights_that_adapters_would_pass_by_are_refused_by_name(models, tmp_path):
+    experts = empty_model(models["qwen3_moe"])
+    layers = r"model\.layers\.0\.mlp\.experts\.gate_up_proj and 5 more weights"
+    for spec in (SPEC, only(mlp=True)):
+        with pytest.raises(UnsuitableLora, match=f"LoRA on mlp would pass by {layers}"):
+            chosen_layers(experts, spec)
+    assert {name.rpartition(".")[2] for name in chosen_layers(experts, WITHOUT_MLP)} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        "lm_head",
+    }
+    for architecture in ("qwen2_moe", "deepseek_v3"):  # although a shared expert could have one
+        model = empty_model(write_model(tmp_path / architecture, architecture))
+        with pytest.raises(UnsuitableLora, match=r"LoRA on mlp would pass by .*experts"):
+            chosen_layers(model, only(mlp=True))
+    gpt2 = empty_model(write_model(tmp_path / "gpt2", "gpt2"))
+    with pytest.raises(UnsuitableLora, match=r"attention would pass by .*0\.attn\.c_attn\.weight"):
+        chosen_layers(gpt2, SPEC)
+    assert set(chosen_layers(gpt2, only(unembedding=True))) == {"lm_head"}
+
+
+def test_what_is_refused_is_refused_before_weights_are_read(models, monkeypatch):
+    monkeypatch.setattr("trainer_service.models.huggingface._copy_shards", pytest.fail)
+    with pytest.raises(UnsuitableLora, match="would pass by"):
+        make(models["qwen3_moe"])
 
 
 def test_nothing_to_train_is_refused(models):

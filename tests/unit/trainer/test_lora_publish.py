@@ -22,6 +22,7 @@ from tests.support.local_trainer import (
     make,
     plain,
     publish,
+    spec_of,
     train,
     weights,
 )
@@ -44,7 +45,7 @@ def compare_with_canary(model: torch.nn.Module, version: Path) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_peft_computes_the_trainers_logprobs_with_the_adapter(models, tmp_path, architecture):
     """Of a head that is tied to the embedding (qwen3), too."""
-    trainer = make(models[architecture])
+    trainer = make(models[architecture], spec_of(architecture))
     train(trainer, 3)
     reply = publish(trainer, tmp_path / "v1")
     assert reply.version.adapter and reply.version.step == 3
@@ -108,7 +109,7 @@ def test_transformers_loads_an_adapter_directory_when_the_base_is_where_it_says(
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_merged_version_computes_what_the_adapter_computes(models, tmp_path, architecture):
-    trainer = make(models[architecture])
+    trainer = make(models[architecture], spec_of(architecture))
     train(trainer, 3)
     reply = publish(trainer, tmp_path / "v1", merged=True)
     assert not reply.version.adapter
@@ -145,12 +146,13 @@ def test_an_engine_with_a_tied_head_refuses_an_untied_version_untouched(models, 
     train(trainer, 1)
     publish(trainer, tmp_path / "v1", merged=True)
     engine = SimpleNamespace(  # it cannot load: whoever asks it to fails
-        facts=SimpleNamespace(dtype="float32", vocabulary=96, max_length=64)
+        facts=SimpleNamespace(dtype="float32", vocabulary=96, max_length=64),
+        weight_sums=dict,
     )
     loader = Loader(engine, base=models["qwen3"], tolerance=1e-4)
     name = open_version(tmp_path / "v1").version
     with pytest.raises(LoadFailed, match="output head of its own"):
-        loader.place(WeightVersion(name=name, path=tmp_path / "v1"))
+        loader.verify(WeightVersion(name=name, path=tmp_path / "v1"), lambda: None)
 
 
 def test_merged_is_no_matter_to_a_run_of_all_parameters(models, tmp_path):
@@ -168,7 +170,7 @@ def test_merged_is_no_matter_to_a_run_of_all_parameters(models, tmp_path):
 def published(models, tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("published")
     for name in ARCHITECTURES:
-        trainer = make(models[name])
+        trainer = make(models[name], spec_of(name))
         train(trainer, 2)
         publish(trainer, root / name)
         publish(trainer, root / f"{name}-merged", merged=True)

@@ -11,6 +11,7 @@ from torch import nn
 
 from tandem.errors import GradientsNotFinite, OptimizerSetting
 from tandem.v1 import trainer_pb2
+from tandem.worker import TrainingSpec
 from trainer_service.optimizers import (
     AdamW,
     AdamWSettings,
@@ -209,7 +210,10 @@ def test_state_that_is_put_back_goes_on_as_if_nothing_had_been() -> None:
 
 def made(kind: Literal["adamw", "dimuon"], model: Tiny) -> Optimizer:
     return make_optimizer(
-        kind, dict(model.named_parameters()), outer=outer_parameters(model), sum_over_ranks=alone
+        TrainingSpec(optimizer=kind),
+        dict(model.named_parameters()),
+        outer=outer_parameters(model),
+        sum_over_ranks=alone,
     )
 
 

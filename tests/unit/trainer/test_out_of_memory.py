@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tandem.errors import OutOfMemory
 from tandem.settings import TrainerSettings
@@ -20,21 +18,13 @@ from tests.support.local_trainer import compute, data_of, gradients, load, save,
 from tests.support.small_memory import SmallMemory, Where
 from tests.support.trainer_worker import datum, request
 from trainer_service.backends import World
-from trainer_service.compute.memory import MicroBatchTooLarge, ran_out_of_memory
+from trainer_service.batches.memory import MicroBatchTooLarge, ran_out_of_memory
 from trainer_service.compute.parallel import ParallelMicroBatches
 from trainer_service.compute.trainer import ControlGroup, RankTrainer
 from trainer_service.service.operations import Operations
 
 WAYS = ("plain", "parallel", "sharded")
 PLACES: tuple[Where, ...] = ("forward", "head", "backward", "block")
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    """A process group of one rank, for sharded models: it has nobody to talk to."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def make(

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from tests.support.architectures import write_model
 from tests.support.tiny_model import VOCABULARY, write_tiny_model
 from trainer_service.models.huggingface import load_model
-from trainer_service.models.packing import can_pack, run_lengths_of
+from trainer_service.models.packing import (
+    bounds_of,
+    can_pack,
+    packed_attention,
+    row_inputs,
+    runs_of,
+)
 
 LENGTHS = [17, 9, 9, 4, 4, 4, 1]
 
@@ -22,15 +30,18 @@ def sequences(seed: int = 0) -> list[torch.Tensor]:
 def row_of(parts: list[torch.Tensor]) -> dict[str, object]:
     return {
         "input_ids": torch.cat(parts)[None],
-        "position_ids": torch.cat([torch.arange(len(part)) for part in parts])[None],
-        "run_lengths": run_lengths_of([len(part) for part in parts]),
         "use_cache": False,
+        **row_inputs(
+            np.concatenate([np.arange(len(part)) for part in parts])[None],
+            bounds_of([len(part) for part in parts]),
+            "cpu",
+        ),
     }
 
 
 def test_runs_are_of_neighbours_of_one_length() -> None:
-    assert run_lengths_of(LENGTHS) == ((1, 17), (2, 9), (3, 4), (1, 1))
-    assert run_lengths_of([4, 9, 4]) == ((1, 4), (1, 9), (1, 4))
+    assert runs_of(bounds_of(LENGTHS).tolist()) == [(1, 17), (2, 9), (3, 4), (1, 1)]
+    assert runs_of(bounds_of([4, 9, 4]).tolist()) == [(1, 4), (1, 9), (1, 4)]
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt_neox", "qwen3_moe"])
@@ -113,6 +124,14 @@ def test_a_model_whose_attention_ends_at_chunks_is_left_as_it_is() -> None:
     torch.testing.assert_close(model(input_ids=tokens).logits, before)
 
 
+def test_a_model_whose_mask_alone_knows_its_window_is_left_as_it_is(tmp_path: Path) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 1000, "max_window_layers": 2}
+    model = load_model(write_model(tmp_path, "qwen2_moe", **window))
+    assert set(model.config.layer_types) == {"sliding_attention", "full_attention"}
+    assert not can_pack(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_a_plain_batch_can_still_be_computed(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path)
     model, plain = load_model(path), load_model(path)
@@ -122,3 +141,61 @@ def test_a_plain_batch_can_still_be_computed(tmp_path: Path) -> None:
     torch.testing.assert_close(
         model(input_ids=tokens).logits, plain(input_ids=tokens).logits, rtol=1e-4, atol=1e-5
     )
+
+
+def heads(seed: int, *, keys: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Query, key and value of one row, as a model makes them, with 4 heads and `keys`."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(1, sum(LENGTHS), count, 8, generator=generator, dtype=dtype)
+        .transpose(1, 2)
+        .requires_grad_()
+        for count in (4, keys, keys)
+    ]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("keys", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operator_has_the_bits_of_torch_s_attention_of_each_run(window, keys, dtype) -> None:
+    row = heads(0, keys=keys, dtype=dtype)
+    bounds = torch.from_numpy(bounds_of(LENGTHS))
+    packed, _ = packed_attention(None, *row, None, sliding_window=window, bounds=bounds)
+    parts = []
+    for start, run in zip((0, 17, 35, 47), runs_of(bounds.tolist()), strict=True):
+        stop = start + run[0] * run[1]
+        views = (each[0, :, start:stop].unflatten(1, run).transpose(0, 1) for each in row)
+        attended, _ = packed_attention(None, *views, None, sliding_window=window)
+        parts.append(attended.flatten(0, 1))
+    alone = torch.cat(parts)[None]
+    gradient = torch.randn_like(packed)
+
+    assert torch.equal(packed, alone)
+    for found, wanted in zip(
+        torch.autograd.grad(packed, row, gradient),
+        torch.autograd.grad(alone, row, gradient),
+        strict=True,
+    ):
+        assert torch.equal(found, wanted)
+
+
+def test_the_operators_are_what_they_say_to_a_compiler() -> None:
+    rows = [each.detach()[0].transpose(0, 1) for each in heads(0)]
+    bounds = torch.from_numpy(bounds_of(LENGTHS))
+    checks = ("test_schema", "test_faketensor")
+    operators = torch.ops.tandem
+    torch.library.opcheck(operators.packed_attention, (*rows, bounds, None, 0), test_utils=checks)
+    out, sums = operators.packed_attention(*rows, bounds, None, 0)
+    torch.library.opcheck(
+        operators.packed_attention_backward,
+        (torch.ones_like(out), *rows, out, sums, bounds, None, 0),
+        test_utils=checks,
+    )
+
+
+def test_values_may_have_fewer_elements_than_keys() -> None:
+    query, key, value = heads(0)
+    bounds = torch.from_numpy(bounds_of(LENGTHS))
+    packed, _ = packed_attention(None, query, key, value[..., :5], None, bounds=bounds)
+    wanted, _ = packed_attention(None, query, key, value, None, bounds=bounds)
+    torch.testing.assert_close(packed, wanted[..., :5])

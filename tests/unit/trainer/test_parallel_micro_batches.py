@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from tandem.wire.v1 import tinker_pb2 as wire
-from tests.support.local_trainer import compute, gradients, make_rank
+from tests.support.local_trainer import batch_of, compute, gradients, make_rank
 from tests.support.losses.batches import REQUESTS, mixed_request
 from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import datum, request
 from trainer_service.backends.base import add_gradients
+from trainer_service.batches.micro_batches import MicroBatch
 from trainer_service.compute.parallel import ParallelMicroBatches
 from trainer_service.compute.trainer import Computed, RankTrainer
 
@@ -76,16 +77,21 @@ def test_forward_only_leaves_no_gradients(model: Path) -> None:
     assert gradients(trainer) == {}
 
 
-def test_an_error_in_one_thread_is_raised_when_all_have_ended(model: Path) -> None:
-    ended = []
+def test_an_error_in_one_thread_is_raised_when_all_have_ended(model: Path, monkeypatch) -> None:
+    trainer, ended = make_rank(model), []
+    batch = batch_of(trainer, request(data_of([5, 9]), "importance_sampling"))
+    loss_of = trainer.backend.loss_of
 
-    def fail(_: object) -> None:
-        raise MemoryError("too much")
+    def fails_for_the_first(micro_batch: MicroBatch, *args: object, **more: object) -> object:
+        if micro_batch.tokens.size == 5:
+            raise ValueError("five are too few")
+        return loss_of(micro_batch, *args, **more)
 
+    monkeypatch.setattr(trainer.backend, "loss_of", fails_for_the_first)
     threads = ParallelMicroBatches(count=2, threads=1)
-    with pytest.raises(MemoryError, match="too much"):
-        threads.compute(make_rank(model).backend, [fail, lambda _: ended.append(True)])
-    assert ended == [True]
+    with pytest.raises(ValueError, match="five are too few"):
+        threads.compute(trainer.backend, batch, [((0,),), ((1,),)], done=ended.append)
+    assert ended == [9]
 
 
 def test_a_parameter_that_only_one_thread_used_keeps_its_gradient() -> None:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer_service.backends.base import Export
 from trainer_service.batches.micro_batches import plan_batch
-from trainer_service.checkpoints.publish import assign_owners
+from trainer_service.checkpoints.publish import assign_owners, name_files
+from trainer_service.checkpoints.storage import FILE_BYTES
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 ranks = st.integers(1, 5)
@@ -74,9 +77,30 @@ def test_equal_datums_are_split_evenly():
 
 @given(st.dictionaries(st.text(min_size=1), st.integers(1, 10**6), min_size=1), ranks)
 def test_owners_are_balanced_by_size(sizes, ranks):
-    owners = assign_owners(sizes, ranks=ranks)
+    exports = [Export(name, (size,), torch.uint8, unit=name) for name, size in sizes.items()]
+    owners = assign_owners(exports, ranks=ranks)
     assert owners.keys() == sizes.keys()
     loads = [0] * ranks
     for name, owner in owners.items():
         loads[owner] += sizes[name]
     assert max(loads) - min(loads) <= max(sizes.values())
+
+
+@given(st.lists(st.integers(1, 2 * FILE_BYTES), min_size=1), ranks)
+def test_files_of_a_version_are_bounded_numbered_and_written_by_the_owners(sizes, ranks):
+    exports = [Export(f"{n}", (size,), torch.uint8, unit=f"{n}") for n, size in enumerate(sizes)]
+    owners = assign_owners(exports, ranks=ranks)
+    by_rank = name_files(exports, owners, ranks=ranks)
+    assert len(by_rank) == ranks
+    names = [name for files in by_rank for name in files]
+    count = len(names)
+    assert names == (
+        ["model.safetensors"]
+        if count == 1
+        else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    )
+    for rank, files in enumerate(by_rank):
+        mine = [export for tensors in files.values() for export in tensors]
+        assert mine == [export for export in exports if owners[export.unit] == rank]
+        for tensors in files.values():
+            assert len(tensors) == 1 or sum(each.bytes for each in tensors) <= FILE_BYTES

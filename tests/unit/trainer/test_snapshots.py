@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem.v1 import common_pb2, trainer_pb2
-from tandem.weights import open_version
+from tandem.weights import FileEntry, open_version
 from tests.support.local_trainer import (
     SPEC,
     data_of,
@@ -109,9 +109,9 @@ def test_training_goes_on_while_a_snapshot_is_written_and_does_not_change_it(
     write = training_state.write_shards
     trained_on = threading.Event()
 
-    def late(*arguments: object, **more: object) -> None:
+    def late(*arguments: object, **more: object) -> list[FileEntry]:
         assert trained_on.wait(timeout=60)
-        write(*arguments, **more)
+        return write(*arguments, **more)
 
     monkeypatch.setattr(training_state, "write_shards", late)
     operations = make(models["qwen3"], None)
@@ -211,9 +211,9 @@ def test_a_publish_goes_on_where_a_trainer_died_in_the_middle_of_it(models, tmp_
 def test_a_snapshot_is_asked_for_in_vain_while_another_is_written(models, tmp_path, monkeypatch):
     write, go_on = training_state.write_shards, threading.Event()
 
-    def late(*arguments: object, **more: object) -> None:
+    def late(*arguments: object, **more: object) -> list[FileEntry]:
         assert go_on.wait(timeout=60)
-        write(*arguments, **more)
+        return write(*arguments, **more)
 
     monkeypatch.setattr(training_state, "write_shards", late)
     operations = make(models["qwen3"], None)

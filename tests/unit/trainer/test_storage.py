@@ -6,6 +6,7 @@ import errno
 import json
 import resource
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ from tandem import errors
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import open_version
 from tests.support.files import watch_syncs
-from tests.support.local_trainer import load, make_rank, train
+from tests.support.local_trainer import load, make_rank, plain, train
 from tests.support.losses.batches import mixed_data
 from tests.support.trainer_worker import request
 from tests.support.worker_process import RUN
+from trainer_service.backends.base import Export
 from trainer_service.checkpoints import publish, storage, training_state
 from trainer_service.compute.trainer import ControlGroup
 from trainer_service.service.operations import Operations
@@ -68,7 +70,7 @@ def test_what_is_saved_survives_a_power_failure_with_all_folders_on_the_way(
     synced = watch_syncs(monkeypatch)
     assert not write(operations, final).HasField("failure")
     assert {tmp_path, *final.parents} - {*tmp_path.parents} <= {*synced}
-    names = {path.name for path in synced}
+    names = {path.name.removesuffix(".tmp") for path in synced}  # synced, and then renamed
     assert {file.name for file in final.iterdir()} <= names
 
 
@@ -82,8 +84,13 @@ def small_files():
 
 
 def test_a_file_that_may_not_grow_so_large_is_the_error_of_the_kernel(tmp_path, small_files):
-    with pytest.raises(OSError) as caught:
-        publish._write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(100_000)})
+    file = storage.HashedFile(tmp_path / "a.safetensors", progress=storage.Progress())
+    with pytest.raises(OSError) as caught, closing(file):
+        publish._write_tensors(
+            file,
+            [Export("a", (100_000,), torch.float32, unit="a")],
+            iter([("a", torch.zeros(100_000))]),
+        )
     assert caught.value.errno == errno.EFBIG
 
 
@@ -116,6 +123,25 @@ def test_the_failure_of_another_rank_reaches_rank_0():
     control = TwoRanks(rank=0, size=2, group=None)
     with pytest.raises(errors.StorageFull, match="rank 1"):
         storage.agree(control, lambda: [], what="v1", needed=1)
+
+
+def test_a_version_of_several_files_is_the_model(models, tmp_path, monkeypatch):
+    trainer = make_rank(models["qwen3_moe"])  # whose files are laid out otherwise than its modules
+    publish_to(Operations(trainer), tmp_path / "one")
+    most = max(each.bytes for each in trainer.backend.exports())
+    monkeypatch.setattr(publish, "FILE_BYTES", most)
+    assert not publish_to(Operations(trainer), tmp_path / "many").HasField("failure")
+    manifest = open_version(tmp_path / "many")
+    files = [entry for entry in manifest.files if entry.name.endswith(".safetensors")]
+    count = len(files)
+    assert count > 2
+    assert {entry.name for entry in files} == {
+        f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)
+    }
+    assert max(entry.bytes for entry in files) < most + 2**16  # a header
+    one, many = (plain(tmp_path / name).state_dict() for name in ("one", "many"))
+    assert one.keys() == many.keys()
+    assert all(torch.equal(tensor, many[name]) for name, tensor in one.items())
 
 
 # --- Checkpoints -----------------------------------------------------------------------------
@@ -184,6 +210,39 @@ def test_a_checkpoint_is_not_overwritten(models, tmp_path):
     operations = Operations(make_rank(models["qwen3"]))
     save_to(operations, tmp_path / "a")
     assert save_to(operations, tmp_path / "a").failure.type == "name_taken"
+
+
+def test_a_checkpoint_is_hashed_while_it_is_written_and_not_read_again(
+    models, tmp_path, monkeypatch
+):
+    def read(path: Path) -> None:
+        raise AssertionError(f"{path} was read")
+
+    operations = Operations(make_rank(models["qwen3"]))
+    with monkeypatch.context() as patched:
+        patched.setattr(training_state, "checksum_file", read)
+        assert not save_to(operations, tmp_path / "a").HasField("failure")
+    record = training_state.check(tmp_path / "a", operations.trainer, optimizer=False)
+    assert {entry.name for entry in record.files} == {".metadata", "__0_0.distcp"}
+
+
+def test_files_have_a_bounded_size_unless_a_tensor_is_larger(models, tmp_path, monkeypatch):
+    trainer = make_rank(models["qwen3"])
+    operations = Operations(trainer)
+    sizes = [each.numel() * 4 for each in trainer.backend.parameters().values()]
+    most = sorted(sizes)[-2] + 1
+    monkeypatch.setattr(training_state, "FILE_BYTES", most)
+    save_to(operations, tmp_path / "a")
+    record = training_state.check(tmp_path / "a", trainer, optimizer=False)
+    files = [entry for entry in record.files if entry.name.endswith(".distcp")]
+    assert len(files) >= sum(sizes) // most
+    overhead = 4096 * len(sizes)  # each tensor has a header
+    assert sorted(entry.bytes for entry in files)[-2] <= most + overhead
+    before = weights(trainer)
+    for tensor in trainer.backend.parameters().values():
+        tensor.zero_()
+    assert not load(operations, tmp_path / "a").HasField("failure")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
 
 
 def test_a_disk_that_fills_up_during_a_checkpoint_leaves_nothing(models, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from tandem.errors import WorkerDied
 from tandem.v1 import common_pb2
 from tests.support.fake_device import FakeDevice
-from trainer_service.backends.base import LiveState
+from trainer_service.backends.base import Capability, LiveState
 from trainer_service.compute.offload import Offload
 from trainer_service.compute.trainer import Op
 from trainer_service.service.switching import Switching
@@ -34,6 +35,7 @@ class Control:
     """The end of one rank; as far as `Switching` needs it, a `ControlGroup`."""
 
     size = 2
+    group = None
 
     def __init__(self, rank: int, line: Line) -> None:
         self.rank = rank
@@ -51,6 +53,7 @@ class Control:
 
 class Backend:
     device = "cpu"
+    capabilities = frozenset({Capability.SLEEP})
 
     def __init__(self) -> None:
         self.tensor = torch.arange(1000.0)
@@ -163,7 +166,7 @@ def test_ranks_that_can_neither_wake_nor_sleep_are_of_no_use(tmp_path, monkeypat
 
 
 def test_ranks_that_cannot_sleep_are_taken_for_suspended_unless_a_file_is_asked_for(tmp_path):
-    cannot: Any = object()
+    cannot: Any = SimpleNamespace(capabilities=frozenset())
     control: Any = Control(0, Line())
     switching = Switching(control, lambda: [cannot])
     for request, asleep in [

@@ -5,12 +5,14 @@ sleep where it is. It is computed from the number of the model's weights, which 
 files tell, by what the trainer and the engine do with them:
 
     trainer   each rank reads its part of one tensor after the other;
-              then there are float32 weights, gradients and two moments, sharded (or, for adapters,
-              the frozen weights in the type of the computation, sharded, and the adapters whole);
-              on a GPU the host has them while the trainer sleeps; on a CPU always, with the
+              then there are weights, gradients and two moments in the type of the run's states,
+              sharded (or, for adapters, the frozen weights in the type of the computation,
+              sharded, and the adapters whole); on a GPU the host has them while the trainer
+              sleeps, and moments always that are kept on the host; on a CPU always, with the
               activations; and a copy of weights and moments while a snapshot is written
-    sampler   on a GPU the weights while it sleeps; on a CPU the weights, their packed copies and
-              the KV cache
+    sampler   on a GPU the weights while it sleeps, and those of the next version, which is read
+              while the engine samples; on a CPU the weights, their packed copies, in whose place
+              the next version is read, and the KV cache
 
 to which the processes themselves are added, and a tenth. What a run, its session or its model's
 defaults say (`tandem.host_memory`, `tandem.sampler_host_memory`) counts instead.
@@ -45,7 +47,7 @@ _CPU_ENGINE, _GPU_ENGINE = 1 * _GIB, 6 * _GIB
 _SPARE = 1.1
 
 _WEIGHT = 4
-"""Bytes of a parameter in float32, of its gradient, and of each of its two moments."""
+"""Bytes of a parameter in float32."""
 _OF_LAYER = 68
 """Bytes of float32 activations that a transformer's layer keeps of each token, for each dimension
 of its hidden state (Korthikanti et al., arXiv 2205.05198, without the attention's scores)."""
@@ -242,7 +244,7 @@ class _Trainer:
     @property
     def memory(self) -> int:
         processes = self.ranks * (_GPU_RANK if self.gpu else _CPU_RANK)
-        state = self._state if self.sleeps or not self.gpu else 0
+        state = self._state if self.sleeps or not self.gpu else self._moments_on_host
         snapshot = self._snapshot if self.snapshots else 0
         working = state + snapshot + (0 if self.gpu else self._activations)
         return _rounded(processes + max(self._load, working))
@@ -255,24 +257,34 @@ class _Trainer:
     @cached_property
     def _gradients(self) -> int:
         """How many there are of each parameter: a CPU rank alone computes several micro-batches."""
-        if self.gpu or self.ranks * self.nodes > 1:
+        if self.gpu or self.ranks * self.nodes > 1 or self.training.states != "float32":
             return 1
         return self.trainer.parallel_micro_batches or 2
 
     @property
     def _state(self) -> int:
+        each = self.training.state_bytes
+        trained = each.weight + each.gradient * self._gradients + each.moments
         if self.training.lora is None:
-            return self.model.parameters * _WEIGHT * (3 + self._gradients) // self.nodes
+            return self.model.parameters * trained // self.nodes
         whole = self.ranks * self.nodes == 1
         frozen = self.model.parameters * _width(self.trainer.dtype, gpu=self.gpu)
-        adapters = self._adapter * _WEIGHT * (3 + self._gradients)
+        adapters = self._adapter * trained
         return frozen // (1 if whole else self.nodes) + adapters * self.runs * self.ranks
 
     @property
+    def _moments_on_host(self) -> int:
+        """Of a trainer that is awake on a GPU."""
+        if self.training.moments == "device":
+            return 0
+        return self.model.parameters * self.training.state_bytes.moments // self.nodes
+
+    @property
     def _snapshot(self) -> int:
+        each = self.training.state_bytes
         if self.training.lora is None:
-            return self.model.parameters * _WEIGHT * 3 // self.nodes
-        return self._adapter * _WEIGHT * 3 * self.runs * self.ranks
+            return self.model.parameters * (each.weight + each.moments) // self.nodes
+        return self._adapter * (each.weight + each.moments) * self.runs * self.ranks
 
     @property
     def _adapter(self) -> int:
@@ -293,7 +305,7 @@ def _engine_memory(model: ModelSize, settings: SamplerSettings, *, gpu: bool, sl
     held = settings.max_adapters * _ADAPTERS_HELD
     adapters = settings.max_lora_rank * model.adapter_width * width * held
     if gpu:
-        return _rounded(_GPU_ENGINE + adapters + (weights if sleeps else 0))
+        return _rounded(_GPU_ENGINE + adapters + weights * (2 if sleeps else 1))
     return _rounded(_CPU_ENGINE + adapters + 2 * weights + settings.kv_cache_bytes)
 
 

@@ -1,0 +1,190 @@
+"""Bursts of short answers: the engine called directly, and through the gateway by plain HTTP and by
+the SDK, in turn, so that a machine whose speed drifts changes all alike.
+
+Plain HTTP is what the server does; the SDK's part of its own time is work in the client's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import psutil
+import tinker
+
+from benchmarks.raw_http import Connection
+from benchmarks.sampling import floor_environment, run_round
+from benchmarks.workloads import WORKLOADS, Workload, prompts
+from tandem.stack import Endpoint
+from tandem.wire.v1 import tinker_pb2
+
+BURSTS = ("100 requests × 8 × 4 tokens", "64 requests × 1 × 64 tokens")
+CONNECTIONS = 25
+
+
+class DirectEngine:
+    """vLLM alone in a process of its own, which is asked in turn with the others."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = psutil.Process(process.pid)
+        self._process = process
+        assert self._answer() == "ready"
+
+    def round(self, name: str, number: int) -> float:
+        """Return the tokens per second of one round of a workload."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([name, number]) + "\n")
+        self._process.stdin.flush()
+        return float(str(self._answer()))
+
+    def _answer(self) -> object:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+
+@contextmanager
+def direct_engine(model: Path) -> Iterator[DirectEngine]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.direct_engine", str(model), "in-turn"],
+        env=os.environ | floor_environment(threads=1),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        yield DirectEngine(process)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(timeout=60)
+
+
+class RawSampling:
+    """A sampling session by plain HTTP."""
+
+    def __init__(self, endpoint: Endpoint, sampling_session_id: str) -> None:
+        self._endpoint = endpoint
+        self._sampling_session_id = sampling_session_id
+        self._seq_ids = 10**12  # far from those of the SDK's client
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """Return the gateway and the engine's process."""
+        with self._endpoint.client() as client:
+            workers = client.get("status").json()["workers"]
+        (sampler,) = [each["pid"] for each in workers if each["kind"] == "sampler"]
+        pids = {"gateway": self._endpoint.pid, "sampler": sampler}
+        return {name: psutil.Process(pid) for name, pid in pids.items()}
+
+    def round(self, workload: Workload, number: int) -> float:
+        return asyncio.run(self._round(workload, number))
+
+    async def _round(self, workload: Workload, number: int) -> float:
+        async with AsyncExitStack() as opened:
+            connections = [
+                await opened.enter_async_context(
+                    Connection(url=self._endpoint.url, key=self._endpoint.api_key)
+                )
+                for _ in range(CONNECTIONS)
+            ]
+            requests = []
+            for index, prompt in enumerate(prompts(workload)):
+                requests.append(self._request(workload, prompt, seed=number * 1000 + index))
+            started = time.perf_counter()
+            shares = (
+                self._sample(connection, requests[index::CONNECTIONS])
+                for index, connection in enumerate(connections)
+            )
+            tokens = sum(await asyncio.gather(*shares))
+            return tokens / (time.perf_counter() - started)
+
+    def _request(self, workload: Workload, prompt: list[int], *, seed: int) -> dict[str, object]:
+        self._seq_ids += 1
+        return {
+            "sampling_session_id": self._sampling_session_id,
+            "seq_id": self._seq_ids,
+            "num_samples": workload.samples,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
+            "sampling_params": {
+                "max_tokens": workload.max_tokens,
+                "temperature": 1.0,
+                "seed": seed,
+                "stop": [],
+            },
+        }
+
+    async def _sample(self, connection: Connection, requests: list[dict[str, object]]) -> int:
+        """Ask for all samples, then fetch them; return how many tokens they have."""
+        accepted = []
+        for request in requests:
+            status, body = await connection.post("/api/v1/asample", request)
+            assert status == 200, body
+            accepted.append(json.loads(body)["request_id"])
+        tokens = 0
+        for request_id in accepted:
+            status, body = await connection.post(
+                "/api/v1/retrieve_future", {"request_id": request_id}
+            )
+            assert status == 200, body
+            answer = tinker_pb2.SampleResponse.FromString(body)
+            tokens += sum(len(sequence.tokens) // 4 for sequence in answer.sequences)
+        return tokens
+
+
+def compare(
+    engine: DirectEngine, raw: RawSampling, client: tinker.SamplingClient, *, rounds: int
+) -> list[dict[str, object]]:
+    """Return a row for each workload: medians, the medians of the ratios of each round, and what
+    the processes computed for a round of plain HTTP, beside the engine alone."""
+    rows: list[dict[str, object]] = []
+    for name in BURSTS:
+        workload = WORKLOADS[name]
+        ways = (
+            partial(engine.round, name),
+            partial(raw.round, workload),
+            partial(run_round, client, workload),
+        )
+        for way in reversed(ways):  # the SDK's client starts the engine
+            way(0)
+        processes = {"engine alone": engine.process, **raw.processes()}
+        measured, busy = [], dict.fromkeys(processes, 0.0)
+        for number in range(1, rounds + 1):
+            found = {}
+            for way in ways if number % 2 else ways[::-1]:
+                before = {each: cpu_seconds(process) for each, process in processes.items()}
+                found[way] = way(number)
+                for each, process in processes.items():
+                    if (way is ways[0]) is (each == "engine alone") and way is not ways[2]:
+                        busy[each] += (cpu_seconds(process) - before[each]) / rounds
+            measured.append([found[way] for way in ways])
+        alone, http, sdk = zip(*measured, strict=True)
+        rows.append(
+            {
+                "workload": name,
+                "engine tokens/s": round(statistics.median(alone)),
+                "plain HTTP tokens/s": round(statistics.median(http)),
+                "SDK tokens/s": round(statistics.median(sdk)),
+                "HTTP / engine": _ratio(http, alone),
+                "SDK / engine": _ratio(sdk, alone),
+                **{f"{each}, CPU s": round(seconds, 3) for each, seconds in busy.items()},
+            }
+        )
+    return rows
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def _ratio(ours: tuple[float, ...], floor: tuple[float, ...]) -> float:
+    return round(statistics.median(a / b for a, b in zip(ours, floor, strict=True)), 3)

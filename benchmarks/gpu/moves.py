@@ -1,0 +1,237 @@
+"""How fast workers leave a GPU and come back, beside what copies can do there.
+
+A real trainer of random weights does a step with all parameters, so that it has its optimizer's
+state, and then sleeps and wakes a few times; beside it stand plain copies between the GPU and
+pinned host memory in the same minutes. Its weights, published before and after another step, are
+then loaded in turn by a real engine, which sleeps and wakes as well. Last, two experiments share
+the one device through a whole stack, beside the same two in a row.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.gpu.workers import (
+    CALL_SECONDS,
+    MODEL,
+    RUN,
+    SIZES,
+    Bench,
+    Caller,
+    elsewhere,
+    publish,
+    rate,
+    spec_of,
+    step,
+    torch_device,
+    worker,
+)
+from tandem.agent.suspender import CudaCheckpoint, uses_gpu
+from tandem.agent.worker_process import group_members
+from tandem.demo.tiny_model import tensor_shapes
+from tandem.errors import SuspendFailed
+from tandem.settings import SamplerSettings, TrainerSettings
+from tandem.v1 import common_pb2, sampler_pb2
+
+_KV_CACHE_BYTES = 4 * 2**30
+
+
+def copies(device: str, *, size: int, rounds: int) -> dict[str, float]:
+    """Return the median GB/s of copies from the device to host memory ("out"), and back ("in"):
+    pinned memory, on a GPU."""
+    import torch
+
+    gpu = device == "cuda"
+    there = torch.ones(size, dtype=torch.uint8, device=device)
+    host = torch.ones(size, dtype=torch.uint8, pin_memory=gpu)
+    found = {}
+    for name, (target, source) in {"out": (host, there), "in": (there, host)}.items():
+        seconds = []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            if gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        found[name] = rate(size, statistics.median(seconds))
+    return found
+
+
+async def sleeps(
+    bench: Bench, worker: Caller, *, before: int, level: int = 0
+) -> dict[str, float | int]:
+    """Let a worker sleep and wake. The first time makes the buffers and is told apart; `before`
+    was in use of the device before it came."""
+    awake, left, moved, host = bench.used_bytes(worker.pid) - before, [], 0, 0
+    slept, woken = [], []
+    for _ in range(bench.rounds + 1):
+        asleep = await worker.switch(common_pb2.SleepRequest(level=level))
+        left.append(bench.used_bytes(worker.pid) - before)
+        moved, host = asleep.bytes_moved, asleep.host_bytes
+        slept.append(asleep.seconds)
+        woken.append((await worker.switch(common_pb2.WakeRequest())).seconds)
+    out, back = statistics.median(slept[1:]), statistics.median(woken[1:])
+    return {
+        "bytes_moved": moved,
+        "host_bytes": host,
+        "device_bytes_awake": awake,
+        "device_bytes_left": max(left),
+        "first_sleep_seconds": round(slept[0], 3),
+        "sleep_seconds": round(out, 3),
+        "wake_seconds": round(back, 3),
+        "sleep_gb_per_second": rate(moved, out),
+        "wake_gb_per_second": rate(moved, back),
+    }
+
+
+async def suspended(bench: Bench, worker: Caller, *, before: int) -> dict[str, float | int | str]:
+    """Let the host suspend and resume a worker that is awake, from outside; or say why it cannot.
+    If that fails, the worker may be of no use any more."""
+    suspender = CudaCheckpoint()
+    if reason := suspender.why_not() if bench.gpu is not None else "there is no NVIDIA device":
+        return {"not measured": reason}
+    try:
+        return await _suspended(bench, worker, suspender, before=before)
+    except SuspendFailed as error:
+        return {"failed": error.message}
+
+
+async def _suspended(
+    bench: Bench, worker: Caller, suspender: CudaCheckpoint, *, before: int
+) -> dict[str, float | int | str]:
+    pids = [pid for pid in group_members(worker.pid) if uses_gpu(pid)]
+    out, back, left = [], [], []
+    for _ in range(bench.rounds):
+        began = time.perf_counter()
+        await suspender.suspend(pids, timeout=CALL_SECONDS)
+        out.append(time.perf_counter() - began)
+        left.append(bench.used_bytes(worker.pid) - before)
+        began = time.perf_counter()
+        await suspender.resume(pids, timeout=CALL_SECONDS)
+        back.append(time.perf_counter() - began)
+    return {
+        "suspend_seconds": round(statistics.median(out), 3),
+        "resume_seconds": round(statistics.median(back), 3),
+        "device_bytes_left": max(left),
+    }
+
+
+async def trainer_of(
+    bench: Bench, size: str, model: Path, *, measured: bool, versions: int
+) -> tuple[dict[str, object], list[common_pb2.WeightVersion]]:
+    """Measure a trainer that sleeps, if that is wanted; return it, and versions of its weights."""
+    bench.say(f"{size}: a trainer of all parameters starts")
+    size_of_copies = 4 * 2**30 if bench.gpu is not None else 64 * 2**20
+    plain = elsewhere(bench, copies, torch_device(bench), size=size_of_copies, rounds=bench.rounds)
+    before = bench.used_bytes(0) if bench.gpu is not None else 0
+    spec = spec_of(
+        bench, model, worker_id=f"trainer-{size}", kind="trainer", run_id=RUN,
+        trainer=TrainerSettings(),
+    )  # fmt: skip
+    found: dict[str, object] = {}
+    async with worker(bench, spec) as trainer:
+        await step(trainer, size)
+        if measured:
+            found = {"parameters": await trainer.parameters(), "copies_gb_per_second": plain}
+            found |= await sleeps(bench, trainer, before=before)
+            found["sleep_of_copies"] = round(found["sleep_gb_per_second"] / plain["out"], 2)
+            found["wake_of_copies"] = round(found["wake_gb_per_second"] / plain["in"], 2)
+            bench.say(json.dumps(found))
+        published = []
+        for number in range(1, versions + 1):
+            published.append(await publish(bench, trainer, number))
+            await step(trainer, size)
+        if measured:
+            found["suspended"] = await suspended(bench, trainer, before=before)
+            bench.say(json.dumps(found["suspended"]))
+    return found, published
+
+
+async def engine_of(
+    bench: Bench, size: str, model: Path, versions: Sequence[common_pb2.WeightVersion]
+) -> dict[str, object]:
+    """Measure an engine that loads versions in turn, and sleeps at each level."""
+    bench.say(f"{size}: an engine starts")
+    before = bench.used_bytes(0) if bench.gpu is not None else 0
+    weights = 2 * sum(math.prod(sizes) for sizes in tensor_shapes(SIZES[size]).values())
+    settings = SamplerSettings(
+        max_model_len=min(2048, SIZES[size].max_length),
+        max_num_seqs=64,
+        kv_cache_bytes=64 * 2**20,
+        gpu_memory_bytes=weights + 2 * _KV_CACHE_BYTES if bench.gpu is not None else 0,
+    )
+    spec = spec_of(bench, model, worker_id=f"sampler-{size}", kind="sampler", sampler=settings)
+    began = time.perf_counter()
+    async with worker(bench, spec) as engine:
+        found: dict[str, object] = {"start_seconds": round(time.perf_counter() - began, 1)}
+        replies = []
+        for number in range(2 * bench.rounds):
+            version = versions[number % len(versions)]
+            replies.append(await engine.call("Load", sampler_pb2.LoadRequest(version=version)))
+        seconds = statistics.median(reply.seconds for reply in replies)
+        found |= {
+            "weights_bytes": replies[-1].bytes,
+            "reload_seconds": round(seconds, 3),
+            "reload_gb_per_second": rate(replies[-1].bytes, seconds),
+            "first_reload_seconds": round(replies[0].seconds, 3),
+            "canary_difference": round(max(reply.canary_difference for reply in replies), 5),
+        }
+        for level in (1, 2):
+            found[f"sleep level {level}"] = await sleeps(bench, engine, before=before, level=level)
+        bench.say(json.dumps(found))
+    return found
+
+
+def together(bench: Bench, size: str, model: Path, *, steps: int) -> dict[str, object]:
+    """Measure two experiments that share the device, trainers and engines in turns, beside the same
+    two in a row; all of them come to their end."""
+    import tinker
+
+    from benchmarks.timeslice import Experiment, at_once, in_a_row, switches
+    from tandem.stack import Stack
+
+    bench.say(f"{size}: two experiments share the device")
+    group = {"name": "cores", "devices": [bench.device], "roles": ["trainer", "sampler"]}
+    settings = {
+        "port": "0",
+        # A machine of one GPU has such a group without being told.
+        "groups": json.dumps([] if bench.gpu is not None else [group]),
+        "sampler_max_num_seqs": "64",
+        "sampler_kv_cache_bytes": str(64 * 2**20),
+        "pool_trainers": "0",
+        "pool_samplers": "0",
+    }
+    with ExitStack() as until_the_end:
+        stack = until_the_end.enter_context(Stack(data_dir=bench.work / "data", settings=settings))
+        stack.add_model(name=MODEL, path=model)
+        experiments = []
+        for owner in ("one", "two"):  # who therefore share no trainer
+            with stack.client() as client:
+                body = {"owner": owner, "role": "member", "name": "bench"}
+                key = client.post("keys", json=body).raise_for_status().json()["key"]
+            service = until_the_end.enter_context(
+                tinker.ServiceClient(base_url=stack.endpoint.url, api_key=key)
+            )
+            experiments.append(Experiment(service, model=MODEL, tokens=48, repeats=4))
+            experiments[-1].step()
+        began = time.perf_counter()
+        in_a_row(experiments, steps)
+        serial, since = time.perf_counter() - began, time.time()
+        began = time.perf_counter()
+        at_once(experiments, steps)
+        both = time.perf_counter() - began
+        found = {
+            "steps": steps,
+            "serial_seconds": round(serial, 2),
+            "together_seconds": round(both, 2),
+            "makespan_over_serial": round(both / serial, 3),
+            "leases": switches(stack.data_dir / "tandem.db", since=since),
+        }
+    bench.say(json.dumps(found))
+    return found

@@ -1,0 +1,258 @@
+"""Real trainers and engines of random weights on one device, called as a gateway calls them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import grpc.aio
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from tandem.agent.launcher import ProcessLauncher
+from tandem.demo.tiny_model import TinyShape, tensor_shapes, write_layout
+from tandem.devices import confine, parse_device
+from tandem.fencing import LEASE_METADATA_KEY
+from tandem.host import Accelerator
+from tandem.v1 import common_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from tandem.weights import new_version_name, version_path
+from tandem.wire.v1 import tinker_pb2 as wire
+from tandem.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerSpec
+
+SIZES = {
+    "0.5B": TinyShape(
+        hidden=896, layers=24, ffn=4864, heads=14, head_dim=64, vocabulary=151_936, max_length=4096
+    ),
+    "1.5B": TinyShape(
+        hidden=1536,
+        layers=28,
+        ffn=8960,
+        heads=12,
+        head_dim=128,
+        vocabulary=151_936,
+        max_length=4096,
+    ),
+    "4B": TinyShape(
+        hidden=2560, layers=36, ffn=9728, heads=40, head_dim=64, vocabulary=151_936, max_length=4096
+    ),
+    "8B": TinyShape(
+        hidden=4096,
+        layers=32,
+        ffn=12288,
+        heads=32,
+        head_dim=128,
+        vocabulary=151_936,
+        max_length=4096,
+    ),
+    "tiny": TinyShape(),
+}
+"""Shapes with about the parameters of the models of these names."""
+MODEL = "bench/gpu"
+SESSION = "s-benchmark"
+RUN = f"{SESSION}:train:0"
+CALL_SECONDS = 600.0
+_SECRET = "of the benchmark"
+
+Int64Array = NDArray[np.int64]
+Float32Array = NDArray[np.float32]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where and how often to measure. `gpu` None: on the cores. `say` prints what is done."""
+
+    work: Path
+    device: str
+    gpu: Accelerator | None
+    rounds: int
+    say: Callable[[str], None]
+
+    def used_bytes(self, pid: int) -> int:
+        """Return what is in use of the whole GPU; on a CPU, the resident memory of a worker."""
+        if self.gpu is None:
+            own = psutil.Process(pid)
+            return sum(each.memory_info().rss for each in [own, *own.children(recursive=True)])
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(self.gpu.index)
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+
+def elsewhere(bench: Bench, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Return what a function returns in a process of its own on the device, of which that holds
+    nothing afterwards."""
+    context, device = get_context("spawn"), parse_device(bench.device)
+    with ProcessPoolExecutor(1, context, initializer=confine, initargs=(device,)) as pool:
+        return pool.submit(work, *args, **kwargs).result()
+
+
+def write_model(path: Path, size: str, device: str) -> None:
+    """Write a model of random weights in bfloat16, drawn on the device."""
+    import torch
+    from safetensors.torch import save_file
+
+    shape = SIZES[size]
+    write_layout(path, shape)
+    weights = {
+        name: torch.ones(sizes, dtype=torch.bfloat16)
+        if len(sizes) == 1
+        else torch.empty(sizes, device=device).normal_(std=0.02).bfloat16().cpu()
+        for name, sizes in tensor_shapes(shape).items()
+    }
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+class Caller:
+    """Calls one worker. Each Sleep and each Wake has a newer fencing token, as every call after."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, spec: WorkerSpec, pid: int) -> None:
+        trainer = spec.kind == "trainer"
+        self.lora = spec.training is not None and spec.training.lora is not None
+        stub = trainer_pb2_grpc.TrainerStub if trainer else sampler_pb2_grpc.SamplerStub
+        self._stub = stub(channel)
+        self._token, self._operations = 1, 0
+        self.pid = pid
+
+    async def call(self, method: str, request: object) -> object:
+        """Return the reply. Raises `RuntimeError` where that is a failure."""
+        metadata = ((SECRET_METADATA_KEY, _SECRET), (LEASE_METADATA_KEY, str(self._token)))
+        reply = await getattr(self._stub, method)(request, metadata=metadata, timeout=CALL_SECONDS)
+        if reply.HasField("failure"):
+            raise RuntimeError(f"{method}: {reply.failure.message}")
+        return reply
+
+    async def switch(
+        self, request: common_pb2.SleepRequest | common_pb2.WakeRequest
+    ) -> common_pb2.SwitchReply:
+        self._token += 1
+        method = "Sleep" if isinstance(request, common_pb2.SleepRequest) else "Wake"
+        return await self.call(method, request)
+
+    async def parameters(self) -> int:
+        """Return how many a trainer's model has."""
+        request = trainer_pb2.DescribeTrainerRequest(run_id=RUN)
+        metadata = ((SECRET_METADATA_KEY, _SECRET),)
+        about = await self._stub.Describe(request, metadata=metadata, timeout=CALL_SECONDS)
+        return about.parameters
+
+    def header(self) -> common_pb2.OperationHeader:
+        """Return that of the next operation of the run."""
+        self._operations += 1
+        return common_pb2.OperationHeader(
+            operation_id=f"op-{self._operations}",
+            session_id=SESSION,
+            run_id=RUN,
+            seq_id=self._operations,
+            previous_seq_id=self._operations - 1,
+        )
+
+
+@asynccontextmanager
+async def worker(bench: Bench, spec: WorkerSpec) -> AsyncIterator[Caller]:
+    """Run a worker, awake and with a lease, as an agent does."""
+    launcher = ProcessLauncher(data_dir=bench.work)
+    try:
+        handle = await launcher.start(spec)
+        await launcher.wait_ready(spec.worker_id)
+        pid = launcher.describe(spec.worker_id).pid
+        async with grpc.aio.insecure_channel(handle.address, options=GRPC_OPTIONS) as channel:
+            yield Caller(channel, spec=spec, pid=pid)
+    finally:
+        await launcher.close()
+
+
+def spec_of(bench: Bench, model: Path, **more: object) -> WorkerSpec:
+    return WorkerSpec(
+        secret=_SECRET,
+        model_name=MODEL,
+        model_path=str(model),
+        session_id=SESSION,
+        devices=(bench.device,),
+        lease=1,
+        start_timeout=CALL_SECONDS,
+        **more,
+    )
+
+
+def sequences_of(size: str, *, count: int, length: int) -> list[Int64Array]:
+    """Return random token ids [length + 1] of so many sequences, which the model can take."""
+    shape = SIZES[size]
+    length = min(length, shape.max_length)
+    drawn = np.random.default_rng(0).integers(3, shape.vocabulary, (count, length + 1))
+    return list(drawn)
+
+
+async def forward_backward(
+    trainer: Caller, sequences: Sequence[Int64Array], *, forward_only: bool = False
+) -> list[Float32Array]:
+    """Train all tokens but the first of each sequence by cross-entropy. Return their logprobs."""
+    message = wire.ForwardBackwardRequest(
+        model_id=RUN,
+        data=[_datum(each) for each in sequences],
+        loss_fn="cross_entropy",
+        forward_only=forward_only,
+    )
+    reply = await trainer.call(
+        "ForwardBackward",
+        trainer_pb2.ForwardBackwardRequest(
+            header=trainer.header(), payload=message.SerializeToString()
+        ),
+    )
+    output = wire.ForwardBackwardOutput.FromString(reply.output)
+    fields = [record.fields["logprobs"] for record in output.loss_fn_outputs]
+    flat = np.concatenate([np.frombuffer(field.data, "<f4") for field in fields])
+    return np.split(flat, np.cumsum([len(each) - 1 for each in sequences])[:-1])
+
+
+def _datum(sequence: Int64Array) -> wire.Datum:
+    datum = wire.Datum()
+    datum.model_input.add().encoded_text.tokens = sequence[:-1].astype("<i4").tobytes()
+    targets = sequence[1:].astype("<i8")
+    datum.loss_fn_inputs["target_tokens"].CopyFrom(
+        wire.Tensor(dense=targets.tobytes(), dtype=wire.DTYPE_INT64, shape=targets.shape)
+    )
+    return datum
+
+
+async def optim_step(trainer: Caller) -> None:
+    adamw = trainer_pb2.AdamWParams(learning_rate=1e-5, beta1=0.9, beta2=0.95, eps=1e-8)
+    await trainer.call(
+        "OptimStep", trainer_pb2.OptimStepRequest(header=trainer.header(), adamw=adamw)
+    )
+
+
+async def step(trainer: Caller, size: str) -> None:
+    """Train by a step of AdamW on one sequence."""
+    await forward_backward(trainer, sequences_of(size, count=1, length=512))
+    await optim_step(trainer)
+
+
+async def publish(bench: Bench, trainer: Caller, number: int) -> common_pb2.WeightVersion:
+    """Publish whole weights, those of adapters added in."""
+    name = new_version_name(run_id=RUN, number=number)
+    path = version_path(bench.work, name)
+    version = common_pb2.WeightVersion(name=name, path=str(path), run_id=RUN, step=number)
+    request = trainer_pb2.PublishRequest(
+        header=trainer.header(), version=version, merged=trainer.lora
+    )
+    reply = await trainer.call("Publish", request)
+    bench.say(f"published {reply.bytes / 1e9:.1f} GB in {reply.seconds:.1f} s")
+    return version
+
+
+def torch_device(bench: Bench) -> str:
+    return "cuda" if bench.gpu is not None else "cpu"
+
+
+def rate(size: int, seconds: float) -> float:
+    """Return GB/s."""
+    return round(size / seconds / 1e9, 2) if seconds else 0.0

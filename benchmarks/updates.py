@@ -1,0 +1,194 @@
+"""One update of the demo, 100 sequences and a step, in four ways that take turns: plain torch, and
+a rank of a trainer, each eager and compiled.
+
+Every way is a process (`python -m benchmarks.updates WAY MODEL`) that makes so many updates as it
+reads a line, and answers with the seconds. What else the machine does hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+WAYS = ("plain", "plain compiled", "trainer", "trainer compiled")
+UPDATES, THREADS = 8, 2
+
+
+def batches() -> list[list[tuple[list[int], list[int]]]]:
+    """Prompts of 4 tokens and answers of 1 to 4, as those of the demo: other lengths each time."""
+    generator = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [generator.randrange(3, 98) for _ in range(count)]
+
+    return [
+        [(tokens(4), tokens(generator.randint(1, 4))) for _ in range(100)] for _ in range(UPDATES)
+    ]
+
+
+def plain(model: Path, *, compiled: bool) -> Callable[[], None]:
+    import torch
+
+    from benchmarks.plain_update import PlainUpdates, Sample
+
+    torch.set_num_threads(THREADS)
+    policy = PlainUpdates(model, compiled=compiled)
+    made = [
+        [Sample(prompt, answer, [-4.0] * len(answer), 0.5) for prompt, answer in batch]
+        for batch in batches()
+    ]
+    return lambda: [policy.update(batch) for batch in made] and None
+
+
+def trainer(model: Path, *, compiled: bool) -> Callable[[], None]:
+    from tandem.settings import TrainerSettings
+    from tandem.wire.v1 import tinker_pb2 as wire
+    from tandem.worker import TrainingSpec
+    from trainer_service.batches.validation import BatchLimits, parse, validate
+    from trainer_service.compute.process_group import Assignment, join
+    from trainer_service.optimizers import AdamWSettings
+
+    rank = join(
+        Assignment(
+            rank=0,
+            local_rank=0,
+            on_node=1,
+            size=1,
+            device="cpu",
+            own_cores=True,
+            store_port=0,
+            model_path=model,
+            model_name="tiny",
+            training=TrainingSpec(),
+            settings=TrainerSettings(
+                device="cpu", threads=THREADS, compile="on" if compiled else "off"
+            ),
+        )
+    )
+    limits = BatchLimits(
+        vocabulary=rank.backend.facts.vocabulary, max_length=rank.backend.facts.max_length
+    )
+    made = [
+        wire.ForwardBackwardRequest(
+            data=[_datum(prompt, answer) for prompt, answer in batch],
+            loss_fn="importance_sampling",
+        ).SerializeToString()
+        for batch in batches()
+    ]
+    step = AdamWSettings(
+        learning_rate=5e-4, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, grad_clip_norm=1.0
+    )
+
+    def updates() -> None:
+        for payload in made:
+            rank.forward_backward(validate(parse(payload), limits=limits))
+            rank.optim_step(step)
+
+    return updates
+
+
+def _datum(prompt: list[int], answer: list[int]):
+    import numpy as np
+
+    from tandem.wire.v1 import tinker_pb2 as wire
+
+    sequence = prompt + answer
+    zeros = [0.0] * (len(prompt) - 1)
+    made = wire.Datum()
+    made.model_input.add().encoded_text.tokens = np.array(sequence[:-1], "<i4").tobytes()
+    inputs = {
+        "target_tokens": np.array(sequence[1:], "<i8"),
+        "logprobs": np.array(zeros + [-4.0] * len(answer), "<f4"),
+        "advantages": np.array(zeros + [0.5] * len(answer), "<f4"),
+    }
+    kinds = {"i": wire.DTYPE_INT64, "f": wire.DTYPE_FLOAT32}
+    for name, values in inputs.items():
+        made.loss_fn_inputs[name].CopyFrom(
+            wire.Tensor(dense=values.tobytes(), dtype=kinds[values.dtype.kind], shape=values.shape)
+        )
+    return made
+
+
+@contextmanager
+def started(way: str, model: Path) -> Iterator[Callable[[], tuple[float, float]]]:
+    """What makes the updates once and returns seconds, and those of processors, for each."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.updates", way, str(model)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_WAIT_POLICY": "passive"},
+    )
+    assert process.stdin is not None and process.stdout is not None
+
+    def once() -> tuple[float, float]:
+        process.stdin.write("\n")
+        process.stdin.flush()
+        answer = next(line for line in process.stdout if line.startswith("["))  # the rest is a log
+        seconds, busy = json.loads(answer)
+        return seconds, busy
+
+    try:
+        yield once
+    finally:
+        process.kill()
+        process.wait(timeout=60)
+
+
+def measure(model: Path, *, rounds: int) -> list[dict[str, object]]:
+    """A row for each way, with medians of rounds in which each had its turn. Not side by side, they
+    start one after the other: compiling takes both processors."""
+    from contextlib import ExitStack
+
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    first: dict[str, float] = {}
+    with ExitStack() as stack:
+        ways = {}
+        for way in WAYS:
+            began = time.perf_counter()
+            ways[way] = stack.enter_context(started(way, model))
+            ways[way]()
+            first[way] = time.perf_counter() - began
+        for _ in range(rounds):
+            for way, once in ways.items():
+                found[way].append(once())
+    floor = found["plain compiled"]
+    return [
+        {
+            "way": way,
+            "ms an update": round(statistics.median(s for s, _ in times) * 1e3, 1),
+            "best": round(min(s for s, _ in times) * 1e3, 1),
+            "processor ms": round(statistics.median(busy for _, busy in times) * 1e3, 1),
+            "× compiled floor": round(
+                statistics.median(s / f for (s, _), (f, _) in zip(times, floor, strict=True)), 2
+            ),
+            "× its processor time": round(
+                statistics.median(b / f for (_, b), (_, f) in zip(times, floor, strict=True)), 2
+            ),
+            "start and first 8, s": round(first[way], 1),
+        }
+        for way, times in found.items()
+    ]
+
+
+def main() -> None:
+    way, model = sys.argv[1], Path(sys.argv[2])
+    make = trainer if way.startswith("trainer") else plain
+    updates = make(model, compiled=way.endswith("compiled"))
+    for _ in sys.stdin:
+        began, busy = time.perf_counter(), time.process_time()
+        updates()
+        spent = time.perf_counter() - began, time.process_time() - busy
+        print(json.dumps([each / UPDATES for each in spent]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

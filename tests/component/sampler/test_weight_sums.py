@@ -1,0 +1,135 @@
+"""No version passes that a real engine did not load, however little it differs from what it holds.
+
+The engines compute in bfloat16, and the versions differ by one bit of one number in each tensor, so
+that their logprobs are alike: a canary passes them all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sampler_service.vllm.environment import _intel_openmp, is_cpu_build, sampler_environment
+from tests.support.sampler_worker import LENGTH, publish
+from tests.support.tiny_model import write_tiny_model
+
+_TRY = """
+import json, sys
+from pathlib import Path
+
+from sampler_service.engine import WeightsTouched
+from sampler_service.vllm import worker_extension
+from sampler_service.vllm.engine import VllmEngine
+from sampler_service.weights.loader import Loader, WeightVersion, default_tolerance
+from tandem.settings import SamplerSettings
+
+model, old, new = map(Path, sys.argv[1:4])
+rank = int(sys.argv[4])
+settings = {"device": "cpu", "dtype": "bfloat16", "kv_cache_bytes": 2**24, "max_lora_rank": rank}
+engine = VllmEngine(model, SamplerSettings(**settings))
+loader = Loader(engine, base=model, tolerance=default_tolerance("bfloat16"))
+extension, read = worker_extension.WeightsExtension, worker_extension.read_tensors
+load, repack = extension.tandem_load, worker_extension.repack_heads
+
+def attempt(path):
+    name = f"base/{path.name}"
+    if path != model:
+        name = json.loads((path / "manifest.json").read_text())["version"]
+    verified = loader.verify(WeightVersion(name=name, path=path), lambda: None)
+    try:
+        loader.place(verified)
+        return loader.confirm(verified)
+    except WeightsTouched as error:
+        return error.message
+
+def mixed(stale):
+    before = dict(read(old))
+    return lambda path: ((n, before[n] if stale in n else t) for n, t in read(path))
+
+def instead(done):
+    def tandem_load(worker, directory):
+        return done(worker)
+    return tandem_load
+
+results = {path.name: attempt(path) for path in (model, old, new)}
+results["base again"] = attempt(model)
+for sabotage in sys.argv[5:]:
+    results["before " + sabotage] = attempt(old)
+    if sabotage == "ignored":
+        extension.tandem_load = instead(lambda worker: set())
+    elif sabotage == "version before":
+        extension.tandem_load = instead(lambda worker: load(worker, str(old)))
+    elif sabotage == "head not packed":
+        worker_extension.repack_heads = lambda model: None
+    else:
+        worker_extension.read_tensors = mixed(sabotage)
+    results[sabotage] = attempt(new)
+    if sabotage == "ignored":
+        loader._compare_sums = lambda verified: None
+        results["ignored, by the canary alone"] = attempt(new)
+        del loader._compare_sums
+    extension.tandem_load, worker_extension.repack_heads = load, repack
+    worker_extension.read_tensors = read
+print("RESULTS", json.dumps(results))
+"""
+
+
+def nudged(source: Path, target: Path, *, at: float = 0.3) -> Path:
+    """A model in bfloat16 that differs from another in the last bit of one number per tensor, so
+    far into it."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target)
+    for file in target.glob("*.safetensors"):
+        tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(file).items()}
+        for tensor in tensors.values():
+            tensor.view(torch.int16).view(-1)[int(tensor.numel() * at)] ^= 1
+        save_file(tensors, file)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rank", "sabotages"),
+    [
+        (
+            "qwen3",
+            0,
+            ["ignored", "version before", "head not packed", "1.self_attn.v_proj", "2.mlp.down"],
+        ),
+        ("qwen3_moe", 0, ["ignored", "2.mlp.experts"]),
+        ("llama", 4, ["ignored", "lm_head", "0.input_layernorm"]),
+    ],
+)
+def test_a_load_that_did_not_happen_is_refused(
+    tmp_path: Path, architecture, rank: int, sabotages: list[str]
+):
+    model = write_tiny_model(
+        tmp_path / "base", architecture=architecture, head_dim=32, max_length=LENGTH
+    )
+    folders = [nudged(model, tmp_path / "old")]
+    folders.append(nudged(folders[0], tmp_path / "new", at=0.5))
+    old, new = (Path(publish(each, tmp_path, number=n).path) for n, each in enumerate(folders))
+    done = subprocess.run(
+        [sys.executable, "-c", _TRY, *map(str, (model, old, new, rank)), *sabotages],
+        env=sampler_environment(os.environ, cpu=is_cpu_build(), library=_intel_openmp()),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads(done.stdout.partition("RESULTS ")[2])
+    assert math.isnan(results.pop("base")) and math.isnan(results.pop("base again"))
+    for name in (old.name, new.name, *(f"before {sabotage}" for sabotage in sabotages)):
+        assert results.pop(name) < 0.1
+    assert results.pop("ignored, by the canary alone") < 0.1, "it tells nothing"
+    assert set(results) == set(sabotages)
+    for refusal in results.values():
+        assert "does not hold these weights" in refusal

@@ -1,0 +1,73 @@
+"""Two engines behind one sampling session, and one of them is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from tinker import SamplingClient, types
+
+from tests.support.sdk import SOON, train
+from tests.support.stacks import TIED, TestStack, running, write_qwen
+from tests.support.waiting import wait_until
+
+PROMPTS = [[5 + number, 6, 7, 8] for number in range(24)]
+TOKENS = 120
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen(tmp_path_factory.mktemp("model") / "tied", seed=3)
+
+
+def ask(sampler: SamplingClient) -> list[Future[types.SampleResponse]]:
+    params = types.SamplingParams(max_tokens=TOKENS, seed=11, stop=[])
+    return [sampler.sample(types.ModelInput.from_ints(each), 2, params) for each in PROMPTS]
+
+
+def answers(asked: list[Future[types.SampleResponse]]) -> list[list[tuple[list[int], list[float]]]]:
+    found = [each.result(timeout=4 * SOON).sequences for each in asked]
+    return [[(each.tokens, each.logprobs) for each in sequences] for sequences in found]
+
+
+def engines(stack: TestStack) -> list[dict]:
+    return stack.status()["samplers"]
+
+
+def busy(stack: TestStack) -> bool:
+    """Whether both engines serve, and have something to do."""
+    found = [each for each in engines(stack) if each["state"] == "ready" and each["under_way"]]
+    return len(found) == 2
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [TIED, f"{TIED}:full"], ids=["adapters", "all weights"])
+def test_no_sample_is_lost_with_an_engine_and_all_are_as_from_one(name, model, tmp_path):
+    with running(tmp_path, models={TIED: model}) as stack, stack.service() as alone:
+        with stack.service(user_metadata={"tandem.replicas": "2"}) as service:
+            run = service.create_lora_training_client(name, rank=8).result(timeout=240)
+            train(run, seed=7)
+            path = run.save_weights_for_sampler("x").result(timeout=SOON).path
+            sampler = run.save_weights_and_get_sampling_client().result(timeout=4 * SOON)
+            assert answers(ask(sampler)) == answers(ask(sampler))
+            wait_until(lambda: sum(each["state"] == "ready" for each in engines(stack)) == 2)
+            undisturbed = answers(ask(sampler))
+            asked = ask(sampler)
+            wait_until(lambda: busy(stack), what="both engines have something to do")
+            victim = engines(stack)[0]["worker"]
+            (worker,) = [w for w in stack.status()["workers"] if w["id"] == victim]
+            os.killpg(worker["pid"], signal.SIGKILL)
+            assert answers(asked) == undisturbed
+            train(run, seed=8, steps=1)
+            newer = run.save_weights_and_get_sampling_client().result(timeout=4 * SOON)
+            later = answers(ask(newer))
+            assert later != undisturbed
+            wait_until(lambda: sum(each["state"] == "ready" for each in engines(stack)) == 2)
+            assert answers(ask(newer)) == later, "also by the engine that was started again"
+        wait_until(lambda: not engines(stack), what="both engines have ended with their session")
+        by_one = alone.create_sampling_client(model_path=path)
+        assert answers(ask(by_one)) == undisturbed
+        assert len(engines(stack)) == 1

@@ -1,0 +1,27 @@
+"""Packages of others, built and installed as their users would, for tests."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+PLAIN_BACKEND = Path(__file__).parent / "plain_backend"
+
+
+def install(source: Path, folder: Path) -> Path:
+    """Build a package's wheel and install it into a folder below `folder`, which is returned, for
+    the `PYTHONPATH` of workers. Nothing is downloaded."""
+    shutil.copytree(source, copy := folder / "source")  # building leaves files beside it
+    _pip("wheel", "--no-build-isolation", "--wheel-dir", folder / "wheels", copy)
+    (wheel,) = (folder / "wheels").iterdir()
+    _pip("install", "--target", folder / "installed", wheel)
+    return folder / "installed"
+
+
+def _pip(command: str, *arguments: str | Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "pip", command, "--no-deps", "--no-index", "--quiet", *arguments],
+        check=True,
+    )

@@ -1,0 +1,256 @@
+"""The memory plan: what is needed is known before anything is loaded, and what fits is chosen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tandem.errors import WorkerStartFailed
+from tandem.settings import TrainerSettings
+from tandem.worker import LoraSpec, TrainingSpec
+from tests.support.local_trainer import WITHOUT_MLP, compute, data_of, gradients, make_rank
+from tests.support.tiny_model import ARCHITECTURES
+from tests.support.trainer_worker import request
+from trainer_service.backends import World
+from trainer_service.backends.planning import (
+    StandIn,
+    _available,
+    _of_micro_batch,
+    lasting,
+    unreduced_gradients,
+)
+from trainer_service.models.memory_plan import Available, Needs, choose
+from trainer_service.models.rehearsal import most_held
+
+GIB = 2**30
+
+
+def activations(tokens: int, checkpointed: bool) -> int:
+    return tokens * (1 if checkpointed else 8) * 2**20
+
+
+def chosen(available: int, checkpointing: str = "auto", wanted: int = 2048) -> tuple[int, bool]:
+    plan = choose(
+        wanted=wanted,
+        checkpointing=checkpointing,
+        lasting=Needs({"weights": GIB}),
+        activations=activations,
+        available=Available(device=available),
+    )
+    return plan.micro_batch_tokens, plan.checkpointing
+
+
+def test_blocks_are_checkpointed_only_where_the_wanted_micro_batch_does_not_fit_otherwise():
+    assert chosen(17 * GIB) == (2048, False)
+    assert chosen(17 * GIB - 1) == (2048, True)
+    assert chosen(3 * GIB) == (2048, True)
+
+
+def test_a_micro_batch_is_halved_until_it_fits():
+    assert chosen(3 * GIB - 1) == (1024, True)
+    assert chosen(GIB + 256 * 2**20) == (256, True)
+    assert chosen(16 * GIB, "off") == (1024, False)
+    assert chosen(17 * GIB, "on") == (2048, True)
+    assert chosen(GIB + 100 * 2**20, wanted=100) == (100, True)
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers_and_what_helps():
+    with pytest.raises(WorkerStartFailed) as caught:
+        choose(
+            wanted=2048,
+            checkpointing="auto",
+            lasting=Needs({"weights": 3 * GIB, "gradients": 4 * GIB}),
+            activations=activations,
+            available=Available(device=7 * GIB),
+            what_helps=["more ranks", "LoRA"],
+        )
+    assert str(caught.value) == (
+        "the model does not fit into memory: with 256 tokens at a time and checkpointed blocks, "
+        "each rank needs 7.25 GiB of its host (gradients 4, weights 3, activations 0.25), and may "
+        "use 7 GiB. What helps: more ranks, LoRA"
+    )
+
+
+def test_a_host_that_is_too_small_for_what_a_gpu_puts_there_is_refused():
+    with pytest.raises(WorkerStartFailed, match=r"needs 9 GiB of its host \(snapshot 9\), .* 8"):
+        choose(
+            wanted=2048,
+            checkpointing="auto",
+            lasting=Needs({"weights": GIB}, {"snapshot": 9 * GIB}),
+            activations=activations,
+            available=Available(device=80 * GIB, host=8 * GIB),
+        )
+
+
+# --- What lasts -----------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 10)
+        self.blocks = nn.ModuleList(nn.Linear(10, 10, bias=False) for _ in range(3))
+
+
+def needs(
+    *,
+    ranks: int = 1,
+    device: str = "cpu",
+    at_once: int = 1,
+    unreduced: int = 1,
+    **training: object,
+) -> Needs:
+    """Of 500 + 3 · 100 parameters; or of an adapter of 40."""
+    model = Model()
+    trainable = dict(model.named_parameters())
+    if training.get("lora"):
+        trainable = {"a": nn.Parameter(torch.empty(4, 10))}
+    groups = [[model.blocks[0].weight, model.blocks[1].weight], [*model.parameters()][:1]]
+    stand_in = StandIn(
+        backend=None,
+        model=model,
+        trainable=trainable,
+        groups=groups if ranks > 1 or device == "cuda" else [],
+        dtype=torch.bfloat16 if device == "cuda" else torch.float32,
+        outer=frozenset({"embedding.weight"}),
+    )
+    about = {
+        "training": TrainingSpec(**training),
+        "world": World(rank=0, size=ranks, device=device),
+    }
+    settings = TrainerSettings(unreduced_gradients_bytes=unreduced)
+    return lasting(
+        stand_in,
+        at_once=at_once,
+        unreduced=unreduced_gradients(model, settings=settings, **about),
+        **about,
+    )
+
+
+def test_a_rank_alone_holds_all_states_and_a_snapshot_copies_them():
+    assert needs() == Needs({"weights": 3200, "gradients": 3200, "moments": 6400, "snapshot": 9600})
+
+
+def test_each_thread_adds_up_gradients_of_its_own():
+    assert needs(at_once=2).device["gradients"] == 3 * 3200
+
+
+def test_ranks_share_the_states_and_gather_the_root_and_two_groups():
+    assert needs(ranks=4) == Needs(
+        {
+            "weights": 800,
+            "gradients": 800,
+            "gathered": 4 * (500 + 2 * 200),
+            "moments": 1600,
+            "snapshot": 2400,
+        }
+    )
+
+
+def test_several_ranks_hold_the_gradients_of_the_whole_model_if_these_may_wait():
+    assert needs(ranks=4, unreduced=3200).device["unreduced gradients"] == 3200
+    for parts in (needs(ranks=4, unreduced=3199), needs(unreduced=3200)):
+        assert "unreduced gradients" not in parts.device
+    assert "unreduced gradients" not in needs(ranks=4, unreduced=3200, lora=LoraSpec()).device
+
+
+def test_a_snapshot_of_a_gpu_is_on_its_host_and_moments_where_the_run_wants_them():
+    parts = {"weights": 1600, "gradients": 1600, "gathered": 2 * (500 + 2 * 200)}
+    assert needs(ranks=2, device="cuda") == Needs({**parts, "moments": 3200}, {"snapshot": 4800})
+    assert needs(ranks=2, device="cuda", moments="host") == Needs(
+        parts, {"moments": 3200, "snapshot": 4800}
+    )
+
+
+def test_states_in_bfloat16_take_half_and_dimuon_has_one_moment_of_a_matrix():
+    assert needs(states="bfloat16").device["moments"] == 3200
+    assert needs(optimizer="dimuon").device["moments"] == 4 * (2 * 500 + 300)
+
+
+def test_adapters_lie_whole_on_every_rank_beside_frozen_weights():
+    parts = needs(ranks=4, lora=LoraSpec())
+    assert parts.device["weights"] == 800 + 4 * 40
+    assert (parts.device["moments"], parts.device["snapshot"]) == (8 * 40, 12 * 40)
+
+
+def test_ranks_of_one_host_share_nine_tenths_of_what_is_free(monkeypatch):
+    monkeypatch.setattr("trainer_service.backends.planning.free_memory_bytes", lambda: 10 * GIB)
+
+    def found(on_node: int, **settings: int) -> Available:
+        world = World(rank=0, size=1, device="cpu", on_node=on_node)
+        return _available(TrainerSettings(**settings), world)
+
+    assert found(1) == Available(device=9 * GIB)
+    assert found(3) == Available(device=3 * GIB)
+    assert found(2, memory_bytes=4 * GIB) == Available(device=2 * GIB)
+
+
+# --- What comes and goes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [None, WITHOUT_MLP], ids=["full", "lora"])
+@pytest.mark.parametrize("checkpointing", ["off", "on"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_without_memory_a_micro_batch_takes_what_it_takes_with_it(
+    models, architecture, checkpointing, lora
+):
+    trainer = make_rank(
+        models[architecture], lora, checkpointing=checkpointing, micro_batch_tokens=60
+    )
+    backend = trainer.backend
+    real = StandIn(
+        backend=backend,
+        model=backend._model,
+        trainable=backend._trainable,
+        groups=[],
+        dtype=torch.float32,
+        outer=frozenset(),
+    )
+    planned = backend.plan.needs.device["activations"]
+    assert planned == _of_micro_batch(real, 60) > 0
+
+
+def test_attention_keeps_nothing_that_grows_with_the_square_of_a_sequence(models):
+    sizes = []
+    for tokens in (32, 64):
+        trainer = make_rank(models["llama"], packing="off", micro_batch_tokens=tokens)
+        sizes.append(trainer.backend.plan.needs.device["activations"])
+    assert sizes[1] < 2 * sizes[0]
+
+
+def test_what_has_ended_is_not_counted():
+    def compute_in_turn() -> None:
+        for _ in range(3):
+            torch.empty(100, device="meta").add(1).mul(2)
+
+    assert most_held(compute_in_turn, besides=[]) == 2 * 400
+
+
+def test_small_memory_is_kept_for_what_is_as_small():
+    def compute_in_turn() -> None:
+        torch.empty(20, device="meta")
+        torch.empty(100, device="meta")
+
+    assert most_held(compute_in_turn, besides=[]) == 400
+    assert most_held(compute_in_turn, besides=[], kept_below=100) == 400 + 80
+
+
+def test_a_trainer_takes_the_checkpointing_that_its_plan_chose_and_computes_the_same_bits(model):
+    whole = make_rank(model)
+    needed = sum(whole.backend.plan.needs.device.values())
+    small = make_rank(model, memory_bytes=needed - 1)
+    assert [each.backend.plan.checkpointing for each in (whole, small)] == [False, True]
+    for trainer in (whole, small):
+        compute(trainer, request(data_of()))
+    for name, gradient in gradients(whole).items():
+        assert torch.equal(gradients(small)[name], gradient)
+
+
+def test_a_model_that_does_not_compute_without_memory_is_trained_without_a_plan(model, monkeypatch):
+    def fail(*given: object, **named: object) -> None:
+        raise RuntimeError("the value is not known")
+
+    monkeypatch.setattr("trainer_service.backends.planning.most_held", fail)
+    trainer = make_rank(model)
+    assert trainer.backend.plan is None and trainer.micro_batch_tokens == 2048

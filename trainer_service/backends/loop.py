@@ -1,0 +1,119 @@
+"""The loop over the micro-batches of one share of a batch: what `TrainerBackend.forward_backward`
+does unless a backend has a way of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainer_service.batches.loss_inputs import Float32Array
+from trainer_service.batches.memory import MicroBatchTooLarge, ran_out_of_memory, tokens_of
+from trainer_service.batches.micro_batches import (
+    STAND_IN_TOKENS,
+    MicroBatchPlan,
+    RankPlan,
+    layout_of,
+    make_micro_batch,
+    stand_in,
+)
+from trainer_service.batches.validation import Batch
+from trainer_service.losses.base import LossResult
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer_service.backends.base import TrainerBackend
+
+Keep = Callable[["Tensor"], None]
+"""Takes the loss of a micro-batch and adds its gradients to those held."""
+
+Done = Callable[[int], None]
+"""Is told the tokens of each micro-batch that has been computed."""
+
+
+@dataclass(frozen=True)
+class ShareResult:
+    """The result of one share: the loss and its sums [1 + s], its maxima [m], and the logprobs
+    in the order of the plan."""
+
+    sums: NDArray[np.float64]
+    maxima: NDArray[np.float64]
+    logprobs: Float32Array
+
+
+def compute_share(
+    backend: TrainerBackend, batch: Batch, share: RankPlan, *, keep: Keep, done: Done
+) -> ShareResult:
+    """Computes the micro-batches of one share, and calls `keep` with each one's loss. Raises
+    `MicroBatchTooLarge`."""
+    loss = batch.loss
+    chosen: list[Tensor] = []
+    sums: list[Tensor] = []
+    maxima: list[Tensor] = []
+    for datums in share:
+        computed, reason = None, ""
+        try:
+            if datums:
+                computed = _compute(backend, batch, datums, keep)
+            else:
+                _join_collectives(backend, batch, keep)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            reason = str(error).partition("\n")[0][:300] or type(error).__name__
+        if reason:  # raised here, it does not hold the memory that the other error does
+            lengths = batch.lengths.tolist()
+            tokens = tokens_of(datums, lengths, packed=backend.packs) or STAND_IN_TOKENS
+            raise MicroBatchTooLarge(tokens, reason)
+        if computed is None:
+            continue
+        logprobs, result = computed
+        done(int(batch.lengths[list(datums)].sum()))
+        chosen.append(logprobs)
+        sums.append(torch.stack([result.loss.detach(), *result.sums]).double())
+        if result.maxima:
+            maxima.append(torch.stack(result.maxima).double())
+    if not chosen:
+        return ShareResult(
+            sums=np.zeros(1 + len(loss.sum_names)),
+            maxima=np.full(len(loss.max_names), -np.inf),
+            logprobs=np.zeros(0, np.float32),
+        )
+    return ShareResult(
+        sums=torch.stack(sums).sum(0).cpu().numpy(),
+        maxima=torch.stack(maxima).amax(0).cpu().numpy() if maxima else np.zeros(0),
+        logprobs=torch.cat(chosen).cpu().numpy(),
+    )
+
+
+def _join_collectives(backend: TrainerBackend, batch: Batch, keep: Keep) -> None:
+    """Computes next to nothing, with a weight of zero."""
+    gradients = not batch.forward_only
+    logprobs = backend.logprobs(stand_in(packed=backend.packs), gradients=gradients)
+    if gradients:
+        keep(logprobs.sum() * 0.0)
+
+
+def _compute(
+    backend: TrainerBackend, batch: Batch, datums: MicroBatchPlan, keep: Keep
+) -> tuple[Tensor, LossResult]:
+    """Returns the logprobs and what the loss makes of them."""
+    micro_batch = make_micro_batch(batch, datums, packed=backend.packs)
+    loss, settings = batch.loss, batch.settings
+    inputs = backend.inputs(micro_batch)
+    layout = layout_of(batch, micro_batch, datums, device=torch.device(backend.device))
+
+    def objective(logprobs: Tensor) -> LossResult:
+        return loss.compute(logprobs, inputs, settings, layout)
+
+    if batch.forward_only:
+        logprobs = backend.logprobs(micro_batch, gradients=False)
+        return logprobs, objective(logprobs)
+    logprobs, result = backend.loss_of(micro_batch, objective, by_entry=loss.by_entry(settings))
+    keep(result.loss)
+    return logprobs, result

@@ -1,0 +1,310 @@
+"""Plans the memory of a backend that shards with FSDP2 (`models/memory_plan.py`): what lasts is
+arithmetic, what a micro-batch takes is counted on a stand-in without memory.
+
+A stand-in is the backend itself with the whole model on torch's `meta` device. Of what FSDP2 does
+besides, its gradients and the buffers in which they are reduced are made here as it makes them,
+group by group; what it gathers is arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tandem.errors import TandemError
+from tandem.host import free_memory_bytes
+from tandem.settings import TrainerSettings
+from tandem.telemetry import get_log
+from tandem.worker import TrainingSpec
+from trainer_service.backends.base import Capability, TrainerBackend, World
+from trainer_service.batches.micro_batches import MicroBatch
+from trainer_service.losses.base import LossResult
+from trainer_service.models.huggingface import UNFIT
+from trainer_service.models.memory_plan import (
+    SPARE,
+    Available,
+    MemoryPlan,
+    Needs,
+    choose,
+    shard,
+    wanted_tokens,
+)
+from trainer_service.models.packing import bounds_of
+from trainer_service.models.rehearsal import most_held
+
+Group = Sequence[nn.Parameter]
+_UNREDUCED_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
+KEPT_BELOW = 32 * 2**20
+"""On a CPU, the C library maps what is larger, and gives it back; what is smaller it keeps."""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """`backend` computes on `meta`. `groups` are the parameters that FSDP gathers at once, the root
+    last; there are none where nothing is sharded. `dtype` is that of the computation. `outer` names
+    the trainable parameters that dimuon leaves to AdamW."""
+
+    backend: TrainerBackend
+    model: nn.Module
+    trainable: Mapping[str, nn.Parameter]
+    groups: Sequence[Group]
+    dtype: torch.dtype
+    outer: frozenset[str]
+
+
+class MakeStandIn(Protocol):
+    def __call__(self, *, checkpointed: bool, packs: bool) -> StandIn: ...
+
+
+def at_once(backend: TrainerBackend, settings: TrainerSettings, *, threads: int) -> int:
+    """How many micro-batches a rank computes at the same time."""
+    if Capability.THREADS not in backend.capabilities:
+        return 1
+    return min(settings.parallel_micro_batches or 2, threads)
+
+
+def plan_memory(
+    stand_in: MakeStandIn,
+    *,
+    settings: TrainerSettings,
+    world: World,
+    training: TrainingSpec,
+    at_once: int,
+) -> MemoryPlan | None:
+    """So many micro-batches are computed `at_once`. None, and a line in the log, for a model that
+    does not compute without memory. Raises `WorkerStartFailed`."""
+    of, packs = cache(stand_in), settings.packing == "on"
+
+    on_cpu, threads = world.device == "cpu", at_once > 1
+
+    def activations(tokens: int, checkpointed: bool) -> int:
+        try:
+            model = of(checkpointed=checkpointed, packs=packs)
+            size = _of_micro_batch(model, tokens, threads=threads, on_cpu=on_cpu)
+        except NotImplementedError:  # what packed attention says of some models
+            model = of(checkpointed=checkpointed, packs=False)
+            size = _of_micro_batch(model, tokens, threads=threads, on_cpu=on_cpu)
+        return at_once * size
+
+    try:
+        about = of(checkpointed=settings.checkpointing == "on", packs=packs)
+        plan = choose(
+            wanted=wanted_tokens(settings.micro_batch_tokens, device=world.device),
+            checkpointing=settings.checkpointing,
+            lasting=lasting(
+                about,
+                training=training,
+                world=world,
+                at_once=at_once,
+                unreduced=unreduced_gradients(
+                    about.model, settings=settings, world=world, training=training
+                ),
+            ),
+            activations=activations,
+            available=_available(settings, world),
+            what_helps=_what_helps(about, training, settings, world, at_once),
+        )
+    except TandemError:
+        raise
+    except UNFIT as error:  # a model's code may need values
+        get_log().warning("memory_not_planned", error=f"{type(error).__name__}: {error}"[:300])
+        return None
+    if world.rank == 0:
+        get_log().info(
+            "memory_plan",
+            micro_batch_tokens=plan.micro_batch_tokens,
+            checkpointing=plan.checkpointing,
+            needs=plan.needs.device,
+            available=plan.available.device,
+            host_needs=plan.needs.host,
+            host_available=plan.available.host,
+        )
+    return plan
+
+
+# --- What lasts -----------------------------------------------------------------------------------
+
+
+def unreduced_gradients(
+    model: nn.Module, *, settings: TrainerSettings, world: World, training: TrainingSpec
+) -> int:
+    """The bytes of the gradients of the whole model, in float32, if each rank is to add them up
+    during a call and they are reduced at its end; else 0.
+
+    Not what is free decides: a trainer that is restored must add in the same order.
+    """
+    size = 4 * sum(each.numel() for each in model.parameters())
+    limit = settings.unreduced_gradients_bytes or _UNREDUCED_BYTES[world.device]
+    several = world.size > 1 and training.lora is None  # adapters are reduced once for a step
+    return size if several and size <= limit else 0
+
+
+def lasting(
+    stand_in: StandIn, *, training: TrainingSpec, world: World, at_once: int, unreduced: int = 0
+) -> Needs:
+    """What a rank needs between and during all operations."""
+    ranks, width = (world.size if stand_in.groups else 1), stand_in.dtype.itemsize
+    trained = sum(each.numel() for each in stand_in.trainable.values())
+    whole = sum(each.numel() for each in stand_in.model.parameters())
+    states, frozen = training.state_bytes, 0
+    if training.lora is not None:  # adapters lie whole on every rank
+        states, frozen, ranks = TrainingSpec().state_bytes, width * shard(whole, ranks), 1
+    elements = shard(trained, ranks)
+    moments = shard(_moments(stand_in, training) * states.moments // 2, ranks)
+    parts = {
+        "weights": frozen + states.weight * elements,
+        # Each of several threads adds up gradients of its own.
+        "gradients": states.gradient * elements * (1 + (at_once if at_once > 1 else 0)),
+    }
+    if stand_in.groups:
+        sizes = [sum(each.numel() for each in group) for group in stand_in.groups]
+        parts["gathered"] = width * (sizes[-1] + 2 * max(sizes[:-1], default=0))
+    if unreduced:
+        parts["unreduced gradients"] = unreduced
+    copied = {"moments": moments, "snapshot": states.weight * elements + moments}
+    if world.device == "cpu":
+        return Needs({**parts, **copied})
+    if training.moments == "device":
+        parts["moments"] = copied.pop("moments")
+    return Needs(parts, copied)
+
+
+def _moments(stand_in: StandIn, training: TrainingSpec) -> int:
+    """How many elements the moments have: two for each parameter, or one for a matrix of dimuon."""
+    return sum(
+        each.numel()
+        * (1 if training.optimizer == "dimuon" and _is_hidden(name, each, stand_in) else 2)
+        for name, each in stand_in.trainable.items()
+    )
+
+
+def _is_hidden(name: str, parameter: nn.Parameter, stand_in: StandIn) -> bool:
+    return parameter.ndim == 2 and name not in stand_in.outer
+
+
+# --- What comes and goes --------------------------------------------------------------------------
+
+
+def _of_micro_batch(
+    stand_in: StandIn, tokens: int, *, threads: bool = False, on_cpu: bool = True
+) -> int:
+    """The most bytes that one micro-batch has on the device at once."""
+    backend, trainable = stand_in.backend, list(stand_in.trainable.values())
+    micro_batch = _micro_batch(backend, tokens)
+    sharded = {id(each) for group in stand_in.groups for each in group if each.requires_grad}
+    for parameter in trainable:
+        parameter.grad = None if id(parameter) in sharded else torch.empty_like(parameter)
+
+    def compute() -> None:
+        _, result = backend.loss_of(
+            micro_batch, lambda logprobs: LossResult(loss=-logprobs.sum()), by_entry=True
+        )
+        if threads:
+            backend.gradients(result.loss)
+        else:
+            backend.backward(result.loss)
+
+    held = [each.grad for each in trainable if each.grad is not None]
+    hooks = _reduce(stand_in.groups)
+    try:
+        return most_held(
+            compute,
+            besides=[*stand_in.model.parameters(), *stand_in.model.buffers(), *trainable, *held],
+            kept_below=KEPT_BELOW if on_cpu else 0,
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _micro_batch(backend: TrainerBackend, tokens: int) -> MicroBatch:
+    """So many tokens in sequences as long as the model allows: some models keep what grows with the
+    square of a sequence."""
+    length = min(tokens, backend.facts.max_length or tokens)
+    rows = tokens // length
+    shape = (1, rows * length) if backend.packs else (rows, length)
+    return MicroBatch(
+        tokens=np.zeros(shape, np.int64),
+        targets=np.zeros((*shape, 1), np.int64),
+        select=None,
+        entries=np.arange(rows * length),
+        inputs={},
+        positions=np.tile(np.arange(length), rows)[None] if backend.packs else None,
+        bounds=bounds_of([length] * rows) if backend.packs else None,
+    )
+
+
+def _reduce(groups: Sequence[Group]) -> list[torch.utils.hooks.RemovableHandle]:
+    """Do to gradients what FSDP2 does: those of a group live until all are there, are copied into
+    one buffer in float32 that is reduced, and this lives until the next one."""
+    buffers: list[torch.Tensor] = []
+    hooks = []
+    for group in groups:
+        members = [each for each in group if each.requires_grad]
+        waiting = {id(each) for each in members}
+
+        def note(
+            parameter: nn.Parameter, members: Group = members, waiting: set[int] = waiting
+        ) -> None:
+            waiting.discard(id(parameter))
+            if not waiting:
+                size = sum(each.numel() for each in members)
+                buffers[:] = [torch.empty(size, dtype=torch.float32, device="meta")]
+                for each in members:
+                    each.grad = None
+                waiting.update(id(each) for each in members)
+
+        hooks += [each.register_post_accumulate_grad_hook(note) for each in members]
+    return hooks
+
+
+# --- What there is --------------------------------------------------------------------------------
+
+
+def _available(settings: TrainerSettings, world: World) -> Available:
+    """The least of what any rank may use, so that all plan alike."""
+    host = int((1 - SPARE) * free_memory_bytes())
+    device = host
+    if world.device == "cuda":
+        device = int((1 - SPARE) * torch.cuda.mem_get_info()[0])
+    device = settings.memory_bytes or device
+    sharing = world.on_node or world.size
+    found = [device // sharing, 0] if world.device == "cpu" else [device, host // sharing]
+    if world.size > 1:
+        least = torch.tensor(found, device=world.device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        found = least.tolist()
+    return Available(device=found[0], host=found[1])
+
+
+def _what_helps(
+    stand_in: StandIn,
+    training: TrainingSpec,
+    settings: TrainerSettings,
+    world: World,
+    at_once: int,
+) -> list[str]:
+    helps = ["more ranks" if world.device == "cuda" else "more memory, or ranks on more hosts"]
+    if training.lora is None:
+        helps.append("LoRA")
+    if training.lora is None and training.optimizer == "adamw":
+        if training.states == "float32":
+            helps.append("states in bfloat16 (tandem.states)")
+        if training.moments == "device" and world.device == "cuda":
+            helps.append("moments on the host (tandem.moments)")
+    if stand_in.dtype == torch.float32:
+        helps.append("bfloat16 (TANDEM_TRAINER_DTYPE)")
+    if settings.checkpointing == "off":
+        helps.append("checkpointed blocks (TANDEM_TRAINER_CHECKPOINTING)")
+    if unreduced_gradients(stand_in.model, settings=settings, world=world, training=training):
+        helps.append("reduction at once (TANDEM_TRAINER_UNREDUCED_GRADIENTS_BYTES=1)")
+    if at_once > 1:
+        helps.append("one micro-batch at a time (TANDEM_TRAINER_PARALLEL_MICRO_BATCHES=1)")
+    return helps

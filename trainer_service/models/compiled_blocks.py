@@ -1,0 +1,89 @@
+"""Compiled blocks: `torch.compile` of each transformer block, once for all blocks that are alike.
+
+Lengths, and what rows are made of, are variables of what is compiled, so that a new batch is
+nothing new. But a compiler divides loops by the sizes that it sees first: they are always those of
+`micro_batches_to_compile`, before a run's first batch, so that a restored trainer has the same
+bits. What was compiled is kept in `TORCHINDUCTOR_CACHE_DIR`, which an agent sets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from tandem.errors import WorkerStartFailed
+from tandem.telemetry import get_log
+
+_KINDS = 64
+"""Of blocks, and of sizes that are constants for torch, such as an adapter's rank."""
+
+
+def compiles(wanted: str, device: str) -> bool:
+    """Whether blocks are compiled. auto: on a GPU."""
+    return wanted == "on" or (wanted == "auto" and device == "cuda")
+
+
+def check_compiler(device: str) -> None:
+    """Raises `WorkerStartFailed` where there is nothing to compile with."""
+    if device != "cpu":
+        return  # Triton comes with torch
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise WorkerStartFailed(
+            "compiled blocks need a C++ compiler, and this machine has none: install g++, or "
+            "create the run with tandem.compile=off"
+        ) from error
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Let each block compute with what torch makes of it."""
+    import torch._dynamo.config as dynamo
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+    import torch.fx.experimental._config as shapes
+
+    dynamo.specialize_float = True  # a block's numbers are constants
+    dynamo.skip_fsdp_guards = False  # its adapters are not
+    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _KINDS
+    dynamo.fail_on_recompile_limit_hit = True  # instead of going on without
+    shapes.use_duck_shape = False  # sizes that happen to be equal need not stay so
+    functorch.autograd_cache_allow_custom_autograd_functions = True
+    inductor.compile_threads = 1  # no processes that nobody would end
+    for block in blocks:
+        block.forward = torch.compile(block.forward, dynamic=True)
+
+
+@contextmanager
+def not_yet(compiled: bool) -> Iterator[None]:
+    """Let `compiled` blocks compute without being compiled, while a model is tried out."""
+    if not compiled:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def compiling(architecture: str) -> Iterator[None]:
+    """Log it. Raises `WorkerStartFailed` for what cannot be compiled."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    log, began = get_log(), time.monotonic()
+    log.info("compiling_blocks", architecture=architecture)
+    try:
+        yield
+    except TorchDynamoException as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise WorkerStartFailed(
+            f"the blocks of {architecture} cannot be compiled: {' '.join(lines[:2])[:300]}. "
+            "Create the run with tandem.compile=off"
+        ) from error
+    log.info("blocks_compiled", seconds=round(time.monotonic() - began, 1))

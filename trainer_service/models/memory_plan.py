@@ -1,0 +1,108 @@
+"""The memory plan: the bytes that a run needs of each rank's device and of its host, before
+anything is loaded, and the micro-batch and the checkpointing that fit.
+
+What stays (weights, gradients, moments, copies of them) is arithmetic. What comes and goes with a
+micro-batch, its `activations`, is counted on a model without memory (`rehearsal.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tandem.errors import WorkerStartFailed
+
+LEAST_TOKENS = 256
+"""A micro-batch of fewer is of no use to anybody, unless it is all that is wanted."""
+SPARE = 0.1
+"""Of what is free, left for what is not planned."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of one rank by what they are for, such as "weights". On a CPU all are in `device`,
+    which is the host."""
+
+    device: Mapping[str, int] = field(default_factory=dict)
+    host: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Available:
+    """Bytes that one rank may use. On a CPU all are in `device`."""
+
+    device: int
+    host: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What was chosen, and what it needs of what there is; alike on all ranks."""
+
+    micro_batch_tokens: int
+    checkpointing: bool
+    needs: Needs
+    available: Available
+
+
+def wanted_tokens(setting: int, *, device: str) -> int:
+    """The tokens of a micro-batch where memory allows them."""
+    # On a CPU the activations of more tokens than this fall out of the cache.
+    return setting or (2048 if device == "cpu" else 16384)
+
+
+def choose(
+    *,
+    wanted: int,
+    checkpointing: Literal["auto", "on", "off"],
+    lasting: Needs,
+    activations: Callable[[int, bool], int],
+    available: Available,
+    what_helps: Sequence[str] = (),
+) -> MemoryPlan:
+    """Return the plan with the largest micro-batch up to the `wanted` one, halved until it fits;
+    checkpointed only if that one does not fit otherwise. `activations` are the bytes for so many
+    tokens, with checkpointed blocks or not. Raises `WorkerStartFailed`, with the numbers."""
+    tries = [(wanted, False)] if checkpointing == "auto" else []
+    tokens = wanted
+    while tokens >= min(LEAST_TOKENS, wanted):
+        tries.append((tokens, checkpointing != "off"))
+        tokens //= 2
+    for tokens, checkpointed in tries:
+        device = {**lasting.device, "activations": activations(tokens, checkpointed)}
+        plan = MemoryPlan(tokens, checkpointed, Needs(device, lasting.host), available)
+        if not (missing := _missing(plan)):
+            return plan
+    raise WorkerStartFailed(_refusal(plan, missing, what_helps))
+
+
+def _missing(plan: MemoryPlan) -> str:
+    """Where the memory is too small for a plan; "" if nowhere."""
+    if sum(plan.needs.host.values()) > plan.available.host:
+        return "host"
+    return "device" if sum(plan.needs.device.values()) > plan.available.device else ""
+
+
+def _refusal(plan: MemoryPlan, missing: str, what_helps: Sequence[str]) -> str:
+    parts: Mapping[str, int] = getattr(plan.needs, missing)
+    of = "host" if missing == "host" or not plan.available.host else "GPU"
+    largest_first = sorted(parts.items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{name} {_gib(size)}" for name, size in largest_first)
+    blocks = "checkpointed blocks" if plan.checkpointing else "blocks that keep all"
+    sentence = (
+        f"the model does not fit into memory: with {plan.micro_batch_tokens} tokens at a time and "
+        f"{blocks}, each rank needs {_gib(sum(parts.values()))} GiB of its {of} ({listed}), "
+        f"and may use {_gib(getattr(plan.available, missing))} GiB"
+    )
+    return f"{sentence}. What helps: {', '.join(what_helps)}" if what_helps else sentence
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.3g}"
+
+
+def shard(elements: int, ranks: int) -> int:
+    return math.ceil(elements / ranks)

@@ -1,0 +1,167 @@
+"""What a computation would hold in memory, found out without any: it runs on torch's `meta` device,
+where tensors have shapes and nothing else, while what lives is counted.
+
+So everything is counted as the code has it: what autograd keeps, blocks that are computed again,
+logits in chunks, gradients, what each operation makes on the way. Three things are put right, since
+the `meta` device computes them in another way than a CPU or a GPU: attention keeps no probabilities
+[T, T] (its flash kernels do not), grouped products of experts need no bfloat16, and questions about
+values are answered with yes, as those whether positions just count up.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ATEN = torch.ops.aten
+
+
+def most_held(
+    compute: Callable[[], object], *, besides: Iterable[Tensor], kept_below: int = 0
+) -> int:
+    """The most bytes that live at once while `compute` runs on `meta`, without those of the
+    tensors `besides`. What was smaller than `kept_below` is not given back when it ends, but used
+    again by what is as small."""
+    living = _Living(besides, kept_below=kept_below)
+    with _FlashAttention(), living:
+        compute()
+    return living.most
+
+
+class _Living(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to mypy
+    """Counts the bytes of storages from the operation that makes them to their end."""
+
+    def __init__(self, besides: Iterable[Tensor], *, kept_below: int) -> None:
+        super().__init__()
+        self.most = self._large = self._small = self._most_small = 0
+        self._kept_below = kept_below
+        self._besides = [tensor.untyped_storage() for tensor in besides]
+        self._known = {storage._cdata for storage in self._besides}
+        self._results: dict[object, list[_Shape]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func is _ATEN._local_scalar_dense.default and args[0].is_meta:
+            return 1
+        result = self._result_of(func, args, kwargs or {})
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if (key := storage._cdata) in self._known:
+            return
+        self._known.add(key)
+        self._add(storage.nbytes())
+        weakref.finalize(storage, self._end, key, storage.nbytes())
+
+    def _add(self, size: int) -> None:
+        if abs(size) < self._kept_below:
+            self._small += size
+            self._most_small = max(self._most_small, self._small)
+        else:
+            self._large += size
+        self.most = max(self.most, self._large + self._most_small)
+
+    def _end(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._add(-size)
+
+    def _result_of(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> object:
+        """What an operation makes: torch takes long to find its shape, which is the same in every
+        block of a model."""
+        if not _makes_tensors(func):
+            return func(*args, **kwargs)
+        key = (func, *(_shape_of(each) for each in tree_leaves((args, kwargs))))
+        if (shapes := self._results.get(key)) is None:
+            made = _compute(func, args, kwargs)
+            found = made if isinstance(made, tuple) else (made,)
+            if all(isinstance(each, torch.Tensor) and each.is_meta for each in found):
+                self._results[key] = [_shape_of(each) for each in found]
+            return made
+        tensors = [
+            torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            for dtype, size, stride in shapes
+        ]
+        return tensors[0] if len(func._schema.returns) == 1 else tuple(tensors)
+
+
+_Shape = Any
+"""Of a tensor, its type, size and strides; anything else is itself."""
+
+
+def _shape_of(value: object) -> _Shape:
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, tuple(value.shape), value.stride())
+    return (type(value), value)
+
+
+def _makes_tensors(func: Any) -> bool:
+    """Whether all that an operation returns is new tensors."""
+    schema = func._schema
+    returns: Sequence[Any] = schema.returns
+    return (
+        bool(returns)
+        and not schema.is_mutable
+        and all(each.alias_info is None and str(each.type) == "Tensor" for each in returns)
+    )
+
+
+def _compute(func: Any, args: Any, kwargs: Mapping[str, Any]) -> object:
+    if func is _ATEN._grouped_mm.default and args[0].is_meta:
+        return _grouped_product(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def _grouped_product(
+    left: Tensor, right: Tensor, offs: Tensor | None = None, **others: object
+) -> Tensor:
+    """Of rows [S, in] by expert with weights [E, in, out]; or, for the gradient of these, of
+    [in, S] with [S, out]."""
+    if left.ndim == right.ndim == 2 and offs is not None:
+        return left.new_empty(len(offs), left.shape[0], right.shape[1])
+    if left.ndim == 2:
+        return left.new_empty(left.shape[0], right.shape[-1])
+    return left.new_empty(left.shape[1], right.shape[-1])
+
+
+class _FlashAttention(TorchFunctionMode):  # type: ignore[misc]
+    """Computes torch's attention by a kernel that keeps its results and sums alone. On `meta`,
+    torch would take the other one."""
+
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func is scaled_dot_product_attention:
+            return _flash(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    found: tuple[Tensor, ...] = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+    )
+    return found[0]

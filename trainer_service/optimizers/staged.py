@@ -1,0 +1,269 @@
+"""AdamW over states that are kept in bfloat16, or on the host: a piece of them at a time.
+
+torch's fused AdamW needs weights, gradients and moments in float32 on one device. What is kept
+otherwise is copied there, stepped, and put back, so that beside the states there is never more than
+one piece. What is put back into bfloat16 is rounded stochastically: up or down, with the
+probabilities that make the mean right. Rounded to nearest, a weight would stay where it is under
+every update below 2^-9 of it, and the second moment under every decay.
+
+The random bits of an element are a hash of the optimizer's step, of which tensor it is of, and of
+its position among all parameters. There is no generator whose state would have to be kept: a run
+that is restored draws the same bits, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim.adamw import adamw
+
+from tandem.errors import OutOfMemory
+from trainer_service.optimizers.base import AdamWSettings, local
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PIECE = 2**22
+"""Elements that are stepped together, at most: 16 MiB for each of up to four tensors, and twice as
+much for random bits."""
+
+
+@dataclass
+class _Kept:
+    """The state of one parameter. The moments are this rank's part, as the parameter's own is.
+    `first` is the position of its first element among those of all parameters. `step` is on the
+    host."""
+
+    parameter: nn.Parameter
+    first: int
+    step: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Elements of one parameter, those of its moments and of its gradient, flat."""
+
+    kept: _Kept
+    start: int
+    end: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return local(tensor).reshape(-1)[self.start : self.end]
+
+
+class StagedMoments:
+    """Does what `Moments` does. Moments have the type of their parameter; `on_host`: they are in
+    pinned memory of the host, and not on a GPU."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], *, on_host: bool, piece: int = PIECE
+    ) -> None:
+        self.parameters = dict(parameters)
+        self._on_host = on_host
+        self._piece = piece
+        self._kept: dict[str, _Kept] = {}
+        self.begun = False
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, settings: AdamWSettings) -> None:
+        self._create()
+        stepped = [each for each in self._kept.values() if each.parameter.grad is not None]
+        number = int(max((each.step for each in self._kept.values()), default=torch.zeros(())))
+        for piece in _pieces(stepped, self._piece):
+            _step(piece, settings, number=number)
+        for each in stepped:
+            each.step += 1
+        if self._on_host and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # others read the host's memory
+
+    def drop_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def state(self, *, create: bool) -> dict[str, Tensor]:
+        if create:
+            self._create()
+        found: dict[str, Tensor] = {}
+        for name, kept in self._kept.items() if self.begun else ():
+            found[f"{name}.step"] = kept.step
+            found[f"{name}.exp_avg"] = _sharded_as(kept.parameter, kept.exp_avg)
+            found[f"{name}.exp_avg_sq"] = _sharded_as(kept.parameter, kept.exp_avg_sq)
+        return found
+
+    def reset(self) -> None:
+        """Memory that was pinned stays."""
+        self.begun = False
+
+    def _create(self) -> None:
+        if self.begun:
+            return
+        self.begun, first = True, 0
+        for name, parameter in self.parameters.items():
+            if (kept := self._kept.get(name)) is None:
+                self._kept[name] = _Kept(
+                    parameter=parameter,
+                    first=first + _offset(parameter),
+                    step=torch.zeros((), dtype=torch.float32),
+                    exp_avg=self._zeros(parameter),
+                    exp_avg_sq=self._zeros(parameter),
+                )
+            else:
+                for tensor in (kept.step, kept.exp_avg, kept.exp_avg_sq):
+                    tensor.zero_()
+            first += parameter.numel()
+
+    def _zeros(self, parameter: nn.Parameter) -> Tensor:
+        mine = local(parameter.detach())
+        zeros = torch.zeros(
+            mine.shape, dtype=mine.dtype, device="cpu" if self._on_host else mine.device
+        )
+        if zeros.device != mine.device:
+            _pin(zeros)
+        return zeros
+
+
+def _pieces(kept: Sequence[_Kept], most: int) -> Iterator[list[_Slice]]:
+    """All elements of this rank, `most` at a time."""
+    piece: list[_Slice] = []
+    free = most
+    for each in kept:
+        size, start = each.exp_avg.numel(), 0
+        while start < size:
+            end = min(size, start + free)
+            piece.append(_Slice(each, start, end))
+            free -= end - start
+            start = end
+            if not free:
+                yield piece
+                piece, free = [], most
+    if piece:
+        yield piece
+
+
+def _step(piece: Sequence[_Slice], settings: AdamWSettings, *, number: int) -> None:
+    """`number`: of optimizer steps before this one."""
+    device = piece[0].kept.parameter.device
+    weights = [each.of(each.kept.parameter) for each in piece]
+    gradients = [each.of(_gradient(each.kept.parameter)) for each in piece]
+    averages = [each.of(each.kept.exp_avg) for each in piece]
+    squares = [each.of(each.kept.exp_avg_sq) for each in piece]
+    steps = torch.stack([each.kept.step for each in piece]).to(device)
+    staged = [_staged(each, device) for each in (weights, gradients, averages, squares)]
+    adamw(
+        *staged,
+        [],
+        list(steps.unbind()),
+        fused=True,
+        amsgrad=False,
+        beta1=settings.beta1,
+        beta2=settings.beta2,
+        lr=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
+        maximize=False,
+    )
+    stepped = [staged[0], staged[2], staged[3]]
+    for tensor, (homes, values) in enumerate(
+        zip((weights, averages, squares), stepped, strict=True)
+    ):
+        if homes[0].dtype == torch.bfloat16:
+            key = _mixed(3 * number + tensor)
+            for each, value in zip(piece, values, strict=True):
+                round_(value, first=each.kept.first + each.start, key=key)
+        if homes is not values:
+            torch._foreach_copy_(homes, values, non_blocking=True)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _staged(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """The tensors in float32 on the device: themselves, if that is what they are."""
+    if tensors[0].dtype == torch.float32 and tensors[0].device == device:
+        return tensors
+    sizes = [len(each) for each in tensors]
+    copies = list(torch.empty(sum(sizes), dtype=torch.float32, device=device).split(sizes))
+    torch._foreach_copy_(copies, tensors, non_blocking=True)
+    return copies
+
+
+# --- Rounding -----------------------------------------------------------------------------------
+
+
+def round_(values: Tensor, *, first: int, key: int) -> None:
+    """Makes each of `values`, float32 [n], one of the two numbers of bfloat16 between which it is:
+    the one further from zero with the probability that makes the mean right. The random bits are
+    those of the positions from `first` on under the `key`.
+
+    A bfloat16 is the upper half of a float32: what is added to the lower half carries over with
+    that probability, and then the lower half is dropped.
+    """
+    bits = values.view(torch.int32)
+    bits += random_bits(first, len(values), key=key, device=values.device)
+    bits &= -0x10000
+
+
+def random_bits(first: int, count: int, *, key: int, device: torch.device) -> Tensor:
+    """Sixteen random bits, int32 [count], for each position from `first` on: the hash "lowbias32"
+    of it (C. Wellons, nullprogram.com/blog/2018/07/31), in the 32 bits that integers wrap at."""
+    wrapped = (first + key) % 2**32
+    x = torch.arange(wrapped, wrapped + count, device=device).to(torch.int32)
+    x ^= (x >> 16) & 0xFFFF
+    x *= 0x7FEB352D
+    x ^= (x >> 15) & 0x1FFFF
+    x *= 0x846CA68B - 2**32
+    x ^= (x >> 16) & 0xFFFF
+    return x.bitwise_and_(0xFFFF)
+
+
+def _mixed(number: int) -> int:
+    """32 bits that look random, of a small number (the finalizer of SplitMix64)."""
+    z = (number + 1) * 0x9E3779B97F4A7C15 % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return (z ^ (z >> 31)) % 2**32
+
+
+# --- Where things are ---------------------------------------------------------------------------
+
+
+def _offset(parameter: nn.Parameter) -> int:
+    """The position in the whole parameter of this rank's first element: its rows are together."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    _, (first, *others) = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    assert not any(others), f"{parameter.placements} is not by rows"
+    return int(first * math.prod(parameter.shape[1:]))
+
+
+def _sharded_as(parameter: nn.Parameter, part: Tensor) -> Tensor:
+    """This rank's part of a tensor that is sharded like the parameter, wherever it lies."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor(part, parameter._spec, requires_grad=False)
+
+
+def _pin(tensor: Tensor) -> None:
+    """Pins memory of the host where it is. Torch's own pinned memory would be rounded up to a
+    power of two."""
+    if not tensor.numel():
+        return
+    size = tensor.numel() * tensor.element_size()
+    failed = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
+    if failed:
+        raise OutOfMemory(
+            f"{size} bytes of host memory for the moments cannot be pinned (CUDA error {failed})"
+        )
