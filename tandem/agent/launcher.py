@@ -185,6 +185,10 @@ class ProcessLauncher:
         """Return the ids of all workers, those included that have reported no address yet."""
         return tuple(self._workers)
 
+    def told_ids(self) -> tuple[str, ...]:
+        """Return the ids of all workers whose end a watcher of now is told, now or later."""
+        return (*self.ids(), *(worker.spec.worker_id for worker in self._ended))
+
     async def list(self) -> list[WorkerHandle]:
         async with self._spawning:  # one that is being spawned is known after this
             workers = tuple(self._workers.values())

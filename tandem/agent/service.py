@@ -135,7 +135,7 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
         context: Context,
     ) -> AsyncIterator[agent_pb2.WatchReply]:
         exits = self._launcher.watch()
-        yield agent_pb2.WatchReply(running=self._launcher.ids())
+        yield agent_pb2.WatchReply(running=self._launcher.told_ids())
         async for exit_ in exits:
             ended = agent_pb2.WorkerEnded(worker_id=exit_.worker_id, reason=exit_.reason)
             yield agent_pb2.WatchReply(ended=[ended])

@@ -289,7 +289,8 @@ class AgentLauncher:
 
     async def _follow(self) -> None:
         """Tell the watchers of exits. A stream of them that ends as it should says that nothing is
-        left of any worker, and the beginning of the next one of which something is."""
+        left of any worker, and the beginning of the next one of which something is, or whose ends
+        it will tell."""
         while True:
             known = set(self._workers)
             try:
