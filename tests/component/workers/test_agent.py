@@ -197,14 +197,13 @@ async def test_a_worker_whose_agent_was_replaced_unnoticed_is_told_to_have_ended
 
 
 async def test_an_end_that_comes_before_the_watch_is_told_once_and_with_its_reason(tmp_path):
-    async with agent_of(tmp_path), gateway_of(tmp_path) as launcher:
+    agent = ProcessLauncher(data_dir=tmp_path, command=lambda _: [sys.executable, DUMMY, "serve"])
+    async with serving(agent, data_dir=tmp_path), gateway_of(tmp_path) as launcher:
         first, second = spec(), spec().model_copy(update={"worker_id": "trainer-s-0123456789ab-1"})
         for each in (first, second):
             await launcher.wait_ready((await launcher.start(each)).worker_id)
         os.kill(launcher.describe(first.worker_id).pid, signal.SIGKILL)
-        async with gateway_of(tmp_path) as other, asyncio.timeout(60):
-            while len(await other.list()) > 1:
-                await asyncio.sleep(0.05)
+        await until(lambda: agent.ids() == (second.worker_id,))
         watch = launcher.watch()
         exit_ = await asyncio.wait_for(anext(watch), 60)
         assert exit_.worker_id == first.worker_id and exit_.reason.endswith("SIGKILL")
