@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import psutil
 import tinker
 from rich.console import Console
 from rich.table import Table
@@ -56,10 +58,12 @@ class Bench:
         write_tiny_model(self.model, seed=0)
 
     @contextmanager
-    def stack(self, model: Path, *, ranks: int) -> Iterator[tuple[Stack, tinker.ServiceClient]]:
+    def stack(
+        self, model: Path, *, ranks: int, **others: str
+    ) -> Iterator[tuple[Stack, tinker.ServiceClient]]:
         """Start a new stack, as `tandem up` would, and connect the SDK to it."""
         directory = self.work / f"data-{time.monotonic_ns()}"
-        settings = {"port": "0", "trainer_ranks": str(ranks), **_NO_POOL}
+        settings = {"port": "0", "trainer_ranks": str(ranks), **_NO_POOL, **others}
         with Stack(data_dir=directory, settings=settings) as stack:
             stack.add_model(name="bench/model", path=model)
             endpoint = stack.endpoint
@@ -108,9 +112,14 @@ class Bench:
             model = self.work / "models" / size.replace(" ", "")
             write_tiny_model(model, seed=0, shape=shape)
             for ranks in (1, 2):
-                with self.stack(model, ranks=ranks) as (_stack, service):
+                with (
+                    bursts.direct_engine(model) as engine,
+                    self.stack(model, ranks=ranks) as (_stack, service),
+                ):
                     client = service.create_lora_training_client("bench/model:full").result()
-                    measured = publish.publish_to_served(client, model=model, rounds=self.rounds)
+                    measured = publish.publish_to_served(
+                        client, model=model, engine=engine, rounds=self.rounds
+                    )
                 rows.append({"parameters": size, "ranks": ranks, **measured})
         self.show("publish", rows)
 
@@ -166,51 +175,40 @@ class Bench:
         self.show("empty operation", [dict(rows)])
 
     def rl_step(self) -> None:
-        steps = max(3, self.rounds)
-        rows: list[dict[str, object]] = []
-        # torch's own threads split element-wise work, OpenMP's the matrix products.
-        kinds = {"1 thread": (1, 1), "2 threads": (2, 2), "matrix products alone on 2": (1, 0)}
-        eager, compiled = (
-            {name: self._floor(*threads, steps=steps, how=how) for name, threads in kinds.items()}
-            for how in ([], ["compiled"])
-        )
-        floors = [min(each.values(), key=lambda row: row["seconds"]) for each in (eager, compiled)]
-        for name in kinds:
-            rows.append(_row(f"one process, {name}", eager[name], floors, {}))
-            rows.append(_row(f"one process, compiled, {name}", compiled[name], floors, {}))
-        for ranks, asks in ((1, {}), (2, {}), (1, _COMPILED)):
-            with self.stack(self.model, ranks=ranks) as (stack, service):
+        """On all cores, and with one for what trains: there, client and gateway take no time from
+        the trainer that the floor has to itself."""
+        cores = sorted(os.sched_getaffinity(0))
+        self._rl_step("rl step", threads=min(2, len(cores)))
+        if len(cores) > 1:
+            try:
+                self._rl_step("rl step, trainers on one core", threads=1, core=cores[0])
+            finally:
+                rl_step.pin_process(psutil.Process(), set(cores))
+
+    def _rl_step(self, title: str, *, threads: int, core: int | None = None) -> None:
+        ways: dict[str, tuple[int, dict[str, str]]] = {
+            "tandem": (1, {}),
+            "tandem, compiled": (1, _COMPILED),
+        }
+        if core is None:
+            ways["tandem, 2 ranks"] = (2, {})
+        floors = {rl_step.FLOOR: False, rl_step.COMPILED_FLOOR: True}
+        steps, made = max(3, self.rounds), {}
+        with ExitStack() as opened:
+            for name, compiled in floors.items():
+                floor = rl_step.floor(self.model, threads=threads, compiled=compiled, core=core)
+                made[name] = opened.enter_context(floor)
+            for name, (ranks, asks) in ways.items():
+                running = self.stack(self.model, ranks=ranks, trainer_threads=str(threads))
+                stack, service = opened.enter_context(running)
                 client = service.create_lora_training_client(
                     "bench/model:full", user_metadata=asks
                 ).result()
                 wait_ready(stack.endpoint)
-                results, busy = rl_step.tandem_steps(stack, client, steps=steps)
-            name = f"tandem, {ranks} rank(s){', compiled' if asks else ''}"
-            rows.append(_row(name, rl_step.medians(results), floors, busy))
-        self.show("rl step", rows)
-
-    def _floor(
-        self, torch_threads: int, openmp: int, *, steps: int, how: list[str]
-    ) -> dict[str, float]:
-        arguments = (str(self.model), str(torch_threads), str(steps), *how)
-        answer = sampling.run_module("benchmarks.floor", *arguments, threads=openmp)
-        return rl_step.floor_medians(answer)  # type: ignore[arg-type]
-
-
-def _row(
-    name: str, measured: dict[str, float], floors: list[dict[str, float]], busy: dict[str, float]
-) -> dict[str, object]:
-    """Return a row of medians in seconds; `floors`: eager and compiled; `busy`: what trainer and
-    sampler themselves computed."""
-    eager, compiled = (round(measured["seconds"] / each["seconds"], 3) for each in floors)
-    return {
-        "what": name,
-        **{key: round(value, 3) for key, value in measured.items()},
-        "× floor": eager,
-        "× compiled floor": compiled,
-        "trainer busy": round(busy["trainer"], 3) if busy else "",
-        "sampler busy": round(busy["sampler"], 3) if busy else "",
-    }
+                if core is not None:
+                    rl_step.pin(stack, core)
+                made[name] = rl_step.through_tandem(stack, client, steps=steps + 1)
+            self.show(title, rl_step.compare(made, steps=steps))
 
 
 def main() -> None:

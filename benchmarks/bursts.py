@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -21,6 +18,7 @@ from pathlib import Path
 import psutil
 import tinker
 
+from benchmarks.in_turn import Ask, asked
 from benchmarks.raw_http import Connection
 from benchmarks.sampling import floor_environment, run_round
 from benchmarks.workloads import WORKLOADS, Workload, prompts
@@ -34,39 +32,25 @@ CONNECTIONS = 25
 class DirectEngine:
     """vLLM alone in a process of its own, which is asked in turn with the others."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = psutil.Process(process.pid)
-        self._process = process
-        assert self._answer() == "ready"
+    def __init__(self, ask: Ask, process: psutil.Process) -> None:
+        self._ask = ask
+        self.process = process
 
     def round(self, name: str, number: int) -> float:
         """Return the tokens per second of one round of a workload."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([name, number]) + "\n")
-        self._process.stdin.flush()
-        return float(str(self._answer()))
+        return float(str(self._ask([name, number])))
 
-    def _answer(self) -> object:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
+    def reload(self, folder: Path) -> float:
+        """Return the seconds of the engine's own reload in place from the files of a folder."""
+        return float(str(self._ask(["reload", str(folder)])))
 
 
 @contextmanager
 def direct_engine(model: Path) -> Iterator[DirectEngine]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.direct_engine", str(model), "in-turn"],
-        env=os.environ | floor_environment(threads=1),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        yield DirectEngine(process)
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait(timeout=60)
+    environment = floor_environment(threads=1)
+    engine = asked("benchmarks.direct_engine", str(model), "in-turn", environment=environment)
+    with engine as (ask, process):
+        yield DirectEngine(ask, process)
 
 
 class RawSampling:

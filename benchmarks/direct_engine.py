@@ -2,7 +2,8 @@
 
 Runs in a process of its own and prints one JSON object: {workload: [tokens/s of each round]}, and
 as "engine_start" the seconds from the start of the process until the engine was ready. With
-`in-turn` for ROUNDS it prints "ready", and the tokens/s of each [workload, round] that it is told.
+`in-turn` for ROUNDS it answers the tokens/s of each [workload, round] (`benchmarks.in_turn`), and
+the seconds of vLLM's own reload from a folder to ["reload", folder].
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.floor import OneProcess
+from benchmarks.in_turn import answers
 from benchmarks.workloads import WORKLOADS, Workload, prompts
 
 
@@ -45,13 +47,22 @@ def run(policy: OneProcess, workload: Workload, round_: int) -> float:
     return tokens / (time.perf_counter() - started)
 
 
+def reload(policy: OneProcess, folder: str) -> float:
+    """Return the seconds of vLLM's reload in place, with the prefix cache emptied."""
+    started = time.perf_counter()
+    policy.engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    assert policy.engine.reset_prefix_cache()
+    return time.perf_counter() - started
+
+
 def main() -> None:
     policy = OneProcess(Path(sys.argv[1]), threads=1, compiled=False)
     if sys.argv[2] == "in-turn":
-        print(json.dumps("ready"), flush=True)
-        for line in sys.stdin:
-            name, round_ = json.loads(line)
-            print(json.dumps(run(policy, WORKLOADS[name], round_)), flush=True)
+        answers(
+            lambda name, what: (
+                reload(policy, what) if name == "reload" else run(policy, WORKLOADS[name], what)
+            )
+        )
         return
     results: dict[str, list[float]] = {"engine_start": [time.perf_counter() - _STARTED]}
     for name, workload in WORKLOADS.items():

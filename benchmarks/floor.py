@@ -1,9 +1,9 @@
 """The floor: the demo's RL step in one process, with plain torch and vLLM.
 
-Run as a process of its own (`python -m benchmarks.floor MODEL THREADS STEPS [compiled]`); prints
-one JSON object. The step is the demo's: 100 prompts × 8 samples of at most 4 tokens, 48 updates of
-100 sequences, new weights into the engine. It does exactly what the demo does: the same loss,
-optimizer, clipping, shuffling and rewards.
+Run as a process of its own (`python -m benchmarks.floor MODEL THREADS [compiled]`), which makes a
+step when it is asked for one (`benchmarks.in_turn`). The step is the demo's: 100 prompts × 8
+samples of at most 4 tokens, 48 updates of 100 sequences, new weights into the engine. It does
+exactly what the demo does: the same loss, optimizer, clipping, shuffling and rewards.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCHDYNAMO_DISABLE": "0" if "compiled" in sys.argv[4:] else "1",
+    "TORCHDYNAMO_DISABLE": "0" if "compiled" in sys.argv[3:] else "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -22,7 +22,6 @@ _ENVIRONMENT = {
 }
 os.environ |= {key: value for key, value in _ENVIRONMENT.items() if key not in os.environ}
 
-import json
 import random
 import tempfile
 import time
@@ -36,6 +35,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from benchmarks.in_turn import answers
 from benchmarks.plain_update import PlainUpdates, Sample
 from tandem.demo.addition import MAX_ANSWER_TOKENS, all_problems, reward
 
@@ -121,7 +121,8 @@ class OneProcess:
         assert self.engine.reset_prefix_cache()
 
     def step(self, round_: int) -> dict[str, float]:
-        started = time.perf_counter()
+        """Make a step; return seconds, and those of processors in all as "trainer CPU"."""
+        started, busy = time.perf_counter(), time.process_time()
         samples = self.sample(round_)
         sampled = time.perf_counter()
         self.train(samples)
@@ -133,14 +134,13 @@ class OneProcess:
             "train": trained - sampled,
             "sync": ended - trained,
             "seconds": ended - started,
+            "trainer CPU": time.process_time() - busy,
         }
 
 
 def main() -> None:
-    model, threads, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    policy = OneProcess(model, threads=threads, compiled="compiled" in sys.argv[4:])
-    policy.step(0)
-    print(json.dumps([policy.step(round_) for round_ in range(1, steps + 1)]))
+    model, threads = Path(sys.argv[1]), int(sys.argv[2])
+    answers(OneProcess(model, threads=threads, compiled="compiled" in sys.argv[3:]).step)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,37 @@
-"""The demo's RL step through Tandem, with a breakdown of its time."""
+"""The demo's RL step through Tandem and in one process, in ways that take turns."""
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
+import psutil
 import tinker
 
+from benchmarks.bursts import cpu_seconds
+from benchmarks.in_turn import asked
+from benchmarks.sampling import floor_environment
 from tandem.demo.configuration import Reinforcement
-from tandem.demo.reinforcement import Loop, StepResult
+from tandem.demo.reinforcement import Loop
 from tandem.stack import Stack
+
+FLOOR, COMPILED_FLOOR = "one process", "one process, compiled"
+TIMES = ("sample", "train", "sync", "seconds")
+BUSY = (
+    "trainer busy",
+    "sampler busy",
+    "trainer CPU",
+    "sampler CPU",
+    "gateway CPU",
+    "client CPU",
+)
+Step = Callable[[], dict[str, float]]
+"""Makes a step and returns the seconds of its parts and of all of it."""
 
 _BUSY = re.compile(
     r"^tandem_(?:(trainer)_operation_seconds_sum\{[^}]*\}|(sampler)_engine_seconds_total) (\S+)$",
@@ -19,45 +40,107 @@ _BUSY = re.compile(
 """Seconds that a worker computed: of a trainer by kind of operation, of a sampler in all."""
 
 
-def tandem_steps(
-    stack: Stack, client: tinker.TrainingClient, *, steps: int
-) -> tuple[list[StepResult], dict[str, float]]:
-    """Return `steps` steps, after one for warm-up, and each worker's busy seconds per step."""
+@contextmanager
+def floor(model: Path, *, threads: int, compiled: bool, core: int | None) -> Iterator[Step]:
+    """The step in one process with so many threads, on one `core` if it is told."""
+    arguments = (str(model), str(threads), *(["compiled"] if compiled else []))
+    environment = floor_environment(threads=threads)
+    with asked("benchmarks.floor", *arguments, environment=environment) as (ask, process):
+        rounds = iter(range(10**6))
+        if core is not None:
+            pin_process(process, {core})
+        yield lambda: ask([next(rounds)])  # type: ignore[return-value]
+
+
+def through_tandem(stack: Stack, client: tinker.TrainingClient, *, steps: int) -> Step:
+    """The step through a stack, for as many `steps` at most, with what its workers computed."""
     loop = Loop(
         client=client,
         tokenizer=client.get_tokenizer(),
         seed=0,
-        configuration=Reinforcement(steps=steps + 1),
+        configuration=Reinforcement(steps=steps),
     )
     iterator = loop.steps()
-    next(iterator)
-    before = busy_seconds(stack)
-    results = list(iterator)
-    after = busy_seconds(stack)
-    return results, {kind: (after[kind] - before[kind]) / steps for kind in after}
+
+    def step() -> dict[str, float]:
+        before = busy_seconds(stack)
+        result = next(iterator)
+        spent = {kind: value - before[kind] for kind, value in busy_seconds(stack).items()}
+        return {
+            "sample": result.seconds_sample,
+            "train": result.seconds_train,
+            "sync": result.seconds_sync,
+            "seconds": result.seconds,
+            **spent,
+        }
+
+    return step
+
+
+def pin(stack: Stack, core: int) -> None:
+    """Give the trainer this core alone, and the others to all else, this process included."""
+    others = os.sched_getaffinity(0) - {core}
+    for kind, process in _processes(stack):
+        pin_process(process, {core} if kind == "trainer" else others)
+
+
+def pin_process(process: psutil.Process, cores: Set[int]) -> None:
+    """With all the threads that it has by now."""
+    for thread in process.threads():
+        os.sched_setaffinity(thread.id, cores)
+
+
+def _processes(stack: Stack) -> list[tuple[str, psutil.Process]]:
+    """The client and those of the stack, by kind."""
+    with stack.client() as client:
+        workers = client.get("status").json()["workers"]
+    pids = [("client", os.getpid()), ("gateway", stack.endpoint.pid)]
+    pids += [(each["kind"], each["pid"]) for each in workers]
+    return [(kind, psutil.Process(pid)) for kind, pid in pids]
 
 
 def busy_seconds(stack: Stack) -> dict[str, float]:
-    """Return the seconds that trainers and samplers have computed, from their /metrics."""
-    totals: dict[str, float] = {}
+    """Return the seconds that trainers and samplers have computed, from their /metrics, and those
+    of processors that each process of the stack has had, and the client's."""
     with stack.client() as client:
         workers = client.get("status").json()["workers"]
+    totals = dict.fromkeys(BUSY, 0.0)
+    for kind, process in _processes(stack):
+        totals[f"{kind} CPU"] += cpu_seconds(process)
     for worker in workers:
         text = httpx.get(f"http://127.0.0.1:{worker['metrics_port']}/metrics", timeout=10).text
         for trainer, sampler, value in _BUSY.findall(text):
-            kind = trainer or sampler
-            totals[kind] = totals.get(kind, 0.0) + float(value)
+            totals[f"{trainer or sampler} busy"] += float(value)
     return totals
 
 
-def medians(results: list[StepResult]) -> dict[str, float]:
-    return {
-        "sample": statistics.median(result.seconds_sample for result in results),
-        "train": statistics.median(result.seconds_train for result in results),
-        "sync": statistics.median(result.seconds_sync for result in results),
-        "seconds": statistics.median(result.seconds for result in results),
-    }
+def compare(ways: dict[str, Step], *, steps: int) -> list[dict[str, object]]:
+    """Return a row for each way, `FLOOR` and `COMPILED_FLOOR` among them: medians of its times and
+    of the ratios of each round, after a step of each that does not count."""
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for number in range(steps + 1):
+        for way, step in ways.items():
+            measured = step()
+            if number:
+                found[way].append(measured)
+    return [
+        {
+            "what": way,
+            **{each: _median(row[each] for row in rows) for each in TIMES},
+            "× floor": _ratio(rows, found[FLOOR]),
+            "× compiled floor": _ratio(rows, found[COMPILED_FLOOR]),
+            **{
+                each: _median(row[each] for row in rows) if each in rows[0] else "" for each in BUSY
+            },
+        }
+        for way, rows in found.items()
+    ]
 
 
-def floor_medians(steps: list[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(step[name] for step in steps) for name in steps[0]}
+def _ratio(ours: list[dict[str, float]], other: list[dict[str, float]]) -> float:
+    pairs = zip(ours, other, strict=True)
+    return _median(mine["seconds"] / their["seconds"] for mine, their in pairs)
+
+
+def _median(values: Iterator[float]) -> float:
+    return round(statistics.median(values), 3)

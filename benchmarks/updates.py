@@ -1,22 +1,21 @@
 """One update of the demo, 100 sequences and a step, in four ways that take turns: plain torch, and
 a rank of a trainer, each eager and compiled.
 
-Every way is a process (`python -m benchmarks.updates WAY MODEL`) that makes so many updates as it
-reads a line, and answers with the seconds. What else the machine does hits all of them alike.
+Every way is a process (`python -m benchmarks.updates WAY MODEL`, `benchmarks.in_turn`) that makes
+eight updates when it is asked, and answers with the seconds of one.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+
+from benchmarks.in_turn import answers, asked
 
 WAYS = ("plain", "plain compiled", "trainer", "trainer compiled")
 UPDATES, THREADS = 8, 2
@@ -117,49 +116,23 @@ def _datum(prompt: list[int], answer: list[int]):
     return made
 
 
-@contextmanager
-def started(way: str, model: Path) -> Iterator[Callable[[], tuple[float, float]]]:
-    """What makes the updates once and returns seconds, and those of processors, for each."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.updates", way, str(model)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_WAIT_POLICY": "passive"},
-    )
-    assert process.stdin is not None and process.stdout is not None
-
-    def once() -> tuple[float, float]:
-        process.stdin.write("\n")
-        process.stdin.flush()
-        answer = next(line for line in process.stdout if line.startswith("["))  # the rest is a log
-        seconds, busy = json.loads(answer)
-        return seconds, busy
-
-    try:
-        yield once
-    finally:
-        process.kill()
-        process.wait(timeout=60)
-
-
 def measure(model: Path, *, rounds: int) -> list[dict[str, object]]:
     """A row for each way, with medians of rounds in which each had its turn. Not side by side, they
     start one after the other: compiling takes both processors."""
-    from contextlib import ExitStack
-
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     first: dict[str, float] = {}
     with ExitStack() as stack:
         ways = {}
         for way in WAYS:
             began = time.perf_counter()
-            ways[way] = stack.enter_context(started(way, model))
-            ways[way]()
+            environment = {"OMP_WAIT_POLICY": "passive"}
+            started = asked("benchmarks.updates", way, str(model), environment=environment)
+            ways[way], _ = stack.enter_context(started)
+            ways[way]([])
             first[way] = time.perf_counter() - began
         for _ in range(rounds):
             for way, once in ways.items():
-                found[way].append(once())
+                found[way].append(once([]))  # type: ignore[arg-type]
     floor = found["plain compiled"]
     return [
         {
@@ -183,11 +156,14 @@ def main() -> None:
     way, model = sys.argv[1], Path(sys.argv[2])
     make = trainer if way.startswith("trainer") else plain
     updates = make(model, compiled=way.endswith("compiled"))
-    for _ in sys.stdin:
+
+    def once() -> list[float]:
         began, busy = time.perf_counter(), time.process_time()
         updates()
         spent = time.perf_counter() - began, time.process_time() - busy
-        print(json.dumps([each / UPDATES for each in spent]), flush=True)
+        return [each / UPDATES for each in spent]
+
+    answers(once)
 
 
 if __name__ == "__main__":

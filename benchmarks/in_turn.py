@@ -1,0 +1,61 @@
+"""Processes that measure when they are told to, so that several ways of doing the same can take
+turns: what else the machine does then hits all of them alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import psutil
+
+Ask = Callable[[object], object]
+
+
+@contextmanager
+def asked(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[Ask, psutil.Process]]:
+    """Start a module that says "ready", and then answers each line of JSON with one (`answers`).
+    Yield what asks it, and its process."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **(environment or {})},
+    )
+    stdin, stdout = process.stdin, process.stdout
+    assert stdin is not None and stdout is not None
+
+    def answer() -> object:
+        for line in stdout:
+            if line.startswith(_MARK):  # the rest is a log
+                return json.loads(line.removeprefix(_MARK))
+        raise RuntimeError(f"{module} ended with status {process.wait()}")
+
+    def ask(question: object) -> object:
+        stdin.write(json.dumps(question) + "\n")
+        stdin.flush()
+        return answer()
+
+    try:
+        assert answer() == "ready"
+        yield ask, psutil.Process(process.pid)
+    finally:
+        process.kill()
+        process.wait(timeout=60)
+
+
+_MARK = "answer: "
+
+
+def answers(measure: Callable[..., object]) -> None:
+    """Call `measure` with each list of arguments that is asked for, until nobody asks more."""
+    print(_MARK + json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        print(_MARK + json.dumps(measure(*json.loads(line))), flush=True)
