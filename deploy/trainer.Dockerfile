@@ -18,6 +18,13 @@ RUN .venv/bin/uv pip install --python .venv/bin/python --no-deps --compile-bytec
  && .venv/bin/uv pip uninstall --python .venv/bin/python pip uv
 
 FROM ${BASE_IMAGE}
+ARG TANDEM_BUILD=cpu
+# With which runs are compiled (tandem.compile): Triton needs a C compiler, torch on a CPU one of C++.
+# hadolint ignore=DL3008,SC2086
+RUN apt-get update \
+ && if [ "$TANDEM_BUILD" = gpu ]; then packages="gcc libc6-dev"; else packages=g++; fi \
+ && apt-get install --yes --no-install-recommends $packages \
+ && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp tandem \
  && install --directory --owner=tandem --group=tandem --mode=0700 \
     /var/lib/tandem /var/lib/tandem/models /var/lib/tandem/logs

@@ -89,6 +89,12 @@ class KubernetesSettings(BaseSettings):
         description="Where workers mount all of it; empty: at the data directory's path, and only "
         "what they need: models, weights, checkpoints, snapshots and spill.",
     )
+    keep_compiled: bool = Field(
+        False,
+        description="Whether trainers keep what they compile in `compiled` of the volume, so that "
+        "the next one need not. It is code, which all of them load: one that somebody has taken "
+        "over could have the others run what it likes.",
+    )
     cpus: float = Field(
         4.0, gt=0, description="Cores that each rank of a trainer, and each sampler, requests."
     )

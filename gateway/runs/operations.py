@@ -241,18 +241,22 @@ class Operation:
 @dataclass(frozen=True)
 class Progress:
     """How far the trainer is with an operation, `seconds` after its turn came: tokens of its batch
-    that are computed, and all of them; 0 for an operation without a batch."""
+    that are computed, and all of them; 0 for an operation without a batch. `compiling`: it has yet
+    to compile what it computes the batch with."""
 
     seconds: float
     tokens_done: int = 0
     tokens: int = 0
+    compiling: bool = False
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens_done / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
-        """Literal example: `4,096 of 65,536 tokens, 512 tokens/s, 8 s`."""
+        """Literal examples: `4,096 of 65,536 tokens, 512 tokens/s, 8 s`; `compiling, 20 s`."""
+        if self.compiling:
+            return f"compiling, {self.seconds:.0f} s"
         if not self.tokens:
             return f"{self.seconds:.0f} s"
         return (

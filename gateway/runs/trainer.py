@@ -328,7 +328,10 @@ class RunTrainer:
                 continue
             if reply.seq_id == call.operation.seq_id + 1:
                 call.progress = Progress(
-                    seconds=reply.seconds, tokens_done=reply.tokens_done, tokens=reply.tokens
+                    seconds=reply.seconds,
+                    tokens_done=reply.tokens_done,
+                    tokens=reply.tokens,
+                    compiling=reply.compiling,
                 )
 
     async def save(self) -> None:

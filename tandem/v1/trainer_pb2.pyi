@@ -259,6 +259,7 @@ class ProgressReply(google.protobuf.message.Message):
     SECONDS_FIELD_NUMBER: builtins.int
     TOKENS_DONE_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
+    COMPILING_FIELD_NUMBER: builtins.int
     seq_id: builtins.int
     """Of the operation that is being applied; 0: there is none."""
     seconds: builtins.float
@@ -266,6 +267,8 @@ class ProgressReply(google.protobuf.message.Message):
     tokens_done: builtins.int
     """Tokens of its batch: those computed, and all. 0 for an operation without a batch."""
     tokens: builtins.int
+    compiling: builtins.bool
+    """It compiles what the batch will be computed with."""
     def __init__(
         self,
         *,
@@ -273,8 +276,9 @@ class ProgressReply(google.protobuf.message.Message):
         seconds: builtins.float = ...,
         tokens_done: builtins.int = ...,
         tokens: builtins.int = ...,
+        compiling: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["seconds", b"seconds", "seq_id", b"seq_id", "tokens", b"tokens", "tokens_done", b"tokens_done"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["compiling", b"compiling", "seconds", b"seconds", "seq_id", b"seq_id", "tokens", b"tokens", "tokens_done", b"tokens_done"]) -> None: ...
 
 Global___ProgressReply: typing_extensions.TypeAlias = ProgressReply
 

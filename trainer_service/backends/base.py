@@ -182,9 +182,15 @@ class TrainerBackend(ABC):
         logprobs = self.logprobs(micro_batch, gradients=True)
         return logprobs.detach(), objective(logprobs)
 
-    def warm_up(self, *, gradients: bool) -> None:
-        """Called on all ranks before a run's first batch with gradients, and before its first one
-        without, on a thread that computes: the backend can compile what it will compute with."""
+    @property
+    def warm(self) -> bool:
+        """Whether `warm_up` would have nothing to do."""
+        return True
+
+    def warm_up(self) -> None:
+        """Called on all ranks before a trainer is ready, and before the first batch of each run
+        that came later, on a thread that computes: the backend can compile what it will compute
+        with. Collectives of all ranks may take `WARM_UP_TIMEOUT` meanwhile."""
         return
 
     def backward(self, loss: Tensor) -> None:

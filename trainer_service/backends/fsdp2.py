@@ -56,6 +56,7 @@ from trainer_service.models.compiled_blocks import (
     compile_blocks,
     compiles,
     compiling,
+    mask_windows,
     not_yet,
 )
 from trainer_service.models.huggingface import (
@@ -121,6 +122,7 @@ class Fsdp2Backend(TrainerBackend):
         if self._sharded or world.device != "cpu":
             self.capabilities -= {Capability.THREADS}
         self._compiled = compiles(settings.compile, world.device)
+        self._warm: set[str] = set()  # of all runs that share the model
         training = self.training
         check_trainable(model_path)
         self.plan = plan_memory(
@@ -298,6 +300,8 @@ class Fsdp2Backend(TrainerBackend):
         self.packs = settings.packing == "on" and can_pack(model)
         if self.packs and small is not None:
             pack(self._model)
+        if self._compiled and not self.packs:
+            mask_windows(self._model)
         self._divide(settings, apart=comes_apart(model))
         if self._sharded:
             self._model.reshard()
@@ -356,9 +360,17 @@ class Fsdp2Backend(TrainerBackend):
 
     # --- Computing -------------------------------------------------------------------------
 
-    def warm_up(self, *, gradients: bool) -> None:
-        if not self._compiled:
-            return
+    @property
+    def warm(self) -> bool:
+        return not self._compiled or self._shape in self._warm
+
+    @property
+    def _shape(self) -> str:
+        """What the compiled code of runs that share a model differs in."""
+        lora = self.training.lora
+        return "" if lora is None else lora.model_dump_json(exclude={"seed"})
+
+    def warm_up(self) -> None:
         kinds = micro_batches_to_compile(
             packed=self.packs,
             vocabulary=self.facts.vocabulary,
@@ -366,11 +378,10 @@ class Fsdp2Backend(TrainerBackend):
         )
         with compiling(self.facts.architecture):
             for micro_batch in kinds:
-                logprobs = self.logprobs(micro_batch, gradients=gradients)
-                if gradients:
-                    self.backward(logprobs.sum())
-        if gradients:
-            self.optimizer.drop_gradients()
+                self.backward(self.logprobs(micro_batch, gradients=True).sum())
+                self.logprobs(micro_batch, gradients=False)
+        self.optimizer.drop_gradients()
+        self._warm.add(self._shape)
 
     def forward_backward(self, batch: Batch, share: RankPlan, *, done: Done) -> ShareResult:
         """Ranks add up gradients with the last micro-batch alone, unless those of the whole model,

@@ -35,9 +35,9 @@ class ParallelMicroBatches:
             initargs=(threads,),
         )
 
-    def warm_up(self, backend: TrainerBackend, *, gradients: bool) -> None:
+    def warm_up(self, backend: TrainerBackend) -> None:
         """On one of the threads: what is compiled depends on how many of torch's own one has."""
-        self._pool.submit(backend.warm_up, gradients=gradients).result()
+        self._pool.submit(backend.warm_up).result()
 
     def compute(
         self, backend: TrainerBackend, batch: Batch, plan: Sequence[RankPlan], *, done: Done

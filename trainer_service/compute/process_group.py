@@ -194,14 +194,14 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
     plan = backend.plan
     trainer = RankTrainer(
         backend=backend,
-        control=ControlGroup(rank=rank, size=size, group=group),
+        control=ControlGroup(rank=rank, size=size, group=group, timeout=timeout),
         micro_batch_tokens=plan.micro_batch_tokens if plan else settings.micro_batch_tokens,
         model_path=assignment.model_path,
         model_name=assignment.model_name,
         parallel=_parallel(backend, settings, threads),
         snapshot_group=snapshot_group,
     )
-    trainer.warm_up(gradients=True)
+    trainer.warm_up()
     return trainer
 
 

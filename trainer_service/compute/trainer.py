@@ -6,12 +6,15 @@ group and gathers the results.
 
 from __future__ import annotations
 
+import copy
 import enum
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +61,8 @@ class Op(enum.IntEnum):
     VERIFY_CHECKPOINT = 12
 
 
+WARM_UP_TIMEOUT = timedelta(minutes=10)
+"""For the slowest rank to compile, while the others wait for it in collectives."""
 _SIZE = struct.Struct("<q")
 
 
@@ -69,17 +74,30 @@ class ControlGroup:
     """Carries operations from rank 0 to the other ranks, and their results back.
 
     `group` is a gloo group beside the one that computes, or None for a single rank, which sends
-    nothing. Every wait ends with the group's timeout. Each run has a `ControlGroup` with its number
-    in the process, which tells the ranks whose operation it is.
+    nothing. Every wait ends with the `timeout` of both. Each run has a `ControlGroup` with its
+    number in the process, which tells the ranks whose operation it is.
     """
 
     def __init__(
-        self, *, rank: int, size: int, group: dist.ProcessGroup | None, run: int = 0
+        self,
+        *,
+        rank: int,
+        size: int,
+        group: dist.ProcessGroup | None,
+        timeout: timedelta = timedelta(0),
+        run: int = 0,
     ) -> None:
         self.rank = rank
         self.size = size
         self.group = group
+        self.timeout = timeout
         self.run = run
+
+    def of_run(self, run: int) -> ControlGroup:
+        """Of another run, with this number, on the same ranks."""
+        other = copy.copy(self)
+        other.run = run
+        return other
 
     def broadcast(self, op: Op, message: Message | None = None) -> None:
         """Sends an operation from rank 0 to all others, and its request if it has one."""
@@ -104,6 +122,21 @@ class ControlGroup:
         payload = torch.empty(size, dtype=torch.uint8)
         dist.broadcast(payload, src=0, group=self.group)
         return Op(op), run, payload.numpy().tobytes()
+
+    @contextmanager
+    def patient(self, timeout: timedelta) -> Iterator[None]:
+        """Let collectives take so long, if that is more, while the block runs, which ends on all
+        ranks together. Nothing of it is left after an error, which ends the process."""
+        if self.group is None:
+            yield
+            return
+        groups = [dist.group.WORLD, self.group]
+        for group in groups:
+            group.set_timeout(max(timeout, self.timeout))
+        yield
+        dist.barrier(self.group)
+        for group in groups:
+            group.set_timeout(self.timeout)
 
     def gather_known(self, payload: bytes, *, sizes: list[int]) -> list[bytes]:
         """Gathers payloads whose `sizes` (bytes, by rank) all ranks know. Rank 0 gets all of
@@ -152,9 +185,18 @@ class Progress:
         with self._lock:
             self._done += tokens
 
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Say so while the block runs."""
+        with self._lock:
+            self._compiling = True
+        yield
+        with self._lock:
+            self._compiling = False
+
     def end(self) -> None:
         with self._lock:
-            self._seq_id, self._began = 0, 0.0
+            self._seq_id, self._began, self._compiling = 0, 0.0, False
             self._tokens, self._share, self._done = 0, 0, 0
 
     def read(self) -> trainer_pb2.ProgressReply:
@@ -166,6 +208,7 @@ class Progress:
                 seconds=time.perf_counter() - self._began,
                 tokens_done=self._tokens * self._done // max(1, self._share),
                 tokens=self._tokens,
+                compiling=self._compiling,
             )
 
 
@@ -203,7 +246,6 @@ class RankTrainer:
         self.progress = Progress()
         self.base = BaseModelFiles(name=model_name or model_path.name, path=model_path)
         self._parallel = parallel
-        self._warm: set[bool] = set()
         self._first_plan = micro_batch_tokens
         self.micro_batch_tokens = wanted_tokens(micro_batch_tokens, device=backend.device)
 
@@ -213,7 +255,7 @@ class RankTrainer:
         mine = self.control
         return RankTrainer(
             backend=self.backend.share(training),
-            control=ControlGroup(rank=mine.rank, size=mine.size, group=mine.group, run=run),
+            control=mine.of_run(run),
             micro_batch_tokens=self._first_plan,
             model_path=self.base.path,
             model_name=self.base.name,
@@ -221,16 +263,17 @@ class RankTrainer:
             snapshot_group=self.snapshot_group,
         )
 
-    def warm_up(self, *, gradients: bool) -> None:
-        """Compile what batches with gradients, or those without, are computed with, if the run is
-        compiled. Nothing happens twice."""
-        if gradients in self._warm:
+    def warm_up(self) -> None:
+        """Compile what batches are computed with, if the run is compiled and no run of this trainer
+        computed with the like of it before. Ranks wait for the slowest."""
+        backend = self.backend
+        if backend.warm:
             return
-        if self._parallel:
-            self._parallel.warm_up(self.backend, gradients=gradients)
-        else:
-            self.backend.warm_up(gradients=gradients)
-        self._warm.add(gradients)
+        with self.progress.compiling(), self.control.patient(WARM_UP_TIMEOUT):
+            if self._parallel:
+                self._parallel.warm_up(backend)
+            else:
+                backend.warm_up()
 
     def forward_backward(self, batch: Batch, *, plan: int = 0) -> Computed | None:
         """Computes this rank's share and adds its gradients. Rank 0 gets the result of the
@@ -240,7 +283,7 @@ class RankTrainer:
         and stays with those. Raises `OutOfMemory` with the gradients held as they were before, or
         `MicroBatchTooLarge`.
         """
-        self.warm_up(gradients=not batch.forward_only)
+        self.warm_up()
         backend, plan = self.backend, plan or self.micro_batch_tokens
         # Others would wait for this rank in collectives, and cannot be told.
         undoes = Capability.UNDO in backend.capabilities and self.control.size == 1

@@ -3,14 +3,19 @@
 Lengths, and what rows are made of, are variables of what is compiled, so that a new batch is
 nothing new. But a compiler divides loops by the sizes that it sees first: they are always those of
 `micro_batches_to_compile`, before a run's first batch, so that a restored trainer has the same
-bits. What was compiled is kept in `TORCHINDUCTOR_CACHE_DIR`, which an agent sets.
+bits. What was compiled is kept in `TORCHINDUCTOR_CACHE_DIR`, which an agent sets, or the pod.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,8 +23,20 @@ from torch import nn
 from tandem.errors import WorkerStartFailed
 from tandem.telemetry import get_log
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
 _KINDS = 64
 """Of blocks, and of sizes that are constants for torch, such as an adapter's rank."""
+
+
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_NO_COMPILER = (
+    "compiled blocks need a {} compiler, and this machine has none: install {}, or create the run "
+    "with tandem.compile=off"
+)
+_WITH_WINDOWS = "tandem_with_windows"
 
 
 def compiles(wanted: str, device: str) -> bool:
@@ -30,17 +47,17 @@ def compiles(wanted: str, device: str) -> bool:
 def check_compiler(device: str) -> None:
     """Raises `WorkerStartFailed` where there is nothing to compile with."""
     if device != "cpu":
-        return  # Triton comes with torch
+        # With which Triton makes what launches its kernels.
+        if not any(map(shutil.which, [os.environ.get("CC", "gcc"), "clang"])):
+            raise WorkerStartFailed(_NO_COMPILER.format("C", "gcc"))
+        return
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
-        raise WorkerStartFailed(
-            "compiled blocks need a C++ compiler, and this machine has none: install g++, or "
-            "create the run with tandem.compile=off"
-        ) from error
+        raise WorkerStartFailed(_NO_COMPILER.format("C++", "g++")) from error
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
@@ -57,8 +74,44 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     shapes.use_duck_shape = False  # sizes that happen to be equal need not stay so
     functorch.autograd_cache_allow_custom_autograd_functions = True
     inductor.compile_threads = 1  # no processes that nobody would end
+    if (cache := os.environ.get(_CACHE)) and Path(cache).name != (mine := processor()):
+        os.environ[_CACHE] = str(Path(cache, mine))
     for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=True)
+
+
+def processor() -> str:
+    """A name for processors like this one: torch compiles for the very one that it runs on, which
+    its cache does not know, and a folder of it may be of several machines."""
+    told = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU ", "Features")
+    lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    kind = "\n".join(line for line in lines if line.startswith(told))
+    return hashlib.sha256(kind.encode()).hexdigest()[:12]
+
+
+def mask_windows(model: PreTrainedModel) -> None:
+    """Give the blocks of padded rows the mask of a window however short the rows are. Transformers
+    leaves it out where no token is that far from another, and the first row that is longer, or
+    shorter, would be compiled in the middle of an operation."""
+    if model.config._attn_implementation != "sdpa":
+        return  # the others always get one
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def mask(
+        *, local_size: int | None = None, allow_is_causal_skip: bool = True, **others: object
+    ) -> Tensor | None:
+        made: Tensor | None = sdpa_mask(
+            local_size=local_size,
+            allow_is_causal_skip=allow_is_causal_skip and local_size is None,
+            **others,
+        )
+        return made
+
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_WITH_WINDOWS, mask)
+    ALL_ATTENTION_FUNCTIONS.register(_WITH_WINDOWS, sdpa_attention_forward)
+    model.set_attn_implementation(_WITH_WINDOWS)
 
 
 @contextmanager

@@ -270,6 +270,9 @@ async def test_clients_are_told_which_operation_is_computed_and_how_much_of_it_i
     doing = "forward_backward 1: the trainer is at work on it (4,096 of 65,536 tokens, 512 tokens/s"
     assert world.dispatcher.describe(1).reason == f"{doing}, 8 s)"
     assert world.dispatcher.describe(2).reason == f"1 operation before this one; {doing}, 8 s)"
+    world.runner.calls[1].progress = Progress(seconds=40.0, compiling=True)
+    doing = "forward_backward 1: the trainer is at work on it (compiling, 40 s)"
+    assert world.dispatcher.describe(1).reason == doing
     world.runner.calls[1].waiting_for = "the sampler is loading the new weights"
     assert world.dispatcher.describe(1).reason.startswith(
         "forward_backward 1: the sampler is loading the new weights ("

@@ -49,6 +49,10 @@ def test_what_workers_mount_is_there_before_they_are(tmp_path):
     assert made.pop("tls")
     assert made == dict.fromkeys(("checkpoints", "models", "snapshots", "spill", "weights"), 0o700)
 
+    chosen = settings(tmp_path, volume_path=None, keep_compiled=True)
+    make_launcher(chosen, Epoch(number=1, superseded=lambda: None))
+    assert (tmp_path / "compiled").is_dir()
+
 
 def launcher_of(chosen: GatewaySettings, cluster):
     launcher = make_launcher(chosen, Epoch(number=1, superseded=lambda: None))

@@ -7,6 +7,7 @@ computes the graphs that it has made with its own operators. `make nightly` has 
 from __future__ import annotations
 
 import functools
+import os
 
 import numpy as np
 import pytest
@@ -15,18 +16,22 @@ from torch._dynamo.exc import InternalTorchDynamoError
 from torch._inductor.exc import InvalidCxxCompiler
 
 from tandem.errors import WorkerStartFailed
+from tandem.worker import LoraSpec
+from tests.support.architectures import WINDOW, write_model
 from tests.support.local_trainer import (
     SPEC,
     batch_of,
     compute,
     data_of,
     gradients,
+    logprobs,
     make_rank,
 )
 from tests.support.losses.batches import REQUESTS, mixed_data, mixed_request
 from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import datum, request
-from tests.unit.trainer.test_sharing import forward_backward, host, step, trainer_of
+from tests.unit.trainer.test_sharing import SPECS, add, forward_backward, host, step, trainer_of
+from trainer_service.backends.fsdp2 import Fsdp2Backend
 from trainer_service.models import compiled_blocks
 from trainer_service.models.compiled_blocks import check_compiler
 
@@ -71,7 +76,7 @@ def assert_same_gradients(compiled, plain) -> None:
 
 def compiled_rank(path, lora=None, **settings):
     trainer = make_rank(path, lora, compile="on", **settings)
-    trainer.warm_up(gradients=True)
+    trainer.warm_up()
     return trainer
 
 
@@ -87,7 +92,6 @@ def test_every_loss_has_the_same_gradients(model, graphs_alone, kind, lora):
 @pytest.mark.parametrize("packing", ["on", pytest.param("off", marks=pytest.mark.nightly)])
 def test_neither_new_lengths_nor_new_rows_are_compiled_again(model, graphs_alone, packing):
     trainer = compiled_rank(model, packing=packing, micro_batch_tokens=64)
-    trainer.warm_up(gradients=False)
     with torch.compiler.set_stance("fail_on_recompile"):
         batches = [mixed_data(count, seed) for seed, count in enumerate((1, 2, 7, 12))]
         for data in (*batches, [datum([5], weights=[1.0])]):
@@ -108,6 +112,49 @@ def test_runs_that_share_a_model_compute_with_their_own_adapters(model, graphs_a
             assert step(mine) == pytest.approx(step(plain), rel=1e-4)
 
 
+def test_windows_of_padded_rows_are_compiled_once_for_rows_within_and_beyond_them(
+    tmp_path, graphs_alone
+):
+    path = write_model(tmp_path, "mistral", num_hidden_layers=1)
+    settings = {"packing": "off", "micro_batch_tokens": 64}
+    plain, compiled = make_rank(path, **settings), compiled_rank(path, **settings)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for length in (WINDOW - 2, 3 * WINDOW):
+            data = [datum([*range(2, length)], weights=[1.0] * (length - 2))] * 2
+            found, wanted = (compute(each, request(data)) for each in (compiled, plain))
+            np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=0, atol=1e-5)
+            assert_same_gradients(compiled, plain)
+
+
+def test_adapters_of_a_new_shape_are_compiled_in_an_operation_that_says_so(
+    model, graphs_alone, monkeypatch
+):
+    warm_up, said = Fsdp2Backend.warm_up, []
+    runs = host(model, "a", compile="on")
+    alike = SPECS["a"].model_copy(update={"lora": LoraSpec(rank=4, seed=9)})
+    add(runs, "like a", alike)
+    add(runs, "b")
+
+    def slow(backend):
+        said.append((runs.find(now).progress.read().compiling, now))
+        warm_up(backend)
+
+    monkeypatch.setattr(Fsdp2Backend, "warm_up", slow)
+    for now in ("a", "like a", "b", "a"):
+        turn = runs.take_turn(now)
+        turn.progress.begin(7)
+        logprobs(turn, data_of(1, count=2))
+        assert not turn.progress.read().compiling
+    assert said == [(True, "a"), (True, "b")]
+
+
+def test_processors_share_no_code(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for _ in range(2):
+        compiled_blocks.compile_blocks([])
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / compiled_blocks.processor())
+
+
 def test_a_trainer_without_a_compiler_does_not_start(monkeypatch):
     def no_compiler():
         raise InvalidCxxCompiler
@@ -115,7 +162,10 @@ def test_a_trainer_without_a_compiler_does_not_start(monkeypatch):
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", no_compiler)
     with pytest.raises(WorkerStartFailed, match="has none: install"):
         check_compiler("cpu")
-    check_compiler("cuda")
+    monkeypatch.setenv("CC", "no compiler")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(WorkerStartFailed, match="need a C compiler"):
+        check_compiler("cuda")
 
 
 def test_what_cannot_be_compiled_is_refused_with_the_model_s_name():

@@ -12,6 +12,7 @@ from gateway.workers.launchers.kubernetes.objects import (
     Home,
     WorkerObjects,
     check_templates,
+    folders_of,
     nodes_of,
     render_worker,
     spec_of_pod,
@@ -90,7 +91,8 @@ class WorkerMaker:
 
     def _make_folders(self) -> None:
         """Make what workers mount of the data directory: else the node would, for its own user."""
-        for name in {name for folders in FOLDERS.values() for name in folders}:
+        cluster = self.settings.kubernetes
+        for name in {name for kind in FOLDERS for name in folders_of(kind, cluster)}:
             folder = self.settings.data_dir / name
             try:
                 if not folder.is_dir():

@@ -59,6 +59,7 @@ FOLDERS: Mapping[WorkerKind, Mapping[str, Literal["read", "write"]]] = {
 }
 """Of the data directory, what a worker mounts, and what for. The rest of it, such as the keys, is
 the gateway's alone."""
+_COMPILED = "compiled"
 
 _ROLE = "tandem.dev/role"
 _SPEC_FOLDER = "/run/tandem/spec"
@@ -283,6 +284,14 @@ def _exactly(device_class: str, selectors: list[str], *, count: int) -> Object:
     return asked
 
 
+def folders_of(
+    kind: WorkerKind, settings: KubernetesSettings
+) -> Mapping[str, Literal["read", "write"]]:
+    """Return `FOLDERS` of a worker, and the one where trainers may keep what they compile."""
+    kept = kind == "trainer" and settings.keep_compiled
+    return {**FOLDERS[kind], _COMPILED: "write"} if kept else FOLDERS[kind]
+
+
 def _image(kind: WorkerKind, settings: KubernetesSettings) -> str:
     return settings.trainer_image if kind == "trainer" else settings.sampler_image
 
@@ -334,6 +343,8 @@ def _pod_spec(
     module = _MODULES[spec.kind] + (".node" if node else "")
     # The user has no name in the image, and torch asks for one.
     environment = {"HOME": _SCRATCH, "TMPDIR": _SCRATCH, "USER": "tandem"}
+    if spec.kind == "trainer" and settings.keep_compiled:
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(home.volume / _COMPILED)
     if node:
         environment["TANDEM_NODE_RANK"] = str(node)
     container: Object = {
@@ -400,5 +411,5 @@ def _mounts_of_volume(kind: WorkerKind, home: Home) -> list[Object]:
             "subPath": folder,
             "readOnly": use == "read",
         }
-        for folder, use in FOLDERS[kind].items()
+        for folder, use in folders_of(kind, home.settings).items()
     ]
