@@ -30,7 +30,7 @@ from gateway.api.openai.routes import router as openai
 from gateway.api.openai.service import InferenceService
 from gateway.api.routing import PathOperation, identify
 from gateway.api.standby import StandbyBoundary
-from gateway.api.tandem import groups, keys, runs, status, targets, usage
+from gateway.api.tandem import groups, keys, runs, samples, status, targets, usage
 from gateway.api.tinker import (
     auth,
     billing,
@@ -87,6 +87,7 @@ ROUTERS = (
     usage.router,
     groups.router,
     runs.router,
+    samples.router,
     targets.router,
     status.root_router,
 )

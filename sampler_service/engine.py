@@ -171,13 +171,15 @@ class SampledTokens:
 
     The logprobs are those of the distribution that was sampled from, after temperature, top_k and
     top_p; those of a greedy sample are at temperature 1. `stopped` is False when the length ended
-    the sample.
+    the sample. `carried_at` says how many tokens it had each time that it was carried over to other
+    weights.
     """
 
     tokens: Int32Array
     logprobs: Float32Array
     stopped: bool
     topk: TopK | None = None
+    carried_at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -251,13 +253,25 @@ class Engine(Protocol):
         """Replace the weights in place by a directory of safetensors, and drop all adapters. Return
         the names of the parameters that got no value.
 
-        The engine must be idle; its KV cache may be asleep. Raises `WeightsTouched`; only another
-        load is allowed then.
+        The engine must be idle or paused; its KV cache may be asleep. Raises `WeightsTouched`; only
+        another load is allowed then.
         """
+
+    def pause(self) -> None:
+        """Set aside what is under way, between two steps: it keeps its tokens, loses its keys and
+        values, and is not computed before `resume`. Meanwhile the engine counts as idle."""
+
+    def resume(self) -> None:
+        """Go on with what was under way: its keys and values are computed again."""
+
+    def carry_over(self, ids: Sequence[str], *, adapter: str | None = None) -> None:
+        """Note that requests go on with the weights that are loaded now, after a `pause`; or let
+        them go on with another adapter, for which what they had computed is computed again. Ignore
+        unknown ids."""
 
     def weight_sums(self) -> dict[str, int]:
         """Return the sums (`weights.sums`) of the numbers that the engine computes with, in the
-        type of its `facts`. The engine must be idle, and its weights awake."""
+        type of its `facts`. The engine must be idle or paused, its weights awake."""
 
     def sleep(self, level: SleepLevel) -> None:
         """Give the KV cache back, and move the weights off the device, or drop them with all
@@ -277,7 +291,7 @@ class Engine(Protocol):
         """Forget all cached prompts. False if the engine could not."""
 
     def score(self, tokens: Sequence[int]) -> Float32Array:
-        """Logprobs [T-1] of tokens[1:] at temperature 1. The engine must be idle."""
+        """Logprobs [T-1] of tokens[1:] at temperature 1. The engine must be idle or paused."""
 
     def add_adapter(self, name: str, directory: Path) -> None:
         """Load an adapter beside the weights, while requests may be running.

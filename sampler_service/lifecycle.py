@@ -1,7 +1,7 @@
 """What an engine holds, and whether it is awake: the version that it serves, and its moves.
 
-An `EngineLifecycle` belongs to the engine's thread, and is used while the engine is idle; the
-scheduler decides when. Whatever fails, an engine serves a version whose files were verified, or
+An `EngineLifecycle` belongs to the engine's thread, and is used while the engine is idle or paused;
+the scheduler decides when. Whatever fails, an engine serves a version whose files were verified, or
 nothing: after weights were dropped or touched it must load one, and when neither the version wanted
 nor the one before can be loaded, its state is `failed`.
 """

@@ -38,6 +38,14 @@ class SamplerMetrics:
         self._running = gauge("tandem_sampler_running", "Requests in the engine.")
         self._waiting = gauge("tandem_sampler_waiting", "Requests and loads in the queue.")
         self._load_seconds = histogram("tandem_sampler_load_seconds", "Loads that succeeded.")
+        self._carried_over = counter(
+            "tandem_sampler_carried_over_total",
+            "Requests that went on with newer weights while they were under way.",
+        )
+        self._pause_seconds = histogram(
+            "tandem_sampler_pause_seconds",
+            "For how long requests that were carried over to other full weights stood still.",
+        )
         self._adapter_seconds = histogram(
             "tandem_sampler_adapter_seconds",
             "Loads of adapters that succeeded, the canary included.",
@@ -85,6 +93,11 @@ class SamplerMetrics:
             self.version(outcome.version)
         self._load_bytes.inc(outcome.bytes)
         self._canary.set(outcome.canary_difference)
+
+    def carried_over(self, requests: int, outcome: LoadOutcome) -> None:
+        self._carried_over.inc(requests)
+        if not outcome.version.adapter:
+            self._pause_seconds.observe(outcome.seconds)
 
     def load_failed(self) -> None:
         self._load_failures.inc()

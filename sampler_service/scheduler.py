@@ -13,6 +13,9 @@ or a switch before its turn.
 - Once they are read, what needs them waits until the engine is idle. Once it has waited longer than
   `patience`, nothing that arrived after it is admitted. Then the engine switches to these weights.
   The patience with an adapter that finds no room is the same.
+- What is in flight does not drain for a newer version of its run (`in_flight.py`): once that was
+  read and nothing else runs, the engine pauses, takes the weights, and goes on. Of adapters, it is
+  moved from one to the other between two steps.
 - An adapter needs the base model's weights. While these are loaded, it is added beside running
   requests (`weights/adapters.py`), and requests for several adapters and for the base model run
   together. While others are loaded, a request for an adapter waits for the base model.
@@ -39,6 +42,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from sampler_service.engine import Engine, EngineResult, EngineState, SleepLevel
+from sampler_service.in_flight import Followed, may_follow
 from sampler_service.lifecycle import EngineLifecycle, EngineLost, Switch
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.weights.adapters import AdapterCache
@@ -104,6 +108,7 @@ class Scheduler:
         self._waiting = WaitingList()
         self._has_cancelled = False
         self._running: dict[str, QueuedSample] = {}
+        self._followed = Followed()
         self._adapter_names: tuple[str, ...] = ()
         self._reader = ReadAhead(
             loader.verify,
@@ -123,6 +128,7 @@ class Scheduler:
         work = QueuedSample(
             version=job.version,
             weights=self._weights_for(job.version),
+            in_flight=job.in_flight,
             arrived=self._clock(),
             job=job,
         )
@@ -130,10 +136,14 @@ class Scheduler:
         self._submissions.put(work)
         return work.future
 
-    def load(self, version: WeightVersion) -> Future[LoadOutcome]:
-        """Load a version; the future ends when it serves, at once if it does already."""
+    def load(self, version: WeightVersion, *, in_flight: bool = False) -> Future[LoadOutcome]:
+        """Load a version; the future ends when it serves, at once if it does already, or if it is
+        `in_flight` and a newer one does, which the outcome then names."""
         work = QueuedLoad(
-            version=version, weights=self._weights_for(version), arrived=self._clock()
+            version=version,
+            weights=self._weights_for(version),
+            in_flight=in_flight,
+            arrived=self._clock(),
         )
         work.future.add_done_callback(self._note_cancelled)
         self._submissions.put(work)
@@ -193,12 +203,13 @@ class Scheduler:
         if not self._sleep_due:
             self._admit()
         try:
-            if self._running or self._adapters.verifying:
+            target = None if self._sleep_due else self._ready_weights
+            if target is not None and self._can_load(target):
+                self._load(target)
+            elif self._running or self._adapters.verifying:
                 self._step()
             elif self._switches:
                 self._switch()
-            elif (target := self._ready_weights) is not None and not self._asleep:
-                self._load(target)
         except EngineLost as error:
             self._fail(LoadFailed(error.message))
         self._adapter_names = self._adapters.names
@@ -240,6 +251,20 @@ class Scheduler:
         target = self._next_weights
         return target if target is not None and self._was_read(target) else None
 
+    def _can_load(self, target: WeightVersion) -> bool:
+        """Whether nothing runs, or only what goes on with these weights."""
+        if self._adapters.verifying:
+            return False
+        if not self._running:
+            return True
+        return self._leads(target) and all(
+            may_follow(work, target) for work in self._running.values()
+        )
+
+    def _leads(self, version: WeightVersion) -> bool:
+        """Whether what is in flight follows to a version that something waits for."""
+        return any(work.in_flight for work in self._waiting.of(version))
+
     def _was_read(self, version: WeightVersion) -> bool:
         return isinstance(self._reader.outcome(version), Verified)
 
@@ -262,6 +287,8 @@ class Scheduler:
             if isinstance(each, QueuedSleep | QueuedWake):
                 self._switches.append(each)
             else:
+                if (newest := self._followed.for_arrival(each)) is not None:
+                    each.update(newest)
                 self._waiting.add(each)
         if self._has_cancelled:
             self._has_cancelled = False
@@ -362,9 +389,30 @@ class Scheduler:
             bytes=outcome.bytes,
             canary_difference=outcome.canary_difference,
         )
+        if self._leads(outcome.version):
+            self._carry_over(outcome)
         for load in self._waiting.take(outcome.version, lambda work: isinstance(work, QueuedLoad)):
             assert isinstance(load, QueuedLoad)
             load.succeed(outcome)
+
+    def _carry_over(self, outcome: LoadOutcome) -> None:
+        """Let what is in flight, running or waiting, go on with a version that serves now."""
+        version = outcome.version
+        self._followed.note(version)
+        self._waiting.update(version, lambda work: may_follow(work, version))
+        carried = {id_: work for id_, work in self._running.items() if may_follow(work, version)}
+        if not carried:
+            return
+        self._engine.carry_over(list(carried), adapter=version.name if version.adapter else None)
+        for work in carried.values():
+            work.carry_over(version)
+        self._metrics.carried_over(len(carried), outcome)
+        self._log.info(
+            "carried_over",
+            version=version.name,
+            requests=len(carried),
+            paused_seconds=0.0 if version.adapter else round(outcome.seconds, 4),
+        )
 
     def _start(self, work: QueuedSample) -> None:
         """Hand a request to the engine."""
@@ -388,15 +436,16 @@ class Scheduler:
             if work := self._running.get(id_):  # else a canary
                 work.begun = self._clock()
         for id_, deltas in groupby(output.deltas, key=lambda delta: delta.id):
-            on_deltas = self._running[id_].job.on_deltas
-            if on_deltas is not None:
-                on_deltas(list(deltas))
+            work = self._running[id_]
+            if work.job.on_deltas is not None:
+                work.job.on_deltas(list(deltas), work.version)
+        canaries = []
         for result in output.results:
-            canary = self._adapters.take_canary(result)
-            if canary is None:
+            if (canary := self._adapters.take_canary(result)) is not None:
+                canaries.append(canary)
+            else:
                 self._answer(self._running.pop(result.id), result)
-                continue
-            version, outcome = canary
+        for version, outcome in canaries:  # after what has ended: the rest may be carried over
             if isinstance(outcome, LoadFailed):
                 self._adapter_failed(version, outcome)
             else:
@@ -407,10 +456,13 @@ class Scheduler:
             work.fail(result.failure)
             return
         seconds = self._clock() - work.admitted
-        work.succeed(Sampled(result=result, version=work.version, seconds=seconds))
+        versions = (*work.before, work.version)
+        work.succeed(Sampled(result=result, versions=versions, seconds=seconds))
 
     def _load(self, target: WeightVersion) -> None:
-        """Load weights that were read; the engine is idle."""
+        """Load weights that were read, and carry over what runs. If they fail, that goes on with
+        those that served before."""
+        self._engine.pause()
         try:
             outcome = self._lifecycle.load(target)
         except EngineLost as error:
@@ -418,8 +470,9 @@ class Scheduler:
             raise
         except LoadFailed as error:
             self._weights_failed(target, error)
-            return
-        self._serving(outcome)
+        else:
+            self._serving(outcome)
+        self._engine.resume()
 
     def _switch(self) -> None:
         """Carry out the first sleep or wake; the engine is idle."""

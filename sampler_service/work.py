@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
@@ -29,25 +29,33 @@ _BURST_LONGEST_SECONDS = 0.050
 class SampleJob:
     """A request for a version. Requests that wait together are admitted by (session, seq_id).
 
-    `on_deltas` is called in the engine's thread with the deltas of a streamed request after each
-    step, the last time before the future is resolved. It must return at once.
+    With `in_flight`, a newer version of the run serves as well (`in_flight.py`). `on_deltas` is
+    called in the engine's thread with the deltas of a streamed request after each step and the
+    version that they came from, the last time before the future is resolved. It must return at
+    once.
     """
 
     request: EngineRequest
     version: WeightVersion
     session_id: str
     seq_id: int
-    on_deltas: Callable[[Sequence[EngineDelta]], None] | None = None
+    in_flight: bool = False
+    on_deltas: Callable[[Sequence[EngineDelta], WeightVersion], None] | None = None
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The result of a request and the version that computed it. `seconds` counts from its admission
-    into the engine."""
+    """The result of a request and the versions that computed it: several if it was carried over,
+    in their order. `seconds` counts from its admission into the engine."""
 
     result: EngineResult
-    version: WeightVersion
+    versions: tuple[WeightVersion, ...]
     seconds: float
+
+    @property
+    def version(self) -> WeightVersion:
+        """The last one."""
+        return self.versions[-1]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -73,20 +81,31 @@ class Queued(Generic[_Result]):
 @dataclass(eq=False, kw_only=True)
 class QueuedWork(Queued[_Result]):
     """What needs a version. `weights` are those that must be loaded for it: its own, or the base
-    model's for an adapter."""
+    model's for an adapter. If it is `in_flight`, a newer version of the run may take its place."""
 
     version: WeightVersion
     weights: WeightVersion
+    in_flight: bool = False
+
+    def update(self, version: WeightVersion) -> None:
+        """Need a newer version of the run from now on."""
+        self.version, self.weights = version, self.weights if version.adapter else version
 
 
 @dataclass(eq=False, kw_only=True)
 class QueuedSample(QueuedWork[Sampled]):
     """A request; `admitted` is when it entered the engine, `begun` when this began to compute
-    it."""
+    it, `before` the versions that it was carried over from."""
 
     job: SampleJob
     admitted: float = 0.0
     begun: float = math.inf
+    before: tuple[WeightVersion, ...] = ()
+
+    def carry_over(self, version: WeightVersion) -> None:
+        """Go on in the engine with a newer version of the run."""
+        self.before = (*self.before, self.version)
+        self.update(version)
 
     @property
     def order(self) -> tuple[str, int, float]:
@@ -145,11 +164,26 @@ class WaitingList:
         firsts = (next(iter(works)) for works in self._of_version.values())
         return sorted(firsts, key=lambda work: work.arrived)
 
+    def of(self, version: WeightVersion) -> Iterable[Work]:
+        """Return the work for a version."""
+        return self._of_version.get(_key(version), {})
+
     def take(
         self, version: WeightVersion, matches: Callable[[Work], bool] = lambda _: True
     ) -> list[Work]:
         """Remove and return the work for a version that matches."""
         return self._take(_key(version), matches)
+
+    def update(self, version: WeightVersion, matches: Callable[[Work], bool]) -> None:
+        """Let what matches need this version instead, in the order in which all of that arrived."""
+        taken = []
+        for older in {work.version for work in self if matches(work)}:
+            taken += self.take(older, matches)
+        for work in taken:
+            work.update(version)
+        if taken:
+            for work in sorted([*taken, *self.take(version)], key=lambda work: work.arrived):
+                self.add(work)
 
     def drop_cancelled(self) -> None:
         for key in list(self._of_version):

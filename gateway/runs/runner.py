@@ -350,7 +350,7 @@ class OperationRunner:
             call.explain = lambda: (
                 "the sampler is loading the new weights" if sampler.serves else sampler.explain()
             )
-            await sampler.load(version)
+            await sampler.load(version, in_flight=body.kind == "inflight")
             session = await self._tools.sampling.create_ephemeral(
                 session_id=run.session_id,
                 number=body.sampling_session_seq_id,

@@ -35,6 +35,7 @@ from gateway.workers.fleet import Worker
 from tandem.errors import InternalError, TandemError, WorkerDied, from_failure
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2
+from tandem.weights import version_number
 
 _Reply = TypeVar("_Reply")
 
@@ -228,11 +229,14 @@ class Sampler:
 
     # --- Loads --------------------------------------------------------------------------------
 
-    async def load(self, version: WeightVersion) -> None:
+    async def load(self, version: WeightVersion, *, in_flight: bool = False) -> None:
         """Return when the engines that serve now have the version. One that dies meanwhile, or
         starts later, loads it for a sample. Raises `LoadFailed` and the like if none could load it;
-        an engine then still serves what it served before."""
-        request = sampler_pb2.LoadRequest(version=version.to_proto())
+        an engine then still serves what it served before.
+
+        With `in_flight`, samples that are in flight go on with it, and it is enough if an engine
+        has a newer one of the run."""
+        request = sampler_pb2.LoadRequest(version=version.to_proto(), in_flight=in_flight)
         self._demand(1)
         try:
             with self.pins.pinned(relative_version_folder(version.name)):
@@ -242,8 +246,10 @@ class Sampler:
         loaded = [(e, reply) for e, reply in replies if not reply.HasField("failure")]
         if not loaded:
             raise from_failure(replies[0][1].failure)
+        if in_flight:
+            self._follow(request.version)
         for engine, reply in loaded:
-            engine.note_loaded(version.name, adapter=version.adapter)
+            engine.note_loaded(reply.version.name, adapter=version.adapter)
             self._log.info(
                 "version_loaded",
                 version=version.name,
@@ -252,6 +258,20 @@ class Sampler:
                 seconds=round(reply.seconds, 4),
                 canary_difference=reply.canary_difference,
             )
+
+    def _follow(self, version: common_pb2.WeightVersion) -> None:
+        """Let samples that are in flight name a newer version of their run if they are sent, or
+        sent again."""
+        for sample in self.samples.values():
+            old = sample.request.version
+            if (
+                sample.request.in_flight
+                and old.run_id == version.run_id
+                and version_number(old.name) < version_number(version.name)
+            ):
+                self.pins.pin(relative_version_folder(version.name))
+                self.pins.unpin(relative_version_folder(old.name))
+                old.CopyFrom(version)
 
     async def _load(
         self, request: sampler_pb2.LoadRequest

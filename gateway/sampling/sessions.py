@@ -33,6 +33,7 @@ from gateway.storage.database import Database, from_row
 from gateway.storage.tables import sampling_sessions
 from tandem.errors import InvalidRequest, SequenceTaken, UnknownSampler, UnknownWeights
 from tandem.telemetry import get_log
+from tandem.weights import version_number
 
 SamplingKind = Literal["base", "named", "snapshot", "inflight"]
 
@@ -397,8 +398,7 @@ def _repeated(
 
 
 def _number(version: WeightVersion) -> int:
-    """Return the number of a version in its run: 3 for `s-ab12:train:0/v000003-9f2c41d0`."""
-    return int(version.name.rpartition("/v")[2].partition("-")[0])
+    return version_number(version.name)
 
 
 def base_version(model: BaseModelEntry) -> WeightVersion:

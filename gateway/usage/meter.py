@@ -10,7 +10,7 @@ machines had.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from operator import add
@@ -43,7 +43,7 @@ HOUR = 3600
 
 _MAX_UNWRITTEN = 4096
 """Sums that are kept in memory; when there are more, they are written at once."""
-_REMEMBERED_SAMPLES = 50_000
+REMEMBERED_SAMPLES = 50_000
 _COUNTERS = ("count", "input_tokens", "cached_tokens", "output_tokens", "accelerator_seconds")
 
 
@@ -113,9 +113,20 @@ class UsageMeter:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionRun:
+    """So many tokens, one after the other, from one weight version of an optimizer step."""
+
+    version: str
+    step: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SampleSpan:
-    """One sample at its engine. `started_at` is in seconds since 1970; `error` is the type of
-    the error, empty for a sample that succeeded."""
+    """One request at its engine. `started_at` is in seconds since 1970; `error` is the type of
+    the error, empty for one that succeeded. `weight_version` is what it was sampled from, or
+    ended with if it was in flight: then `samples` says for each sample which versions its tokens
+    came from."""
 
     request_id: str
     session_id: str
@@ -126,19 +137,23 @@ class SampleSpan:
     cached_tokens: int
     sampled_tokens: int
     error: str
+    samples: tuple[tuple[VersionRun, ...], ...] = ()
 
 
 class SampleMeter:
-    """Meters samples, and remembers the last `_REMEMBERED_SAMPLES` of all sessions for traces,
-    since they are not in the journal of any run."""
+    """Meters samples, and remembers the last `REMEMBERED_SAMPLES` requests of all sessions, since
+    they are not in the journal of any run."""
 
     def __init__(self, *, usage: UsageMeter) -> None:
         self._usage = usage
-        self._spans: deque[SampleSpan] = deque(maxlen=_REMEMBERED_SAMPLES)
+        self._spans: OrderedDict[str, SampleSpan] = OrderedDict()
+
+    def find(self, request_id: str) -> SampleSpan | None:
+        return self._spans.get(request_id)
 
     def of_session(self, session_id: str) -> list[SampleSpan]:
         """Return those that are remembered, by their start."""
-        found = (span for span in self._spans if span.session_id == session_id)
+        found = (span for span in self._spans.values() if span.session_id == session_id)
         return sorted(found, key=lambda span: span.started_at)
 
     async def measure(
@@ -171,8 +186,12 @@ class SampleMeter:
                 cached_tokens=reply.cached_tokens,
                 sampled_tokens=reply.sampled_tokens,
                 error=reply.failure.type,
+                samples=tuple(
+                    tuple(VersionRun(run.version, run.step, run.tokens) for run in sample.runs)
+                    for sample in reply.samples
+                ),
             )
-            self._spans.append(span)
+            self._remember(span)
             if not span.error:
                 self._usage.record(
                     "sample",
@@ -188,6 +207,12 @@ class SampleMeter:
                     output_tokens=span.sampled_tokens,
                     accelerator_seconds=accelerator_seconds,
                 )
+
+    def _remember(self, span: SampleSpan) -> None:
+        self._spans.pop(span.request_id, None)
+        self._spans[span.request_id] = span
+        if len(self._spans) > REMEMBERED_SAMPLES:
+            self._spans.popitem(last=False)
 
 
 class TimeShares:

@@ -13,6 +13,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
 
 from sampler_service.engine import (
     EngineDelta,
@@ -23,14 +24,40 @@ from sampler_service.engine import (
     TopK,
 )
 from sampler_service.service.request_parser import ParsedRequest
+from sampler_service.weights.loader import WeightVersion
+from sampler_service.work import Sampled
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 
+Runs = Sequence[wire.TandemVersionRun]
+"""Which versions the tokens of a sample came from, in their order."""
 
-def encode_response(result: EngineResult, *, version: str, parsed: ParsedRequest) -> bytes:
-    """Return a `tandem.wire.v1.SampleResponse` with what the request asked for."""
+
+def versions_of(sampled: Sampled) -> list[Runs]:
+    """Return, for each sample, which versions its tokens came from."""
+    return [_runs(sample, sampled.versions) for sample in sampled.result.samples]
+
+
+def _runs(sample: SampledTokens, versions: Sequence[WeightVersion]) -> Runs:
+    ends = [*sample.carried_at, len(sample.tokens)]
+    counts = [end - start for start, end in pairwise([0, *ends])]
+    # A sample that ended before the others of its request has nothing of the last versions.
+    return [
+        wire.TandemVersionRun(version=version.name, step=version.step, tokens=count)
+        for version, count in zip(versions, counts, strict=False)
+        if count
+    ]
+
+
+def encode_response(
+    result: EngineResult, *, version: str, parsed: ParsedRequest, versions: Sequence[Runs] = ()
+) -> bytes:
+    """Return a `tandem.wire.v1.SampleResponse` with what the request asked for. `versions` are
+    those of each sample; without any, they are not told apart."""
     message = wire.SampleResponse(
-        sequences=[_sequence(sample) for sample in result.samples],
+        sequences=[
+            _sequence(sample, runs) for sample, runs in zip_longest(result.samples, versions)
+        ],
         prompt_cache_hit_tokens=result.cached_tokens,
         tandem_weight_version=version,
     )
@@ -48,12 +75,13 @@ def encode_response(result: EngineResult, *, version: str, parsed: ParsedRequest
     return message.SerializeToString()
 
 
-def _sequence(sample: SampledTokens) -> wire.SampledSequence:
+def _sequence(sample: SampledTokens, runs: Runs | None) -> wire.SampledSequence:
     return wire.SampledSequence(
         stop_reason=_stop_reason(stopped=sample.stopped),
         tokens=_bytes(sample.tokens),
         logprobs=_bytes(sample.logprobs),
         topk_sampled_logprobs=_topk(sample.topk) if sample.topk is not None else None,
+        tandem_versions=runs,
     )
 
 
@@ -96,8 +124,10 @@ def _bytes(values: Int32Array | Float32Array) -> bytes:
 
 @dataclass
 class _Unsent:
-    """The tokens of one sample that the reader has not taken, as little-endian bytes."""
+    """Tokens of one sample, from one version, that the reader has not taken, as little-endian
+    bytes."""
 
+    version: str
     tokens: bytearray = field(default_factory=bytearray)
     logprobs: bytearray = field(default_factory=bytearray)
     topk_ids: bytearray = field(default_factory=bytearray)
@@ -119,6 +149,7 @@ class _Unsent:
             tokens=bytes(self.tokens),
             logprobs=bytes(self.logprobs),
             finished=self.finished,
+            version=self.version,
         )
         if self.finished:
             delta.stop_reason = _stop_reason(stopped=self.stopped)
@@ -147,17 +178,20 @@ class StreamBuffer:
         self._copies = copies
         self._loop = loop or asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._unsent: dict[int, _Unsent] = {}
+        self._unsent: dict[int, list[_Unsent]] = {}
         self._notified = False
         self._closed = False
         self._changed = asyncio.Event()
 
-    def add(self, deltas: Sequence[EngineDelta]) -> None:
-        """Add deltas, from any thread; wake the reader once for all that it will find."""
+    def add(self, deltas: Sequence[EngineDelta], version: WeightVersion) -> None:
+        """Add deltas from a version, from any thread; wake the reader once for all that it will
+        find."""
         with self._lock:
             for delta in deltas:
-                unsent = self._unsent.setdefault(delta.index, _Unsent())
-                unsent.add(delta.new, finished=delta.finished)
+                unsent = self._unsent.setdefault(delta.index, [])
+                if not unsent or unsent[-1].version != version.name:
+                    unsent.append(_Unsent(version.name))
+                unsent[-1].add(delta.new, finished=delta.finished)
             notify, self._notified = not self._notified, True
         if notify and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._changed.set)
@@ -168,7 +202,8 @@ class StreamBuffer:
         self._changed.set()
 
     async def take(self) -> list[sampler_pb2.SampleDelta]:
-        """Return what is new, merged by sample, waiting for it if need be; empty at the end."""
+        """Return what is new, merged by sample and version, waiting for it if need be; empty at the
+        end."""
         while True:
             self._changed.clear()
             with self._lock:
@@ -179,6 +214,7 @@ class StreamBuffer:
             await self._changed.wait()
         return [
             new.message(copy, topk=self._topk)
-            for index, new in sorted(unsent.items())
+            for index, parts in sorted(unsent.items())
+            for new in parts
             for copy in (range(self._copies) if self._copies > 1 else (index,))
         ]

@@ -17,7 +17,7 @@ from sampler_service.lifecycle import Switch
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.scheduler import Scheduler
 from sampler_service.service.request_parser import parse_request
-from sampler_service.service.responses import StreamBuffer, encode_response
+from sampler_service.service.responses import StreamBuffer, encode_response, versions_of
 from sampler_service.structured_output import GrammarCompiler
 from sampler_service.weights.loader import WeightVersion
 from sampler_service.work import SampleJob
@@ -97,14 +97,16 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         scheduler = (await self._leased_engine(context)).scheduler
         try:
             version = _parse_version(request.version)
-            outcome = await asyncio.wrap_future(scheduler.load(version))
+            outcome = await asyncio.wrap_future(
+                scheduler.load(version, in_flight=request.in_flight)
+            )
         except TandemError as error:
             self._log.warning("load_refused", version=request.version.name, error=error.message)
             return sampler_pb2.LoadReply(
                 failure=error.to_failure(), version=_version_message(scheduler.status.version)
             )
         return sampler_pb2.LoadReply(
-            version=_version_message(version),
+            version=_version_message(outcome.version),
             bytes=outcome.bytes,
             seconds=outcome.seconds,
             canary_difference=outcome.canary_difference,
@@ -199,7 +201,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         request: sampler_pb2.SampleRequest,
         serving: Serving,
         *,
-        on_deltas: Callable[[Sequence[EngineDelta]], None] | None = None,
+        on_deltas: Callable[[Sequence[EngineDelta], WeightVersion], None] | None = None,
     ) -> sampler_pb2.SampleReply:
         """Return the reply to a request; a refusal or a failure is a reply, too."""
         started = time.monotonic()
@@ -219,12 +221,16 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
                 version=_parse_version(request.version),
                 session_id=request.session_id,
                 seq_id=request.seq_id,
+                in_flight=request.in_flight,
                 on_deltas=on_deltas,
             )
             sampled = await asyncio.wrap_future(serving.scheduler.submit(job))
         except TandemError as error:
             return self._refused(request, error, serving.facts)
-        response = encode_response(sampled.result, version=sampled.version.name, parsed=parsed)
+        sampled_from = versions_of(sampled) if request.in_flight else []
+        response = encode_response(
+            sampled.result, version=sampled.version.name, versions=sampled_from, parsed=parsed
+        )
         prompt_tokens = len(request.prompt_tokens) // 4
         return sampler_pb2.SampleReply(
             response=response,
@@ -238,6 +244,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             cached_tokens=sampled.result.cached_tokens,
             seconds=sampled.seconds,
             max_length=serving.facts.max_length,
+            samples=[sampler_pb2.SampleVersions(runs=runs) for runs in sampled_from],
         )
 
     def _refused(

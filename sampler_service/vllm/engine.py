@@ -23,7 +23,7 @@ import itertools
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Concatenate, Literal, ParamSpec, TypeVar
 
@@ -40,6 +40,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.request import Request
 
 from sampler_service.engine import (
     EngineDelta,
@@ -63,7 +64,10 @@ from sampler_service.vllm.grammars import (
 )
 from sampler_service.vllm.internals import (
     has_tokenizer,
+    put_back,
     scheduler_of,
+    take_waiting,
+    use_adapter,
     use_logprobs,
     use_tokenizer,
     when_lost,
@@ -215,19 +219,26 @@ def _sample_id(request_id: str, index: int) -> str:
 @dataclass(eq=False)
 class _Pending:
     """A request in progress: the indices of its unfinished samples, of these the ones that wait for
-    the prompt to be computed by the first, whose id in vLLM is `leader`; the outputs of finished
-    ones, and how many tokens of each sample deltas have reported."""
+    the prompt to be computed by the first; by index, the ids in vLLM, the outputs of finished ones,
+    how many tokens of each sample deltas have reported, and how many it had when it was carried
+    over."""
 
     request: EngineRequest
     unfinished: set[int]
     followers: range = range(0)
-    leader: str = ""
+    ids: dict[int, str] = field(default_factory=dict)
+    carried_at: dict[int, tuple[int, ...]] = field(default_factory=dict)
     outputs: dict[int, CompletionOutput] = field(default_factory=dict)
     grammars: dict[int, SampleGrammar] = field(default_factory=dict)
     reported: dict[int, int] = field(default_factory=dict)
     prompt: PromptScores | None = None
     cached_tokens: int = 0
     computed_tokens: int = 0
+
+    @property
+    def leader(self) -> str:
+        """The id in vLLM of the first sample."""
+        return self.ids[0]
 
     def delta(self, index: int, output: CompletionOutput) -> EngineDelta | None:
         """Return what is new in a sample of a streamed request, None if nothing is.
@@ -245,7 +256,10 @@ class _Pending:
     def result(self) -> EngineResult:
         """Return the result, once all samples have ended."""
         request = self.request
-        samples = [_sample_of(self.outputs[index]) for index in sorted(self.outputs)]
+        samples = [
+            replace(_sample_of(self.outputs[index]), carried_at=self.carried_at.get(index, ()))
+            for index in sorted(self.outputs)
+        ]
         if len(samples) == 1:
             samples *= request.num_samples
         return EngineResult(
@@ -265,6 +279,15 @@ class _Pending:
                 f"the grammar could not be followed to its end: {grammar.error}"
             )
         return EngineResult(id=self.request.id, samples=(), failure=error)
+
+
+@dataclass(frozen=True)
+class _Aside:
+    """What is under way, while the engine is paused: in vLLM's queue and in ours."""
+
+    waiting: list[Request]
+    unplaced: deque[_Pending]
+    led: dict[str, _Pending]
 
 
 class VllmEngine:
@@ -311,6 +334,7 @@ class VllmEngine:
         self._unplaced: deque[_Pending] = deque()
         self._led: dict[str, _Pending] = {}
         self._scheduler = scheduler_of(self._engine)
+        self._aside: _Aside | None = None
         on_gpu = self.facts.device == "cuda"
         self._sleeper: Sleeper = (GpuSleeper if on_gpu else CpuSleeper)(self._engine)
         self._asleep = False
@@ -338,7 +362,7 @@ class VllmEngine:
         """Hand to vLLM what it has room to compute. The rest waits here, so that a sample whose
         prompt has just been computed finds room, and the first sample is there to share it."""
         self._place_followers()
-        placed = self._engine.get_num_unfinished_requests()
+        placed = self._scheduler.get_num_unfinished_requests()
         placed += sum(len(pending.followers) for pending in self._led.values())
         while self._unplaced and placed < self._settings.max_num_seqs:
             pending = self._unplaced.popleft()
@@ -358,7 +382,7 @@ class VllmEngine:
         single token is not worth a step of its own."""
         request = pending.request
         others = range(1, request.distinct_samples)
-        pending.leader = self._add_sample(pending, index=0)
+        self._add_sample(pending, index=0)
         if (
             others
             and request.max_tokens > 1
@@ -384,8 +408,8 @@ class VllmEngine:
                 self._add_sample(pending, index=index, leader=pending.leader)
         self._cache.put_first(sum(len(pending.followers) for pending in ready))
 
-    def _add_sample(self, pending: _Pending, *, index: int, leader: str = "") -> str:
-        """Hand one sample of a request to vLLM; return its id there. Sample 0 scores the prompt."""
+    def _add_sample(self, pending: _Pending, *, index: int, leader: str = "") -> None:
+        """Hand one sample of a request to vLLM. Sample 0 scores the prompt."""
         request = pending.request
         scoring = request.scoring if index == 0 else None
         parameters = self._parameters(request, index=index, scoring=scoring, leader=leader)
@@ -405,7 +429,7 @@ class VllmEngine:
             lora_request=self._adapters[request.adapter] if request.adapter is not None else None,
         )
         use_logprobs(self._engine, id_, _SampledLogprobsProcessor(request.topk))
-        return id_  # type: ignore[no-any-return]
+        pending.ids[index] = id_
 
     def step(self) -> StepOutput:
         step = StepOutput()
@@ -465,8 +489,39 @@ class VllmEngine:
             if pending.request.scoring is not None:
                 self._on_workers(WeightsExtension.tandem_discard_scores, pending.request.id)
 
+    @property
+    def _idle(self) -> bool:
+        return not self._pending or self._aside is not None
+
+    def pause(self) -> None:
+        assert self._aside is None
+        self._engine.reset_prefix_cache(reset_running_requests=True)  # they are in the queue then
+        self._aside = _Aside(
+            waiting=take_waiting(self._engine), unplaced=self._unplaced, led=self._led
+        )
+        self._unplaced, self._led = deque(), {}
+
+    def resume(self) -> None:
+        assert self._aside is not None
+        put_back(self._engine, self._aside.waiting)
+        self._unplaced, self._led = self._aside.unplaced, self._aside.led
+        self._aside = None
+
+    def carry_over(self, ids: Sequence[str], *, adapter: str | None = None) -> None:
+        begun = []
+        for pending in (self._pending[id_] for id_ in ids if id_ in self._pending):
+            pending.request = replace(pending.request, adapter=adapter)
+            for index in pending.unfinished:
+                id_ = pending.ids.get(index)  # of those that vLLM has
+                tokens = self._scheduler.requests[id_].num_output_tokens if id_ else 0
+                pending.carried_at[index] = (*pending.carried_at.get(index, ()), tokens)
+                begun += [id_] if id_ else []
+        if adapter is not None:
+            use_adapter(self._engine, begun, self._adapters[adapter])
+            self._on_workers(WeightsExtension.tandem_use_adapter, begun, self._adapters[adapter])
+
     def load(self, directory: Path) -> frozenset[str]:
-        assert not self._pending, "a load needs an idle engine"
+        assert self._idle, "a load needs an idle engine"
         try:
             missing = self._on_workers(WeightsExtension.tandem_load, str(directory))
         except Exception as error:
@@ -505,7 +560,7 @@ class VllmEngine:
         return bool(self._engine.reset_prefix_cache())
 
     def score(self, tokens: Sequence[int]) -> Float32Array:
-        assert not self._pending, "scoring needs an idle engine"
+        assert self._idle, "scoring needs an idle engine"
         self.add(
             EngineRequest(
                 id="score",
@@ -516,7 +571,7 @@ class VllmEngine:
                 scoring=PromptScoring(first=1),
             )
         )
-        while self._pending:
+        while "score" in self._pending:
             for result in self.step().results:
                 assert result.prompt is not None and result.prompt.logprobs is not None
                 return result.prompt.logprobs[1:]

@@ -10,6 +10,7 @@ What is changed in vLLM is changed here. The modules beside this one say what fo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # the version is checked before anything of this is imported
     from transformers import PreTrainedTokenizerBase
     from vllm.lora.model_manager import LoRAModelManager
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -65,6 +67,10 @@ NAMES = (
     "vllm.v1.core.sched.scheduler:Scheduler.requests",
     "vllm.v1.core.sched.scheduler:Scheduler.running",
     "vllm.v1.core.sched.scheduler:Scheduler.waiting",
+    "vllm.v1.core.sched.scheduler:Scheduler._preempt_request",
+    "vllm.v1.core.sched.scheduler:Scheduler.prev_step_scheduled_req_ids",
+    "vllm.v1.request:Request.lora_request",
+    "vllm.v1.request:Request.block_hashes",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.find_longest_cache_hit",
     # Of the first model runner, in the worker.
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict",
@@ -118,6 +124,34 @@ def scheduler_of(engine: LLMEngine) -> Scheduler:
     return engine.engine_core.engine_core.scheduler
 
 
+def take_waiting(engine: LLMEngine) -> list[Request]:
+    """Empty vLLM's queue; return what was in it, which is not computed before `put_back`."""
+    queue = scheduler_of(engine).waiting
+    taken = [*queue]
+    queue.clear()
+    return taken
+
+
+def put_back(engine: LLMEngine, taken: Iterable[Request]) -> None:
+    scheduler_of(engine).waiting.extend(taken)
+
+
+def use_adapter(engine: LLMEngine, ids: Iterable[str], adapter: LoRARequest) -> None:
+    """Let requests go on with another adapter: those that run lose their keys and values, as if the
+    cache were full. What they find in it depends on the adapter's name. Each worker has to be told
+    as well (`use_adapter_in`)."""
+    scheduler = scheduler_of(engine)
+    for id_ in ids:
+        request = scheduler.requests[id_]
+        if request in scheduler.running:
+            scheduler.running.remove(request)
+            scheduler._preempt_request(request, time.monotonic())
+            scheduler.prev_step_scheduled_req_ids.discard(id_)
+        request.lora_request = adapter
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+
 def use_look_ups(manager: KVCacheManager, look_up: LookUp, find: Find) -> tuple[LookUp, Find]:
     """Let these look a request up in the prefix cache, and find the longest part of a prompt there.
     Return those of vLLM."""
@@ -159,6 +193,14 @@ def use_prompt_hook(runner: GPUModelRunner, hook: PromptHook) -> None:
     """Call this after each step in place of vLLM's own scores of prompts, with the hidden states
     of all requests [tokens, hidden] and how many of them each has."""
     runner._get_prompt_logprobs_dict = hook
+
+
+def use_adapter_in(runner: GPUModelRunner, ids: Iterable[str], adapter: LoRARequest) -> None:
+    """Let requests that were preempted go on with another adapter; ignore those that have not
+    begun."""
+    for id_ in ids:
+        if (state := runner.requests.get(id_)) is not None:
+            state.lora_request = adapter
 
 
 def load_in_place(

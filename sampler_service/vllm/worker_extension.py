@@ -29,6 +29,7 @@ from sampler_service.vllm.internals import (
     load_in_place,
     pad_linears,
     repack_heads,
+    use_adapter_in,
     use_prompt_hook,
 )
 from sampler_service.vllm.memory import (
@@ -42,6 +43,7 @@ from sampler_service.vllm.packed_weights import forget_packed_weights, parameter
 from sampler_service.vllm.prompt_scoring import PromptScorer
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
@@ -100,6 +102,9 @@ class WeightsExtension:
     def tandem_adapter_differs(self, number: int, directory: str) -> bool:
         """Return whether an adapter that was just added is another than its files."""
         return adapter_differs(adapters_in(self.model_runner), number, Path(directory))
+
+    def tandem_use_adapter(self, ids: list[str], adapter: LoRARequest) -> None:
+        use_adapter_in(self.model_runner, ids, adapter)
 
     def tandem_cpu_sleep(self, *, drop: bool) -> None:
         """Give the memory of the KV cache back, and drop the weights if told so. What the KV cache

@@ -18,6 +18,7 @@ from tandem.rl.advantages import (
 from tandem.rl.returns import gae, reinforce_plus_plus, returns_to_go, whitened
 from tandem.rl.schedule import linear_decay
 from tandem.rl.selection import dynamic_sampling, overlong_mask, soft_overlong
+from tandem.rl.staleness import staleness
 
 __all__ = [
     "ALGORITHMS",
@@ -35,5 +36,6 @@ __all__ = [
     "reward",
     "rloo",
     "soft_overlong",
+    "staleness",
     "whitened",
 ]

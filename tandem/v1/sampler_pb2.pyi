@@ -110,15 +110,21 @@ class LoadRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: builtins.int
+    IN_FLIGHT_FIELD_NUMBER: builtins.int
+    in_flight: builtins.bool
+    """Requests that are `in_flight` go on with this version: see SampleRequest. Where they already
+    have a newer one, nothing is loaded, and the reply names that.
+    """
     @property
     def version(self) -> tandem.v1.common_pb2.WeightVersion: ...
     def __init__(
         self,
         *,
         version: tandem.v1.common_pb2.WeightVersion | None = ...,
+        in_flight: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["in_flight", b"in_flight", "version", b"version"]) -> None: ...
 
 Global___LoadRequest: typing_extensions.TypeAlias = LoadRequest
 
@@ -268,6 +274,7 @@ class SampleRequest(google.protobuf.message.Message):
     PROMPT_ALT_TOKENS_K_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_LAST_N_FIELD_NUMBER: builtins.int
     STRUCTURED_FIELD_NUMBER: builtins.int
+    IN_FLIGHT_FIELD_NUMBER: builtins.int
     operation_id: builtins.str
     session_id: builtins.str
     prompt_tokens: builtins.bytes
@@ -288,6 +295,10 @@ class SampleRequest(google.protobuf.message.Message):
     """How many tokens to draw at each prompt position, with their logprobs."""
     prompt_logprobs_last_n: builtins.int
     """Prompt logprobs of the last n positions alone, so that the prefix cache serves the rest."""
+    in_flight: builtins.bool
+    """Sample from `version` or a newer one of its run that another request or load has named
+    `in_flight`. When such a version is loaded, the request goes on with it, and is not waited for.
+    """
     @property
     def version(self) -> tandem.v1.common_pb2.WeightVersion: ...
     @property
@@ -311,9 +322,10 @@ class SampleRequest(google.protobuf.message.Message):
         prompt_alt_tokens_k: builtins.int = ...,
         prompt_logprobs_last_n: builtins.int | None = ...,
         structured: Global___StructuredOutput | None = ...,
+        in_flight: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "params", b"params", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "structured", b"structured", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "num_samples", b"num_samples", "operation_id", b"operation_id", "params", b"params", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_tokens", b"prompt_tokens", "seq_id", b"seq_id", "session_id", b"session_id", "structured", b"structured", "target_prompt_tokens", b"target_prompt_tokens", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "in_flight", b"in_flight", "num_samples", b"num_samples", "operation_id", b"operation_id", "params", b"params", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_tokens", b"prompt_tokens", "seq_id", b"seq_id", "session_id", b"session_id", "structured", b"structured", "target_prompt_tokens", b"target_prompt_tokens", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n"]) -> typing.Literal["prompt_logprobs_last_n"] | None: ...
 
 Global___SampleRequest: typing_extensions.TypeAlias = SampleRequest
@@ -330,6 +342,7 @@ class SampleDelta(google.protobuf.message.Message):
     FINISHED_FIELD_NUMBER: builtins.int
     STOP_REASON_FIELD_NUMBER: builtins.int
     TOPK_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     index: builtins.int
     tokens: builtins.bytes
     """int32, little endian."""
@@ -338,6 +351,8 @@ class SampleDelta(google.protobuf.message.Message):
     finished: builtins.bool
     """Set with the sample's last tokens."""
     stop_reason: tandem.wire.v1.tinker_pb2.StopReason.ValueType
+    version: builtins.str
+    """Which version the tokens came from."""
     @property
     def topk(self) -> tandem.wire.v1.tinker_pb2.TopkLogprobs:
         """[tokens, topk_sample_logprobs], if they were asked for."""
@@ -351,9 +366,10 @@ class SampleDelta(google.protobuf.message.Message):
         finished: builtins.bool = ...,
         stop_reason: tandem.wire.v1.tinker_pb2.StopReason.ValueType = ...,
         topk: tandem.wire.v1.tinker_pb2.TopkLogprobs | None = ...,
+        version: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["topk", b"topk"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["finished", b"finished", "index", b"index", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "tokens", b"tokens", "topk", b"topk"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["finished", b"finished", "index", b"index", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "tokens", b"tokens", "topk", b"topk", "version", b"version"]) -> None: ...
 
 Global___SampleDelta: typing_extensions.TypeAlias = SampleDelta
 
@@ -393,6 +409,7 @@ class SampleReply(google.protobuf.message.Message):
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
     MAX_LENGTH_FIELD_NUMBER: builtins.int
+    SAMPLES_FIELD_NUMBER: builtins.int
     response: builtins.bytes
     """A tandem.wire.v1.SampleResponse, handed to the client as it is."""
     prompt_tokens: builtins.int
@@ -406,7 +423,11 @@ class SampleReply(google.protobuf.message.Message):
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     @property
     def version(self) -> tandem.v1.common_pb2.WeightVersion:
-        """Which version the engine sampled from."""
+        """Which version the engine sampled from; of an `in_flight` request, the last one."""
+
+    @property
+    def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SampleVersions]:
+        """Of an `in_flight` request, which versions the tokens of each sample came from."""
 
     def __init__(
         self,
@@ -419,9 +440,26 @@ class SampleReply(google.protobuf.message.Message):
         cached_tokens: builtins.int = ...,
         seconds: builtins.float = ...,
         max_length: builtins.int = ...,
+        samples: collections.abc.Iterable[Global___SampleVersions] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure", "outcome", b"outcome", "response", b"response", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "failure", b"failure", "max_length", b"max_length", "outcome", b"outcome", "prompt_tokens", b"prompt_tokens", "response", b"response", "sampled_tokens", b"sampled_tokens", "seconds", b"seconds", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "failure", b"failure", "max_length", b"max_length", "outcome", b"outcome", "prompt_tokens", b"prompt_tokens", "response", b"response", "sampled_tokens", b"sampled_tokens", "samples", b"samples", "seconds", b"seconds", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["outcome", b"outcome"]) -> typing.Literal["response", "failure"] | None: ...
 
 Global___SampleReply: typing_extensions.TypeAlias = SampleReply
+
+@typing.final
+class SampleVersions(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUNS_FIELD_NUMBER: builtins.int
+    @property
+    def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tandem.wire.v1.tinker_pb2.TandemVersionRun]: ...
+    def __init__(
+        self,
+        *,
+        runs: collections.abc.Iterable[tandem.wire.v1.tinker_pb2.TandemVersionRun] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["runs", b"runs"]) -> None: ...
+
+Global___SampleVersions: typing_extensions.TypeAlias = SampleVersions

@@ -10,6 +10,7 @@ from tandem.weights.store import (
     PartialVersion,
     new_version_name,
     open_version,
+    version_number,
     version_path,
 )
 
@@ -22,5 +23,6 @@ __all__ = [
     "checksum_file",
     "new_version_name",
     "open_version",
+    "version_number",
     "version_path",
 ]

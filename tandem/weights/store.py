@@ -40,6 +40,11 @@ def new_version_name(*, run_id: str, number: int, suffix: str = "") -> str:
     return f"{run_id}/v{number:06d}-{suffix or secrets.token_hex(4)}"
 
 
+def version_number(name: str) -> int:
+    """Return the number of a version in its run: 3 for `s-ab12:train:0/v000003-9f2c41d0`."""
+    return int(name.rpartition("/v")[2].partition("-")[0])
+
+
 def version_path(data_dir: Path, name: str) -> Path:
     """Return a version's directory: `DATA/weights/s-ab12_train_0/v000003-9f2c41d0`."""
     run_id, _, leaf = name.rpartition("/")

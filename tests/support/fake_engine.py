@@ -57,6 +57,8 @@ class FakeEngine:
     requests: dict[str, EngineRequest] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     begun: set[str] = field(default_factory=set)
+    carried_at: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    aside: dict[str, int] | None = None
     room: int = 1000
     broken: bool = False
     facts: EngineFacts = field(
@@ -94,15 +96,25 @@ class FakeEngine:
         done = [id_ for id_, left in self.left.items() if left == 0]
         for id_ in done:
             del self.left[id_]
-        sample = SampledTokens(np.zeros(1, np.int32), np.zeros(1, np.float32), stopped=False)
         begun = [id_ for id_ in computed if id_ in self.left and id_ not in self.begun]
         self.begun.update(begun)
         return StepOutput(
             [
-                EngineResult(id=id_, samples=(sample,), prompt=self.scores(self.requests[id_]))
+                EngineResult(
+                    id=id_, samples=(self.sample(id_),), prompt=self.scores(self.requests[id_])
+                )
                 for id_ in done
             ],
             begun=begun,
+        )
+
+    def sample(self, id_: str) -> SampledTokens:
+        length = self.requests[id_].max_tokens
+        return SampledTokens(
+            np.zeros(length, np.int32),
+            np.zeros(length, np.float32),
+            stopped=False,
+            carried_at=self.carried_at.get(id_, ()),
         )
 
     def scores(self, request: EngineRequest) -> PromptScores | None:
@@ -125,6 +137,20 @@ class FakeEngine:
         self.weights = directory.name
         self.adapters.clear()
         return frozenset()
+
+    def pause(self) -> None:
+        self.aside, self.left = self.left, {}
+
+    def resume(self) -> None:
+        assert self.aside is not None and self.weights
+        self.aside, self.left = None, self.left | self.aside
+
+    def carry_over(self, ids: list[str], *, adapter: str | None = None) -> None:
+        assert adapter is None or adapter in self.adapters
+        for id_ in ids:
+            request, left = self.requests[id_], (self.aside or self.left)[id_]
+            self.requests[id_] = replace(request, adapter=adapter)
+            self.carried_at[id_] = (*self.carried_at.get(id_, ()), request.max_tokens - left)
 
     def sleep(self, level: SleepLevel) -> None:
         assert not self.left, "running requests were put to sleep"
@@ -255,12 +281,19 @@ class Bench:
         steps: int = 1,
         session: str = "s",
         seq_id: int | None = None,
+        in_flight: bool = False,
     ) -> Future[Sampled]:
         request = EngineRequest(id=id_, prompt=[1], num_samples=1, max_tokens=steps)
         seq_id = next(self.numbers) if seq_id is None else seq_id
         self.now += 0.001  # nothing arrives at the same instant
         return self.scheduler.submit(
-            SampleJob(request=request, version=version, session_id=session, seq_id=seq_id)
+            SampleJob(
+                request=request,
+                version=version,
+                session_id=session,
+                seq_id=seq_id,
+                in_flight=in_flight,
+            )
         )
 
     def turns(self, count: int) -> None:

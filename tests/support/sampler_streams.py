@@ -19,9 +19,10 @@ from tests.support.worker_process import CALL_SECONDS
 
 @dataclass
 class StreamedSample:
-    """The sum of the deltas of one sample."""
+    """The sum of the deltas of one sample. `versions` has that of each token."""
 
     tokens: list[int] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     topk_ids: bytes = b""
     topk_logprobs: bytes = b""
@@ -88,6 +89,7 @@ def _add(sample: StreamedSample, delta: sampler_pb2.SampleDelta) -> None:
     sample.deltas += 1
     tokens = np.frombuffer(delta.tokens, "<i4").tolist()
     sample.tokens += tokens
+    sample.versions += [delta.version] * len(tokens)
     sample.logprobs += np.frombuffer(delta.logprobs, "<f4").tolist()
     if delta.HasField("topk"):
         assert delta.topk.length == len(tokens)

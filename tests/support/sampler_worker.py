@@ -218,9 +218,13 @@ class SamplerClient(WorkerClient):
             sampler_pb2.DescribeSamplerRequest(), metadata=self.metadata, timeout=CALL_SECONDS
         )
 
-    def load(self, version: common_pb2.WeightVersion) -> sampler_pb2.LoadReply:
+    def load(
+        self, version: common_pb2.WeightVersion, *, in_flight: bool = False
+    ) -> sampler_pb2.LoadReply:
         return self.stub.Load(
-            sampler_pb2.LoadRequest(version=version), metadata=self.metadata, timeout=CALL_SECONDS
+            sampler_pb2.LoadRequest(version=version, in_flight=in_flight),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
         )
 
     def lease(self, token: int) -> None:
@@ -268,6 +272,7 @@ class SamplerClient(WorkerClient):
         targets: wire.Tensor | None = None,
         draws: int = 0,
         structured: sampler_pb2.StructuredOutput | None = None,
+        in_flight: bool = False,
     ) -> sampler_pb2.SampleRequest:
         """Build a request as the gateway does. `stop` means what it means in the SDK."""
         number = next(self.numbers)
@@ -295,6 +300,7 @@ class SamplerClient(WorkerClient):
             target_prompt_tokens=b"" if targets is None else targets.SerializeToString(),
             prompt_alt_tokens_k=draws,
             structured=structured,
+            in_flight=in_flight,
         )
 
     def send(self, request: sampler_pb2.SampleRequest) -> Any:

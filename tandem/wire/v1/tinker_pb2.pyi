@@ -93,6 +93,7 @@ class SampledSequence(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     TOPK_SAMPLED_LOGPROBS_FIELD_NUMBER: builtins.int
+    TANDEM_VERSIONS_FIELD_NUMBER: builtins.int
     stop_reason: Global___StopReason.ValueType
     tokens: builtins.bytes
     """int32 [n]"""
@@ -100,6 +101,12 @@ class SampledSequence(google.protobuf.message.Message):
     """float32 [n]"""
     @property
     def topk_sampled_logprobs(self) -> Global___TopkLogprobs: ...
+    @property
+    def tandem_versions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TandemVersionRun]:
+        """Ours, ignored by the SDK: which weight versions the tokens came from, in their order. Of an
+        in-flight sampling session alone; else all are from the response's version.
+        """
+
     def __init__(
         self,
         *,
@@ -107,15 +114,39 @@ class SampledSequence(google.protobuf.message.Message):
         tokens: builtins.bytes = ...,
         logprobs: builtins.bytes | None = ...,
         topk_sampled_logprobs: Global___TopkLogprobs | None = ...,
+        tandem_versions: collections.abc.Iterable[Global___TandemVersionRun] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_topk_sampled_logprobs", b"_topk_sampled_logprobs", "logprobs", b"logprobs", "topk_sampled_logprobs", b"topk_sampled_logprobs"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_topk_sampled_logprobs", b"_topk_sampled_logprobs", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "tokens", b"tokens", "topk_sampled_logprobs", b"topk_sampled_logprobs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_topk_sampled_logprobs", b"_topk_sampled_logprobs", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "tandem_versions", b"tandem_versions", "tokens", b"tokens", "topk_sampled_logprobs", b"topk_sampled_logprobs"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_topk_sampled_logprobs", b"_topk_sampled_logprobs"]) -> typing.Literal["topk_sampled_logprobs"] | None: ...
 
 Global___SampledSequence: typing_extensions.TypeAlias = SampledSequence
+
+@typing.final
+class TandemVersionRun(google.protobuf.message.Message):
+    """So many tokens, one after the other, from one weight version of the run's optimizer step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    version: builtins.str
+    step: builtins.int
+    tokens: builtins.int
+    def __init__(
+        self,
+        *,
+        version: builtins.str = ...,
+        step: builtins.int = ...,
+        tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["step", b"step", "tokens", b"tokens", "version", b"version"]) -> None: ...
+
+Global___TandemVersionRun: typing_extensions.TypeAlias = TandemVersionRun
 
 @typing.final
 class SampleResponse(google.protobuf.message.Message):
@@ -132,7 +163,9 @@ class SampleResponse(google.protobuf.message.Message):
     """float32 [prompt], NaN where there is none"""
     prompt_cache_hit_tokens: builtins.int
     tandem_weight_version: builtins.str
-    """Ours, ignored by the SDK: the weight version that was sampled from."""
+    """Ours, ignored by the SDK: the weight version that was sampled from; of an in-flight sampling
+    session, the last one.
+    """
     @property
     def sequences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SampledSequence]: ...
     @property

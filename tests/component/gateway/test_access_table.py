@@ -40,6 +40,7 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "list_runs": EVERYBODY,
     "run_steps": OWN_LOOK,
     "export_run_steps": OWN_LOOK,
+    "sampled_versions": OWN_LOOK,
     "exchange_token": EVERYBODY,
     "own_key": EVERYBODY,
     "delete_own_key": (401, 204, 204, 204, 204),

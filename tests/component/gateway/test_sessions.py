@@ -225,8 +225,31 @@ def test_inflight_samplers_follow_the_newest_inflight_save(gate):
         first.sample(PROMPT, 1, PARAMS).result()
         assert sampler.requests[-1].version.name == sampler.loaded[2]
         assert sampler.requests[-1].version.step == 1
+        assert sampler.requests[-1].in_flight
         frozen.sample(PROMPT, 1, PARAMS).result()
         assert sampler.requests[-1].version.name == sampler.loaded[1]
+        assert not sampler.requests[-1].in_flight
+
+
+def test_the_versions_of_the_tokens_of_a_request_that_was_in_flight_can_be_asked_for(gate):
+    with gate.service() as service, gate.http() as client:
+        training = training_client(service)
+        sampling = training.save_weights_and_get_sampling_client(kind="inflight").result()
+        frozen = training.save_weights_and_get_sampling_client().result()
+        requests = []
+        for each in (sampling, frozen):
+            first, second = each.sample(PROMPT, 2, PARAMS).result().sequences
+            request_id, _, index = second.sequence_id.rpartition(":")
+            assert first.sequence_id == f"{request_id}:0" and index == "1"
+            requests.append(request_id)
+        found, alike = (
+            client.get(f"/api/tandem/v1/samples/{each}/versions").json() for each in requests
+        )
+        run = {"version": found["weight_version"], "step": 0, "tokens": 3}
+        assert found["samples"] == [[run], [run]]
+        assert alike["weight_version"] != found["weight_version"] and alike["samples"] == []
+        unknown = client.get(f"/api/tandem/v1/samples/{requests[0]}0/versions")
+        assert unknown.status_code == 404 and unknown.json()["type"] == "unknown_request"
 
 
 def test_idle_snapshots_expire_but_the_newest_stays(tmp_path):

@@ -76,6 +76,10 @@ class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
                 tokens=tokens.tobytes(),
                 logprobs=(-np.arange(len(tokens), dtype=np.float32)).tobytes(),
             )
+            if request.in_flight:
+                sequence.tandem_versions.add(
+                    version=request.version.name, step=request.version.step, tokens=len(tokens)
+                )
             if k := request.topk_sample_logprobs:
                 sequence.topk_sampled_logprobs.CopyFrom(_topk(len(tokens), k))
         return sampler_pb2.SampleReply(
@@ -85,6 +89,11 @@ class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
             cached_tokens=1,
             sampled_tokens=len(tokens) * request.num_samples,
             max_length=self.max_length,
+            samples=[
+                sampler_pb2.SampleVersions(runs=sequence.tandem_versions)
+                for sequence in response.sequences
+                if request.in_flight
+            ],
         )
 
     async def SampleStream(self, request, context):

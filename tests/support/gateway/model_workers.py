@@ -153,7 +153,7 @@ class ModelSampler(ModelWorker):
 
     async def Load(self, request):
         async with self._turn:
-            await self._change_to(request.version)
+            await self._change_to(request.version, drain=not request.in_flight)
         return sampler_pb2.LoadReply(version=request.version, bytes=7)
 
     async def Sample(self, request):
@@ -171,12 +171,12 @@ class ModelSampler(ModelWorker):
         tokens = after(request.version.name, request.prompt_tokens, request.params.seed)
         return sampler_pb2.SampleReply(response=tokens.encode(), version=request.version)
 
-    async def _change_to(self, version: common_pb2.WeightVersion) -> None:
+    async def _change_to(self, version: common_pb2.WeightVersion, *, drain: bool = True) -> None:
         assert self.state != sampler_pb2.SAMPLER_STATE_ASLEEP, "it was called while asleep"
         if version.name in (self.version.name, *self.adapters):
             return
         assert (Path(version.path) / "manifest.json").is_file()
-        if not version.adapter:
+        if drain and not version.adapter:
             await self._idle.wait()
         self.state = sampler_pb2.SAMPLER_STATE_LOADING
         await self._misfortune.delay(2.0)

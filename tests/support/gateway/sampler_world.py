@@ -123,7 +123,8 @@ class World:
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
         (folder / "manifest.json").touch()
-        return common_pb2.WeightVersion(name=f"s-1:train:0/{name}", path=str(folder))
+        run_id = "s-1:train:0"
+        return common_pb2.WeightVersion(name=f"{run_id}/{name}", path=str(folder), run_id=run_id)
 
     def left(
         self,
@@ -160,7 +161,13 @@ class World:
         return self.router.ensure(session_id=session_id, model=self.model, rank=rank)
 
     async def sample(
-        self, version: str = "v1", *, session_id: str = "s-1", prompt: bytes = b"", samples: int = 1
+        self,
+        version: str = "v1",
+        *,
+        session_id: str = "s-1",
+        prompt: bytes = b"",
+        samples: int = 1,
+        in_flight: bool = False,
     ) -> str:
         """Ask for a sample with a seed; return what came of it, or the type of its error."""
         sampler = self.sampler(session_id)
@@ -169,6 +176,7 @@ class World:
             version=self.version(version),
             prompt_tokens=prompt,
             num_samples=samples,
+            in_flight=in_flight,
         )
         request.params.seed, request.params.temperature = 7, 1.0
         future = Future(

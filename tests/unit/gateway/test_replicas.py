@@ -112,6 +112,24 @@ def test_an_engine_that_is_killed_loses_no_sample_and_its_samples_go_to_the_othe
     alone.run(undisturbed())
 
 
+@pytest.mark.parametrize(("in_flight", "drawn_from"), [(True, "v2"), (False, "v1")])
+def test_what_is_in_flight_when_its_engine_is_killed_is_drawn_from_the_newest_version(
+    new_world, in_flight, drawn_from
+):
+    world = new_world(1)
+
+    async def scenario():
+        (engine,) = await serving(world, 1)
+        asked = asyncio.create_task(world.sample("v1", in_flight=in_flight))
+        await asyncio.sleep(0.5)
+        await world.sampler().load(saved(world, "v2"), in_flight=True)
+        assert not asked.done(), "the load did not wait for it"
+        world.host.kill(engine.spec.worker_id)
+        assert await asked == await world.sample(drawn_from)
+
+    world.run(scenario())
+
+
 def test_an_engine_that_was_killed_is_started_again_while_there_is_work(new_world):
     world = new_world()
 

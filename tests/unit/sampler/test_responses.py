@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,11 @@ from sampler_service.engine import (
 )
 from sampler_service.service.request_parser import ParsedRequest
 from sampler_service.service.responses import StreamBuffer, encode_response
+from sampler_service.weights.loader import WeightVersion
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
+
+ONE, TWO = (WeightVersion(name=f"run/v{number}", path=Path()) for number in (1, 2))
 
 
 def parsed(*, prompt_logprobs: bool) -> ParsedRequest:
@@ -96,8 +100,8 @@ def test_untaken_deltas_are_merged_by_sample_and_wake_the_reader_once():
 
         buffer = StreamBuffer(topk=2, loop=Counting())  # type: ignore[arg-type]
         for step in range(1000):
-            buffer.add([delta(0, [step]), delta(1, [step])])
-        buffer.add([delta(1, [7], finished=True)])
+            buffer.add([delta(0, [step]), delta(1, [step])], ONE)
+        buffer.add([delta(1, [7], finished=True)], ONE)
         assert len(woken) == 1
         first, second = await buffer.take()
         assert held(first) + held(second) == 2001 * (8 + 16), "as many bytes as the tokens have"
@@ -105,7 +109,7 @@ def test_untaken_deltas_are_merged_by_sample_and_wake_the_reader_once():
         assert np.frombuffer(first.logprobs, "<f4").tolist() == [-float(i) for i in range(1000)]
         assert (first.topk.length, first.topk.k, first.finished) == (1000, 2, False)
         assert (second.index, second.finished, len(second.tokens)) == (1, True, 4004)
-        buffer.add([delta(0, [3])])
+        buffer.add([delta(0, [3])], ONE)
         buffer.close()
         assert [len(each.tokens) for each in await buffer.take()] == [4]
         assert await buffer.take() == []
@@ -116,8 +120,19 @@ def test_untaken_deltas_are_merged_by_sample_and_wake_the_reader_once():
 def test_a_greedy_sample_is_streamed_for_each_of_its_copies():
     async def scenario() -> None:
         buffer = StreamBuffer(topk=2, copies=3)
-        buffer.add([delta(0, [5], finished=True)])
+        buffer.add([delta(0, [5], finished=True)], ONE)
         deltas = await buffer.take()
         assert [(each.index, each.finished) for each in deltas] == [(0, True), (1, True), (2, True)]
+
+    asyncio.run(scenario())
+
+
+def test_tokens_of_two_versions_are_not_merged_into_one_delta():
+    async def scenario() -> None:
+        buffer = StreamBuffer(topk=2)
+        for tokens, version in (([5], ONE), ([6], ONE), ([7], TWO)):
+            buffer.add([delta(0, tokens)], version)
+        told = [(each.version, len(each.tokens) // 4) for each in await buffer.take()]
+        assert told == [(ONE.name, 2), (TWO.name, 1)]
 
     asyncio.run(scenario())

@@ -23,6 +23,7 @@ from tandem.rl import (
     returns_to_go,
     rloo,
     soft_overlong,
+    staleness,
 )
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "losses.json").read_text())
@@ -134,3 +135,9 @@ def test_the_rate_falls_linearly_and_the_first_step_is_halved() -> None:
     assert rates[1] == pytest.approx(0.9)
     assert rates[-1] == pytest.approx(0.1)
     np.testing.assert_allclose(np.diff(rates[1:]), -0.1)
+
+
+def test_each_token_is_as_old_as_its_weights() -> None:
+    runs = [{"version": "v3", "step": 3, "tokens": 2}, {"version": "v5", "step": 5, "tokens": 1}]
+    assert staleness(runs, step=6).tolist() == [3, 3, 1]
+    assert staleness([], step=6).tolist() == []

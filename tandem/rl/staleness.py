@@ -1,0 +1,23 @@
+"""How old the weights are that tokens were sampled from, where samples are in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Steps = NDArray[np.int64]
+
+
+def staleness(runs: Sequence[Mapping[str, object]], *, step: int) -> Steps:
+    """Return, for each token of a sample [tokens], how many optimizer steps before `step` its
+    weights are from.
+
+    `runs` is what `GET /api/tandem/v1/samples/ID/versions` tells of the sample.
+    Literal example: `[{"step": 3, "tokens": 2}, {"step": 5, "tokens": 1}]` with step 6 gives
+    [3, 3, 1].
+    """
+    steps = np.array([run["step"] for run in runs], np.int64)
+    counts = np.array([run["tokens"] for run in runs], np.int64)
+    return step - np.repeat(steps, counts)

@@ -1,0 +1,164 @@
+"""Requests that are carried over to newer weights in a real engine: every token is what the version
+that it names gives, for the tokens before it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tandem.v1 import common_pb2, sampler_pb2
+from tests.support.adapter_files import write_adapter_files, write_merged
+from tests.support.sampler_streams import gather, open_stream
+from tests.support.sampler_worker import (
+    PROMPT,
+    Sampled,
+    SamplerClient,
+    assert_computed_by,
+    decoded,
+    plain_logprobs,
+    publish,
+    publish_adapter,
+    text,
+)
+
+LONG = 400
+"""Tokens, of which some are drawn before the newer version is there, and most after it."""
+NUMBERS = count(1000)
+"""Of versions: what is in flight never goes back to one of an earlier test."""
+Weights = dict[str, Path]
+
+
+def assert_each_token_is_of_its_version(answer: Sampled, weights: Weights) -> None:
+    for sample, sequence in zip(answer.samples, answer.message.sequences, strict=True):
+        start, runs = 0, sequence.tandem_versions
+        assert sum(run.tokens for run in runs) == len(sample.tokens)
+        for run in runs:
+            all_of_it = plain_logprobs(weights[run.version], [*PROMPT, *sample.tokens])
+            part = slice(start, start := start + run.tokens)
+            expected = all_of_it[len(PROMPT) - 1 :][part]
+            assert np.abs(expected - sample.logprobs[part]).max() < 1e-4
+
+
+def carried_over(
+    client: SamplerClient,
+    versions: Sequence[common_pb2.WeightVersion],
+    others: Sequence[sampler_pb2.SampleRequest] = (),
+    **arguments: Any,
+) -> tuple[Sampled, list[Sampled]]:
+    """Sample from the first version while the second is loaded, which both are in flight. Return
+    that, and the answers of `others`, which begin with it."""
+    settings = {"n": 3, "max_tokens": LONG, "stop": [], "prompt_logprobs": True, **arguments}
+    request = client.request(PROMPT, version=versions[0], in_flight=True, **settings)
+    events = open_stream(client, request)
+    calls = [client.send(other) for other in others]
+    first = next(events)
+    reply = client.load(versions[1], in_flight=True)
+    assert not reply.HasField("failure"), reply.failure
+    assert reply.version.name == versions[1].name
+    streamed = gather(chain([first], events))
+    assert streamed.adds_up()
+    for index, sequence in enumerate(streamed.answer.message.sequences):
+        runs = [(run.version, run.step, run.tokens) for run in sequence.tandem_versions]
+        assert [run[:2] for run in runs] == [(each.name, each.step) for each in versions]
+        told = [name for name, _, tokens in runs for _ in range(tokens)]
+        assert streamed.samples[index].versions == told
+    return streamed.answer, [decoded(call.result()) for call in calls]
+
+
+@pytest.fixture
+def versions(
+    model: Path, changed: Path, directory: Path
+) -> tuple[list[common_pb2.WeightVersion], Weights]:
+    published = [publish(each, directory, number=next(NUMBERS)) for each in (model, changed)]
+    return published, {published[0].name: model, published[1].name: changed}
+
+
+def test_tokens_before_a_load_are_of_the_old_version_and_those_after_it_of_the_new(
+    sampler: SamplerClient, versions: tuple[list[common_pb2.WeightVersion], Weights], model: Path
+):
+    (old, new), weights = versions
+    sampler.load(old)
+    digits = sampler_pb2.StructuredOutput(regex="([0-9]{3}-){60}")
+    others = [
+        sampler.request(PROMPT, version=old, in_flight=True, n=2, seed=5, max_tokens=LONG, stop=[]),
+        sampler.request(
+            PROMPT, version=old, in_flight=True, max_tokens=LONG, structured=digits, seed=6
+        ),
+        sampler.request(PROMPT, version=old, in_flight=True, max_tokens=2, stop=[]),
+        sampler.request(
+            PROMPT, version=old, in_flight=True, max_tokens=LONG, stop=["zz"], temperature=0.0, n=2
+        ),
+    ]
+    answer, (seeded, regex, short, greedy) = carried_over(sampler, [old, new], others)
+    for each in (answer, seeded, short, greedy):
+        assert_each_token_is_of_its_version(each, weights)
+    assert answer.version == new.name
+    assert answer.prompt_logprobs is not None
+    assert np.abs(answer.prompt_logprobs[1:] - plain_logprobs(model, PROMPT)).max() < 1e-4
+    assert re.fullmatch("([0-9]{3}-){60}", text(regex.samples[0].tokens))
+    assert sampler.metric("tandem_sampler_carried_over_total") >= 1
+    sampler.assert_serves(new, weights[new.name])  # nothing of the old is left in the cache
+    sampler.assert_serves(sampler.base, model)
+
+
+def test_a_request_that_is_not_in_flight_ends_with_its_version_before_the_load(
+    sampler: SamplerClient, versions: tuple[list[common_pb2.WeightVersion], Weights]
+):
+    (old, new), weights = versions
+    sampler.load(old)
+    call = sampler.send(sampler.request(PROMPT, version=old, n=2, max_tokens=LONG, stop=[]))
+    assert sampler.load(new, in_flight=True).version.name == new.name
+    assert call.done()
+    answer = decoded(call.result())
+    assert answer.version == old.name
+    assert not any(sequence.tandem_versions for sequence in answer.message.sequences)
+    assert_computed_by(weights[old.name], PROMPT, answer)
+
+
+def test_a_version_that_is_refused_leaves_what_is_under_way_with_the_old_one(
+    sampler: SamplerClient,
+    versions: tuple[list[common_pb2.WeightVersion], Weights],
+    directory: Path,
+):
+    (old, new), weights = versions
+    sampler.load(old)
+    next(Path(new.path).glob("*.safetensors")).write_bytes(b"damaged")
+    request = sampler.request(PROMPT, version=old, in_flight=True, max_tokens=LONG, stop=[])
+    events = open_stream(sampler, request)
+    first = next(events)
+    assert sampler.load(new, in_flight=True).failure.type == "load_failed"
+    answer = gather(chain([first], events)).answer
+    assert answer.version == old.name
+    assert_computed_by(weights[old.name], PROMPT, answer)
+
+
+def test_requests_go_on_with_the_next_adapter_while_others_keep_theirs(
+    tied_adapters: SamplerClient, model: Path, directory: Path
+):
+    published, weights = [], {}
+    for number in (next(NUMBERS), next(NUMBERS)):
+        folder = directory / f"in flight {number}"
+        files = write_adapter_files(folder / "adapter", model, seed=number)
+        merged = write_merged(folder / "merged", model, files)
+        version = publish_adapter(files, directory, number=number, merged=merged)
+        published.append(version)
+        weights[version.name] = merged
+    old, _ = published
+    tied_adapters.load(old)
+    others = [
+        tied_adapters.request(PROMPT, version=version, n=2, max_tokens=150, stop=[])
+        for version in (old, tied_adapters.base)
+    ]
+    answer, (fixed, base) = carried_over(
+        tied_adapters, published, others, n=2, max_tokens=250, prompt_logprobs=False
+    )
+    assert_each_token_is_of_its_version(answer, weights)
+    assert fixed.version == old.name
+    assert_computed_by(weights[old.name], PROMPT, fixed)
+    assert_computed_by(model, PROMPT, base)
