@@ -38,11 +38,11 @@ class DirectEngine:
 
     def round(self, name: str, number: int) -> float:
         """Return the tokens per second of one round of a workload."""
-        return float(str(self._ask([name, number])))
+        return float(self._ask([name, number]))
 
     def reload(self, folder: Path) -> float:
         """Return the seconds of the engine's own reload in place from the files of a folder."""
-        return float(str(self._ask(["reload", str(folder)])))
+        return float(self._ask(["reload", str(folder)]))
 
 
 @contextmanager

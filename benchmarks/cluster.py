@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import gc
 import os
-import sys
 import time
 import tracemalloc
 from collections import Counter
@@ -143,4 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,10 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 
-Ask = Callable[[object], object]
+Ask = Callable[[object], Any]
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def asked(
     stdin, stdout = process.stdin, process.stdout
     assert stdin is not None and stdout is not None
 
-    def answer() -> object:
+    def answer() -> Any:
         for line in stdout:
             if line.startswith(_MARK):  # the rest is a log
                 return json.loads(line.removeprefix(_MARK))

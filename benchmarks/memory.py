@@ -284,7 +284,8 @@ def planned_rows(work: Path, *, quick: bool) -> list[dict[str, object]]:
 
 
 def loading_rows(work: Path, *, quick: bool) -> list[dict[str, object]]:
-    path, rows = work / ("50M" if quick else "100M"), []
+    path = work / ("50M" if quick else "100M")
+    rows: list[dict[str, object]] = []
     for ranks in (1, 2) if quick else (1, 2, 4):
         store = work / f"store-{ranks}"
         processes = [child("load", str(path), rank, ranks, str(store)) for rank in range(ranks)]
@@ -328,7 +329,8 @@ def main() -> None:
             rank, ranks, store = rest
             print(json.dumps(measure_loading(Path(path), rank, ranks, Path(store))))
         return
-    console, results = Console(), {"machine": record.machine()}
+    console = Console()
+    results: dict[str, object] = {"machine": record.machine()}
     with tempfile.TemporaryDirectory(prefix="tandem-memory-") as directory:
         work = Path(directory)
         for title, measure in (

@@ -49,7 +49,7 @@ def floor(model: Path, *, threads: int, compiled: bool, core: int | None) -> Ite
         rounds = iter(range(10**6))
         if core is not None:
             pin_process(process, {core})
-        yield lambda: ask([next(rounds)])  # type: ignore[return-value]
+        yield lambda: ask([next(rounds)])
 
 
 def through_tandem(stack: Stack, client: tinker.TrainingClient, *, steps: int) -> Step:

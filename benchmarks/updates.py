@@ -44,7 +44,12 @@ def plain(model: Path, *, compiled: bool) -> Callable[[], None]:
         [Sample(prompt, answer, [-4.0] * len(answer), 0.5) for prompt, answer in batch]
         for batch in batches()
     ]
-    return lambda: [policy.update(batch) for batch in made] and None
+
+    def updates() -> None:
+        for batch in made:
+            policy.update(batch)
+
+    return updates
 
 
 def trainer(model: Path, *, compiled: bool) -> Callable[[], None]:
@@ -132,7 +137,7 @@ def measure(model: Path, *, rounds: int) -> list[dict[str, object]]:
             first[way] = time.perf_counter() - began
         for _ in range(rounds):
             for way, once in ways.items():
-                found[way].append(once([]))  # type: ignore[arg-type]
+                found[way].append(once([]))
     floor = found["plain compiled"]
     return [
         {

@@ -57,8 +57,8 @@ def measure(
             if "together" in parts and size == sizes[0]:
                 found["together"] = together(bench, size, model, steps=steps)
         except Exception as error:  # noqa: BLE001 - minutes of a lent machine are not thrown away
-            found["failed"] = f"{type(error).__name__}: {error}"
-            bench.say(found["failed"])
+            found["failed"] = failure = f"{type(error).__name__}: {error}"
+            bench.say(failure)
         shutil.rmtree(model, ignore_errors=True)
         shutil.rmtree(bench.work / "weights", ignore_errors=True)
         yield size, found

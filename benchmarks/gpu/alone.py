@@ -20,7 +20,7 @@ def plain_loop(
     rows: int,
     rounds: int,
     compiled: bool,
-) -> dict[str, float | list[float]]:
+) -> tuple[list[float], int]:
     """Train all parameters with float32 masters and, on a GPU, bfloat16 computation and the fused
     AdamW, `rows` sequences of one length at a time. Return the seconds of each round, the first
     two left out, and the peak bytes of the device."""
@@ -48,7 +48,7 @@ def plain_loop(
         loss.item()
         seconds.append(time.perf_counter() - began)
     peak = torch.cuda.max_memory_reserved() if on_gpu else 0
-    return {"seconds": seconds[2:], "peak_bytes": peak}
+    return seconds[2:], peak
 
 
 def engine_alone(

@@ -139,9 +139,10 @@ async def trainer_of(
         await step(trainer, size)
         if measured:
             found = {"parameters": await trainer.parameters(), "copies_gb_per_second": plain}
-            found |= await sleeps(bench, trainer, before=before)
-            found["sleep_of_copies"] = round(found["sleep_gb_per_second"] / plain["out"], 2)
-            found["wake_of_copies"] = round(found["wake_gb_per_second"] / plain["in"], 2)
+            moved = await sleeps(bench, trainer, before=before)
+            found |= moved
+            found["sleep_of_copies"] = round(moved["sleep_gb_per_second"] / plain["out"], 2)
+            found["wake_of_copies"] = round(moved["wake_gb_per_second"] / plain["in"], 2)
             bench.say(json.dumps(found))
         published = []
         for number in range(1, versions + 1):

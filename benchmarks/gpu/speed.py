@@ -94,11 +94,11 @@ async def training(bench: Bench, size: str, model: Path) -> dict[str, object]:
         if adapters:
             break
         name = "compiled plain loop" if compiled else "plain loop"
-        plain = elsewhere(
+        seconds, peak = elsewhere(
             bench, plain_loop, model, torch_device(bench), sequences,
             rows=2, rounds=bench.rounds, compiled=compiled,
         )  # fmt: skip
-        row = _speed(bench, plain["seconds"], tokens, work) | {"device_bytes": plain["peak_bytes"]}
+        row = _speed(bench, seconds, tokens, work) | {"device_bytes": peak}
         found[name] = row
         bench.say(f"{name}: {json.dumps(row)}")
     return found

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import grpc.aio
 import numpy as np
@@ -118,12 +118,12 @@ class Caller:
         trainer = spec.kind == "trainer"
         self.lora = spec.training is not None and spec.training.lora is not None
         stub = trainer_pb2_grpc.TrainerStub if trainer else sampler_pb2_grpc.SamplerStub
-        self._stub = stub(channel)
+        self._stub: Any = stub(channel)
         self._token, self._operations = 1, 0
         self.pid = pid
 
-    async def call(self, method: str, request: object) -> object:
-        """Return the reply. Raises `RuntimeError` where that is a failure."""
+    async def call(self, method: str, request: object) -> Any:
+        """Return the reply of that method. Raises `RuntimeError` where that is a failure."""
         metadata = ((SECRET_METADATA_KEY, _SECRET), (LEASE_METADATA_KEY, str(self._token)))
         reply = await getattr(self._stub, method)(request, metadata=metadata, timeout=CALL_SECONDS)
         if reply.HasField("failure"):
@@ -135,14 +135,15 @@ class Caller:
     ) -> common_pb2.SwitchReply:
         self._token += 1
         method = "Sleep" if isinstance(request, common_pb2.SleepRequest) else "Wake"
-        return await self.call(method, request)
+        reply: common_pb2.SwitchReply = await self.call(method, request)
+        return reply
 
     async def parameters(self) -> int:
         """Return how many a trainer's model has."""
         request = trainer_pb2.DescribeTrainerRequest(run_id=RUN)
         metadata = ((SECRET_METADATA_KEY, _SECRET),)
         about = await self._stub.Describe(request, metadata=metadata, timeout=CALL_SECONDS)
-        return about.parameters
+        return int(about.parameters)
 
     def header(self) -> common_pb2.OperationHeader:
         """Return that of the next operation of the run."""
